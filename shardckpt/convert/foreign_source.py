@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from shardckpt.io.url import Location
     from shardckpt.plan.views import View
 
-__all__ = ["ForeignSource", "ForeignSpec"]
-
 _JOINED = 4 << 20
 """Bytes to which chunks are joined for a read from a local disk, the memory of one thread there (`reshard.memory`)."""
 _OBJECT_JOINED = 8 << 20

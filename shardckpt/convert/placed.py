@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from shardckpt.layout.dtypes import DType
     from shardckpt.plan.pieces import Piece
 
-__all__ = ["Place", "Placed", "PlacedTensor", "held", "place_tensors", "stored"]
-
 
 class Place(Protocol):
     """The place of a part of a tensor. Safe to use from several threads."""
@@ -113,7 +111,7 @@ def _whole(shape: tuple[int, ...], chunks: tuple[int, ...]) -> ForeignPart:
     return ForeignPart((0,) * len(shape), shape, tuple(max(1, n) for n in chunks))
 
 
-def held(array: NDArray[Any]) -> PlacedTensor:
+def place_array(array: NDArray[Any]) -> PlacedTensor:
     """A tensor for a small array in memory.
 
     Raises:
@@ -124,7 +122,7 @@ def held(array: NDArray[Any]) -> PlacedTensor:
     return PlacedTensor(array.shape, dtype, (_whole(array.shape, array.shape),), places=(_Held(array),))
 
 
-def stored(file: TorchFile, tensor: PickledTensor) -> PlacedTensor:
+def place_pickled(file: TorchFile, tensor: PickledTensor) -> PlacedTensor:
     """A tensor in a file of `torch.save`.
 
     Raises:

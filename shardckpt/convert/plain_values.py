@@ -21,7 +21,7 @@ import numpy as np
 
 from shardckpt.convert.formats.torch.objects import Dtype, PickledTensor
 from shardckpt.convert.formats.torch.unpickling import Instance, Name
-from shardckpt.convert.placed import held, stored
+from shardckpt.convert.placed import place_array, place_pickled
 from shardckpt.errors import CorruptionError, DtypeError, FormatError
 from shardckpt.excerpt import excerpt, shortened
 from shardckpt.state import leaves
@@ -110,7 +110,7 @@ class _Walk:
         return value if leaves.is_small(value) else self.leave(name, f"is a {type(value).__name__}")
 
     def tensor(self, value: PickledTensor, _name: str, _depth: int) -> object:
-        return stored(self.file, value)
+        return place_pickled(self.file, value)
 
     def dtype(self, value: Dtype, _name: str, _depth: int) -> object:
         return _torch(lambda torch: getattr(torch, value.name))
@@ -149,7 +149,7 @@ class _Walk:
         if value.name == "torch.device":
             return _torch(lambda torch: torch.device(*value.arguments))
         if _NUMPY.fullmatch(value.name) or value.name in _COMPLEX:
-            return held(_array(value)) if value.name.endswith("_reconstruct") else _scalar(value)
+            return place_array(_array(value)) if value.name.endswith("_reconstruct") else _scalar(value)
         return self.leave(name, f"is a {shortened(value.name)}")
 
 

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-__all__ = ["LoadedFile", "Readable", "Span", "StoredRun"]
-
 
 class Readable(Protocol):
     """The interface of a file, usually a `FileVersion`. Its text is its path or url."""

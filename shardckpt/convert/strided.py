@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
     from shardckpt.convert.formats.torch.objects import PickledTensor
 
-__all__ = ["read_box", "run_of", "strided_chunks"]
-
 
 def strided_chunks(shape: Sequence[int], strides: Sequence[int], itemsize: int, nbytes: int = ROWS_BYTES) -> tuple[int, ...]:
     """The chunks of `row_chunks`, in the order in which the dimensions are stored.

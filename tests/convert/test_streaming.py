@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardckpt import Box, errors
-from shardckpt.convert.streaming.chunking import blocks, grid, rows
+from shardckpt.convert.streaming.chunking import cut_into_blocks, cut_into_rows, cut_regularly
 from shardckpt.convert.streaming.outputs import OutputTensor, View, identity
 from shardckpt.convert.streaming.stream import Stream, stream
 from shardckpt.layout.dtypes import by_name
 
 
-def made(checkpoint, outputs, how=rows, limit=64 * MiB, **options):
+def made(checkpoint, outputs, how=cut_into_rows, limit=64 * MiB, **options):
     """Each output as one array, and the boxes in the order in which they came."""
     arrays = {output.name: np.zeros(output.shape, output.dtype.storage) for output in outputs}
     times = {output.name: np.zeros(output.shape, np.int8) for output in outputs}
@@ -49,7 +49,10 @@ def test_tensors_of_any_layout_come_as_they_are_in_any_blocks(data, dtype):
     block = data.draw(st.tuples(*[st.integers(1, 12)] * len(shape)))
     outputs = [identity(checkpoint.tensor("w")), identity(checkpoint.tensor("s"), "t")]
     found, _ = made(
-        checkpoint, outputs, lambda output, *_: grid(output, block if output.name == "w" else ()), in_order=data.draw(st.booleans())
+        checkpoint,
+        outputs,
+        lambda output, *_: cut_regularly(output, block if output.name == "w" else ()),
+        in_order=data.draw(st.booleans()),
     )
     assert found["w"].tobytes() == w.tobytes()
     assert found["t"].tobytes() == random((), dtype, 1).tobytes()
@@ -78,7 +81,9 @@ def test_parts_that_are_transposed_and_joined_are_what_numpy_makes_of_them(data)
         ),
         OutputTensor("stacked", (2, 6, 20), f32, tuple(View("b", Box.full((20, 6)), (None, 1, 0), (i, 0, 0)) for i in range(2))),
     ]
-    found, _ = made(checkpoint, outputs, lambda output, *_: grid(output, (7, 5, 4)[: len(output.shape)]), in_order=data.draw(st.booleans()))
+    found, _ = made(
+        checkpoint, outputs, lambda output, *_: cut_regularly(output, (7, 5, 4)[: len(output.shape)]), in_order=data.draw(st.booleans())
+    )
     wanted = {
         "transposed": a.transpose(order),
         "layer": a[4].T,
@@ -93,7 +98,7 @@ def test_each_stored_byte_is_read_once_though_tensors_are_larger_than_the_memory
     layout = {"w0": sharded("a", "b"), "w1": sharded("", "ab"), "w2": sharded("ab", ""), "w3": sharded("b", "a")}
     checkpoint = saved(tmp_path / "c", state, layout)
     stored = stored_bytes(checkpoint)
-    for how in (rows, blocks):
+    for how in (cut_into_rows, cut_into_blocks):
         again = type(checkpoint)(tmp_path / "c")
         found, _ = made(again, [identity(again.tensor(name)) for name in state], how, limit=26 * MiB)
         assert all(found[name].tobytes() == state[name].tobytes() for name in state)
@@ -104,12 +109,12 @@ def test_tall_columns_are_read_once_in_blocks_and_again_for_each_slab_of_rows(tm
     w = random((4096, 2050))
     checkpoint = saved(tmp_path / "c", {"w": w}, {"w": sharded("", "ab")})
     stored, read = stored_bytes(checkpoint), {}
-    for how, in_order in ((blocks, False), (rows, False), (rows, True)):
+    for how, in_order in ((cut_into_blocks, False), (cut_into_rows, False), (cut_into_rows, True)):
         again = type(checkpoint)(tmp_path / "c")
         found, _ = made(again, [identity(again.tensor("w"))], how, limit=13 * MiB, in_order=in_order)
         assert found["w"].tobytes() == w.tobytes()
         read[how, in_order] = again.stats.bytes_read / stored
-    assert read.pop((blocks, False)) == 1
+    assert read.pop((cut_into_blocks, False)) == 1
     assert all(1.5 < times <= 4 for times in read.values()), read
 
 
@@ -118,7 +123,7 @@ def test_blocks_come_in_row_major_order_where_that_is_asked_for(tmp_path):
     checkpoint = saved(tmp_path / "c", state, {"w": sharded("b", "", "a"), "v": sharded("", "ab")})
     outputs = [identity(checkpoint.tensor(name)) for name in state]
     block = {"w": (1, 2, 400), "v": (7, 777)}
-    found, came = made(checkpoint, outputs, lambda output, *_: grid(output, block[output.name]), in_order=True)
+    found, came = made(checkpoint, outputs, lambda output, *_: cut_regularly(output, block[output.name]), in_order=True)
     assert came == sorted(came, key=lambda at: (list(state).index(at[0]), at[1].start))
     assert all(found[name].tobytes() == state[name].tobytes() for name in state)
 
@@ -133,7 +138,11 @@ def test_the_first_blocks_can_be_left_out_and_the_others_are_as_ever(skip, block
     def came(skip):
         again = type(checkpoint)(place)
         planned = Stream(
-            again, [identity(again.tensor(n)) for n in state], lambda output, *_: grid(output, block), limit=64 * MiB, in_order=in_order
+            again,
+            [identity(again.tensor(n)) for n in state],
+            lambda output, *_: cut_regularly(output, block),
+            limit=64 * MiB,
+            in_order=in_order,
         )
         return [(b.output.name, b.box, b.elements.tobytes()) for batch in planned.read(skip) for b in batch]
 
@@ -161,13 +170,13 @@ def test_what_cannot_be_made_is_refused_by_name(tmp_path):
     with pytest.raises(errors.OptionError, match="only dimensions of length 1 can be left out"):
         View("v", Box.full((8, 4)), (0,), (0,))
     with pytest.raises(errors.DtypeMismatchError, match="'w' has dtype complex64, which cannot be converted to float32"):
-        stream(checkpoint, [identity(checkpoint.tensor("w"), dtype=f32)], rows, 64 * MiB, print)
+        stream(checkpoint, [identity(checkpoint.tensor("w"), dtype=f32)], cut_into_rows, 64 * MiB, print)
     with pytest.raises(errors.ShapeMismatchError, match="lies outside its shape"):
-        stream(checkpoint, [_outside()], rows, 64 * MiB, print)
+        stream(checkpoint, [_outside()], cut_into_rows, 64 * MiB, print)
     with pytest.raises(errors.BudgetError, match=r"memory_limit=8 MiB is too little to read chunks of [\d.]+ [KM]iB; raise it to \d+ MiB"):
-        stream(checkpoint, [identity(checkpoint.tensor("v"))], rows, 8 * MiB, print)
+        stream(checkpoint, [identity(checkpoint.tensor("v"))], cut_into_rows, 8 * MiB, print)
     with pytest.raises(errors.BudgetError, match=r"memory_limit=24 MiB is too little to make 'v' in blocks of 16 MiB; raise it to \d+ MiB"):
-        stream(checkpoint, [identity(checkpoint.tensor("v"))], lambda output, *_: grid(output, output.shape), 24 * MiB, print)
+        stream(checkpoint, [identity(checkpoint.tensor("v"))], lambda output, *_: cut_regularly(output, output.shape), 24 * MiB, print)
 
 
 def _outside():
@@ -178,6 +187,6 @@ def test_tiny_tensors_come_at_most_4096_at_a_time():
     """Each takes objects that no memory limit counts."""
     checkpoint = saved(f"memory://{uuid.uuid4()}", {f"w{i}": np.full(10, i, np.float32) for i in range(5000)})
     outputs = [identity(checkpoint.tensor(f"w{i}")) for i in range(5000)]
-    at_once = [len(batch) for batch in Stream(checkpoint, outputs, rows, limit=64 * MiB).read()]
+    at_once = [len(batch) for batch in Stream(checkpoint, outputs, cut_into_rows, limit=64 * MiB).read()]
     assert sum(at_once) == 5000
     assert max(at_once) <= 4096

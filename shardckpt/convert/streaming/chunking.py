@@ -1,7 +1,12 @@
-"""Blocks of an output for a file that holds it row by row, chosen so that each stored byte is read once.
+"""The blocks in which an output is written.
 
-A block is written when all its elements are read. So all source chunks that overlap it are in memory together, including their other
-elements: a slab.
+A reader of a format that consists of blocks has its own layout, most often the one that the tensor was saved in. So a block is a shard of
+the recorded layout (`choose_block_shape`), or several adjacent shards if they are small, or some rows or planes of a shard if it is too
+large.
+
+In a file that holds the output row by row, blocks are chosen so that each stored byte is read once (`cut_into_blocks`). A block is
+written when all its elements are read. So all source chunks that overlap it are in memory together, including their other elements: a
+slab.
 
 1. The output is cut along its first dimension where separately stored parts meet (shards of different lengths, tensors that are
    joined). Each part has its own grid of chunks.
@@ -23,6 +28,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from shardckpt.layout.placements import Placements
 from shardckpt.plan.chunks import divisors
 from shardckpt.plan.pieces import Piece
 from shardckpt.reshard.cells import unbroken, walk
@@ -33,9 +39,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from shardckpt.convert.streaming.outputs import OutputTensor
+    from shardckpt.format.structure import StoredLayout, TensorRecord
     from shardckpt.layout.box import Box
-
-__all__ = ["BLOCK_BYTES", "blocks", "grid", "rows", "runs"]
 
 BLOCK_BYTES = 4 << 20
 """Bytes to which rows are joined for one write."""
@@ -43,14 +48,42 @@ LEAST_RUN = 4 << 10
 """Fewest contiguous bytes in the file, for blocks that are not complete rows."""
 _LEAST_PART = 1 << 20
 """Fewest bytes of the parts into which an output is cut."""
+SMALLEST = 4 << 20
+"""Bytes to which shards are joined: a smaller block costs more than its bytes."""
+LARGEST = 32 << 20
+"""Bytes above which a shard is cut."""
 
 
-def grid(output: OutputTensor, chunks: Sequence[int]) -> list[Piece]:
+def cut_regularly(output: OutputTensor, chunks: Sequence[int]) -> list[Piece]:
     """One regular grid of blocks of that shape, clipped at the output's edges."""
     return [Piece(output.name, (0,) * len(output.shape), output.shape, tuple(chunks))]
 
 
-def rows(output: OutputTensor, stored: Sequence[Piece], room: int) -> list[Piece]:
+def choose_block_shape(tensor: TensorRecord, room: int) -> tuple[int, ...]:
+    """The shape of a block; blocks at the end of a dimension may be clipped.
+
+    Args:
+        tensor: its shape and layout, and the dtype in which it is written.
+        room: bytes that must suffice for several blocks.
+
+    Returns:
+        One side per dimension, at least 1.
+    """
+    itemsize, largest = tensor.dtype.itemsize, min(LARGEST, room // 4)
+    smallest = min(SMALLEST, largest)
+    sides = [max(1, side) for side in _shard(tensor.layout, tensor.shape)]
+    lengths = [max(1, n) for n in tensor.shape]
+    for d in reversed(range(len(sides))):
+        wanted = -(-smallest // (prod(sides) * itemsize))
+        sides[d] = min(lengths[d], sides[d] * wanted)
+    for d in range(len(sides)):
+        others = prod(sides[d + 1 :]) * itemsize * prod(sides[:d])
+        if others * sides[d] > largest:
+            sides[d] = _half_or_more(sides[d], max(1, largest // others))
+    return tuple(sides)
+
+
+def cut_into_rows(output: OutputTensor, stored: Sequence[Piece], room: int) -> list[Piece]:
     """Blocks of complete rows, in row-major order.
 
     Args:
@@ -62,8 +95,8 @@ def rows(output: OutputTensor, stored: Sequence[Piece], room: int) -> list[Piece
     return [Piece(*part, _rows(part[2], near, itemsize, room)) for part, near in _parts(output, stored)]
 
 
-def blocks(output: OutputTensor, stored: Sequence[Piece], room: int) -> list[Piece]:
-    """Blocks of complete rows, or of parts of rows where only these read each stored byte once; arguments as in `rows`."""
+def cut_into_blocks(output: OutputTensor, stored: Sequence[Piece], room: int) -> list[Piece]:
+    """Blocks of complete rows, or of parts of rows where only these read each stored byte once; arguments as in `cut_into_rows`."""
     itemsize, found = output.dtype.itemsize, []
     for (path, start, shape), near in _parts(output, stored):
         chunks = _rows(shape, near, itemsize, room)
@@ -74,7 +107,7 @@ def blocks(output: OutputTensor, stored: Sequence[Piece], room: int) -> list[Pie
     return found
 
 
-def runs(shape: Sequence[int], box: Box, itemsize: int) -> tuple[NDArray[np.int64], int]:
+def find_runs(shape: Sequence[int], box: Box, itemsize: int) -> tuple[NDArray[np.int64], int]:
     """The runs of bytes of a box in a tensor that is one run of bytes, row by row.
 
     Args:
@@ -165,3 +198,17 @@ def _divisor(side: int, most: int) -> int:
     """The largest divisor of a side up to `most`; `most` itself if the divisor would be a small part of it."""
     found = max((n for n in divisors(side) if n <= most), default=1)
     return found if 8 * found >= most else most
+
+
+def _shard(layout: StoredLayout | None, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of the largest shard of a tensor; the tensor's own shape without a layout."""
+    if layout is None or prod(shape) == 0:
+        return shape
+    if isinstance(layout, Placements):
+        return tuple(int(np.diff(cuts).max()) for cuts in layout.cuts(shape))
+    return layout.tile(shape)
+
+
+def _half_or_more(side: int, most: int) -> int:
+    """The largest divisor of a side up to `most`; `most` itself if the divisor would be at most half of it."""
+    return next((part for part in range(most, most // 2, -1) if side % part == 0), most)

@@ -43,11 +43,9 @@ if TYPE_CHECKING:
 
     from shardckpt.reading.checkpoint import Checkpoint
 
-__all__ = ["Blocks", "OutputBlock", "Put", "Stream", "stream"]
-
 Blocks = Callable[[OutputTensor, Sequence[Piece], int], Sequence[Piece]]
-"""Chooses the blocks of an output, as the chunks of arrays that together are the output (`chunking.grid` for one array). Arguments:
-the output, which has elements; the arrays from which it is made, in the output's indices; the most bytes of a block."""
+"""Chooses the blocks of an output, as the chunks of arrays that together are the output (see `chunking`). Arguments: the output, which has
+elements; the arrays from which it is made, in the output's indices; the most bytes of a block."""
 Put = Callable[[OutputTensor, Box, "NDArray[Any]"], object]
 """Receives a block: its output, its box in it, and its elements, in row-major order, as the dtype's storage type."""
 _BATCH = 16 << 20

@@ -23,8 +23,6 @@ from shardckpt.format.documents import LARGEST_DIMENSION
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["CLASSES", "DcpChunk", "DcpItem", "DcpMetadata", "DcpTensor", "parse_metadata"]
-
 _METADATA = "torch.distributed.checkpoint.metadata."
 _PLANNER = "torch.distributed.checkpoint.planner."
 _MEGATRON = "megatron.core.dist_checkpointing.strategies.torch."

@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from shardckpt.layout.box import Box
     from shardckpt.layout.dtypes import DType
 
-__all__ = ["open_shards", "shard_files"]
-
 _SHARD = re.compile(r"shard-([0-9]{5,})-model-[0-9]{5,}-of-[0-9]{5,}\.safetensors", re.ASCII)
 _SAID = "DCP_SHARDING_INFO"
 

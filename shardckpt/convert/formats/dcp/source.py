@@ -30,7 +30,7 @@ from shardckpt.convert.formats.dcp.shard_files import open_shards, shard_files
 from shardckpt.convert.formats.torch.file import open_torch_file
 from shardckpt.convert.formats.torch.objects import PickledTensor
 from shardckpt.convert.nested import nested
-from shardckpt.convert.placed import PlacedTensor, held, place_tensors
+from shardckpt.convert.placed import PlacedTensor, place_array, place_tensors
 from shardckpt.convert.plain_values import LEFT, plain
 from shardckpt.convert.span import Span
 from shardckpt.convert.strided import read_box, run_of, strided_chunks
@@ -53,8 +53,6 @@ if TYPE_CHECKING:
     from shardckpt.io.url import Location
     from shardckpt.layout.box import Box
     from shardckpt.layout.dtypes import DType
-
-__all__ = ["METADATA", "DcpState", "looks_like", "open_foreign", "read_state"]
 
 METADATA = ".metadata"
 _OF_OTHERS = ({"common.pt", "metadata.json"}, {".manager_metadata"})
@@ -205,7 +203,7 @@ def _placed(name: str, tensor: DcpTensor, opened: Callable[[DcpItem], TorchFile]
         places = [_Item(chunk.item, chunk.shape, opened) for chunk in tensor.chunks]
         strides = places[0].tensor(dtype)[1].strides if places else ()
     if not places and 0 in tensor.shape:
-        return held(np.empty(tensor.shape, dtype.numpy))
+        return place_array(np.empty(tensor.shape, dtype.numpy))
     parts = tuple(
         ForeignPart(chunk.start, chunk.shape, strided_chunks(chunk.shape, strides, dtype.itemsize, nbytes)) for chunk in tensor.chunks
     )

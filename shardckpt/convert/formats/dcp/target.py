@@ -4,7 +4,7 @@ Such a directory has a file of items, each the `torch.save` output of one block 
 the blocks of each tensor, the place of each item, and for each name the keys that lead to it in the state.
 
 1. DCP's own function flattens the state: dicts by their keys as text, and lists that contain a tensor or a dict.
-2. Blocks are written as they arrive; they are shards of the recorded layout if these have a good size (`blocks`). Tied tensors
+2. Blocks are written as they arrive; they are shards of the recorded layout if these have a good size (`choose_block_shape`). Tied tensors
    are written once, and listed in `.metadata` under each of their names.
 3. DCP's own writer writes `.metadata` when everything is durable. Then the directory takes its name.
 
@@ -29,8 +29,7 @@ from shardckpt.convert.formats.dcp.source import open_foreign
 from shardckpt.convert.formats.torch.target import torch_dtypes
 from shardckpt.convert.small_leaves import check_text_keys, left_out, notes_of
 from shardckpt.convert.state_writer import StateWriter
-from shardckpt.convert.streaming.blocks import SMALLEST, block_shape
-from shardckpt.convert.streaming.chunking import grid
+from shardckpt.convert.streaming.chunking import SMALLEST, choose_block_shape, cut_regularly
 from shardckpt.convert.tree_back import check_tree
 from shardckpt.errors import MissingDataError, NamesMismatchError, StructureMismatchError
 from shardckpt.excerpt import excerpt
@@ -102,7 +101,7 @@ class DcpDirectory(StateWriter):
 
     def blocks(self, output: OutputTensor, _stored: Sequence[Piece], room: int) -> Sequence[Piece]:
         """A grid of blocks: each is a shard, several shards, or a part of one."""
-        return grid(output, block_shape(self._tensors[output.name], room))
+        return cut_regularly(output, choose_block_shape(self._tensors[output.name], room))
 
     def put(self, output: OutputTensor, box: Box, array: NDArray[Any]) -> None:
         """Write one block."""

@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from shardckpt.convert.formats.dcp.source import DcpState
     from shardckpt.io.url import Location
 
-__all__ = ["looks_like", "open_foreign"]
-
 CONFIG = "metadata.json"
 COMMON = "common.pt"
 NEWEST = "latest_checkpointed_iteration.txt"

@@ -16,8 +16,6 @@ from shardckpt.convert.formats.orbax.metadata import Leaf
 from shardckpt.errors import FormatError, MissingExtraError
 from shardckpt.excerpt import excerpt
 
-__all__ = ["read_aggregate"]
-
 _PLACEHOLDERS = ("PLACEHOLDER://", "AGGREGATED://")
 _ARRAY, _COMPLEX, _SCALAR = 1, 2, 3
 """Codes of msgpack's extension type."""

@@ -47,19 +47,6 @@ if TYPE_CHECKING:
     from shardckpt.layout.dtypes import DType
     from shardckpt.state.document import Node
 
-__all__ = [
-    "RESERVED",
-    "OrbaxEntry",
-    "array_metadatas",
-    "checkpoint_metadata",
-    "entries",
-    "left_by_orbax",
-    "metadata",
-    "sharding_json",
-    "shardings",
-    "strings",
-]
-
 RESERVED = ("_METADATA", "_CHECKPOINT_METADATA", "_sharding", "_strings.json", "array_metadatas", "commit_success.txt")
 """Names of Orbax's own files and directories."""
 _PROCESS_PART = re.compile(r"ocdbt\.process_\w*")

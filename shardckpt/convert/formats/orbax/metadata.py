@@ -23,8 +23,6 @@ from shardckpt.state.document import MAX_DEPTH
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["Leaf", "Metadata", "key_generators", "parse_json", "shardings"]
-
 _SEQUENCE, _DICT = 1, 2
 """Kinds of keys."""
 _MALFORMED = (AttributeError, LookupError, RecursionError, TypeError, ValueError)

@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from shardckpt.layout.box import Box
     from shardckpt.plan.pieces import Piece
 
-__all__ = ["looks_like", "open_foreign"]
-
 _STEP = "_CHECKPOINT_METADATA"
 """File in the directory of every checkpoint, whatever its items are."""
 _STEP_V1 = "orbax.checkpoint"

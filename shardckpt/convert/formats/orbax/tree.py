@@ -37,8 +37,6 @@ if TYPE_CHECKING:
     from shardckpt.layout.dtypes import DType
     from shardckpt.layout.sharding import Sharding
 
-__all__ = ["METADATA", "MSGPACK", "Elements", "Sources", "read_tree"]
-
 METADATA = "_METADATA"
 MSGPACK = "checkpoint"
 """The file of older checkpoints."""

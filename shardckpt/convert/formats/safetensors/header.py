@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 
     from shardckpt.layout.dtypes import DType
 
-__all__ = ["LENGTH_BYTES", "Header", "HeaderTensor", "header_bytes", "parse_header"]
-
 LENGTH_BYTES = 8
 """Bytes of the header's length."""
 LARGEST_HEADER = 100_000_000

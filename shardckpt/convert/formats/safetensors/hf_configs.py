@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
     from shardckpt.io.url import Location
 
-__all__ = ["CONFIGS", "config_files", "without_others"]
-
 CONFIGS = ("config.json", "generation_config.json")
 """Names of these files, and of the metadata entries that keep them."""
 
@@ -48,8 +46,8 @@ def without_others(files: Mapping[str, bytes], directory: Location, last: str) -
     """
     store = Store.open(directory)
     if directory.local is not None:
-        ours = list(files) if (directory.local / f".{last}.partial").is_dir() else []
+        own = list(files) if (directory.local / f".{last}.partial").is_dir() else []
     else:
-        ours = begun(directory, last)
-    others = [name for name in files if name not in ours and store.exists(name)]
+        own = begun(directory, last)
+    others = [name for name in files if name not in own and store.exists(name)]
     return {name: data for name, data in files.items() if name not in others}, others

@@ -21,8 +21,6 @@ from shardckpt.options import parse_bytes
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["INDEX", "Split", "is_of_a_model", "split"]
-
 INDEX = "model.safetensors.index.json"
 _NAMES = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors|" + re.escape(INDEX))
 

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
     from shardckpt.convert.streaming.outputs import OutputTensor
 
-__all__ = ["DTYPES", "SafetensorsFile", "check_metadata", "lay_out"]
-
 DTYPES = {
     "bool": "BOOL",
     "uint8": "U8",

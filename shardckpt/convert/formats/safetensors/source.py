@@ -40,8 +40,6 @@ if TYPE_CHECKING:
     from shardckpt.layout.box import Box
     from shardckpt.plan.pieces import Piece
 
-__all__ = ["SafetensorsFiles", "looks_like", "open_foreign"]
-
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
 _MODEL = "model"

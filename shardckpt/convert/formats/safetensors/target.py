@@ -19,7 +19,7 @@ import numpy as np
 
 from shardckpt._version import __version__
 from shardckpt.convert.files.destination import FileWrite, WritePlan
-from shardckpt.convert.streaming.chunking import blocks, rows, runs
+from shardckpt.convert.streaming.chunking import cut_into_blocks, cut_into_rows, find_runs
 from shardckpt.convert.streaming.stream import Stream
 from shardckpt.errors import StorageError
 
@@ -72,9 +72,9 @@ def write_safetensors(
         CorruptionError, ReplacedError: the checkpoint could not be read, or the written bytes do not read back.
         AlreadyExistsError, StorageError: as in `Destination`.
     """
-    how = rows if destination.in_order else blocks
+    blocks = cut_into_rows if destination.in_order else cut_into_blocks
     outputs = [tensor for file in files for tensor in file.tensors]
-    stream = Stream(checkpoint, outputs, how, limit=limit, beside=destination.memory, in_order=destination.in_order)
+    stream = Stream(checkpoint, outputs, blocks, limit=limit, beside=destination.memory, in_order=destination.in_order)
     placed = _Placed(files, len(first))
     index = [] if last is None else [last]
     headers = [*first, *(file.header for file in files), *index]
@@ -132,7 +132,7 @@ class _Placed:
     def runs(self, name: str, box: Box) -> tuple[int, list[tuple[int, int]]]:
         """The file of a box, and offset and length of each contiguous part, in row-major order."""
         file, begin, shape, itemsize = self._at[name]
-        offsets, length = runs(shape, box, itemsize)
+        offsets, length = find_runs(shape, box, itemsize)
         return file, [(offset, length) for offset in (begin + offsets).tolist()]
 
 

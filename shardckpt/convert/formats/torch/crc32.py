@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["combine"]
-
 _POLYNOMIAL = 0xEDB88320
 """Polynomial of CRC-32, as in zip files and zlib: bit-reversed, so the highest bit is the coefficient of 1."""
 _ONE = 1 << 31

@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from shardckpt.convert.formats.torch.objects import Storage
     from shardckpt.convert.span import Span
 
-__all__ = ["TorchFile", "is_torch_file", "open_torch_file"]
-
 WINDOW = 1 << 12
 """Bytes that are read at once at either end."""
 _SIGNATURE = b"PK\x03\x04"

@@ -17,8 +17,6 @@ from shardckpt.convert.formats.torch.unpickling import Build
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["TABLE", "Dtype", "PickledTensor", "Storage", "storage_of"]
-
 _DTYPES = (
     *("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"),
     *("float16", "float32", "float64", "bfloat16", "complex32", "complex64", "complex128"),

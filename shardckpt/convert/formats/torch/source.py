@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from shardckpt.convert.formats.torch.file import TorchFile
     from shardckpt.io.url import Location
 
-__all__ = ["beginning", "looks_like", "open_foreign", "span_of"]
-
 _BIN, _INDEX_SUFFIX = "pytorch_model.bin", ".bin.index.json"
 _LARGEST_INDEX = 100_000_000
 _BEGINNING = 512

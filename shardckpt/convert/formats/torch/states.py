@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from shardckpt.convert.formats.torch.file import TorchFile
     from shardckpt.convert.span import Span
 
-__all__ = ["open_state_file", "state_in"]
-
 
 _BUILTINS = ("builtins", "__builtin__")
 """Names of Python's module of built-in types in pickles of protocol 3 and later, and of earlier ones."""

@@ -32,7 +32,7 @@ from shardckpt.convert.files.read_back import WrittenBlock
 from shardckpt.convert.formats.torch.crc32 import combine
 from shardckpt.convert.small_leaves import left_out, notes_of
 from shardckpt.convert.state_writer import StateWriter
-from shardckpt.convert.streaming.chunking import blocks, runs
+from shardckpt.convert.streaming.chunking import cut_into_blocks, find_runs
 from shardckpt.errors import BudgetError, DtypeError, MissingDataError, MissingExtraError
 from shardckpt.io.buffers import gather_write
 from shardckpt.io.failures import storage_errors
@@ -116,12 +116,12 @@ class TorchFileWriter(StateWriter):
 
     def blocks(self, output: OutputTensor, stored: Sequence[Piece], room: int) -> Sequence[Piece]:
         """Blocks that read each stored byte once."""
-        return blocks(output, stored, room)
+        return cut_into_blocks(output, stored, room)
 
     def put(self, output: OutputTensor, box: Box, array: NDArray[Any]) -> None:
         """Write one block."""
         record, data = self._records[output.name], byte_view(array.reshape(-1).view(np.uint8))
-        offsets, length = runs(output.shape, box, array.itemsize)
+        offsets, length = find_runs(output.shape, box, array.itemsize)
         for at, offset in zip(range(0, data.nbytes, length), offsets.tolist(), strict=True):
             run = data[at : at + length]
             with storage_errors("write", self._draft.final):

@@ -27,8 +27,6 @@ from shardckpt.excerpt import excerpt, shortened
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Mapping
 
-__all__ = ["Build", "Instance", "Name", "unpickle"]
-
 NEWEST_PROTOCOL = 5
 
 

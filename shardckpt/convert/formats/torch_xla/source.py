@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from shardckpt.convert.foreign import Foreign
     from shardckpt.io.url import Location
 
-__all__ = ["looks_like", "open_foreign"]
-
 WRITTEN_LAST = ".manager_metadata"
 
 

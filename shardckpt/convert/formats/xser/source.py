@@ -17,7 +17,7 @@ from shardckpt.convert.formats.torch.file import is_torch_file
 from shardckpt.convert.formats.torch.objects import PickledTensor
 from shardckpt.convert.formats.torch.source import beginning, span_of
 from shardckpt.convert.formats.torch.states import open_state_file, state_in
-from shardckpt.convert.placed import place_tensors, stored
+from shardckpt.convert.placed import place_pickled, place_tensors
 from shardckpt.errors import FormatError, MissingDataError, NotFoundError
 from shardckpt.excerpt import excerpt
 from shardckpt.io.buckets.listing import sizes
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from shardckpt.convert.formats.torch.file import TorchFile
     from shardckpt.convert.formats.torch.unpickling import Instance
     from shardckpt.io.url import Location
-
-__all__ = ["looks_like", "open_foreign"]
 
 _REFERENCE = "torch_xla.utils.serialization.TensorReference"
 _TENSORS = ".tensors/"
@@ -86,4 +84,4 @@ def _referred(reference: Instance, tensors: dict[str, TorchFile], file: FileVers
     found = tensors[key].state
     if not isinstance(found, PickledTensor):
         raise FormatError(f"lies in {key}, which does not hold a tensor")
-    return stored(tensors[key], found)
+    return place_pickled(tensors[key], found)
