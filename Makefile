@@ -3,6 +3,7 @@ PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --max-worker-restart 0
+TORTURE := SHARDCKPT_TORTURE=1 $(BIN)/python -m pytest -vv -o timeout=3600 -o faulthandler_timeout=0
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
@@ -38,8 +39,10 @@ browser: setup ## the page of a plan in a real Chromium, which is installed wher
 ray: setup ## reshards on real Ray clusters of two nodes, whose parts are killed; takes minutes
 	$(BIN)/python -m pytest -p no:xdist -m ray tests/reshard
 
-torture: setup ## crashes, faults and the matrix of frameworks in full; takes an hour or more, needs root
-	SHARDCKPT_TORTURE=1 $(BIN)/python -m pytest -p no:xdist -o timeout=3600 -o faulthandler_timeout=0 tests/torture tests/faults tests/end_to_end tests/convert/test_hostile_trees.py tests/io/test_exits.py
+torture: setup ## crashes, faults and the matrix of frameworks in full; takes an hour or more, needs root; `make -i` goes on after a failure
+	$(TORTURE) -p no:xdist tests/torture
+	$(TORTURE) -p no:xdist tests/end_to_end --ignore=tests/end_to_end/test_matrix.py
+	$(TORTURE) -n 2 --dist load --max-worker-restart 0 tests/faults tests/end_to_end/test_matrix.py tests/convert/test_hostile_trees.py tests/io/test_exits.py
 
 soak: setup ## a training that is killed at random moments, 1,000 saves long
 	$(BIN)/python tools/soak.py --saves 1000
