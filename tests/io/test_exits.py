@@ -90,7 +90,7 @@ def test_a_thread_that_saves_while_the_program_ends_is_told_that_it_is_too_late(
     assert shardckpt.CheckpointManager(tmp_path).all_steps() == [1]
 
 
-def test_what_is_first_used_when_python_ends_is_refused(tmp_path):
+def test_the_first_save_or_restore_of_a_process_is_refused_once_python_ends(tmp_path):
     program = """if True:
         import atexit, sys, threading, numpy, shardckpt
         def late():
