@@ -141,8 +141,10 @@ def test_an_upload_has_its_own_copy_of_the_bytes(store):
 
 
 def test_deleting_what_is_not_there_is_no_error(store):
+    store.write("something", b"")
     store.delete("nothing")
     store.delete_prefix("nothing/")
+    assert store.list() == ["something"]
 
 
 def test_keys_are_listed_in_order(store):
