@@ -28,7 +28,7 @@ def test_a_checkpoint_of_another_format_is_to_be_imported(run, weights, command,
     assert f"`shardckpt import '{place}' DST`" in answer.err
 
 
-def test_what_is_of_no_known_format_is_not(run, tmp_path):
+def test_a_directory_of_no_known_format_is_no_checkpoint(run, tmp_path):
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "a.txt").write_text("x")
     assert run("info", tmp_path / "notes").err == f"error: {tmp_path}/notes: no checkpoint there.\n"

@@ -84,7 +84,7 @@ def test_a_save_that_began_at_a_free_place_can_publish_nothing_once_the_place_is
     np.testing.assert_array_equal(shardckpt.restore(store.location.url)["w"], np.full(9, 1))
 
 
-def test_who_found_a_record_can_replace_it_no_more_once_the_place_is_collected(store):
+def test_a_record_read_before_a_collection_cannot_be_replaced_after_it(store):
     """Each time: storages that know a version by its contents must see new ones."""
     save(store)
     record = parse_checkpoint(store.read(RECORD), RECORD)
@@ -196,7 +196,7 @@ def test_a_tombstone_of_an_earlier_version_goes_and_a_placeholder_of_a_killed_sa
     assert not disk.location.local.exists()
 
 
-def test_where_a_placeholder_is_young_all_stay(disk):
+def test_nothing_is_removed_beside_a_young_placeholder(disk):
     leave_behind(disk)
     age(disk)
     hold(disk)
@@ -247,7 +247,7 @@ def test_a_dry_run_tells_the_same_and_changes_nothing(disk):
 
 
 @pytest.mark.parametrize("damage", [lambda data: data[:-9], lambda data: data.replace(b'"version":[1,', b'"version":[9,')])
-def test_where_the_record_cannot_be_read_nothing_goes(disk, damage):
+def test_nothing_is_removed_if_the_record_cannot_be_read(disk, damage):
     save(disk)
     leave_behind(disk)
     disk.write(RECORD, damage(disk.read(RECORD)))

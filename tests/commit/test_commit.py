@@ -134,7 +134,7 @@ def lose_the_race(url, monkeypatch, *, overwrite):
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_who_is_overtaken_says_so_and_leaves_the_winner_alone(tmp_path, monkeypatch, overwrite):
+def test_a_save_that_is_overtaken_says_so_and_leaves_the_winner_alone(tmp_path, monkeypatch, overwrite):
     if overwrite:
         shardckpt.save(tmp_path / "c", state(0))
     with pytest.raises(errors.AlreadyExistsError, match="another save committed there"):

@@ -99,7 +99,7 @@ def index_of(url):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_who_commits_from_the_records_alone_writes_what_the_saves_own_committer_writes(tmp_path, job, layout):
+def test_a_commit_from_the_records_alone_writes_what_the_save_s_own_commit_writes(tmp_path, job, layout):
     assert job.run("save_and_copy", 3, tmp_path / "own", tmp_path / "late", {"layout": layout}) == ["saved"] * 3
     with pytest.raises(NotFoundError):
         shardckpt.open(tmp_path / "late")
@@ -145,7 +145,7 @@ def test_a_commit_killed_at_any_operation_leaves_what_the_next_one_commits(tmp_p
 # --- two at once ----------------------------------------------------------------------------------------------------
 
 
-def test_of_two_who_commit_one_attempt_at_once_one_publishes_and_both_know_that_it_is_published(tmp_path):
+def test_two_commits_of_one_attempt_publish_it_once_and_both_know_that_it_is_published(tmp_path):
     urls = [tmp_path / str(i) for i in range(12)]
     attempts = [save_without_commit(url, i, layout=LAYOUTS[i % 2]) for i, url in enumerate(urls)]
     command = [sys.executable, CHILDREN / "committing_race.py", *map(str, urls)]

@@ -422,7 +422,7 @@ def test_a_tensor_of_no_elements_that_no_reader_would_believe_is_refused(tmp_pat
     assert shardckpt.restore(tmp_path / "c")["long"].shape == (0, 2**61)
 
 
-def test_what_no_reader_would_believe_is_not_published_and_what_is_there_stays(tmp_path):
+def test_an_attempt_that_no_reader_would_accept_is_not_published_and_the_checkpoint_stays(tmp_path):
     n = 1 << 20  # devices of each of 17 layouts: readers take 2^24 of all together
     layouts = {f"w{i:02}": OpSharding.parse(f"{{devices=[1,{n - i}]<=[{n - i}] last_tile_dim_replicate}}") for i in range(17)}
     shardckpt.save(tmp_path / "c", {"before": np.ones(3)})

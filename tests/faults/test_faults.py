@@ -198,7 +198,7 @@ def test_an_answer_that_claims_to_be_all_and_is_not_is_never_taken_for_data(clou
 
 
 @ON_ONE_STORE
-def test_of_a_tensor_whose_object_is_gone_the_error_says_so(cloud):
+def test_the_error_names_an_object_that_is_gone(cloud):
     url = cloud.place()
     shardckpt.save(url, STATE)
     gone = Rule("status", status=404, objects=DATA_FILE, times=None)
@@ -210,7 +210,7 @@ def test_of_a_tensor_whose_object_is_gone_the_error_says_so(cloud):
 
 
 @on_each_store(["seed"], gs=range(1000 if TORTURE else 15), s3=range(300 if TORTURE else 4))
-def test_whatever_fails_a_checkpoint_is_whole_or_not_there(cloud, seed):
+def test_a_checkpoint_is_whole_or_absent_whatever_fails(cloud, seed):
     url, layout = cloud.place(), LAYOUTS[seed % 2]
     with cloud.breaking(*random_rules(3 * seed)):
         error = cloud.attempt_save(url, OTHER, layout=layout)
@@ -278,7 +278,7 @@ def savers(cloud, started_savers):
 
 
 @on_each_store(["lost_answers"], gs=[0, 2, 8] * (10 if TORTURE else 1), s3=[0, 2, 4])
-def test_of_many_that_save_at_one_place_exactly_one_commits(cloud, savers, lost_answers):
+def test_exactly_one_of_many_saves_at_one_place_commits(cloud, savers, lost_answers):
     url = cloud.place()
     # All of them look, see nothing, and want to be first.
     slow = Rule("latency", seconds=0.3, kinds=("upload",), objects=RECORD, times=None)

@@ -145,7 +145,7 @@ FOR_GOOD = {
     ],
 )
 @ON_ONE_STORE
-def test_who_cannot_write_names_the_object_and_the_others_are_told(cloud, job, key, culprit, fault):
+def test_an_object_that_may_not_be_written_is_named_and_the_other_processes_are_told(cloud, job, key, culprit, fault):
     url = cloud.place()
     with cloud.breaking(outage(FOR_GOOD[fault], f"*/{key}")):
         answers = job.save(url)
@@ -189,7 +189,7 @@ def test_when_a_bucket_goes_down_for_good_nobody_waits_for_ever(cloud, job, requ
 
 @pytest.mark.parametrize("fault", [*FOR_GOOD, "truncated"])
 @ON_ONE_STORE
-def test_who_cannot_read_names_the_object(cloud, job, fault):
+def test_an_object_that_may_not_be_read_is_named(cloud, job, fault):
     url = cloud.place()
     assert job.save(url) == ["saved"] * 2
     for key in ("checkpoint.json", "hosts/00001/0/d/00001"):
@@ -238,7 +238,7 @@ def test_a_host_s_record_that_lands_late_completes_the_attempt_unless_it_was_col
 
 
 @pytest.mark.parametrize("seed", range(300 if TORTURE else 3))
-def test_whatever_fails_a_checkpoint_is_whole_or_not_there_and_who_returns_is_right(cloud, job, seed):
+def test_a_checkpoint_is_whole_or_absent_whatever_fails_and_each_process_says_which(cloud, job, seed):
     url, processes, layout = cloud.place(), 2 + seed % 2, LAYOUTS[seed % 2]
     there = None
     for step, overwrite in ((1, False), (2, True)):
@@ -261,7 +261,7 @@ TOGETHER = Rule("together", kinds=("upload",), objects=RECORD, times=None)
 
 
 @pytest.mark.timeout(240)  # where much else is running
-def test_of_two_that_commit_at_once_exactly_one_wins_and_both_know(cloud, job, record_property):
+def test_exactly_one_of_two_commits_at_once_wins_and_both_know(cloud, job, record_property):
     urls = [cloud.place() for _ in range(ROUNDS)]
     for url in urls:
         put_placeholder(url)

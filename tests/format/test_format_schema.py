@@ -250,7 +250,7 @@ def test_a_commit_record_that_lacks_pieces_does_not_conform(saved):
     ],
     ids=str,
 )
-def test_what_is_no_node_of_a_tree_conforms_neither_to_the_schema_nor_to_the_reader(node):
+def test_an_invalid_tree_node_is_refused_by_the_schema_and_by_the_reader(node):
     with pytest.raises(FormatError):
         unflatten(node, dict.fromkeys(tensor_names(node), 0))
     assert not conforms(node, "node")

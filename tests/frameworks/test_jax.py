@@ -146,7 +146,7 @@ def test_fetched_boxes_are_the_array_bit_by_bit_each_element_once(round_trips):
         assert found["covered once"], case
 
 
-def test_of_replicas_one_is_fetched(round_trips):
+def test_one_of_several_replicas_is_fetched(round_trips):
     for case, found in round_trips:
         ours, jaxs = found["boxes"]
         assert ours == jaxs, case

@@ -302,7 +302,7 @@ def test_a_document_as_it_is_written():
     ],
     ids=lambda document: json.dumps(document)[-60:],
 )
-def test_what_is_not_written_so_is_a_format_error_naming_the_value(document):
+def test_a_malformed_document_is_a_format_error_that_names_the_value(document):
     with pytest.raises(FormatError, match="'rng") as caught:
         decode_value(document, "rng")
     assert len(str(caught.value)) < 1000

@@ -161,7 +161,7 @@ def test_the_bytes_that_a_source_says_it_stages_are_what_fetching_it_takes(answe
     assert tiled == replicated == partial / 4
 
 
-def test_what_is_fetched_of_a_sharded_tensor_is_nobody_elses_and_stays_as_it_is(answers):
+def test_arrays_fetched_from_a_sharded_tensor_share_no_memory_and_do_not_change(answers):
     """A save in the background keeps it while the tensor is trained on."""
     for found in answers["private"]:
         assert found["said"] == found["private"], found

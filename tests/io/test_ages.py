@@ -40,7 +40,7 @@ def test_the_newest_object_counts(store):
     assert all(0 <= seconds < 600 for seconds in idle.values())
 
 
-def test_where_nothing_is_there_is_no_age(store):
+def test_an_empty_place_has_no_age(store):
     store.write("a/x", b"")
     assert idle_seconds(store, ["b/"]) == {"b/": None}
 
@@ -84,7 +84,7 @@ def test_the_storages_clock_decides_and_not_this_machines(disk, monkeypatch):
     assert idle_seconds(disk, ["a/"])["a/"] < 600
 
 
-def test_what_comes_from_the_future_was_written_just_now(disk):
+def test_a_date_in_the_future_counts_as_now(disk):
     write(disk, "a/x", at=NOW + 86400)
     assert idle_seconds(disk, ["a/"]) == {"a/": 0.0}
 

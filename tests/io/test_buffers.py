@@ -83,7 +83,7 @@ def test_a_request_larger_than_the_limit_is_let_through_alone():
     assert pool.high_water == round_up(5000)
 
 
-def test_who_does_not_want_to_wait_gets_nothing_where_there_is_no_room():
+def test_a_request_that_may_not_wait_gets_nothing_if_there_is_no_room():
     pool = BufferPool(1000)
     with pool.take(800):
         assert pool.take_at_once(800) is None

@@ -26,7 +26,7 @@ FINISHED = ("returns", "exits", "raises", "exits_in_a_thread", "exits_when_termi
 
 
 @pytest.mark.parametrize("way", OWN)
-@pytest.mark.parametrize("times", [8, pytest.param(200 if TORTURE else 40, marks=[pytest.mark.slow, pytest.mark.timeout(600)])])
+@pytest.mark.parametrize("times", [3, pytest.param(200 if TORTURE else 40, marks=[pytest.mark.slow, pytest.mark.timeout(600)])])
 def test_a_program_that_leaves_its_manager_open_has_the_exit_status_of_its_own(tmp_path, way, times):
     command = [sys.executable, CHILDREN / "exits.py", tmp_path, way, str(times)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=550)
@@ -90,7 +90,7 @@ def test_a_thread_that_saves_while_the_program_ends_is_told_that_it_is_too_late(
     assert shardckpt.CheckpointManager(tmp_path).all_steps() == [1]
 
 
-def test_what_is_first_used_when_python_ends_is_refused(tmp_path):
+def test_the_first_save_or_restore_of_a_process_is_refused_once_python_ends(tmp_path):
     program = """if True:
         import atexit, sys, threading, numpy, shardckpt
         def late():

@@ -81,7 +81,7 @@ def test_of_many_threads_exactly_one_writes_first(store, begin):
             assert store.read(key) == b"%d" % won.index(True)
 
 
-def test_who_finds_its_own_bytes_has_written_them(store):
+def test_a_writer_that_finds_its_own_bytes_has_written_them(store):
     """The answer to a write may be lost, and the second try finds the object changed: by the first."""
     assert store.create("record", b"mine")
     assert store.create("record", b"mine")
@@ -141,8 +141,10 @@ def test_an_upload_has_its_own_copy_of_the_bytes(store):
 
 
 def test_deleting_what_is_not_there_is_no_error(store):
+    store.write("something", b"")
     store.delete("nothing")
     store.delete_prefix("nothing/")
+    assert store.list() == ["something"]
 
 
 def test_keys_are_listed_in_order(store):

@@ -81,7 +81,7 @@ def test_a_save_leaves_the_checkpoint_that_is_there(tmp_path, fewer_threads, lay
 
 
 @pytest.mark.parametrize("read", ["restore", "read", "verify", "commit", "reshard", "export", "compare", "catalog", "collect"])
-def test_what_reads_can_be_done_again(tmp_path, fewer_threads, read):
+def test_reading_works_again_after_a_thread_could_not_be_started(tmp_path, fewer_threads, read):
     shardckpt.save(tmp_path / "c", STATE)
     act = {
         "restore": lambda: assert_holds(tmp_path / "c", STATE),

@@ -156,7 +156,7 @@ def _read_ahead(_, work, items):
         pytest.param(_read_ahead, range(3), id="read_ahead"),
     ],
 )
-def test_whoever_is_interrupted_at_any_instant_leaves_no_thread_at_work(run, items):
+def test_an_interrupt_at_any_instant_leaves_no_thread_at_work(run, items):
     """Ctrl-C in turn before each line that the calling thread comes to, at each call inside of a pool, and when a thread is to begin."""
     data = bytes(300_000)
     pool, waiting = concurrent.futures.thread.__file__, threading.Event.wait.__code__

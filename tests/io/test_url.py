@@ -185,7 +185,7 @@ def test_of_s3_bucket_names_we_take_those_that_aws_documents(name):
         (None, "no url"),
     ],
 )
-def test_what_names_no_place_is_refused_with_the_reason(url, why):
+def test_an_invalid_url_is_refused_with_the_reason(url, why):
     with pytest.raises(UrlError) as error:
         parse(url)
     assert why in str(error.value)

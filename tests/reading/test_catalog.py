@@ -68,7 +68,7 @@ def test_a_root_that_holds_an_attempt_or_a_tombstone_hides_no_checkpoint_below(t
     assert [(entry.name, entry.state) for entry in catalog(tmp_path, everything=True)] == [("1", "committed")]
 
 
-def test_of_an_unfinished_attempt_is_told_how_far_it_has_come(tmp_path):
+def test_an_unfinished_attempt_is_listed_with_how_far_it_has_come(tmp_path):
     put_placeholder(tmp_path / "1")
     save(tmp_path / "1")
     put_placeholder(tmp_path / "1")

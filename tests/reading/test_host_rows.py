@@ -100,13 +100,13 @@ def test_other_hosts_are_asked_when_something_of_theirs_is_wanted():
     assert stats.index_reads == 1 + 3 * (1 + 2)
 
 
-def test_who_wants_everything_of_a_few_tensors_reads_their_part_of_the_table_of_all():
+def test_reading_a_few_whole_tensors_reads_their_part_of_the_common_table():
     blocks, stats = (saved := Saved()).opened()
     saved.check(blocks, 0, CHUNKS, PIECES[:2])
     assert stats.index_reads == 2  # units side by side
 
 
-def test_where_each_unit_is_of_another_host_at_most_one_is_asked_in_vain(monkeypatch):
+def test_if_each_unit_is_of_another_host_at_most_one_host_is_asked_in_vain(monkeypatch):
     monkeypatch.setattr(table_blocks, "LARGEST_REQUEST", 4 * 28)
     blocks, stats = (saved := Saved()).opened()
     saved.check(blocks, 0, CHUNKS, PIECES[:2])
@@ -163,7 +163,7 @@ def test_a_host_whose_table_contradicts_the_one_of_all_is_done_without(wrong):
     saved.check(saved.opened()[0], 2 * EACH, 3 * EACH)
 
 
-def test_what_is_known_of_hosts_stays_within_its_bytes(monkeypatch):
+def test_rows_kept_of_hosts_stay_within_their_limit(monkeypatch):
     saved = Saved()
     monkeypatch.setattr(host_rows, "MOST_BYTES", 2 * len(saved.tables[0].encode()))
     blocks, _ = saved.opened()
@@ -173,7 +173,7 @@ def test_what_is_known_of_hosts_stays_within_its_bytes(monkeypatch):
     assert len(blocks._hosts._known[0])
 
 
-def test_what_hosts_have_told_for_a_call_is_known_until_it_has_been_used(monkeypatch):
+def test_rows_read_for_a_call_are_kept_until_it_has_used_them(monkeypatch):
     saved = Saved()
     monkeypatch.setattr(host_rows, "MOST_BYTES", 2 * len(saved.tables[0].encode()))
     monkeypatch.setattr(table_blocks, "KEPT_BYTES", 0)
@@ -188,7 +188,7 @@ def test_what_hosts_have_told_for_a_call_is_known_until_it_has_been_used(monkeyp
     assert stats.index_reads - before <= 1 + TENSORS  # those of the other two, which lie side by side
 
 
-def test_what_two_threads_are_told_at_a_time_is_known_of_both():
+def test_rows_that_two_threads_read_at_once_are_all_kept():
     saved = Saved()
     blocks, _ = saved.opened()
     hosts, barrier, known = blocks._hosts, Barrier(2), [blocks._hosts._known]
@@ -224,7 +224,7 @@ def test_a_table_on_a_disk_is_read_by_itself(tmp_path):
 
 @given(st.lists(st.tuples(st.integers(0, CHUNKS - 1), st.integers(1, CHUNKS), st.integers(1, 20)), min_size=1, max_size=5))
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_whatever_is_wanted_in_whichever_order_is_what_the_table_of_all_says(wanted):
+def test_rows_read_in_any_order_are_those_of_the_common_table(wanted):
     saved = Saved()
     blocks, stats = saved.opened()
     for start, count, step in wanted:

@@ -84,7 +84,7 @@ def test_a_host_with_a_64th_of_every_tensor_reads_a_sixteenth_of_the_table(milli
 
 
 @pytest.mark.parametrize("place", ["disk", "objects"])
-def test_who_restores_a_few_tensors_reads_a_fortieth_of_the_table(million, place):
+def test_restoring_a_few_tensors_reads_a_fortieth_of_the_table(million, place):
     places, elements = million
     checkpoint = shardckpt.open(places[place])
     restored = shardckpt.restore(checkpoint, only="w7")
@@ -111,7 +111,7 @@ def lookup(checkpoint):
 
 
 @pytest.mark.parametrize(("place", "requests"), [("disk", TABLE_BYTES // (4 << 20)), ("objects", TABLE_BYTES // (256 << 10))])
-def test_who_needs_everything_reads_the_table_once_and_in_few_requests(million, place, requests):
+def test_restoring_everything_reads_the_table_once_and_in_few_requests(million, place, requests):
     checkpoint = shardckpt.open(million[0][place])
     pieces = [piece for tensor in checkpoint.record.structure.tensors.values() for piece in tensor.pieces]
     everything = BoxArray.of([Box((0,), (CHUNKS,))], 1)
@@ -240,7 +240,7 @@ def in_memory():
     return Store.open(f"memory://{uuid.uuid4().hex}")
 
 
-def test_who_goes_through_a_table_in_an_object_store_reads_ever_further_on(blocks_of_four):
+def test_a_scan_of_a_table_in_an_object_store_only_reads_forward(blocks_of_four):
     table = complete(a=400)
     blocks, stats = opened(in_memory(), table)
     for i in range(0, 400, 4):
@@ -249,7 +249,7 @@ def test_who_goes_through_a_table_in_an_object_store_reads_ever_further_on(block
     assert stats.index_bytes == len(table.encode())
 
 
-def test_who_wants_little_here_and_there_reads_no_more_than_that(blocks_of_four, monkeypatch):
+def test_scattered_small_reads_read_no_more_of_the_table_than_they_need(blocks_of_four, monkeypatch):
     monkeypatch.setattr(table_blocks, "NEAR_BYTES", 3 * 4 * ROW.itemsize)
     table = complete(a=400)
     blocks, stats = opened(in_memory(), table)

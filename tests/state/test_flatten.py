@@ -73,7 +73,7 @@ def test_a_state_may_be_one_tensor():
     assert unflatten(flat.tree, flat.tensors) is W
 
 
-def test_what_a_tensor_is_the_caller_decides():
+def test_the_caller_decides_what_a_tensor_is():
     flat = flatten({"a": [1, 2]}, lambda value: isinstance(value, list))
     assert flat.tensors == {"a": [1, 2]}
 

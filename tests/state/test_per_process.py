@@ -113,7 +113,7 @@ def test_a_restored_state_is_a_state_again():
 
 
 @pytest.mark.parametrize("value", [3, None, T(), {"a": 1}, {}, [1]], ids=repr)
-def test_what_is_none_does_not_take_it(value):
+def test_a_leaf_of_another_kind_in_like_does_not_take_a_per_process_value(value):
     with pytest.raises(StructureMismatchError) as caught:
         match({"rng": value}, tree_of({"rng": PerProcess(1)}), is_tensor)
     assert str(caught.value).startswith("'rng' is a value of each process's own in the checkpoint, and in `like` ")

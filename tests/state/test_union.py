@@ -276,6 +276,6 @@ def test_a_message_is_short_whatever_it_is_about():
         assert len(str(caught.value)) < 1500
 
 
-def test_of_several_documents_each_has_to_be_one():
+def test_each_of_several_documents_has_to_be_valid():
     with pytest.raises(FormatError):
         union([([0], {"a": 1}), ([1], {"a": {"$what": 1}})])

@@ -24,7 +24,7 @@ def disk(tmp_path):
     subprocess.run(["umount", "--lazy", place], check=True, timeout=30)
 
 
-def test_where_there_is_no_room_nothing_is_begun(tmp_path, disk):
+def test_nothing_is_begun_if_there_is_no_room(tmp_path, disk):
     saved(tmp_path / "c", {"w": random((9 * MiB // 4,))})
     with pytest.raises(
         errors.StorageError, match=r"the export takes 9 MiB there and the disk has [\d.]+ [KM]iB free, .* too little; make room"

@@ -65,7 +65,7 @@ def test_of_two_jobs_that_save_a_step_at_once_one_wins(tmp_path, jobs, full, lay
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_of_two_jobs_that_replace_a_step_at_once_the_last_one_stays_and_who_lost_is_told(tmp_path, jobs, full, layout, record_property):
+def test_two_jobs_that_replace_a_step_at_once_keep_the_last_save_and_the_loser_is_told(tmp_path, jobs, full, layout, record_property):
     outcomes = Counter()
     for i in range(40 if full else 3):
         root = tmp_path / str(i)

@@ -98,7 +98,7 @@ def test_processes_without_a_counterpart_draw_other_numbers_each_and_the_same_on
         assert len({str(value) for value in column}) == len(streams)
 
 
-def test_what_they_draw_follows_from_what_process_0_would_have_drawn():
+def test_generators_of_two_processes_draw_different_numbers():
     states = of_two_processes()
     assert numbers(states[:1], 5) != numbers(states[1:], 5)
 

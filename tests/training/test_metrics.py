@@ -85,7 +85,7 @@ def test_a_committed_save_counts_its_bytes_and_the_seconds_of_each_phase_which_a
     ],
     ids=lambda value: type(value).__name__ if not isinstance(value, tuple) else value[0],
 )
-def test_what_can_be_counted_is_zero_at_first_and_then_what_it_was(registry, emit, event, sample):
+def test_counters_start_at_zero_and_count_each_event(registry, emit, event, sample):
     assert scraped(registry)[sample] == 0
     emit(event)
     emit(event)

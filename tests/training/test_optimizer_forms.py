@@ -96,7 +96,7 @@ def shape(value):
     return [shape(inner) for inner in value] if isinstance(value, list) else "tensor" if torch.is_tensor(value) else value
 
 
-def test_what_torch_numbers_goes_by_places(tmp_path):
+def test_optimizer_state_that_torch_numbers_is_matched_by_position(tmp_path):
     model, optimizer = made()
     steps(model, optimizer, 0, 2)
     shardckpt.save(tmp_path / "c", {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 2})

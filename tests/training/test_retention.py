@@ -41,7 +41,7 @@ def test_best_ignores_nan_and_takes_infinity_for_the_worst_or_the_best():
     assert Best(9, "loss").kept(steps) == {2, 3, 4}
 
 
-def test_of_equally_good_steps_the_later_is_kept():
+def test_the_later_of_equally_good_steps_is_kept():
     assert Best(1, "loss").kept(saved(1, 2, 3, loss=[1.0, 0.5, 0.5])) == {3}
 
 

@@ -112,7 +112,7 @@ def test_a_process_that_cannot_ask_says_why(tmp_path, job):
     assert answers[1] == "saved" or "cannot be asked (the store is gone); if it is gone, `shardckpt commit`" in answers[1]["message"]
 
 
-def test_who_hears_nothing_of_the_commit_finds_it_in_the_storage(tmp_path, job):
+def test_a_process_that_hears_nothing_of_the_commit_finds_it_in_the_storage(tmp_path, job):
     (tmp_path / "c").mkdir()
     (tmp_path / "latest").symlink_to(tmp_path / "c")
     assert job.run("save_under_two_names", 2, tmp_path / "c", tmp_path / "latest") == ["saved"] * 2
@@ -287,7 +287,7 @@ def test_an_attempt_is_overtaken_by_what_was_committed_since(tmp_path, job):
     assert_holds(tmp_path / "c", 1)
 
 
-def test_of_several_complete_attempts_the_newest_is_committed(tmp_path, job):
+def test_the_newest_of_several_complete_attempts_is_committed(tmp_path, job):
     job.run("save_without_committing", 2, tmp_path / "c", None, 1)
     job.run("save_without_committing", 2, tmp_path / "c", None, 2)
     newest, older = sorted(shardckpt.commit(tmp_path / "c"), key=lambda outcome: outcome.attempt, reverse=True)

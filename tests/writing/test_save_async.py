@@ -231,7 +231,7 @@ def test_a_failure_of_the_background_is_raised_by_each_wait(tmp_path):
 
 
 @pytest.mark.parametrize("mebibytes", [1, 40])
-def test_who_saves_is_told_of_a_storage_that_refuses_even_while_it_copies(tmp_path, mebibytes):
+def test_a_storage_that_refuses_stops_a_save_even_while_it_copies(tmp_path, mebibytes):
     """A small state is copied before the storage is asked; a large one waits for buffers that nobody frees any more."""
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(errors.StorageError, match="a file stands where a directory is needed"):
@@ -377,7 +377,7 @@ def test_a_restore_that_begins_when_python_ends_says_so_where_it_takes_threads(t
     assert done.stdout.count(f"cannot read {tmp_path / 'c'}: Python is ending and starts no threads any more") == 3
 
 
-def test_what_else_reads_when_python_ends_says_so_too(tmp_path):
+def test_other_reads_are_refused_with_the_same_reason_once_python_ends(tmp_path):
     program = """if True:
         import atexit, sys, numpy, shardckpt
         from safetensors.numpy import save_file

@@ -62,7 +62,7 @@ def test_no_objects_stay_for_each_save_and_verification(tmp_path):
         return len(gc.get_objects())
 
     before = objects_after(5)
-    assert objects_after(20) - before < 20
+    assert objects_after(10) - before < 10
 
 
 def test_what_the_system_gives_no_memory_for_is_an_error_of_ours(tmp_path):
@@ -110,11 +110,11 @@ print(peak() - before)
 """
 
 
-def test_a_verification_of_20_000_tensors_takes_less_than_8_kib_for_each(tmp_path):
-    shardckpt.save(tmp_path / "many", {"model": {f"layers.{i}.w": np.full(10, i, np.float32) for i in range(20_000)}})
+def test_a_verification_of_10_000_tensors_takes_less_than_8_kib_for_each(tmp_path):
+    shardckpt.save(tmp_path / "many", {"model": {f"layers.{i}.w": np.full(10, i, np.float32) for i in range(10_000)}})
     run = subprocess.run([sys.executable, "-c", MANY_TENSORS, tmp_path], capture_output=True, text=True, check=False, timeout=100)
     assert run.returncode == 0, run.stderr
-    assert int(run.stdout) < 8 * 20_000 >> 10
+    assert int(run.stdout) < 8 * 10_000 >> 10
 
 
 FEW_DESCRIPTORS = """

@@ -281,7 +281,7 @@ def test_a_checkpoint_is_not_its_own_base_by_any_other_name(root, tmp_path_facto
     assert equal(shardckpt.restore(root / "1"), model(1))
 
 
-def test_what_is_replaced_is_no_base_of_what_replaces_it_wherever_its_copies_are(root):
+def test_a_checkpoint_is_no_base_of_its_own_replacement_not_even_as_a_copy(root):
     shutil.copytree(root / "0", root / "copy")
     with pytest.raises(errors.CommitError, match="which is what it would replace"):
         shardckpt.save(root / "0", model(), options=SaveOptions(base=root / "copy", overwrite=True), skip="model/embed")

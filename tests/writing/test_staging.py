@@ -208,7 +208,7 @@ def test_later_saves_use_the_same_buffers(mebibytes):
         assert pool.high_water == most
 
 
-def test_who_copies_wakes_up_when_the_other_thread_ends():
+def test_the_copying_thread_wakes_up_when_the_writing_thread_fails():
     pool = BufferPool(2 * MiB)
     with pytest.raises(errors.StorageError, match="the disk is full"):
         Saved(pool, state_of(8), die_after=3)
@@ -220,7 +220,7 @@ def one_block():
     return plan_save(frameworks.sources({"w": np.zeros(1000)}), SaveOptions(), World()).blocks["w"][0]
 
 
-def test_what_was_copied_in_vain_is_given_back():
+def test_a_stage_that_gives_up_returns_its_memory():
     pool, block = BufferPool(16 * MiB), one_block()
     stage = Stage(pool, lambda: None)
     stage.fit([(block, False)], fetching=MiB, writing=MiB)

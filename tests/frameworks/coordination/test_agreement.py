@@ -132,7 +132,7 @@ def test_processes_started_anew_before_the_round_is_agreed_on_are_taken_in(proce
 
 
 @given(processes=st.integers(2, 4), events=st.lists(st.tuples(st.booleans(), st.integers(0, 3)), max_size=120))
-def test_whoever_dies_at_any_time_no_two_processes_of_a_round_end_with_different_run_ids(processes, events):
+def test_no_two_processes_of_a_round_end_with_different_run_ids_whoever_dies_when(processes, events):
     store = {}
     earlier = round_of(processes, store)
     finish(earlier, [])
@@ -202,7 +202,7 @@ def test_of_many_missing_processes_a_message_names_a_few():
         process.run()
 
 
-def test_who_listens_hears_each_of_some_processes_and_names_those_that_say_nothing():
+def test_listening_hears_each_of_some_processes_and_names_the_silent_ones():
     store = {"k/1": encode(None), "k/3": encode({"failure": 7})}
     steps, asked, result = listen("k", 0, (1, 2, 3)), [], None
     while not isinstance(step := steps.send(result), Wait):

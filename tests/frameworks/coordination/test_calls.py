@@ -77,7 +77,7 @@ def test_nothing_of_a_call_is_held_and_the_thread_ends_with_its_calls():
     assert not thread.is_alive()
 
 
-def test_where_no_thread_can_be_started_the_error_says_so(monkeypatch):
+def test_the_error_says_that_no_thread_could_be_started(monkeypatch):
     def refuse(self):
         raise RuntimeError("can't start new thread")
 

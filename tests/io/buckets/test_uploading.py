@@ -144,7 +144,7 @@ def test_a_storage_that_does_not_recover_is_an_error_and_nothing_is_visible(clou
 
 
 @pytest.mark.parametrize("status", [404, 412])
-def test_who_loses_the_last_answer_looks_at_the_object_and_finds_it_its_own(cloud, place, status):
+def test_an_upload_whose_last_answer_is_lost_finds_its_own_object(cloud, place, status):
     """Whatever the service says then to the same request."""
     before = 1 if cloud.emulator.scheme == "gs" else 2
     lost, refused = (Rule(fault, status=status, kinds=("upload",), skip=before) for fault in ("lost-answer", "status"))
@@ -218,7 +218,7 @@ def test_bytes_that_were_confirmed_after_the_state_was_written_are_not_sent_agai
     assert stored(place) == data.tobytes()
 
 
-def test_who_failed_at_the_last_request_goes_on_with_the_last_part(cloud, place):
+def test_an_upload_that_failed_at_its_last_request_goes_on_with_the_last_part(cloud, place):
     data = content(2 * PART + 7)
     before = 3 if cloud.emulator.scheme == "gs" else 4
     forbidden = Rule("status", status=403, kinds=("upload",), skip=before)
@@ -317,7 +317,7 @@ def test_of_several_that_finish_at_once_exactly_one_wins(cloud, place, lost_answ
     assert stored(place) == content(PART + 5, winner).tobytes()
 
 
-def test_what_arrives_otherwise_than_it_was_sent_does_not_become_visible(cloud, place):
+def test_an_upload_that_arrives_changed_does_not_become_visible(cloud, place):
     """On S3 that is the service's to see, part by part; its emulator does not look."""
     if cloud.emulator.scheme == "s3":
         return
@@ -364,7 +364,7 @@ def test_a_service_that_knows_no_crc32c_gets_md5(cloud, place):
         ("gs://bucket/x", {"TENSORSTORE_GCS_HTTP_URL": "https://127.0.0.1:1"}, "set GOOGLE_APPLICATION_CREDENTIALS"),
     ],
 )
-def test_who_has_no_credentials_is_told_which_to_set(tmp_path, monkeypatch, url, variables, advice):
+def test_missing_credentials_are_named(tmp_path, monkeypatch, url, variables, advice):
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE", "GOOGLE_APPLICATION_CREDENTIALS"):
         monkeypatch.delenv(name, raising=False)
     nobody = {"HOME": str(tmp_path), "AWS_EC2_METADATA_DISABLED": "true", "NO_GCE_CHECK": "true", "CLOUDSDK_CONFIG": str(tmp_path)}

@@ -112,7 +112,7 @@ def test_an_exception_closes_the_manager_and_training_goes_on_from_the_last_save
     assert shardckpt.CheckpointManager(tmp_path / "run").all_steps() == [3, 6]
 
 
-def test_what_cannot_be_is_said(job, tmp_path):
+def test_refusals_have_their_types_and_say_what_is_wrong(job, tmp_path):
     (found,) = job("refusals", 1, tmp_path)
     expected = {
         "another's": ("OptionError", "callbacks=[callback]"),

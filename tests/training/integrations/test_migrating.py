@@ -77,7 +77,7 @@ def test_every_method_and_option_of_orbaxs_manager_has_a_row():
     assert {name for name in fields if f"`{name}`" not in theirs} == set()
 
 
-def test_what_is_named_of_shardckpt_is_there():
+def test_every_name_of_shardckpt_in_the_text_exists():
     ours = " ".join(right for section in (DCP, XLA, ORBAX) for _, right in rows(section)) + TRAINERS
     arguments = set(inspect.signature(shardckpt.CheckpointManager).parameters)
     methods = {name for name in dir(shardckpt.CheckpointManager) if not name.startswith("_")} | {"last_report"}

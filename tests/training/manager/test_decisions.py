@@ -101,7 +101,7 @@ def test_all_processes_answer_alike_in_every_interleaving(data, policy, steps, p
 
 
 @given(st.integers(1, 10), st.integers(1, 50))
-def test_what_follows_from_step_numbers_takes_no_words(n, steps):
+def test_policies_of_step_numbers_alone_exchange_no_words(n, steps):
     job = Job(3, any_of(n, AtSteps([7])), list(range(steps)))
     job.finish()
     assert [words.looks + words.words for words in job.words] == [0, 0, 0]
@@ -115,7 +115,7 @@ def test_in_step_the_others_look_at_most_every_second_step_and_the_leader_announ
     assert [words.words for words in job.words] == [500, 0, 0]
 
 
-def test_of_quick_steps_dozens_are_decided_at_a_time():
+def test_dozens_of_quick_steps_are_decided_at_a_time():
     job = Job(3, OnPreemption(signals=(), when=bool), list(range(1024)), lead_time=60)
     job.finish()
     assert max(words.looks for words in job.words) <= 1024 // 32 + 3

@@ -59,7 +59,7 @@ def test_a_signal_to_one_process_saves_the_same_step_on_all_and_ends_them_there(
 
 
 @pytest.mark.parametrize(("every", "most"), [([5], 0), ([5, "preemption"], 0.5), ([{"seconds": 100}], 0.5), (["continuous"], 0.5)], ids=str)
-def test_what_is_said_per_step_is_what_the_documentation_says(job, tmp_path, every, most):
+def test_processes_exchange_as_many_words_per_step_as_documented(job, tmp_path, every, most):
     steps = 60
     answers = job.run("count_words", 3, tmp_path, every, steps)
     for process, counts in enumerate(answers):
@@ -130,6 +130,6 @@ def test_a_missing_host_is_named_after_a_bounded_wait_and_on_failure_decides(job
     assert listed(tmp_path) == [0]
 
 
-def test_of_metrics_those_of_process_0_count(job, tmp_path):
+def test_the_metrics_of_process_0_count(job, tmp_path):
     losses = [[0.5, 9.0], [0.25, 8.0], [0.75, 7.0]]
     assert job.run("save_with_metrics", 2, tmp_path, losses) == [[[2, 3], 2, {"loss": 0.25}]] * 2

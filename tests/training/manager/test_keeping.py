@@ -84,7 +84,7 @@ def test_a_pinned_step_stays_until_it_is_unpinned(run):
         assert manager.all_steps() == [4]
 
 
-def test_who_pins_while_the_step_is_being_deleted_is_told_so_or_has_it_pinned(run):
+def test_pinning_a_step_while_it_is_deleted_either_fails_or_keeps_it(run):
     """Both at once, over and over: a pin that was put in place holds."""
     run.train(*range(1, 21))
     outcomes = set()
@@ -176,7 +176,7 @@ def test_what_a_killed_deletion_or_save_has_left_is_removed_later(run):
     assert run.manager().all_steps() == [2, 3]
 
 
-def test_what_is_no_step_is_none_of_our_business(run):
+def test_checkpoints_whose_names_are_no_steps_are_left_alone(run):
     run.train(1)
     for name in ("latest", "007", "-3", "eval", "²"):
         shardckpt.save(run.root / name, {"other": 1})

@@ -45,7 +45,7 @@ def test_the_older_job_deletes_nothing_more(run):
         assert new.all_steps() == [1, 2]
 
 
-def test_of_both_at_one_step_the_first_stays_and_the_older_job_learns_why(run):
+def test_two_jobs_at_one_step_keep_the_first_save_and_the_older_job_learns_why(run):
     with run.manager(coordinator=SingleProcess()) as old, run.manager(coordinator=SingleProcess()) as new:
         old.save(1, state(1))
         old.wait()
@@ -59,7 +59,7 @@ def test_of_both_at_one_step_the_first_stays_and_the_older_job_learns_why(run):
     assert shardckpt.restore(run.root / "2")["by"] == "new"
 
 
-def test_who_only_reads_takes_nothing_over(run):
+def test_a_job_that_only_reads_takes_nothing_over(run):
     with run.manager(coordinator=SingleProcess()) as writer, run.manager(coordinator=SingleProcess()) as reader:
         writer.save(1, state(1))
         writer.wait()
@@ -78,7 +78,7 @@ def test_a_save_that_fails_takes_nothing_over(run):
         writer.save(2, state(2))
 
 
-def test_of_two_jobs_at_the_same_pace_the_second_is_told_of_the_other_at_every_step(run):
+def test_the_second_of_two_jobs_at_the_same_pace_is_told_of_the_other_at_every_step(run):
     with run.manager(coordinator=SingleProcess()) as first, run.manager(coordinator=SingleProcess()) as second:
         for step in (1, 2):
             first.save(step, state(step))
@@ -92,7 +92,7 @@ def test_of_two_jobs_at_the_same_pace_the_second_is_told_of_the_other_at_every_s
             assert isinstance(caught.value.__cause__, errors.AlreadyExistsError)
 
 
-def test_of_two_jobs_that_publish_the_first_step_at_once_both_are_told(run, monkeypatch):
+def test_two_jobs_that_publish_the_first_step_at_once_are_both_told(run, monkeypatch):
     """The second takes the root over and finds the step published: both have to end, and neither is told to overwrite."""
     first, second = (run.manager(coordinator=SingleProcess()) for _ in range(2))
     publish = attempt.publish

@@ -36,7 +36,7 @@ def test_after_a_rollback_later_steps_are_superseded(run, rolled_back):
     assert run.manager().restore().step == 950
 
 
-def test_who_only_looks_at_an_old_step_changes_nothing(run, rolled_back):
+def test_reading_an_old_step_changes_nothing(run, rolled_back):
     rolled_back.close()
     assert run.manager().latest_step() == 1000
     assert run.manager().restore().step == 1000
@@ -113,7 +113,7 @@ def test_a_pinned_step_is_not_replaced_and_the_next_one_is_saved_in_its_place(ru
     assert [(e.step, "pinned" in e.reason, "next step" in e.reason) for e in run.told("SaveSkipped")] == [(1000, True, True)]
 
 
-def test_nor_is_it_where_it_is_forced_which_an_event_says(run, before_a_pin):
+def test_a_forced_save_does_not_replace_a_pinned_step_and_an_event_says_so(run, before_a_pin):
     assert not before_a_pin.save(1000, state(1000), force=True)
     assert [e.step for e in run.told("SaveSkipped")] == [1000]
 
@@ -128,7 +128,7 @@ def test_a_job_that_is_stopped_at_a_pinned_step_ends_at_the_one_after_it_which_i
     assert before_a_pin.latest_step() == 1001
 
 
-def test_nor_is_one_that_is_pinned_at_the_last_moment(run, rolled_back):
+def test_a_step_that_is_pinned_just_before_its_replacement_stays(run, rolled_back):
     run.manager().pin(1000)
     rolled_back.save(1000, {**state(1000), "again": True})
     with pytest.raises(errors.AlreadyExistsError, match="1000: the step from before the rollback is pinned"):
@@ -173,7 +173,7 @@ def test_unless_falling_back_is_allowed_which_says_why(run):
     assert run.holds(1000)
 
 
-def test_where_all_are_damaged_the_newest_ones_error_is_raised(run):
+def test_if_all_steps_are_damaged_the_error_is_that_of_the_newest(run):
     run.train(900, 1000)
     for step in (900, 1000):
         damage(run, step)
@@ -182,7 +182,7 @@ def test_where_all_are_damaged_the_newest_ones_error_is_raised(run):
     assert caught.value.__notes__ == ["No earlier step could be restored instead."]
 
 
-def test_what_the_caller_got_wrong_is_no_damage(run):
+def test_a_caller_s_error_is_not_reported_as_damage(run):
     run.train(900, 1000)
     with pytest.raises(errors.MismatchError):
         run.manager().restore({"other": 1}, fallback=True)
@@ -202,7 +202,7 @@ def test_what_an_earlier_run_left_complete_is_committed_and_resumed_from(run):
     assert run.manager().restore().step == 2
 
 
-def test_what_a_run_left_complete_that_another_has_taken_over_from_is_not(run):
+def test_a_complete_attempt_of_a_run_that_another_has_taken_over_from_is_not_committed(run):
     run.train(1, 2)
     run.train(3, coordinator=SingleProcess())
     undo_commit(run.root / "2")  # complete, and of the run before the last
@@ -212,7 +212,7 @@ def test_what_a_run_left_complete_that_another_has_taken_over_from_is_not(run):
     assert (outcome.state, "saves there since" in outcome.reason) == ("refused", True)
 
 
-def test_nor_is_what_would_replace_a_pinned_step(run, rolled_back):
+def test_a_save_that_would_replace_a_pinned_step_is_not_committed(run, rolled_back):
     run.manager().pin(1000)
     rolled_back.save(1000, {**state(1000), "again": True})
     with pytest.raises(errors.AlreadyExistsError):

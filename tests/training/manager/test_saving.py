@@ -335,7 +335,7 @@ def test_options_that_cannot_be_are_refused_by_name(run, options, match):
         run.manager(**options)
 
 
-def test_of_two_failures_the_first_is_raised_and_names_the_other(run, monkeypatch):
+def test_the_first_of_two_failures_is_raised_and_names_the_other(run, monkeypatch):
     manager = run.manager()
     manager.save(1, state(1))
     manager.wait()
