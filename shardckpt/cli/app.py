@@ -79,12 +79,12 @@ def _version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback(epilog="Every command takes --json and prints one document.")
+@app.callback(epilog="Every command prints one JSON document if given --json.")
 def root(
     context: typer.Context,
     version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
 ) -> None:
-    """Look into sharded checkpoints, check, compare, reshard, export and import them, commit what was left, remove what is not needed."""
+    """Inspect, verify, compare, reshard, export, import and remove sharded checkpoints."""
     del version
     if context.invoked_subcommand is None:
         print(context.get_help())

@@ -21,11 +21,11 @@ _STYLES = {"committed": "green", "incomplete": "yellow", "overtaken": "yellow", 
 
 def commit(
     root: Annotated[str, typer.Argument(metavar="ROOT", help="A checkpoint, or a directory of them: a path or url.")],
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON document.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
-    """Commit saves that are complete, and whose committer has died.
+    """Commit saves that are complete but were never committed.
 
-    The status is 1 if there are unfinished saves and none of them could be committed.
+    The exit status is 1 if there are unfinished saves and none of them could be committed.
     """
     from shardckpt.commit.committing import commit as commit_all
 

@@ -24,16 +24,20 @@ MOST_LINES = 50
 
 def diff(
     a: Annotated[str, typer.Argument(metavar="A", help="A checkpoint: a path or url.")],
-    b: Annotated[str, typer.Argument(metavar="B", help="Another one.")],
+    b: Annotated[str, typer.Argument(metavar="B", help="The checkpoint to compare with A.")],
     *,
-    structure: Annotated[bool, typer.Option("--structure", help="Names, shapes, dtypes and small leaves only; read no tensor.")] = False,
-    layout: Annotated[bool, typer.Option("--layout", help="Another layout over devices is a difference, too.")] = False,
-    memory_limit: Annotated[str, typer.Option("--memory-limit", "--memory", metavar="BYTES", help="Of elements in memory.")] = "256MiB",
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON document.")] = False,
+    structure: Annotated[
+        bool, typer.Option("--structure", help="Compare only names, shapes, dtypes and small leaves; read no tensor.")
+    ] = False,
+    layout: Annotated[bool, typer.Option("--layout", help="Count a different layout over devices as a difference, too.")] = False,
+    memory_limit: Annotated[
+        str, typer.Option("--memory-limit", "--memory", metavar="BYTES", help="Limit of memory for elements.")
+    ] = "256MiB",
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
     """Compare two checkpoints, values bit by bit.
 
-    The status is 1 if they differ. How tensors are chunked and packed is never a difference.
+    The exit status is 1 if they differ. How tensors are chunked, compressed and packed is not compared.
     """
     from shardckpt.cli.opening import open_checkpoint
     from shardckpt.reading.compare import compare

@@ -38,17 +38,18 @@ _NAMED = 5
 
 def export(
     source: Annotated[str, typer.Argument(metavar="SRC", help="The checkpoint: a path or url.")],
-    destination: Annotated[str, typer.Argument(metavar="OUT", help="Where to: model.safetensors, or a directory.")],
+    destination: Annotated[str, typer.Argument(metavar="OUT", help="What to write: a file such as model.safetensors, or a directory.")],
     *,
     to: Annotated[str, typer.Option("--to", metavar="FORMAT", help="safetensors, torch, dcp or orbax.")] = "safetensors",
     dtype: Dtypes = None,
     optimizer: Annotated[
-        str | None, typer.Option("--optimizer", metavar="FORM", help="Of optimizers in torch and dcp: names (default), numbers or flat.")
+        str | None, typer.Option("--optimizer", metavar="FORM", help="Optimizers in torch and dcp: names (default), numbers or flat.")
     ] = None,
     include: Include = None,
     exclude: Exclude = None,
     max_shard_size: Annotated[
-        str | None, typer.Option("--max-shard-size", metavar="BYTES", help="Of each file, as in 5GB, with an index beside them.")
+        str | None,
+        typer.Option("--max-shard-size", metavar="BYTES", help="Split into files of at most this size, as in 5GB, with an index."),
     ] = None,
     strip_prefix: StripPrefix = None,
     rename: Rename = None,
@@ -58,15 +59,15 @@ def export(
     add_prefix: AddPrefix = None,
     ties: TiesText = None,
     config: Config = None,
-    memory_limit: Annotated[str, typer.Option("--memory-limit", metavar="BYTES", help="Of buffers.")] = "512MiB",
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")] = False,
-    verify: Annotated[bool, typer.Option("--verify/--no-verify", help="Read back what was written.")] = True,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON document.")] = False,
+    memory_limit: Annotated[str, typer.Option("--memory-limit", metavar="BYTES", help="Limit of buffers.")] = "512MiB",
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing OUT.")] = False,
+    verify: Annotated[bool, typer.Option("--verify/--no-verify", help="Read back and check what was written.")] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
-    """Write a checkpoint as another format.
+    """Write a checkpoint in another format.
 
-    Nothing is to be seen under the name OUT before it is whole. Interrupted, the same command goes on where it was (safetensors), or begins
-    anew. Names are chosen as the checkpoint has them, then renamed; --dtype means the new names.
+    OUT appears only when it is complete. If it is interrupted, run the same command again: safetensors continues, other formats start over.
+    --include and --exclude match names as stored, --dtype matches the new names.
     """
     chosen: Any = to
     options = given(
@@ -83,9 +84,9 @@ def export(
         ties=ties,
         config=config,
     )
-    again = "goes on where it was" if to == "safetensors" else "begins anew"
+    again = "continue" if to == "safetensors" else "start over"
     # The imports take long enough to be interrupted.
-    with going_on_later(f"the same command {again}"), suggesting_import(source), transfer_bar("exporting") as progress:
+    with going_on_later(f"run the same command again to {again}"), suggesting_import(source), transfer_bar("exporting") as progress:
         from shardckpt.convert.export import export as run
 
         report = run(

@@ -21,19 +21,19 @@ __all__ = ["gc", "rm"]
 
 _FAILED = 6
 """Exit status if the storage refused a deletion."""
-Grace = Annotated[str, typer.Option("--grace", metavar="TIME", help="How long nothing may have been written into what goes.")]
-Json = Annotated[bool, typer.Option("--json", help="One JSON document.")]
+Grace = Annotated[str, typer.Option("--grace", metavar="TIME", help="Remove only saves without a write for this long.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 
 
 def gc(
     root: Annotated[str, typer.Argument(metavar="ROOT", help="A directory of checkpoints, or one checkpoint: a path or url.")],
     grace: Grace = "24h",
-    dry_run: Annotated[bool, typer.Option("--dry-run", "-n", help="Only tell what would be removed.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", "-n", help="Only show what would be removed.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Remove what is left of saves that were never finished.
+    """Remove what unfinished saves left behind.
 
-    Checkpoints stay, and so does whatever may be a save under way.
+    Checkpoints are kept, and so is everything that may belong to a running save.
     """
     seconds = parse_duration(grace, "--grace")
     from shardckpt.commit.collecting import collect
@@ -55,14 +55,14 @@ def rm(
     grace: Grace = "24h",
     as_json: Json = False,
 ) -> None:
-    """Delete a checkpoint, for good.
+    """Delete a checkpoint permanently.
 
-    What is left of unfinished saves to the same place goes, too, as with gc.
+    What unfinished saves to the same place left behind is removed, too, as by gc.
     """
     seconds = parse_duration(grace, "--grace")
     if not yes:
         if not sys.stdin.isatty():
-            raise typer.BadParameter("there is nobody to ask whether to delete it; give --yes.")
+            raise typer.BadParameter("cannot ask before deleting, because standard input is no terminal; give --yes.")
         if not typer.confirm(f"Delete {visible(url)}?", err=True):
             raise typer.Exit(1)
     from shardckpt.commit.collecting import delete

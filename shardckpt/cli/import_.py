@@ -50,9 +50,9 @@ __all__ = ["import_"]
 
 def import_(
     source: Annotated[str, typer.Argument(metavar="SRC", help="What to read: a file or directory, or its url.")],
-    destination: Annotated[str, typer.Argument(metavar="DST", help="Where the checkpoint goes.")],
+    destination: Annotated[str, typer.Argument(metavar="DST", help="Where the new checkpoint goes: a path or url.")],
     *,
-    from_: Annotated[str, typer.Option("--from", metavar="FORMAT", help="What SRC is; by default what it looks like.")] = "auto",
+    from_: Annotated[str, typer.Option("--from", metavar="FORMAT", help="Format of SRC; auto detects it.")] = "auto",
     include: Include = None,
     exclude: Exclude = None,
     strip_prefix: StripPrefix = None,
@@ -63,7 +63,7 @@ def import_(
     add_prefix: AddPrefix = None,
     ties: TiesText = None,
     config: Config = None,
-    into: Annotated[str | None, typer.Option("--into", metavar="NAME", help="Where in the new state it goes, as in model.")] = None,
+    into: Annotated[str | None, typer.Option("--into", metavar="NAME", help="Put the state below NAME, as in model.")] = None,
     mesh: MeshText = None,
     rule: RuleTexts = None,
     rules: RulesFile = None,
@@ -71,8 +71,8 @@ def import_(
     hf_config: HfConfig = None,
     like: Like = None,
     unmatched: Unmatched = None,
-    layout: Annotated[str | None, typer.Option("--layout", metavar="LAYOUT", help="packed, the default, or zarr.")] = None,
-    compress: Annotated[str | None, typer.Option("--compress", metavar="CODEC", help="zstd or none, the default.")] = None,
+    layout: Annotated[str | None, typer.Option("--layout", metavar="LAYOUT", help="packed (default) or zarr.")] = None,
+    compress: Annotated[str | None, typer.Option("--compress", metavar="CODEC", help="none (default) or zstd.")] = None,
     dtype: Dtypes = None,
     only: Only = None,
     engine: EngineUrl = None,
@@ -81,16 +81,16 @@ def import_(
     memory_limit: MemoryLimit = "512MiB",
     overwrite: Overwrite = False,
     verify: Verify = True,
-    trust_pickle: Annotated[bool, typer.Option("--trust-pickle", help="Read what only a pickle says; nothing in it is run.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON document.")] = False,
+    trust_pickle: Annotated[bool, typer.Option("--trust-pickle", help="Read formats that need a pickle; none of its code is run.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
-    """Write a checkpoint of another format as one of shardckpt's.
+    """Write a checkpoint of another format as a shardckpt checkpoint.
 
-    Every element stays what it is, but for what --dtype converts. Interrupted, the same command goes on where it was. SRC is only read.
+    Only --dtype changes elements. If it is interrupted, run the same command again to continue. SRC is only read.
     """
     if trust_pickle:
         print(
-            "warning: --trust-pickle: SRC's pickles are read. Nothing in them is run here, but their maker is trusted for what they say.",
+            "warning: --trust-pickle: pickles in SRC are read. Their code is not run; use only a SRC that you trust.",
             file=sys.stderr,
         )
     choices: dict[str, Any] = {"layout": layout, "compression": compress, "unmatched": unmatched, "engine": engine}
@@ -112,7 +112,7 @@ def import_(
         screen.show([visible(note)])
 
     # The imports take long enough to be interrupted.
-    with going_on_later("the same command goes on where it was"), transfer_bar("importing") as progress:
+    with going_on_later("run the same command again to continue"), transfer_bar("importing") as progress:
         from shardckpt.convert.importing import import_checkpoint
         from shardckpt.reshard.rules import parse_mesh
 

@@ -27,10 +27,10 @@ _LEAST_ROOM = _LONGEST_METRICS = 40
 
 def ls(
     root: Annotated[str, typer.Argument(metavar="ROOT", help="A directory of checkpoints: a path or url.")] = ".",
-    everything: Annotated[bool, typer.Option("--all", "-a", help="Also unfinished attempts and deleted checkpoints.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON document.")] = False,
+    everything: Annotated[bool, typer.Option("--all", "-a", help="List unfinished saves and deleted checkpoints, too.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
-    """List the checkpoints below a directory."""
+    """List the checkpoints in a directory."""
     from shardckpt.reading.catalog import catalog
 
     with suggesting_import(root):
@@ -41,7 +41,7 @@ def ls(
         screen = Screen()
         screen.show(_lines(screen, entries, root))
     else:
-        typer.echo(f"no checkpoints directly below {root!r}" + ("" if everything else "; --all shows unfinished attempts"), err=True)
+        typer.echo(f"no checkpoints directly below {root!r}" + ("" if everything else "; --all shows unfinished saves"), err=True)
 
 
 def _document(entry: CatalogEntry) -> dict[str, Any]:
@@ -83,8 +83,8 @@ def _lines(screen: Screen, entries: list[CatalogEntry], root: str) -> Iterator[s
     if any(entry.state == "uncommitted" for entry in entries):
         yield ""
         if any(entry.committable for entry in entries):
-            yield f"shardckpt commit {visible(quote(root))} commits those that lack no host"
-        yield f"shardckpt gc {visible(quote(root))} removes what nobody finishes"
+            yield f"shardckpt commit {visible(quote(root))} commits complete saves"
+        yield f"shardckpt gc {visible(quote(root))} removes abandoned saves"
 
 
 def _row(entry: CatalogEntry, *, metrics: bool, states: bool) -> list[Cell]:

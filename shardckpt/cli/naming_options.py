@@ -20,16 +20,18 @@ __all__ = [
     "given",
 ]
 
-Include = Annotated[list[str] | None, typer.Option("--include", metavar="PATTERN", help="Names to take; may be repeated.")]
-Exclude = Annotated[list[str] | None, typer.Option("--exclude", metavar="PATTERN", help="Names to leave out; may be repeated.")]
-StripPrefix = Annotated[str | None, typer.Option("--strip-prefix", metavar="TEXT", help="Take it off names.")]
-Rename = Annotated[list[str] | None, typer.Option("--rename", metavar="s/RE/NEW/", help="Change names; may be repeated.")]
-RenameFile = Annotated[str | None, typer.Option("--rename-file", metavar="FILE", help="Old names and new ones.")]
-MappingFile = Annotated[str | None, typer.Option("--mapping", metavar="FILE", help="What is joined, split or transposed.")]
-InvertMapping = Annotated[bool, typer.Option("--invert-mapping", help="Read the mapping backwards.")]
-AddPrefix = Annotated[str | None, typer.Option("--add-prefix", metavar="TEXT", help="Put it before names.")]
+Include = Annotated[list[str] | None, typer.Option("--include", metavar="PATTERN", help="Take only names that match; may be repeated.")]
+Exclude = Annotated[list[str] | None, typer.Option("--exclude", metavar="PATTERN", help="Leave out names that match; may be repeated.")]
+StripPrefix = Annotated[str | None, typer.Option("--strip-prefix", metavar="TEXT", help="Remove a prefix from names.")]
+Rename = Annotated[
+    list[str] | None, typer.Option("--rename", metavar="s/RE/NEW/", help="Change names by a regular expression; may be repeated.")
+]
+RenameFile = Annotated[str | None, typer.Option("--rename-file", metavar="FILE", help="JSON, TOML or YAML: old name to new name.")]
+MappingFile = Annotated[str | None, typer.Option("--mapping", metavar="FILE", help="Rules that join, split or transpose tensors.")]
+InvertMapping = Annotated[bool, typer.Option("--invert-mapping", help="Apply the mapping backwards.")]
+AddPrefix = Annotated[str | None, typer.Option("--add-prefix", metavar="TEXT", help="Add a prefix to names.")]
 TiesText = Annotated[str | None, typer.Option("--ties", metavar="HOW", help="Tied tensors: auto, once or copies.")]
-Config = Annotated[str | None, typer.Option("--config", metavar="FILE", help="The model's config.json.")]
+Config = Annotated[str | None, typer.Option("--config", metavar="FILE", help="The model's config.json, for --mapping and --ties.")]
 
 
 def given(**options: Any) -> dict[str, Any]:

@@ -47,5 +47,5 @@ def suggesting_import(url: str) -> Iterator[None]:
             raise e from None
         command = f"shardckpt import {quote(url)} DST"
         raise NotFoundError(
-            f"{location}: no checkpoint of shardckpt's, but {found.format} ({found.seen}); `{command}` makes one of it."
+            f"{location}: not a shardckpt checkpoint, but {found.format} ({found.seen}); convert it with `{command}`."
         ) from e

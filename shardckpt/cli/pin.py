@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 __all__ = ["pin", "unpin"]
 
 Urls = Annotated[list[str], typer.Argument(metavar="URL…", help="Checkpoints: paths or urls.")]
-Json = Annotated[bool, typer.Option("--json", help="One JSON document.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 
 
 def pin(urls: Urls, as_json: Json = False) -> None:
     """Keep checkpoints from being deleted.
 
-    Neither the training that saves them nor rm deletes them until they are unpinned.
+    Neither the training that saved them nor rm deletes a pinned checkpoint; unpin ends this.
     """
     from shardckpt.commit import pinning
 

@@ -46,8 +46,10 @@ COMMIT = "commit"
 
 
 def reshard(
-    source: Annotated[str, typer.Argument(metavar="SRC", help='The checkpoint to read: a path or url. Or "commit": see --worker.')],
-    destination: Annotated[str, typer.Argument(metavar="DST", help="Where the new one goes.")],
+    source: Annotated[
+        str, typer.Argument(metavar="SRC", help='The checkpoint to read: a path or url; or "commit", after all --worker runs.')
+    ],
+    destination: Annotated[str, typer.Argument(metavar="DST", help="Where the new checkpoint goes: a path or url.")],
     *,
     mesh: MeshText = None,
     rule: RuleTexts = None,
@@ -66,18 +68,18 @@ def reshard(
     memory_limit: MemoryLimit = "512MiB",
     overwrite: Overwrite = False,
     verify: Verify = True,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON document.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
-    """Write a checkpoint anew, as it suits another mesh.
+    """Rewrite a checkpoint for another mesh.
 
-    Every element stays what it is, but for what --dtype converts. Interrupted, the same command goes on where it was. SRC is only read.
+    Only --dtype changes elements. If it is interrupted, run the same command again to continue. SRC is only read.
     """
     if source == COMMIT:
         commit(destination, as_json=as_json)
         return
     choices: dict[str, Any] = {"layout": layout, "compression": compress, "unmatched": unmatched, "engine": engine}
     # The imports take long enough to be interrupted.
-    with going_on_later("the same command goes on where it was"), suggesting_import(source), transfer_bar("resharding") as progress:
+    with going_on_later("run the same command again to continue"), suggesting_import(source), transfer_bar("resharding") as progress:
         from shardckpt.reshard.execute import reshard as run
         from shardckpt.reshard.rules import parse_mesh
 
@@ -130,4 +132,4 @@ def lines(screen: Screen, report: ReshardReport, done: str) -> Iterator[str]:
     yield f"{word}  {visible(report.url)}: {what}"
     yield from conversion_lines(report.conversions)
     if not report.committed:
-        yield f"when all workers are done, shardckpt reshard commit {visible(report.url)} makes it a checkpoint"
+        yield f"when all workers are done, run `shardckpt reshard commit {visible(report.url)}`"

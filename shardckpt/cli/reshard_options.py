@@ -36,24 +36,26 @@ __all__ = [
 ]
 
 MeshText = Annotated[str | None, typer.Option("--mesh", metavar="AXES", help="The new mesh, as in data=2,model=4.")]
-RuleTexts = Annotated[list[str] | None, typer.Option("--rule", metavar="PATTERN=SPEC", help="How tensors are cut; may be repeated.")]
-RulesFile = Annotated[str | None, typer.Option("--rules", metavar="FILE", help="A file of rules, TOML or YAML.")]
-Preset = Annotated[str | None, typer.Option("--preset", metavar="FAMILY", help="Rules of a family of models: llama/fsdp+tp.")]
-HfConfig = Annotated[str | None, typer.Option("--from-hf-config", metavar="FILE", help="The preset that a config.json names.")]
-Like = Annotated[str | None, typer.Option("--like", metavar="URL", help="Lay tensors out as another checkpoint has them.")]
-Unmatched = Annotated[str | None, typer.Option("--unmatched", metavar="WHAT", help="Tensors without a rule: replicate or error.")]
-StoredAs = Annotated[str | None, typer.Option("--layout", metavar="LAYOUT", help="packed or zarr; by default the source's.")]
-Compress = Annotated[str | None, typer.Option("--compress", metavar="CODEC", help="zstd or none; by default the source's.")]
-Dtypes = Annotated[
-    list[str] | None, typer.Option("--dtype", metavar="[PATTERN=]DTYPE", help="Convert weights, or what matches; may be repeated.")
+RuleTexts = Annotated[
+    list[str] | None, typer.Option("--rule", metavar="PATTERN=SPEC", help="How matching tensors are cut; may be repeated.")
 ]
-Only = Annotated[list[str] | None, typer.Option("--only", metavar="PATTERN", help="Names to keep; may be repeated.")]
-Workers = Annotated[int | None, typer.Option("--workers", metavar="N", help="Processes at once; by default one per core.")]
-MemoryLimit = Annotated[str, typer.Option("--memory-limit", metavar="BYTES", help="Of buffers, all workers together.")]
-EngineUrl = Annotated[str | None, typer.Option("--engine", metavar="URL", help="Who does the work; by default this machine.")]
-WorkerText = Annotated[str | None, typer.Option("--worker", metavar="K/N", help="Be worker K, from 0, of N, and commit nothing.")]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a checkpoint that is there.")]
-Verify = Annotated[bool, typer.Option("--verify/--no-verify", help="Read back what was written.")]
+RulesFile = Annotated[str | None, typer.Option("--rules", metavar="FILE", help="A TOML or YAML file of rules.")]
+Preset = Annotated[str | None, typer.Option("--preset", metavar="FAMILY", help="Rules for a family of models, as in llama/fsdp+tp.")]
+HfConfig = Annotated[str | None, typer.Option("--from-hf-config", metavar="FILE", help="Choose the preset by a Hugging Face config.json.")]
+Like = Annotated[str | None, typer.Option("--like", metavar="URL", help="Use the layouts of another checkpoint.")]
+Unmatched = Annotated[str | None, typer.Option("--unmatched", metavar="WHAT", help="Tensors without a rule: replicate or error.")]
+StoredAs = Annotated[str | None, typer.Option("--layout", metavar="LAYOUT", help="packed or zarr; default: as in SRC.")]
+Compress = Annotated[str | None, typer.Option("--compress", metavar="CODEC", help="zstd or none; default: as in SRC.")]
+Dtypes = Annotated[
+    list[str] | None, typer.Option("--dtype", metavar="[PATTERN=]DTYPE", help="Convert weights, or tensors that match; may be repeated.")
+]
+Only = Annotated[list[str] | None, typer.Option("--only", metavar="PATTERN", help="Keep only names that match; may be repeated.")]
+Workers = Annotated[int | None, typer.Option("--workers", metavar="N", help="Processes at once; default: one per core.")]
+MemoryLimit = Annotated[str, typer.Option("--memory-limit", metavar="BYTES", help="Limit of buffers of all workers together.")]
+EngineUrl = Annotated[str | None, typer.Option("--engine", metavar="URL", help="A cluster, as in ray://HOST:10001; default: this machine.")]
+WorkerText = Annotated[str | None, typer.Option("--worker", metavar="K/N", help="Do the share of worker K (from 0) of N; do not commit.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an existing checkpoint at DST.")]
+Verify = Annotated[bool, typer.Option("--verify/--no-verify", help="Read back and check what was written.")]
 
 
 def parse_rules(rule: list[str] | None, file: str | None, preset: str | None, hf_config: str | None) -> Rules | None:
@@ -83,7 +85,7 @@ def parse_dtypes(texts: list[str] | None) -> dict[str, str] | None:
     pairs = [text.rpartition("=") for text in texts]
     found = {pattern: name for pattern, _, name in pairs}
     if len(found) < len(pairs):
-        raise OptionError("--dtype: give one dtype alone at most, for what no pattern matches, and each PATTERN=DTYPE once.")
+        raise OptionError("--dtype: the same pattern, or a dtype without a pattern, is given twice; give each once.")
     return found
 
 
@@ -97,8 +99,8 @@ def parse_worker(text: str | None) -> tuple[int, int] | None:
         return None
     found = re.fullmatch(r"(\d{1,9})/(\d{1,9})", text, re.ASCII)
     if found is None:
-        raise OptionError(f"--worker {text!r}: write K/N, as in 0/8 to 7/8.")
+        raise OptionError(f"--worker {text!r}: expected K/N, from 0/8 to 7/8 for eight workers.")
     worker, workers = int(found[1]), int(found[2])
     if worker >= workers:
-        raise OptionError(f"--worker {text}: workers are counted from 0, so K is less than N, as in 0/8 to 7/8.")
+        raise OptionError(f"--worker {text}: K must be less than N; workers count from 0, as in 0/8 to 7/8.")
     return worker, workers

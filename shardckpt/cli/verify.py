@@ -22,11 +22,11 @@ MOST_LINES = 100
 
 def verify(
     url: Annotated[str, typer.Argument(metavar="URL", help="A checkpoint: a path or url.")],
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON document.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
     """Compare every chunk with its checksum.
 
-    The status is 1 if anything is damaged or lost.
+    The exit status is 1 if anything is damaged or missing.
     """
     from shardckpt.cli.opening import open_checkpoint
 

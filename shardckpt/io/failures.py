@@ -35,17 +35,18 @@ _DENIED = ("permission denied", "permission_denied", "read-only file system", "f
 """Parts of storages' messages about missing permissions, in lower case."""
 
 _ADVICE = {
-    "permission denied": "give this user the right to write there",
+    "permission denied": "give this user permission there, or choose another place",
     "retry attempts failed": "the service did not recover in time; try again later, or raise SHARDCKPT_RETRY_SECONDS",
     "no such bucket": "create it, or check its name and the endpoint",
     "bucket does not exist": "create it, or check its name and the endpoint",
-    "no such file or directory": "it was removed meanwhile, perhaps by `shardckpt gc` or a deletion; begin again",
+    "no such file or directory": "it was removed meanwhile, perhaps by `shardckpt gc` or a deletion; try again",
     "invalid gcs object name": "an object's whole name has at most 1024 bytes, none of them a control character; choose a shorter path",
     "invalid s3 object name": "an object's whole name has at most 1024 bytes; choose a shorter path",
     "read-only file system": "it is mounted read-only; choose another place",
     "no space left": "the disk is full; make room or choose another place",
     "quota": "the quota is used up; make room or choose another place",
     "not a directory": "a file stands where a directory is needed; choose another place",
+    "cannot list non-directory": "a file stands where a directory is needed; give the directory",
     "file exists": "a file stands where a directory is needed; choose another place",
     "file name too long": "a name on the way is too long for the file system; choose a shorter path",
     "too many open files": "raise the limit of open files (ulimit -n)",
@@ -53,11 +54,11 @@ _ADVICE = {
     "input/output error": "the device failed; check it before you trust what it holds",
     "unable to locate credentials": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE",
     "default credentials were not found": "set GOOGLE_APPLICATION_CREDENTIALS, or run `gcloud auth application-default login`",
-    "permission_denied": "give these credentials the right to do that there, or use others",
-    "forbidden": "give these credentials the right to do that there, or use others",
-    "accessdenied": "give these credentials the right to do that there, or use others",
-    "permissionerror": "give these credentials the right to do that there, or use others",
-    "not_found": "what it needs is not there: it was removed meanwhile, or there is no such bucket; check its name and the endpoint",
+    "permission_denied": "give these credentials permission for it, or use others",
+    "forbidden": "give these credentials permission for it, or use others",
+    "accessdenied": "give these credentials permission for it, or use others",
+    "permissionerror": "give these credentials permission for it, or use others",
+    "not_found": "it was removed meanwhile, or there is no such bucket; check the bucket's name and the endpoint",
 }
 """A part of the storage's message, in lower case → what to do. The first match counts. TensorStore's codes come last,
 because one code stands for several causes (`PERMISSION_DENIED` also for a disk that is mounted read-only)."""
@@ -71,9 +72,16 @@ def storage_errors(action: str, place: object) -> Iterator[None]:
     except ShardckptError:
         raise
     except (OSError, ValueError, RuntimeError, LookupError) as e:
-        said = str(e).replace("\0", "/") or type(e).__name__
+        said = _said(e, place)
         advice = next((what for part, what in _ADVICE.items() if part in said.lower()), "see the storage's own message")
         raise StorageError(f"cannot {action} {place}: {said}; {advice}.") from e
+
+
+def _said(error: Exception, place: object) -> str:
+    """The text of a storage's error, without the path if the error is about `place` itself."""
+    if isinstance(error, OSError) and error.strerror and str(error.filename) == str(place):
+        return error.strerror
+    return str(error).replace("\0", "/") or type(error).__name__
 
 
 def is_denied(error: StorageError) -> bool:

@@ -274,7 +274,7 @@ def _read_all(
         return restored | read_and_place(alone, fetch)
     except ShardckptError as e:
         if in_place:
-            raise type(e)(f"{e} What `like` has been filled with in place is undefined now.") from e
+            raise type(e)(f"{e} The contents of tensors of `like` that are restored in place are undefined now.") from e
         raise
 
 

@@ -125,10 +125,10 @@ sys.exit(main())
 @pytest.mark.parametrize(
     ("command", "function", "said"),
     [
-        (["reshard", "a", "b"], "shardckpt.reshard.execute.reshard", "the same command goes on where it was"),
-        (["import", "a", "b"], "shardckpt.convert.importing.import_checkpoint", "the same command goes on where it was"),
-        (["export", "a", "b"], "shardckpt.convert.export.export", "the same command goes on where it was"),
-        (["export", "a", "b", "--to", "torch"], "shardckpt.convert.export.export", "the same command begins anew"),
+        (["reshard", "a", "b"], "shardckpt.reshard.execute.reshard", "run the same command again to continue"),
+        (["import", "a", "b"], "shardckpt.convert.importing.import_checkpoint", "run the same command again to continue"),
+        (["export", "a", "b"], "shardckpt.convert.export.export", "run the same command again to continue"),
+        (["export", "a", "b", "--to", "torch"], "shardckpt.convert.export.export", "run the same command again to start over"),
     ],
 )
 def test_an_interrupt_of_long_work_says_how_it_is_gone_on_with(command, function, said):

@@ -24,7 +24,7 @@ def test_a_checkpoint_of_another_format_is_to_be_imported(run, weights, command,
         assert "no checkpoints directly below" in answer.err
         return
     assert (answer.status, answer.out) == (3, "")
-    assert answer.err.startswith(f"error: {place}: no checkpoint of shardckpt's, but safetensors (model.safetensors")
+    assert answer.err.startswith(f"error: {place}: not a shardckpt checkpoint, but safetensors (model.safetensors")
     assert f"`shardckpt import '{place}' DST`" in answer.err
 
 

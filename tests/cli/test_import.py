@@ -75,7 +75,7 @@ def test_as_json_it_is_one_document(run, weights, tmp_path):
 def test_trusting_pickles_says_what_that_means(run, weights, tmp_path):
     answer = run("import", weights, tmp_path / "out", "--trust-pickle")
     assert answer.status == 0
-    assert "Nothing in them is run here" in answer.err
+    assert "Their code is not run" in answer.err
 
 
 @pytest.mark.parametrize(

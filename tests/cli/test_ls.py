@@ -38,7 +38,7 @@ def test_unfinished_saves_show_on_request(run, saver, tmp_path):
     assert re.fullmatch(r"2 +uncommitted: no host has finished, nothing written for [\d,]+ d", table[-1])
     assert table[0].split() == ["name", "created", "tensors", "size", "layout"]
     assert empty == ""
-    assert hint == f"shardckpt gc {tmp_path} removes what nobody finishes"
+    assert hint == f"shardckpt gc {tmp_path} removes abandoned saves"
     assert max(map(len, table)) <= 80
 
 
@@ -48,7 +48,7 @@ def test_a_save_that_lacks_nothing_but_its_commit_is_pointed_out(run, saver, tmp
     undo_commit(save)
     line, _, hint, _ = run("ls", "-a", tmp_path / "the run").out.splitlines()[-4:]
     assert "1 host finished, none is missing" in line
-    assert hint == f"shardckpt commit '{tmp_path / 'the run'}' commits those that lack no host"
+    assert hint == f"shardckpt commit '{tmp_path / 'the run'}' commits complete saves"
 
 
 def test_one_whose_place_has_been_taken_is_not(run, saver, tmp_path):

@@ -53,12 +53,12 @@ def places(tmp_path, saver, monkeypatch):
         ("reshard a y --engine nope", "--engine nope: give ray://"),
         ("reshard a y --engine ray://h:1 --worker 0/2", "--engine ray://h:1, --worker 0/2: "),
         ("reshard a y --workers 0", "--workers 0: give a number"),
-        ("reshard a y --worker 9/3", "--worker 9/3: workers are counted from 0"),
+        ("reshard a y --worker 9/3", "--worker 9/3: K must be less than N"),
         ("reshard a b", "or replace it with --overwrite."),
         ("export a x.safetensors --rename nope", "--rename nope: write it as sed does"),
         ("plan a --mesh model=2 --rate much", "--rate much: give bytes"),
         ("diff a b --memory-limit 3", "--memory-limit 3 B: comparing takes at least 1 MiB"),
-        ("plan a --only model/embed --explain model/norm", "what --only selects"),
+        ("plan a --only model/embed --explain model/norm", "--only does not select"),
     ],
 )
 def test_a_message_speaks_of_options(run, places, command, said):

@@ -297,7 +297,7 @@ def test_a_directory_that_may_not_be_written_is_a_storage_error(tmp_path):
     for path, (kind, message) in zip(places, told, strict=True):
         assert kind == "StorageError"
         assert str(path) in message
-        assert "give this user the right to write there" in message
+        assert "give this user permission there" in message
     assert attempts(places[0].parent) == []
     assert value_of(places[1]) == 1
 

@@ -311,11 +311,11 @@ def test_a_request_that_fails_for_good_is_an_error_with_the_url(proxied, fault):
 @pytest.mark.parametrize(
     ("said", "advice"),
     [
-        ("PERMISSION_DENIED: Failed to open: \"/x\": Permission denied [os_error_code='13']", "give this user the right"),
+        ("PERMISSION_DENIED: Failed to open: \"/x\": Permission denied [os_error_code='13']", "give this user permission"),
         ("RESOURCE_EXHAUSTED: No space left on device [os_error_code='28']", "make room"),
         ("Failed to create directory: Read-only file system", "choose another place"),
         ("PERMISSION_DENIED: Failed to open: \"/x.__lock\": Read-only file system [os_error_code='30']", "choose another place"),
-        ("PERMISSION_DENIED: 403 Insufficient Permission", "give these credentials the right"),
+        ("PERMISSION_DENIED: 403 Insufficient Permission", "give these credentials permission"),
         ("something new", "storage's own message"),
     ],
 )

@@ -185,7 +185,7 @@ def test_a_value_that_cannot_be_stored_is_refused_by_name(tmp_path):
 
 def test_an_object_that_refuses_its_state_is_named(tmp_path):
     shardckpt.save(tmp_path / "c", shardckpt.train_state(scaler=torch.amp.GradScaler("cpu", enabled=False), rng=False))
-    with pytest.raises(MismatchError, match=r"scaler does not take back what was stored \(RuntimeError: .*disabled"):
+    with pytest.raises(MismatchError, match=r"scaler cannot load its stored state \(RuntimeError: .*disabled"):
         shardckpt.restore(tmp_path / "c", shardckpt.train_state(scaler=torch.amp.GradScaler("cpu"), rng=False))
 
 

@@ -13,14 +13,16 @@ __all__ = ["info"]
 
 def info(
     url: Annotated[str, typer.Argument(metavar="URL", help="A checkpoint: a path or url.")],
-    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="A tensor, a small leaf or a container in it.")] = None,
-    only: Annotated[list[str] | None, typer.Option("--only", metavar="PATTERN", help="Names that match, as in model/**/bias.")] = None,
-    depth: Annotated[int | None, typer.Option("--depth", min=1, metavar="N", help="Containers to open, one in the other.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON document.")] = False,
+    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="A tensor, small leaf or container of the checkpoint.")] = None,
+    only: Annotated[
+        list[str] | None, typer.Option("--only", metavar="PATTERN", help="Show only names that match, as in model/**/bias.")
+    ] = None,
+    depth: Annotated[int | None, typer.Option("--depth", min=1, metavar="N", help="Show at most N levels of nested containers.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
-    """Show what a checkpoint or a tensor holds.
+    """Show the contents of a checkpoint, or one tensor in detail.
 
-    For a tensor there is a picture of which device held which part of it.
+    For a tensor, a picture shows which device held which part of it.
     """
     from shardckpt.cli.info import contents, tensor
     from shardckpt.cli.opening import open_checkpoint

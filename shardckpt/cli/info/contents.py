@@ -57,7 +57,7 @@ def find(checkpoint: Checkpoint, name: str | None) -> Node:
         if isinstance(node, Branch):
             stack.extend(node.children)
     raise NamesMismatchError(
-        f"{checkpoint.location}: nothing is called {name!r}{did_you_mean(name, names)}; `info` without a name lists all."
+        f"{checkpoint.location}: no tensor, leaf or container {name!r}{did_you_mean(name, names)}; `info` without a name lists all."
     )
 
 

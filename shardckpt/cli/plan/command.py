@@ -36,7 +36,9 @@ __all__ = ["plan"]
 
 def plan(
     source: Annotated[str, typer.Argument(metavar="SRC", help="A checkpoint: a path or url.")],
-    destination: Annotated[str | None, typer.Argument(metavar="[DST]", help="Where it would go; its writing is measured.")] = None,
+    destination: Annotated[
+        str | None, typer.Argument(metavar="[DST]", help="Where the new checkpoint would go; the rate of writing is measured there.")
+    ] = None,
     *,
     mesh: MeshText = None,
     rule: RuleTexts = None,
@@ -53,18 +55,20 @@ def plan(
     memory_limit: MemoryLimit = "512MiB",
     devices_per_host: Annotated[
         int | None,
-        typer.Option("--devices-per-host", min=1, metavar="N", help="Of the hosts that restore; 8, or all where there are fewer."),
+        typer.Option("--devices-per-host", min=1, metavar="N", help="Devices per restoring host; default: 8, or all if there are fewer."),
     ] = None,
     rate: Annotated[
-        str | None, typer.Option("--rate", metavar="READ[,WRITE]", help="Bytes per second, as in 2GiB,800MiB; measured otherwise.")
+        str | None, typer.Option("--rate", metavar="READ[,WRITE]", help="Bytes per second, as in 2GiB,800MiB; default: measure them.")
     ] = None,
-    explain: Annotated[str | None, typer.Option("--explain", metavar="NAME", help="Only: which rule decides on a tensor, and why.")] = None,
-    html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write the plan as one page.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON document.")] = False,
+    explain: Annotated[
+        str | None, typer.Option("--explain", metavar="NAME", help="Show only which rule decides on a tensor, and why.")
+    ] = None,
+    html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write the plan to an HTML page, too.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
     """Show what a reshard onto another layout would do and cost.
 
-    Nothing is changed. A little is read of SRC, and written beside DST and deleted again, to measure rates.
+    SRC and DST do not change. To measure rates, a part of SRC is read, and a small file is written beside DST and deleted.
     """
     from shardckpt.cli.opening import open_checkpoint
     from shardckpt.cli.plan import lines as plan_lines
@@ -130,4 +134,4 @@ def _write(path: Path, text: str) -> None:
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as e:
-        raise StorageError(f"{path}: the page cannot be written ({e.strerror}); give --html another place.") from e
+        raise StorageError(f"cannot write the page to {path} ({e.strerror}); give --html another path.") from e

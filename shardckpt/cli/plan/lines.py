@@ -206,7 +206,7 @@ def explained(plan: ReshardPlan, checkpoint: Checkpoint, name: str) -> dict[str,
         there = checkpoint.tensor(name).name
         stored = next((new for new, tensor in plan.sources.items() if tensor.name == there), "")
     if stored not in plan.decisions:
-        raise NamesMismatchError(f"{shown(name)} is not among what --only selects; name a tensor that is, or leave it out.")
+        raise NamesMismatchError(f"--only does not select {shown(name)}; name a tensor that it selects, or leave --only out.")
     decision = plan.decisions[stored]
     return {
         "name": stored,

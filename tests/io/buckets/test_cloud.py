@@ -182,7 +182,7 @@ def test_requests_to_s3_go_unsigned_if_that_is_asked_for(s3_server, profiles):
     variables = {"AWS_ENDPOINT_URL": s3_server.endpoint, "AWS_PROFILE": "ours", "AWS_NO_SIGN_REQUEST": "1"}
     run = use(s3_server.url(uuid.uuid4().hex), variables, profiles)
     assert "PERMISSION_DENIED" in run.stderr.splitlines()[-1]
-    assert "give these credentials the right" in run.stderr.splitlines()[-1]
+    assert "give these credentials permission" in run.stderr.splitlines()[-1]
 
 
 @pytest.mark.parametrize(("scheme", "package", "extra"), [("gs", "gcsfs", "gcs"), ("s3", "s3fs", "s3")])

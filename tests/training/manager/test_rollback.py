@@ -209,7 +209,7 @@ def test_a_complete_attempt_of_a_run_that_another_has_taken_over_from_is_not_com
     assert run.manager(coordinator=SingleProcess()).restore().step == 3
     assert run.manager().all_steps() == [1, 3]
     (outcome,) = shardckpt.commit(run.root)
-    assert (outcome.state, "saves there since" in outcome.reason) == ("refused", True)
+    assert (outcome.state, "saves there now" in outcome.reason) == ("refused", True)
 
 
 def test_a_save_that_would_replace_a_pinned_step_is_not_committed(run, rolled_back):
