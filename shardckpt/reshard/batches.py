@@ -14,7 +14,7 @@ import numpy as np
 from shardckpt.format.zarr_arrays import CHECKSUM_BYTES, room_for
 from shardckpt.io.buffers import round_up
 from shardckpt.layout.box import BoxArray
-from shardckpt.plan.pieces import batches, chunk_boxes, overlaps, touched
+from shardckpt.plan.pieces import batches, chunk_boxes, count_chunks, overlaps, touched
 from shardckpt.reshard.memory import PARTS
 
 if TYPE_CHECKING:
@@ -147,14 +147,12 @@ class PlannedStep:
         """Bytes in memory of the chunks that the step overlaps."""
         if self.target.is_one_chunk:
             return round_up(self.target.nbytes(self.target.pieces[0], self.target.pieces[0].shape))
-        itemsize, total = self.target.dtype.itemsize, 0
-        for piece, pairs, boxes in self.pairs:
-            if self.target.as_stored:
-                total += len(pairs.chunk) * round_up(self.target.nbytes(piece, ()))
-            else:
-                sizes = boxes.sizes() * itemsize
-                total += int((-(-sizes // round_up(1)) * round_up(1)).sum())
-        return total
+        if self.target.as_stored:
+            box = self.step.box
+            near = touched(self.target.pieces, BoxArray.of([box], box.ndim))
+            return sum(count_chunks(piece, box) * round_up(self.target.nbytes(piece, ())) for piece in near)
+        itemsize, page = self.target.dtype.itemsize, round_up(1)
+        return sum(int((-(-boxes.sizes() * itemsize // page) * page).sum()) for _, _, boxes in self.pairs)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -245,8 +245,8 @@ def _reuse(opened: OpenJob, run: RunOptions) -> _Done:
     hosts = len(opened.plan.source.hosts)
     if opened.committed:
         return _Done(hosts, hosts, 0, 0)
-    reused = reuse_files(opened, run.report)
-    return _Done(hosts, reused.done_before, reused.read_bytes, 0)
+    done_before, read_bytes = reuse_files(opened, run.report)
+    return _Done(hosts, done_before, read_bytes, 0)
 
 
 def _run_tasks(opened: OpenJob, run: RunOptions, workers: int | None, *, in_one_memory: bool) -> _Done:

@@ -21,7 +21,7 @@ import secrets
 import shutil
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
@@ -76,21 +76,15 @@ def _has_links(directory: Path) -> bool:
         return any(entry.is_symlink() or (entry.is_dir() and _has_links(directory / entry.name)) for entry in entries)
 
 
-class ReusedFiles(NamedTuple):
-    """Result of reusing a checkpoint's files."""
-
-    done_before: int
-    """Number of hosts that an earlier call had linked or copied."""
-    read_bytes: int
-    """Stored bytes that were read back."""
-
-
-def reuse_files(opened: OpenJob, progress: Callable[[int, int], None]) -> ReusedFiles:
+def reuse_files(opened: OpenJob, progress: Callable[[int, int], None]) -> tuple[int, int]:
     """Link or copy the files of all hosts of the source that are not done yet.
 
     Args:
         opened: a job whose source files can be reused (`OpenJob.reuses`).
         progress: called with the bytes of elements done so far, and in all.
+
+    Returns:
+        The number of hosts that an earlier call had linked or copied, and the stored bytes that were read back.
 
     Raises:
         CorruptionError, MissingDataError: a linked or copied file differs from the recorded checksums.
@@ -103,7 +97,7 @@ def reuse_files(opened: OpenJob, progress: Callable[[int, int], None]) -> Reused
         if number not in before:
             read += _reuse_host(opened, number, reference)
         progress(total * (number + 1) // len(hosts), total)
-    return ReusedFiles(len(before), read)
+    return len(before), read
 
 
 def _reuse_host(opened: OpenJob, number: int, reference: FileReference) -> int:

@@ -27,8 +27,6 @@ from shardckpt.reshard.reuse import ReuseMethod, reuse_method
 if TYPE_CHECKING:
     from shardckpt.reading.checkpoint import Checkpoint
     from shardckpt.reading.places import Places
-    from shardckpt.reading.reader import ChunkReader
-    from shardckpt.reading.runs import RunLimits
     from shardckpt.reshard.forecast.rates import Rates
     from shardckpt.reshard.forecast.stored import StoredTensors
     from shardckpt.reshard.options import ReshardOptions
@@ -97,11 +95,6 @@ def known_places(checkpoint: Checkpoint) -> Places | None:
     return read_places(checkpoint.place, checkpoint.record, reader.whole_table())
 
 
-def _limits(reader: ChunkReader | BasedReader) -> RunLimits | None:
-    """The limits for joining chunks into one read; None if several readers share the work."""
-    return None if isinstance(reader, BasedReader) else reader.limits
-
-
 def forecast(
     checkpoint: Checkpoint,
     plan: ReshardPlan,
@@ -123,8 +116,8 @@ def forecast(
         devices_per_host: devices of each restoring host; None: `DEVICES_PER_HOST`, or all devices if there are fewer.
         places: places of the source's chunks; None: estimate them from the record.
     """
-    record, location = checkpoint.record, checkpoint.location
-    limits = None if places is None else _limits(checkpoint.reader)
+    record, location, reader = checkpoint.record, checkpoint.location, checkpoint.reader
+    limits = None if places is None or isinstance(reader, BasedReader) else reader.limits  # bases are read by several readers
     layouts = {name: placed(decision.layout, len(plan.target.tensors[name].shape)) for name, decision in plan.decisions.items()}
     ranked = [(layout, len(plan.target.tensors[name].shape)) for name, layout in layouts.items()]
     each = devices_per_host or min(DEVICES_PER_HOST, max(1, len(Hosts.of(ranked, number=1).owners.device_ids)))
