@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from shardckpt.layout.box import Box
     from shardckpt.plan.pieces import Piece
 
-__all__ = ["StateWriter"]
-
 
 class StateWriter(ABC):
     """A state that is being written. As a context manager it removes the state unless it was finished. For one thread."""
