@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from shardckpt.layout.box import Box
     from shardckpt.layout.dtypes import DType
 
-__all__ = ["Foreign", "ForeignPart", "ForeignTensor", "row_chunks", "structure_of", "tensors_of"]
-
 ROWS_BYTES = 1 << 20
 """Bytes to which rows are joined for one read."""
 

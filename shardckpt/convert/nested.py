@@ -13,8 +13,6 @@ if TYPE_CHECKING:
 
     Path = tuple[str | int, ...]
 
-__all__ = ["nested"]
-
 MOST_GAPS = 10_000
 """Most missing items of lists, in addition to one for each leaf."""
 
@@ -90,5 +88,5 @@ class _Builder:
                 f"{self.where}: a list has the places {excerpt(sorted(children))}, and others between them are missing; the file is "
                 f"damaged, or nothing that DCP writes."
             )
-        found = (children.get(i, {}) for i in range(length))
-        return [None if type(child) is _Absent else child for child in found]
+        items = (children.get(i, {}) for i in range(length))
+        return [None if type(item) is _Absent else item for item in items]

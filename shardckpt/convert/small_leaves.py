@@ -19,17 +19,15 @@ if TYPE_CHECKING:
 
     from shardckpt.state.document import Node
 
-__all__ = ["check_text_keys", "left_out", "notes_of"]
 
-
-def left_out(tree: Node, refuses: Callable[[object], str | None]) -> dict[str, str]:
+def find_unsupported(tree: Node, refuses: Callable[[object], str | None]) -> dict[str, str]:
     """Name → reason, for the leaves that are left out.
 
     Args:
         tree: the state.
         refuses: returns the reason why a format does not accept a small leaf; None: it accepts the leaf.
     """
-    found: dict[str, str] = {}
+    unsupported: dict[str, str] = {}
     for leaf in leaves_of(tree):
         reason = None
         if isinstance(leaf, Owned):
@@ -39,21 +37,21 @@ def left_out(tree: Node, refuses: Callable[[object], str | None]) -> dict[str, s
         elif isinstance(leaf, Small):
             reason = refuses(decode_leaf(leaf))
         if reason is not None:
-            found[leaf.name] = reason
-    return found
+            unsupported[leaf.name] = reason
+    return unsupported
 
 
-def notes_of(tree: Node, left: dict[str, str], *, keys: bool = False) -> list[str]:
+def describe_losses(tree: Node, unsupported: dict[str, str], *, keys: bool = False) -> list[str]:
     """Notes of an export about a state's leaves, a line each.
 
     Args:
         tree: the state.
-        left: name → reason, for the leaves that are left out.
+        unsupported: name → reason, for the leaves that are left out.
         keys: whether the format keeps the meaning of tensors (random keys of JAX).
     """
-    notes = [f"{shown(name)} is left out: {reason}." for name, reason in left.items()]
-    meant = {} if keys else meanings(tree)
-    return [*notes, *(f"{shown(name)} means {meaning!r}; its elements are exported as numbers." for name, meaning in meant.items())]
+    notes = [f"{shown(name)} is left out: {reason}." for name, reason in unsupported.items()]
+    meaning = {} if keys else meanings(tree)
+    return [*notes, *(f"{shown(name)} means {what!r}; its elements are exported as numbers." for name, what in meaning.items())]
 
 
 def check_text_keys(node: Node, where: str, library: str, *, tuples: bool = True) -> None:

@@ -14,18 +14,16 @@ if TYPE_CHECKING:
 
     from shardckpt.format.structure import Structure, TensorRecord
 
-__all__ = ["Path", "check_tree"]
-
 Path = tuple[str | int, ...]
 """The keys that lead to a leaf: texts in dicts, ints in lists."""
 
 
-def check_tree(leaves: Iterable[tuple[Path, TensorRecord | None]], found: Structure, where: str) -> None:
+def check_tree(leaves: Iterable[tuple[Path, TensorRecord | None]], read_back: Structure, where: str) -> None:
     """Compare the written leaves with the structure that a reader finds.
 
     Args:
         leaves: path and tensor of all written leaves, in any order; None for a leaf that is not a tensor.
-        found: the reader's structure.
+        read_back: the reader's structure.
         where: location of the export, for messages.
 
     Raises:
@@ -35,21 +33,22 @@ def check_tree(leaves: Iterable[tuple[Path, TensorRecord | None]], found: Struct
     values: dict[str, ForeignTensor | None] = {}
     for number, (path, tensor) in enumerate(leaves):
         paths[str(number)] = path
-        values[str(number)] = None if tensor is None else _standing_for(tensor)
-    wanted = _described(structure_of(nested(values, paths, (), where), where).tensors)
-    there = _described(found.tensors)
-    odd = next((name for name in [*wanted, *there] if wanted.get(name) != there.get(name)), None)
+        values[str(number)] = None if tensor is None else _placeholder(tensor)
+    written = _describe(structure_of(nested(values, paths, (), where), where).tensors)
+    present = _describe(read_back.tensors)
+    odd = next((name for name in [*written, *present] if written.get(name) != present.get(name)), None)
     if odd is not None:
+        before, after = written.get(odd, "no tensor"), present.get(odd, "no tensor")
         raise StructureMismatchError(
-            f"{where}: {shown(odd)} reads back as {there.get(odd, 'no tensor')}, where {wanted.get(odd, 'no tensor')} was written; nothing "
-            f"was published. Export another format, or leave it out (exclude)."
+            f"{where}: {shown(odd)} reads back as {after}, where {before} was written; nothing was published. Export another format, or "
+            f"leave it out (exclude)."
         )
 
 
-def _standing_for(tensor: TensorRecord) -> ForeignTensor:
+def _placeholder(tensor: TensorRecord) -> ForeignTensor:
     part = ForeignPart((0,) * len(tensor.shape), tensor.shape, tuple(max(1, n) for n in tensor.shape))
     return ForeignTensor(tensor.shape, tensor.dtype, (part,))
 
 
-def _described(tensors: Mapping[str, TensorRecord]) -> dict[str, str]:
+def _describe(tensors: Mapping[str, TensorRecord]) -> dict[str, str]:
     return {name: f"{tensor.dtype} of shape {tensor.shape}" for name, tensor in tensors.items()}

@@ -36,7 +36,7 @@ def places(tmp_path, saver, monkeypatch):
         ("export a x.safetensors --ties nope", '--ties nope: use "auto"'),
         ("export a x.pt --to torch --max-shard-size 5GB", "--to torch takes no --max-shard-size, which"),
         ("export a model.safetensors", "or replace it with --overwrite."),
-        ("export a x.safetensors --strip-prefix nope", "--strip-prefix nope: none of 5 names"),
+        ("export a x.safetensors --strip-prefix nope", "--strip-prefix nope: it matches none of 5 names"),
         ("import model.safetensors z --from nope", "--from nope: use 'auto'"),
         ("import model.safetensors z --into a//b", "--into a//b: "),
         ("reshard a y --memory-limit 3", "--memory-limit 3 B is too little for 1 worker"),

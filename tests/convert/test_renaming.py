@@ -59,8 +59,8 @@ def test_a_file_may_name_what_the_checkpoint_does_or_what_became_of_it() -> None
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"prefix": "modle/"}, OptionError, "strip_prefix='modle/' matches none of 4 names, such as 'model.layers.0.w'"),
-        ({"rules": ["s/layer_/h/"]}, OptionError, "rename='s/layer_/h/' matches none of 4 names, such as 'model.layers.0.w'"),
+        ({"prefix": "modle/"}, OptionError, "strip_prefix='modle/': it matches none of 4 names, such as 'model.layers.0.w'"),
+        ({"rules": ["s/layer_/h/"]}, OptionError, "rename='s/layer_/h/': it matches none of 4 names, such as 'model.layers.0.w'"),
         ({"file": {"model.nrm": "x"}}, OptionError, r"no tensor 'model.nrm' \(did you mean 'model.norm'\?\)"),
         (
             {"rules": [r"s/\.\d\././"]},

@@ -65,24 +65,31 @@ def outputs_of(structure: Structure, options: NameOptions, where: str, *, import
         ShapeMismatchError, DtypeMismatchError: tensors do not fit a rule.
     """
     naming, tree = read_naming(options), structure.tree
+
+    # Select.
     stored = {name: name for name in structure.tensors} | alias_map(tree)
     selected = [name for name in stored if naming.is_selected(name)]
     if not selected:
         _refuse_empty_selection(list(stored), options, where)
     leaves = list(filter(naming.is_selected, end_names(tree) if importing else leaf_names(tree)))
+
+    # Rename, and keep one name of each tied tensor.
     present = {name: name for name in [*selected, *leaves]} if importing else {name: dotted(name) for name in selected}
     renamed = rename(present, naming.renames)
     sources = {name: stored[old] for old, name in renamed.items() if old in stored}
     firsts = first_names(sources)
     kept = {name: structure.tensors[source] for name, source in sources.items() if naming.copy_ties or name not in firsts}
-    add_prefix = naming.add_prefix.__add__
-    outputs = {output.name: output for output in (replace(o, name=add_prefix(o.name)) for o in naming.mapping.outputs(kept))}
+
+    # Join, split and convert.
+    prefix = naming.add_prefix
+    outputs = {prefix + output.name: replace(output, name=prefix + output.name) for output in naming.mapping.outputs(kept)}
     origins = {name: output.sources[0].tensor for name, output in outputs.items() if output.sources}
     meaning, moments = meanings(tree), optimizer_state(tree) if naming.dtype else frozenset()
     meant = {name: meaning[origin] for name, origin in origins.items() if origin in meaning}
     planned = plan_dtypes(outputs, naming.dtype, meant, {name for name, origin in origins.items() if origin in moments})
-    tied = {add_prefix(name): add_prefix(first) for name, first in firsts.items() if name not in kept}
-    copied = {add_prefix(name): add_prefix(first) for name, first in firsts.items() if name in kept}
+
+    tied = {prefix + name: prefix + first for name, first in firsts.items() if name not in kept}
+    copied = {prefix + name: prefix + first for name, first in firsts.items() if name in kept}
     notes = [] if importing else list(_notes_of_leaves(leaves, meant))
     unwritten = {name: first for name, first in tied.items() if not (importing and first in outputs)}  # others stay tied
     notes += [f"{shown(name)} is the same tensor as {shown(first)}, and is not written again." for name, first in unwritten.items()]
@@ -91,7 +98,7 @@ def outputs_of(structure: Structure, options: NameOptions, where: str, *, import
         tensors=tuple(replace(output, dtype=planned.dtypes[name]) for name, output in outputs.items()),
         tied={name: first for name, first in tied.items() if first in outputs},
         notes=tuple(notes),
-        renamed={old: add_prefix(name) if old in stored else name for old, name in renamed.items()},
+        renamed={old: prefix + name if old in stored else name for old, name in renamed.items()},
         conversions=planned.subtrees,
     )
 

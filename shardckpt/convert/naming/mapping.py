@@ -53,27 +53,27 @@ class TensorMapping:
         left = dict(tensors)
         made: dict[str, list[OutputTensor]] = {}
         for rule in self.rules:
-            found = list(_merged(rule, left) if rule.merges else _split(rule, left))
-            if not found and not rule.optional:
+            applied = list(_merge_all(rule, left) if rule.merges else _split_all(rule, left))
+            if not applied and not rule.optional:
                 first = rule.parts[0] if rule.merges else rule.whole
                 raise OptionError(f"{rule}: it matches no tensor{did_you_mean(str(first), tensors)}; correct it, or say optional = true.")
-            for used, outputs in found:
+            for used, outputs in applied:
                 made[used[0]] = outputs
                 for name in used:
                     left.pop(name, None)
-        together = []
+        in_order = []
         for name in tensors:
-            together += made.get(name, [])
-            together += [identity(left[name], name)] if name in left else []
-        _refuse_collisions(together)
-        return tuple(together)
+            in_order += made.get(name, [])
+            in_order += [identity(left[name], name)] if name in left else []
+        _refuse_collisions(in_order)
+        return tuple(in_order)
 
 
-def _merged(rule: MappingRule, tensors: Mapping[str, TensorRecord]) -> Iterator[tuple[list[str], list[OutputTensor]]]:
+def _merge_all(rule: MappingRule, tensors: Mapping[str, TensorRecord]) -> Iterator[tuple[list[str], list[OutputTensor]]]:
     """The merges of a rule: the names that each uses, and its outputs."""
     groups: dict[tuple[str, ...], tuple[Captures, set[str]]] = {}
     for name in tensors:
-        captures = next((found for part in rule.parts if (found := part.match(name)) is not None), None)
+        captures = next((match for match in (part.match(name) for part in rule.parts) if match is not None), None)
         index = "" if captures is None or rule.counted is None else captures[rule.counted]
         if captures is not None and (rule.counted is None or index.isdecimal()):  # for instance, an expert called "shared" is not counted
             groups.setdefault(tuple(captures[key] for key in rule.whole.keys), (captures, set()))[1].add(index)
@@ -88,7 +88,7 @@ def _merged(rule: MappingRule, tensors: Mapping[str, TensorRecord]) -> Iterator[
         yield [name for row in names for name in row], [rule.merge(whole, [[tensors[name] for name in row] for row in names])]
 
 
-def _split(rule: MappingRule, tensors: Mapping[str, TensorRecord]) -> Iterator[tuple[list[str], list[OutputTensor]]]:
+def _split_all(rule: MappingRule, tensors: Mapping[str, TensorRecord]) -> Iterator[tuple[list[str], list[OutputTensor]]]:
     """The splits of a rule: the name that each uses, and its outputs."""
     for name, tensor in tensors.items():
         captures = rule.whole.match(name)

@@ -146,7 +146,7 @@ class MappingRule:
             self._mismatch(f"{shown(name)}: no dimension of {shape} but stack can be made two, as unfold says")
         layout = PartLayout(shape=shape, permutation=permutation, stack=stack, axis=axis, runs=runs, unfold=unfold)
         to_whole = layout.to_whole
-        views = [View(rows[s.row][s.part].name, s.in_part, to_whole, s.in_whole.start) for s in layout.shared_boxes()]
+        views = [View(rows[b.row][b.part].name, b.in_part, to_whole, b.in_whole.start) for b in layout.shared_boxes()]
         return OutputTensor(name, layout.whole_shape, first.dtype, tuple(views))
 
     def split(self, whole: TensorRecord, names: Sequence[Sequence[str]]) -> list[OutputTensor]:
@@ -173,8 +173,8 @@ class MappingRule:
         layout = PartLayout(shape=shape, permutation=permutation, stack=stack, axis=axis, runs=runs, unfold=unfold)
         to_part = layout.to_part
         views: list[list[list[View]]] = [[[] for _ in row] for row in rows]
-        for s in layout.shared_boxes():
-            views[s.row][s.part].append(View(whole.name, s.in_whole, to_part, s.in_part.start))
+        for box in layout.shared_boxes():
+            views[box.row][box.part].append(View(whole.name, box.in_whole, to_part, box.in_part.start))
         shapes = [layout.part_shape(None if sizes is None else sizes[part]) for part in range(len(rows[0]))]
         return [
             OutputTensor(name, shape, whole.dtype, tuple(part_views))

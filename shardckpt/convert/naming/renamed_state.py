@@ -20,13 +20,16 @@ from shardckpt.state.names import component_names, shown
 from shardckpt.state.unflatten import decode_leaf
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping
 
     from shardckpt.state.document import Node, Tree
     from shardckpt.state.names import Form, PathKey
 
 _ESCAPED = re.compile(r"~(?:([01e])|u([0-9a-f]{4}))")
 _PLAIN = {"0": "~", "1": "/", "e": ""}
+
+LeafPath = tuple[tuple[str, Branch], ...]
+"""The components of a leaf's name, each with its container in the old state."""
 
 
 def renamed_state(tree: Tree, tensors: Mapping[str, object], leaves: Mapping[str, str], origins: Mapping[str, str] | None = None) -> Any:
@@ -43,14 +46,15 @@ def renamed_state(tree: Tree, tensors: Mapping[str, object], leaves: Mapping[str
     """
     node = parse(tree)
     root = _skeleton(node, lambda name: leaves.get(name) == name) if isinstance(node, Branch) else _Container("dict")
-    ways = {end.name: (end, way) for end, way in _ends(node, ())}
+    ends = {end.name: (end, path) for end, path in _ends(node, ())}
     for name, tensor in tensors.items():
-        _put(root, name, tensor, ways.get((origins or {}).get(name, ""), (None, ()))[1])
+        _, path = ends.get((origins or {}).get(name, ""), (None, ()))
+        _put(root, name, tensor, path)
     for old, name in leaves.items():
         if name != old:
-            end, way = ways[old]
-            _put(root, name, _Container(end.form, stays=True) if isinstance(end, Branch) else _small(end), way)
-    return _state(root)
+            end, path = ends[old]
+            _put(root, name, _Container(end.form, stays=True) if isinstance(end, Branch) else _decode(end), path)
+    return _plain(root)
 
 
 def end_names(tree: Tree) -> list[str]:
@@ -58,13 +62,13 @@ def end_names(tree: Tree) -> list[str]:
     return [end.name for end, _ in _ends(parse(tree), ()) if not isinstance(end, Tensor | Tied) and end.name]
 
 
-def _ends(node: Node, way: tuple[tuple[str, Branch], ...]) -> Iterator[tuple[Node, tuple[tuple[str, Branch], ...]]]:
-    """Leaves and empty containers, each with the components of its name and the container of each component."""
+def _ends(node: Node, path: LeafPath) -> Iterator[tuple[Node, LeafPath]]:
+    """Leaves and empty containers, each with its path."""
     if not isinstance(node, Branch) or not node.children:
-        yield node, way
+        yield node, path
         return
     for component, child in zip(component_names(node.keys), node.children, strict=True):
-        yield from _ends(child, (*way, (component, node)))
+        yield from _ends(child, (*path, (component, node)))
 
 
 @dataclass(slots=True)
@@ -78,29 +82,29 @@ class _Container:
     """Whether the container is kept if it is empty."""
 
 
-def _skeleton(branch: Branch, wanted: Callable[[str], bool]) -> _Container:
+def _skeleton(branch: Branch, is_kept: Callable[[str], bool]) -> _Container:
     """A container of the old state, without its tensors."""
-    components = component_names(branch.keys)
-    made = _Container(branch.form, dict(zip(components, branch.keys, strict=True)), stays=not branch.children and wanted(branch.name))
-    for component, child in zip(components, branch.children, strict=True):
+    copy = _like(branch)
+    copy.stays = not branch.children and is_kept(branch.name)
+    for component, child in zip(copy.keys, branch.children, strict=True):
         if isinstance(child, Branch):
-            made.children[component] = _skeleton(child, wanted)
-        elif not isinstance(child, Tensor | Tied) and wanted(child.name):
-            made.children[component] = _small(child)
-    return made
+            copy.children[component] = _skeleton(child, is_kept)
+        elif not isinstance(child, Tensor | Tied) and is_kept(child.name):
+            copy.children[component] = _decode(child)
+    return copy
 
 
-def _small(leaf: Node) -> object:
+def _decode(leaf: Node) -> object:
     assert isinstance(leaf, Small | Custom), "no other format has values of processes"
     return decode_leaf(leaf)
 
 
-def _put(root: _Container, name: str, tensor: object, way: Sequence[tuple[str, Branch]]) -> None:
+def _put(root: _Container, name: str, leaf: object, path: LeafPath) -> None:
     """Put a leaf at the place of its name, given its path in the old state."""
     components = name.split("/")
     if not all(components):
         raise NamesMismatchError(f"{shown(name)}: slashes are between keys; none may be empty. Rename it otherwise.")
-    common = zip(reversed(components), reversed(way), strict=False)
+    common = zip(reversed(components), reversed(path), strict=False)
     moved = [branch for _, (_, branch) in takewhile(lambda pair: pair[0] == pair[1][0], common)]
     """Containers that move with the leaf, the innermost first."""
     node = root
@@ -113,11 +117,11 @@ def _put(root: _Container, name: str, tensor: object, way: Sequence[tuple[str, B
             raise NamesMismatchError(f"{shown(name)} would lie in {shown(component)}, which is a leaf itself; rename one of them.")
         node = child
     last = components[-1]
-    there = node.children.get(last)
-    if last in node.children and not (isinstance(there, _Container) and _is_gone(there)):
+    present = node.children.get(last)
+    if last in node.children and not (isinstance(present, _Container) and _is_gone(present)):
         raise NamesMismatchError(f"{shown(name)}: something else lies there that is no tensor, or contains some; rename it otherwise.")
     node.keys.setdefault(last, _key(last, node.form))
-    node.children[last] = tensor
+    node.children[last] = leaf
 
 
 def _like(branch: Branch) -> _Container:
@@ -136,14 +140,14 @@ def _is_gone(container: _Container) -> bool:
     return not container.stays and all(isinstance(child, _Container) and _is_gone(child) for child in container.children.values())
 
 
-def _state(container: _Container) -> Any:
+def _plain(container: _Container) -> Any:
     """The container as a plain Python container."""
-    there = {name: container.children[name] for name in container.keys if name in container.children}  # in the old order
-    left = {name: child for name, child in there.items() if not (isinstance(child, _Container) and _is_gone(child))}
-    found = {container.keys[name]: _state(child) if isinstance(child, _Container) else child for name, child in left.items()}
-    if len(found) != len(left):
+    in_old_order = {name: container.children[name] for name in container.keys if name in container.children}
+    left = {name: child for name, child in in_old_order.items() if not (isinstance(child, _Container) and _is_gone(child))}
+    items = {container.keys[name]: _plain(child) if isinstance(child, _Container) else child for name, child in left.items()}
+    if len(items) != len(left):
         raise NamesMismatchError(f"two of the new names {', '.join(map(shown, list(left)[:5]))} … are one key; rename one of them.")
-    if container.form != "dict" and found.keys() == set(range(len(container.keys))):
-        items = [found[index] for index in range(len(found))]
-        return tuple(items) if container.form == "tuple" else items
-    return found
+    if container.form != "dict" and items.keys() == set(range(len(container.keys))):
+        in_order = [items[index] for index in range(len(items))]
+        return tuple(in_order) if container.form == "tuple" else in_order
+    return items

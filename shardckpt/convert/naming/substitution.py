@@ -75,7 +75,7 @@ class Substitution:
         changed = {old: name for old, name in renamed.items() if name is not None}
         if not changed:
             first = shown(next(iter(present.values()), ""))
-            raise OptionError(f"{self.origin} matches none of {len(present)} names, such as {first}; correct it.")
+            raise OptionError(f"{self.origin}: it matches none of {len(present)} names, such as {first}; correct it.")
         return {**changed}
 
     def _text(self, found: re.Match[str]) -> str:

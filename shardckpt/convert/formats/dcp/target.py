@@ -27,7 +27,7 @@ from shardckpt.convert.files.draft import Draft
 from shardckpt.convert.files.read_back import WrittenBlock
 from shardckpt.convert.formats.dcp.source import open_foreign
 from shardckpt.convert.formats.torch.target import torch_dtypes
-from shardckpt.convert.small_leaves import check_text_keys, left_out, notes_of
+from shardckpt.convert.small_leaves import check_text_keys, describe_losses, find_unsupported
 from shardckpt.convert.state_writer import StateWriter
 from shardckpt.convert.streaming.chunking import SMALLEST, choose_block_shape, cut_regularly
 from shardckpt.convert.tree_back import check_tree
@@ -81,8 +81,8 @@ class DcpDirectory(StateWriter):
         self._tensors = structure.tensors
         self._where = str(location)
         tree = parse(structure.tree)
-        left = left_out(tree, lambda _value: None)
-        self.notes: list[str] = notes_of(tree, left)
+        left = find_unsupported(tree, lambda _value: None)
+        self.notes: list[str] = describe_losses(tree, left)
         """Parts of the state that are left out or changed, a line each."""
         without = _without_tuples(tree, self.notes)
         check_text_keys(without, self._where, "DCP", tuples=False)

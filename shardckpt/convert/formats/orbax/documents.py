@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shardckpt.convert.small_leaves import check_text_keys, left_out
+from shardckpt.convert.small_leaves import check_text_keys, find_unsupported
 from shardckpt.errors import DtypeError, FormatError, NamesMismatchError, StructureMismatchError
 from shardckpt.format.documents import check_key
 from shardckpt.layout.dtypes import of_numpy
@@ -145,7 +145,7 @@ def _entries(
 
 def left_by_orbax(tree: Node) -> dict[str, str]:
     """The leaves that Orbax cannot store, by name, with the reason."""
-    left = left_out(tree, _refused)
+    left = find_unsupported(tree, _refused)
     texts = (leaf for leaf in leaves_of(tree) if isinstance(leaf, Small) and leaf.name not in left and _NO_POINTER.search(leaf.name))
     reason = "Orbax finds no text below a key with a lone surrogate, or a ~ that is not followed by 0 or 1"
     return left | {leaf.name: reason for leaf in texts if isinstance(decode_leaf(leaf), str)}

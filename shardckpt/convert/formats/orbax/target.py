@@ -18,7 +18,7 @@ from shardckpt.convert.files.draft import Draft
 from shardckpt.convert.files.read_back import WrittenBlock
 from shardckpt.convert.formats.orbax import documents
 from shardckpt.convert.formats.orbax.source import open_foreign
-from shardckpt.convert.small_leaves import notes_of
+from shardckpt.convert.small_leaves import describe_losses
 from shardckpt.convert.state_writer import StateWriter
 from shardckpt.convert.streaming.chunking import LARGEST, choose_block_shape, cut_regularly
 from shardckpt.convert.tree_back import check_tree
@@ -65,7 +65,7 @@ class OrbaxDirectory(StateWriter):
         self._tensors = structure.tensors
         tree = parse(structure.tree)
         left = documents.left_by_orbax(tree)
-        self.notes: list[str] = notes_of(tree, left, keys=True)
+        self.notes: list[str] = describe_losses(tree, left, keys=True)
         """Parts of the state that are left out or changed, a line each."""
         self._entries = documents.entries(tree, left, self._tensors, str(location))
         if any(entry.what == "string" for entry in self._entries):

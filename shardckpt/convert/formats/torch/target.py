@@ -30,7 +30,7 @@ import numpy as np
 from shardckpt.convert.files.draft import Draft
 from shardckpt.convert.files.read_back import WrittenBlock
 from shardckpt.convert.formats.torch.crc32 import combine
-from shardckpt.convert.small_leaves import left_out, notes_of
+from shardckpt.convert.small_leaves import describe_losses, find_unsupported
 from shardckpt.convert.state_writer import StateWriter
 from shardckpt.convert.streaming.chunking import cut_into_blocks, find_runs
 from shardckpt.errors import BudgetError, DtypeError, MissingDataError, MissingExtraError
@@ -101,8 +101,8 @@ class TorchFileWriter(StateWriter):
         """
         tree = parse(structure.tree)
         dtypes = torch_dtypes(structure)
-        left = left_out(tree, _refused)
-        self.notes: list[str] = notes_of(tree, left)
+        left = find_unsupported(tree, _refused)
+        self.notes: list[str] = describe_losses(tree, left)
         """Parts of the state that are left out or changed, a line each."""
         self._tensors = structure.tensors
         nbytes = sum(tensor.nbytes + _RECORD_BYTES for tensor in self._tensors.values())
