@@ -196,4 +196,4 @@ sys.exit(main())
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert (result.returncode, result.stdout) == (130, "")
-    assert result.stderr == "interrupted: the same command goes on where it was\n"
+    assert result.stderr == "interrupted: run the same command again to continue\n"
