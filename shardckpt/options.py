@@ -84,7 +84,9 @@ class SaveOptions:
         if not isinstance(same, dict):
             raise OptionError(f"SaveOptions(metadata=…): a {type(self.metadata).__name__} is no JSON object; give a dict.")
         if same != self.metadata:
-            raise OptionError("SaveOptions(metadata=…): JSON would change it; use string keys, and lists instead of tuples.")
+            raise OptionError(
+                "SaveOptions(metadata=…): it would not come back the same from JSON; use string keys, and lists instead of tuples."
+            )
 
     @property
     def budget(self) -> int:

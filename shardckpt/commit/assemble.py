@@ -105,11 +105,9 @@ def read_host_record(place: Store, host: int) -> tuple[HostRecord, FileReference
     data, where = place.read(key), f"{place}/{key}"
     record = HostRecord.from_json(open_envelope(data, where), where)
     if format_version(data, where) != FORMAT_VERSION:
-        raise CommitError(f"{where} has another format version than this process writes; run one shardckpt on all hosts of a save.")
+        raise CommitError(f"{where} has another format version than this process writes; run the same version of shardckpt on all hosts.")
     if record.host != host or record.attempt != place.location.name:
-        raise CommitError(
-            f"{where} is host {record.host}'s record of attempt {record.attempt}, and lies in another place; nothing was published."
-        )
+        raise CommitError(f"{where} is host {record.host}'s record of attempt {record.attempt}, in the wrong place; nothing was published.")
     return record, FileReference.of(key, data)
 
 
@@ -240,7 +238,7 @@ def _merged(place: Store, tables: Sequence[Table], parts: _Parts, tensors: Itera
         name = next((shown(tensor.name) for tensor in tensors if any(piece.path == doubled for piece in tensor.pieces)), doubled)
         raise CommitError(
             f"{place}: more than one host wrote the same chunks of {name}; nothing was published. "
-            f"If processes have tensors of their own under one name, give them names of their own; and give all the same host_tensors=."
+            f"If processes hold different tensors under one name, rename them; give all processes the same host_tensors=."
             f"{_lacking(parts)}"
         )
     return merged
@@ -279,8 +277,8 @@ def _lacking(parts: _Parts, *suspects: TensorRecord) -> str:
         without = sorted(p for processes, part in parts if tensor.name not in part.structure.tensors for p in processes)
         if without:
             return (
-                f" All processes together write plain tensors, and {shown(tensor.name)} is missing from {numbered('process', without)}: "
-                f"give it to all, or save with SaveOptions(host_tensors='local') what one process has alone."
+                f" All processes share the writing of plain tensors, and {shown(tensor.name)} is missing from "
+                f"{numbered('process', without)}: give it to all, or save what one process has alone with host_tensors='local'."
             )
     return ""
 

@@ -40,8 +40,8 @@ def check_base(checkpoint: Location, base: Location) -> None:
     """
     if base.scheme != checkpoint.scheme:
         raise OptionError(
-            f"{checkpoint}: its base {base} is in another kind of storage, and whoever reads the one could not be sure to reach the "
-            f"other; copy the base to {checkpoint.scheme}://, or save without skip=."
+            f"{checkpoint}: its base {base} is in another kind of storage, which readers of the checkpoint may be unable to "
+            f"reach; copy the base to {checkpoint.scheme}://, or save without skip=."
         )
     if base == checkpoint:
         raise OptionError(f"{checkpoint}: a checkpoint cannot be its own base; save it with skip=(), or name another base.")
@@ -77,7 +77,7 @@ def base_location(checkpoint: Location, base: Base) -> Location:
         else:
             places = [place for place in [parse(base.url)] if place.scheme == checkpoint.scheme]
     except (UrlError, UnicodeDecodeError) as e:
-        raise FormatError(f"{checkpoint}: its record names {base.url!r} as a base, which cannot be: {e}") from None
+        raise FormatError(f"{checkpoint}: its record names {base.url!r} as a base, which is not valid: {e}") from None
     if not places:
         raise FormatError(f"{checkpoint}: its record names {base.url!r} as a base, which is in another kind of storage than it is itself.")
     return next((place for place in places if place.local is not None and (place.local / RECORD).exists()), places[0])
@@ -101,7 +101,7 @@ def base_record(checkpoint: Location, base: Base, of: str, advice: str = _READ_W
     """
     place = base_location(checkpoint, base)
     store = Store.open(place)
-    wanted = f"{of}: {checkpoint} has left it in its base {place}"
+    wanted = f"{of}: {checkpoint} stores it in its base {place}"
     try:
         found = parse_checkpoint(store.read(RECORD), f"{store}/{RECORD}")
     except MissingDataError:
@@ -136,7 +136,8 @@ def holder(checkpoint: Location, tensor: TensorRecord, found: CheckpointRecord) 
         return theirs
     raise FormatError(
         f"{shown(tensor.name)}: {checkpoint} says that its base {tensor.base.base.url} holds it as {shown(tensor.base.name)}, with shape "
-        f"{tensor.shape} and dtype {tensor.dtype.name}, which is not so; one of the two was not written by shardckpt, or by a broken one."
+        f"{tensor.shape} and dtype {tensor.dtype.name}, but the base does not; "
+        f"one of the two was not written by shardckpt, or by a faulty version."
     )
 
 
@@ -157,7 +158,7 @@ def check_bases(checkpoint: Location, record: CheckpointRecord, replaces: str | 
     for base, name in of.items():
         if base.attempt == replaces:
             raise CommitError(
-                f"{shown(name)}: {checkpoint} has left it in its base {base.url}, which is what it would replace, or a copy of that; save "
+                f"{shown(name)}: {checkpoint} stores it in its base {base.url}, which it would replace, or which is a copy of that; save "
                 f"with another base, or without skip=. Nothing was published."
             )
         try:

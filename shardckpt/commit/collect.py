@@ -52,12 +52,12 @@ __all__ = ["Collected", "collect", "delete", "renew"]
 _ROUNDS = 10
 """How often to start again because the record has changed; each change means that another process made progress."""
 _UNDER_WAY = "it may be a save under way"
-_NEIGHBOUR = "a save may be under way beside it, which removing it would foil"
+_NEIGHBOUR = "another save to this place may be under way, and would fail if this were removed"
 _COLLECTED = "no save here was finished, and what was left of them was removed"
 _AGELESS = "its age is not known: the storage keeps no times"
 _CONTENDED = "the commit record changes all the time"
 _NO_CHECKPOINT = "{}: no checkpoint there; `shardckpt gc` removes what was never committed."
-_FOREIGN = "something lies in it that no save has written"
+_FOREIGN = "it contains something that no save has written"
 
 
 @dataclass(frozen=True, slots=True)

@@ -125,7 +125,7 @@ def _check_no_base(store: Store) -> None:
         naming = [name for name, found in zip(others, pool.map(names_it, others), strict=True) if found]
     if naming:
         raise OptionError(
-            f"{location} is the base of checkpoints beside it, which have left tensors in it: {', '.join(naming[:_NAMED])}"
+            f"{location} is the base of checkpoints beside it, which store tensors in it: {', '.join(naming[:_NAMED])}"
             f"{', …' if len(naming) > _NAMED else ''}; so it is not deleted. Delete those first, or save them again without skip=."
         )
 

@@ -75,7 +75,7 @@ def commit(root: str | os.PathLike[str]) -> list[Outcome]:
     store = Store.open(parse(root))
     children = store.list_children()
     if not children:
-        raise NotFoundError(f"{store}: no checkpoint and no attempt at one there.")
+        raise NotFoundError(f"{store}: no checkpoint and no unfinished save there.")
     return commit_places(store, list(places(store, children)))
 
 
@@ -106,7 +106,7 @@ def _commit_one(name: str, store: Store) -> list[Outcome]:
     rivals = [attempt for attempt in found if is_reshard(attempt) and _complete(store.sub(attempt), prior)]
     for attempt in found:
         if len(rivals) > 1 and attempt in rivals:
-            reason = "reshards with different options are complete; the same call of one of them without worker= commits that"
+            reason = "several reshards with different options are complete; to commit one, repeat its call without worker="
             outcomes.append(Outcome(name, store.location, attempt, "refused", reason))
         elif any(outcome.state == "committed" for outcome in outcomes):
             outcomes.append(Outcome(name, store.location, attempt, "overtaken", "a later attempt was committed"))

@@ -207,7 +207,9 @@ def _entries(place: Store, node: Place | None, prefix: bytes, seen: set[Place], 
         raise FormatError(f"{place}: the index is more than {_MOST_HEIGHT} nodes high; it is damaged.")
     file, offset, length = node
     if length > LARGEST_WHOLE:
-        raise FormatError(f"{place}: the index has a node of {length} bytes, at most {LARGEST_WHOLE} are read; it is not ours.")
+        raise FormatError(
+            f"{place}: the index has a node of {length} bytes, at most {LARGEST_WHOLE} are expected; it was not written by shardckpt."
+        )
     with storage_errors("read the index of", place):
         found = ocdbt.read_node(place.read(file, offset, offset + length))
         for key, value in found.values:

@@ -73,7 +73,7 @@ def of_other_job(root: Store, step: int, run_id: str, error: BaseException) -> O
     if run in (None, run_id):
         return None
     return OtherJobError(
-        f"{place}: run {run} has saved this step, and run {run_id}, which is this job, saves there, too; end one of the two, or give it a "
+        f"{place}: run {run} has saved this step, and this job, run {run_id}, saves there, too; end one of the two, or give it a "
         f"root of its own. If run {run} has ended, go on from its latest step with restore(). Nothing of this save was published."
     )
 

@@ -49,6 +49,6 @@ def check_leftover(place: Store, attempt: str, metadata: Mapping[str, Any], repl
     root = run_root(place, attempt, metadata)
     saved_by, saves = metadata.get(RUN), None if root is None else holder(root)
     if saves not in (None, saved_by):
-        raise OtherJobError(f"{place}: run {saved_by} has left the attempt {attempt}, and run {saves} saves there since.")
+        raise OtherJobError(f"{place}: the attempt {attempt} is of run {saved_by}, and run {saves} saves there now.")
     if replaces is not None and is_marked(place, PINNED, replaces):
         raise CommitError(f"{place}: the attempt {attempt} would replace a checkpoint that is pinned; `shardckpt unpin` it first.")

@@ -220,7 +220,7 @@ class Fields:
 
     def fail(self, why: str) -> NoReturn:
         """Raise FormatError with the name of the file."""
-        raise FormatError(f"{self.where}: {why}; the record was not written by shardckpt, or by a broken one.")
+        raise FormatError(f"{self.where}: {why}; the record was not written by shardckpt, or by a faulty version.")
 
     def value(self, key: str) -> Any:
         """Any member; FormatError if it is missing, as in all methods below."""
@@ -315,7 +315,7 @@ def check_key(key: str, where: object) -> None:
     """
     why = unfit(key)
     if why:
-        raise FormatError(f"{excerpt(key)} names nothing below {where}: {why}.")
+        raise FormatError(f"{excerpt(key)} is not a valid key below {where}: {why}.")
 
 
 def unfit(path: str) -> str | None:

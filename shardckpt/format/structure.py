@@ -315,7 +315,7 @@ def _believed(read: Fields, key: str, parse: Callable[[dict[str, Any]], _Devices
         try:
             found.append(parse(Fields(entry, read.where).doc))
         except (FormatError, ShardingError) as e:
-            raise FormatError(f"{read.where}: a sharding that cannot be: {e}") from e
+            raise FormatError(f"{read.where}: an invalid sharding: {e}") from e
         last = found[-1]
         if not isinstance(last, OpSharding):
             devices += last.size if isinstance(last, Mesh) else last.num_devices

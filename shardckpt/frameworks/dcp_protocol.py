@@ -136,7 +136,7 @@ def _shards(name: str, leaf: Any) -> _Shards:
 
     sizes = {tuple(item.tensor_data.size) for item in leaf.__create_write_items__(name, leaf)} or {tuple(leaf.shape)}
     if len(sizes) > 1:
-        raise LeafError(f"{shown(name)}: it says that the whole tensor has the shapes {sorted(sizes)}; all its write items must agree.")
+        raise LeafError(f"{shown(name)}: its write items give the whole tensor different shapes, {sorted(sizes)}; they must agree.")
     (shape,) = sizes
     held: dict[Box, Any] = {}
     for i, chunk in enumerate(leaf.__create_chunk_list__()):
@@ -149,8 +149,8 @@ def _shards(name: str, leaf: Any) -> _Shards:
         )
         if not inside or tuple(tensor.shape) != tuple(chunk.sizes):
             raise LeafError(
-                f"{shown(name)}: it says that its shard {i} begins at {tuple(chunk.offsets)} of shape {shape} and has the shape "
-                f"{tuple(chunk.sizes)}, and its data has {tuple(tensor.shape)}; chunk list, write items and shards must agree."
+                f"{shown(name)}: by its chunk list, shard {i} begins at {tuple(chunk.offsets)} of shape {shape} and has shape "
+                f"{tuple(chunk.sizes)}, but its data has shape {tuple(tensor.shape)}; chunk list, write items and shards must agree."
             )
         box = Box(tuple(chunk.offsets), tuple(a + n for a, n in zip(chunk.offsets, chunk.sizes, strict=True)))
         if tensor.is_meta:

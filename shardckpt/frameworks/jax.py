@@ -305,7 +305,7 @@ def _check_placeable(name: str, dtype: DType, shards: JaxShards) -> None:
         return
     if made is not None and not x64:
         raise DtypeError(
-            f"{shown(name)}: JAX would make {made} of {dtype} without saying so; call jax.config.update('jax_enable_x64', True), "
+            f"{shown(name)}: JAX would convert {dtype} to {made} silently; call jax.config.update('jax_enable_x64', True), "
             f"or restore into a {made} leaf with cast=True."
         )
     raise DtypeError(f"{shown(name)}: JAX has no arrays of {dtype} on this platform; restore it as another dtype, or as a numpy array.")

@@ -48,8 +48,8 @@ def holders_of(name: str, array: Any, layout: Layout | None, shards: JaxShards, 
     if owners is None:
         if not array.is_fully_addressable:
             raise ShardingError(
-                f"{shown(name)}: {jax.process_count()} JAX processes hold parts of it, and nobody has said which devices are whose; "
-                f"call jax.distributed.initialize before the first save or restore, and save with shardckpt.Coordinator.current()."
+                f"{shown(name)}: {jax.process_count()} JAX processes hold parts of it, and it is not known which process owns which "
+                f"device; call jax.distributed.initialize before the first save or restore, and save with shardckpt.Coordinator.current()."
             )
         return None
     if layout is None:
@@ -103,6 +103,6 @@ def _check(owners: DeviceOwners, process: int, client: Any) -> None:
         index = device.process_index
         if by_jax.setdefault(index, owner) != owner or by_owner.setdefault(owner, index) != index:
             raise ShardingError(
-                f"device {device.id} belongs to process {owner}, by what the processes said when the job started, and JAX, of whose "
-                f"process {index} it is, has not drawn the line between processes there; let each process name its own jax.local_devices()."
+                f"device {device.id} belongs to process {owner} by what the processes said when the job started, and to JAX's process "
+                f"{index}, which divide the devices differently; let each process name its own jax.local_devices() in devices=."
             )

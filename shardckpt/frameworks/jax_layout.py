@@ -52,7 +52,7 @@ def layout_of(sharding: Any, ndim: int) -> Layout:
         text = str(sharding._to_xla_hlo_sharding(ndim))
     except NotImplementedError:
         raise ShardingError(
-            f"a {type(sharding).__qualname__} cannot be told to XLA, and so not stored; "
+            f"a {type(sharding).__qualname__} has no XLA form, so it cannot be stored; "
             f"put the array into a NamedSharding first, with jax.device_put(leaf, sharding)."
         ) from None
     return OpSharding.parse(text).relabel(_ids(sharding._device_assignment))
@@ -72,7 +72,7 @@ def _check_decided(sharding: Any) -> None:
     if sharding.spec.unreduced:
         raise ShardingError(f"{said:.300}: its devices hold partial sums; reduce it first, with jax.reshard for example.")
     if getattr(sharding.mesh, "manual_axes", ()):
-        raise ShardingError(f"{said:.300}: only the program inside a shard_map knows what its devices hold; leave it first.")
+        raise ShardingError(f"{said:.300}: only the program inside a shard_map knows what its devices hold; use the array outside of it.")
 
 
 def to_jax(layout: Layout, ndim: int) -> Any:

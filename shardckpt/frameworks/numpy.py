@@ -178,8 +178,8 @@ def _plain(name: str, leaf: Array) -> Array:
     # The mask of a masked array would be lost; a matrix would come back as an array.
     if type(leaf) not in (np.ndarray, np.memmap):
         raise LeafError(
-            f"{shown(name)}: {type(leaf).__qualname__} is more than its elements, which are all that is stored; "
-            f"pass np.asarray(leaf), or register_leaf a way to take it apart."
+            f"{shown(name)}: only the elements of a {type(leaf).__qualname__} would be stored; "
+            f"pass np.asarray(leaf), or call shardckpt.register_leaf for its class."
         )
     return leaf.view(np.ndarray)
 

@@ -215,9 +215,9 @@ def _holders(name: str, layout: Layout, ndim: int, shards: XlaShards | None, wor
     if owners is None:
         if xr.process_count() > 1:
             raise ShardingError(
-                f"{shown(name)}: {xr.process_count()} torch_xla processes hold parts of it, and nobody has said which devices are whose; "
-                f"call torch_xla.runtime.use_spmd() before anything of shardckpt's, on all processes, and save with their coordinator, "
-                f"shardckpt.Coordinator.current()."
+                f"{shown(name)}: {xr.process_count()} torch_xla processes hold parts of it, and it is not known which process owns which "
+                f"device; call torch_xla.runtime.use_spmd() before anything of shardckpt's, on all processes, and save with their "
+                f"coordinator, shardckpt.Coordinator.current()."
             )
         return None
     local = local_device_ids()

@@ -98,7 +98,7 @@ class FileVersion:
             FormatError: the file has more than `most` bytes.
         """
         if self._known[0] > most if isinstance(self._known, tuple) else self.store.is_longer(self.key, most):
-            raise FormatError(f"{self} has more than {most} bytes; it is not what its name says.")
+            raise FormatError(f"{self} has more than {most} bytes; it is not the kind of file that its name says.")
         if isinstance(self._known, tuple):
             return self.read(0, self._known[0]).tobytes()
         data, version = self.store.read_versioned(self.key)
@@ -122,7 +122,7 @@ class FileVersion:
             return
         else:
             has = "fewer"
-        raise FormatError(f"{self} should have {nbytes} bytes by what it says, and has {has}; it is damaged or cut off, get it anew.")
+        raise FormatError(f"{self} should have {nbytes} bytes by its contents, and has {has}; it is damaged or cut off: get another copy.")
 
     def _of_file(self, start: int, vectors: Sequence[memoryview]) -> None:
         length = sum(map(len, vectors))
@@ -141,7 +141,7 @@ class FileVersion:
             finally:
                 os.close(fd)
         if ended:
-            raise CorruptionError(f"{self} ends before byte {start + length}; get it anew.")
+            raise CorruptionError(f"{self} ends before byte {start + length}; get another copy.")
 
     def _of_object(self, start: int, stop: int) -> Bytes:
         try:
@@ -155,7 +155,7 @@ class FileVersion:
         return np.frombuffer(data, np.uint8)
 
     def _replaced(self) -> ReplacedError:
-        return ReplacedError(f"{self} was changed, replaced or deleted while it was being read; begin again when nobody writes there.")
+        return ReplacedError(f"{self} was changed, replaced or deleted while it was being read; try again when no process writes there.")
 
 
 def file_at(location: Location) -> FileVersion | None:

@@ -135,7 +135,9 @@ def _finish(found: dict[str, ForeignArray], name: str, where: str, opening: Any)
     whole, inner = tuple(layout.write_chunk.shape or ()), tuple(layout.read_chunk.shape or ())
     if prod(inner) * dtype.itemsize > max(_SMALL_OBJECT, 2 * prod(shape) * dtype.itemsize):
         # TensorStore would allocate a complete chunk, and aborts the process if it gets no memory.
-        raise FormatError(f"{where}: an array of shape {shape} has chunks of shape {inner}; nobody writes such. Restore it from a copy.")
+        raise FormatError(
+            f"{where}: an array of shape {shape} has chunks of shape {inner}, which no library writes; restore it from a copy."
+        )
     at_once = shape if prod(shape) * dtype.itemsize <= _SMALL_ARRAY else whole if prod(whole) * dtype.itemsize <= _SMALL_OBJECT else inner
     found[name] = ForeignArray(where, shape, dtype, tuple(max(1, min(c, n)) for c, n in zip(at_once, shape, strict=True)), array)
 

@@ -314,7 +314,7 @@ class Store:
                     raise OSError(f"{path} is no file, but a directory, pipe or device")
                 if whole and found.st_size > LARGEST_WHOLE:
                     raise FormatError(
-                        f"{path} has {found.st_size} bytes, and what is read as a whole at most {LARGEST_WHOLE}; it is not ours."
+                        f"{path} has {found.st_size} bytes, at most {LARGEST_WHOLE} are expected; it was not written by shardckpt."
                     )
 
     def _make_directory(self, path: Path) -> None:

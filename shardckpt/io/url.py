@@ -66,8 +66,8 @@ class Location:
             names, besides = _BUCKETS[self.scheme]
             if not names.match(self.bucket):
                 raise UrlError(
-                    f"{self.scheme}://{self.path}: {self.bucket!r} is no bucket's name; those are at least 3 small letters and digits, "
-                    f"with {besides} between them. Write {self.scheme}://bucket/path."
+                    f"{self.scheme}://{self.path}: {self.bucket!r} is not a bucket name; those are at least 3 lower-case letters and "
+                    f"digits, with {besides} between them. Write {self.scheme}://bucket/path."
                 )
             if _CONTROL.search(self.path):
                 raise UrlError(
@@ -205,7 +205,9 @@ def _absolute(path: str) -> str:
     try:
         absolute = os.path.abspath(path)  # noqa: PTH100  (Path.resolve would follow links)
     except FileNotFoundError as e:
-        raise UrlError(f"{path!r} is relative to the working directory, which was removed; change to another, or give a whole path.") from e
+        raise UrlError(
+            f"{path!r} is relative to the working directory, which was removed; change to another one, or give an absolute path."
+        ) from e
     return "/" + absolute.lstrip("/")
 
 

@@ -192,7 +192,7 @@ class OpSharding:
         if len(self.data_dims) != ndim:
             raise ShardingError(
                 f"OpSharding {shortened(self.to_hlo())} cuts tensors of {len(self.data_dims)} dimensions and this one has {ndim}; "
-                "take the sharding of that very tensor."
+                "use the sharding of the tensor itself."
             )
         return self.data_dims
 

@@ -311,8 +311,8 @@ def _ordered(layout: Placements) -> tuple[tuple[DimSplit, ...], ...]:
         missing = factor // made
         if missing > 1 and behind < len(splits):
             raise ShardingError(
-                f"{layout.text}: what later mesh dimensions make of tensor dimension {placement.dim} does not fit the split factor "
-                f"{factor}; redistribute it to plain Shard placements."
+                f"{layout.text}: the split factor {factor} of tensor dimension {placement.dim} does not fit the later mesh dimensions that "
+                f"cut it; redistribute it to plain Shard placements."
             )
         splits[behind:behind] = [*([DimSplit(missing, None)] if missing > 1 else []), DimSplit(parts, axis)]
     return tuple(without_idle(order.get(d, [])) for d in range(max(order, default=-1) + 1))

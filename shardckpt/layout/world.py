@@ -56,8 +56,8 @@ class DeviceOwners:
         known = self.device_ids[at] == ids if len(self.device_ids) else np.zeros(ids.shape, bool)
         if not known.all():
             raise ShardingError(
-                f"device {ids[~known].flat[0]} belongs to no process of this job, by what the {len(self.device_ids)} devices' "
-                f"processes said when it started; make the mesh of the job's own devices."
+                f"device {ids[~known].flat[0]} belongs to no process of this job, whose processes named {len(self.device_ids)} devices "
+                f"when it started; make the mesh of those."
             )
         return self.processes[at]
 

@@ -152,9 +152,9 @@ class Meeting:
     def _connection(self) -> tuple[Coordinator, Interconnect] | str:
         """The connection to the other processes, or the reason why every process reads alone: the same on all processes."""
         if self._choice is False:
-            return "so it was asked for"
+            return "cooperative=False"
         if self._choice == "auto" and (self.location is None or self.location.local is not None):
-            return "how fast a path is cannot be known; give cooperative=shardckpt.Bandwidths(…), or True, to read together"
+            return "the speed of a file system is not known; to read together, give cooperative=True or shardckpt.Bandwidths(…)"
         coordinator = Coordinator.current() if self._given is None else self._given
         link = interconnect_of(coordinator) if coordinator.world.processes > 1 else "the job has one process"
         return link if isinstance(link, str) else (coordinator, link)
@@ -204,7 +204,7 @@ def _say(checkpoint: Checkpoint, why: str) -> None:
 def _tell(checkpoint: Checkpoint, groups: Sequence[_Group], proposed: Sequence[_Group], agreed: Sequence[_Group]) -> None:
     """Log the choice and its reason."""
     if not groups:
-        _say(checkpoint, "no tensor is needed by several processes alike")
+        _say(checkpoint, "no tensor is needed by several processes")
     for group in groups:
         why = ""
         if group.estimate is not None:

@@ -300,7 +300,7 @@ def _read_and_place(
         except ShardckptError as e:
             lease.give_back()
             if in_place:
-                raise type(e)(f"{e} What `like` has been filled with in place is undefined now.") from e
+                raise type(e)(f"{e} The contents of tensors of `like` that are restored in place are undefined now.") from e
             raise
         except BaseException:
             lease.give_back()

@@ -193,10 +193,14 @@ class _Parser:
 
     def branch(self, form: Form, keys: Sequence[PathKey], nodes: Sequence[JSON], name: str, depth: int) -> Branch:
         if depth >= MAX_DEPTH:
-            raise FormatError(f"{shown(name)} lies in more than {MAX_DEPTH} containers; the checkpoint's record is damaged or not ours.")
+            raise FormatError(
+                f"{shown(name)} lies in more than {MAX_DEPTH} containers; the checkpoint's record is damaged, or not written by shardckpt."
+            )
         # Keys are equal as in Python's dicts, where True == 1.
         if len(set(keys)) != len(keys):
-            raise FormatError(f"{shown(name)} is a dict with the same key twice; the checkpoint's record is damaged or not ours.")
+            raise FormatError(
+                f"{shown(name)} is a dict with the same key twice; the checkpoint's record is damaged, or not written by shardckpt."
+            )
         children: list[Node] = []
         for component, node in zip(names.component_names(keys), nodes, strict=True):
             children.append(self.parse(node, name if self.in_leaf else names.child_name(name, component), depth + 1))
@@ -227,7 +231,8 @@ def _key(node: JSON, name: str) -> PathKey:
 def _refused(node: JSON, name: str) -> FormatError:
     what = next(iter(node), "{}") if isinstance(node, dict) else type(node).__name__
     return FormatError(
-        f"{shown(name)}: a node {str(what)[:60]!r} is not part of the tree's grammar here; the checkpoint's record is damaged or not ours."
+        f"{shown(name)}: a node {str(what)[:60]!r} is not part of the tree's grammar here; "
+        f"the checkpoint's record is damaged, or not written by shardckpt."
     )
 
 

@@ -142,7 +142,9 @@ class _Walk:
         if meaning is None or meaning is ...:
             return "$tensor"
         if not is_meaning(meaning):
-            raise LeafError(f"{shown(name)} means {excerpt(meaning)}, which is no short printable text; store it as plain numbers.")
+            raise LeafError(
+                f"{shown(name)} has the meaning {excerpt(meaning)}, which is not a short printable text; store it as plain numbers."
+            )
         return {"$tensor": meaning}
 
     def refuse_in_leaf(self, value: object) -> None:

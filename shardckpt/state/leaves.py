@@ -85,7 +85,7 @@ def register_leaf(type: type[T], *, name: str, encode: Callable[[T], object], de
     if not isinstance(name, str) or not name:
         raise OptionError(f"register_leaf({type.__qualname__}): name= takes a text that is not empty, not {name!r}.")
     if type in {*_ENCODERS, tuple, list, dict} or issubclass(type, np.generic):
-        raise OptionError(f"register_leaf({type.__qualname__}): every state may hold these already; register a class of your own.")
+        raise OptionError(f"register_leaf({type.__qualname__}): this type is supported already; register a class of your own.")
     taken = _BY_NAME.get(name)
     if taken is not None and (taken.type.__module__, taken.type.__qualname__) != (type.__module__, type.__qualname__):
         other = f"{taken.type.__module__}.{taken.type.__qualname__}"
@@ -232,7 +232,7 @@ def _refused(node: object, where: str) -> FormatError:
     what = next(iter(node), "{}") if isinstance(node, dict) else type(node).__name__
     return FormatError(
         f"{shown(where)}: this {shortened(str(what), _SHOWN)!r} is not how a leaf is written; "
-        f"the checkpoint's record is damaged or not ours."
+        f"the checkpoint's record is damaged, or not written by shardckpt."
     )
 
 

@@ -180,7 +180,7 @@ class _Walk:
             return self.absent(value, node.name, depth)
         if (container.form == "dict") != (node.form == "dict") and (container.keys or node.keys):
             if self.any_selected(node):
-                raise _structure(node, f"a {type(value).__qualname__}, which is keyed otherwise")
+                raise _structure(node, f"a {type(value).__qualname__}; pass a container of the same kind")
             return self.absent(value, node.name, depth)
         stored = {(type(key), key): child for key, child in zip(node.keys, node.children, strict=True)}
         steps = []

@@ -159,7 +159,7 @@ def name_of_array_path(path: str) -> str:
     """
     name = "/".join(_unescape(part, path) for part in path.replace("=/", "").split("/"))
     if array_path(name) != path:
-        raise FormatError(f"Array path {path!r} is not how an array's name is escaped; nothing of ours wrote it.")
+        raise FormatError(f"Array path {path!r} is not how an array's name is escaped; shardckpt did not write it.")
     return name
 
 
@@ -167,12 +167,12 @@ def _unescape(component: str, path: str) -> str:
     if component == "=-":
         return ""
     if not _ESCAPED.fullmatch(component):
-        raise FormatError(f"Array path {path!r}: the component {component[:80]!r} is not an escaped name; nothing of ours wrote it.")
+        raise FormatError(f"Array path {path!r}: the component {component[:80]!r} is not an escaped name; shardckpt did not write it.")
     data = re.sub(rb"=(..)", lambda found: bytes.fromhex(found[1].decode()), component.encode())
     try:
         return data.decode("utf-8", "surrogatepass")
     except UnicodeDecodeError:
-        raise FormatError(f"Array path {path!r}: the component {component[:80]!r} is no UTF-8; nothing of ours wrote it.") from None
+        raise FormatError(f"Array path {path!r}: the component {component[:80]!r} is no UTF-8; shardckpt did not write it.") from None
 
 
 # --- choosing names -------------------------------------------------------------------------------------------------

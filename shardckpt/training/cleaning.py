@@ -102,8 +102,8 @@ class Cleaner:
             if later > committed.step and not self._warned:
                 self._warned = True
                 _log.warning(
-                    "%s: step %d is saved, and a restart resumes from step %d, which an earlier run has left; restore(step=…) goes back "
-                    "first, and a new training takes another root.",
+                    "%s: step %d is saved, but a restart would resume from the later step %d of an earlier run. Call restore(step=…) first "
+                    "to go back, or give a new training another root.",
                     self._root,
                     committed.step,
                     later,

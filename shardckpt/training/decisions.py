@@ -228,15 +228,15 @@ class Decisions:
                     break
             if time.monotonic() >= deadline:
                 raise CoordinationError(
-                    f"step {step}: process {LEADER} has not decided within {self._timeout:g} s whether it is saved{silent}; see whether "
-                    f"that runs, and asks about the same steps as process {self._coordinator.world.process}."
+                    f"step {step}: process {LEADER} has not decided within {self._timeout:g} s whether it is saved{silent}; check "
+                    f"that it runs, and asks about the same steps as process {self._coordinator.world.process}."
                 )
             time.sleep(pause)
             pause = min(2 * pause, _LAST_LOOK)
         if line.since > (0 if self.previous is None else self.previous + 1):
             raise CoordinationError(
-                f"step {step}: process {self._coordinator.world.process} is so far behind process {LEADER} that it has missed which steps "
-                f"were saved; all processes have to go through the same steps. Start the job anew."
+                f"step {step}: process {self._coordinator.world.process} is so far behind process {LEADER} that it has missed its "
+                f"decisions about earlier steps; all processes must go through the same steps. Restart the job."
             )
         self._timeline = line
 

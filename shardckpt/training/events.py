@@ -233,7 +233,7 @@ class Retried(_Event):
     @property
     def what(self) -> str:
         """A description of the event for the log."""
-        return f"{self.times} requests to the storage had to be made again"
+        return f"{self.times} requests to the storage were retried"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -293,7 +293,7 @@ class Events:
                 try:
                     callback(event)
                 except Exception:
-                    log.exception("%s: the callback %r failed on it; the save goes on.", event, callback)
+                    log.exception("%s: the callback %r raised an exception; the save goes on.", event, callback)
 
     def _tell_of_retries(self, event: Event) -> None:
         with self._one_at_a_time:

@@ -55,7 +55,7 @@ class StoredLeaves:
         """
         asked = {self.wanted(leaf.name) for leaf in leaves_of(node)} or {self.wanted(node.name)}
         if len(asked) == 2:
-            raise OptionError(f"only=… asks for a part of {shown(node.name)}, which can only be put back whole; ask for all of it.")
+            raise OptionError(f"only=… selects a part of {shown(node.name)}, which can only be restored as a whole; select all of it.")
         return asked.pop()
 
 

@@ -118,7 +118,7 @@ class CheckpointManager(RunSteps):
         self.options = checked_options(options)
         """The options of every save."""
         if taken := {RUN, METRICS, ROLLBACK} & self.options.metadata.keys():
-            raise OptionError(f"SaveOptions(metadata=…): {min(taken)!r} is a member that a CheckpointManager sets; name yours otherwise.")
+            raise OptionError(f"SaveOptions(metadata=…): {min(taken)!r} is a key that a CheckpointManager sets itself; choose another key.")
         when = None if every is _UNTOLD and preemption is not None else every
         policy = as_policy(when) if preemption is None else any_of(as_policy(when), preemption)
         self._rule = as_retention(keep)
@@ -211,7 +211,7 @@ class CheckpointManager(RunSteps):
             return False
         if self._warns:
             self._warns = False
-            _log.warning("%s: every call of save() saves and every step is kept; give every= or keep= to CheckpointManager.", self._root)
+            _log.warning("%s: every call of save() saves and every step is kept; to change this, give every= or keep=.", self._root)
         options = checked_options(self.options, skip)
         measured = {} if metrics is None else encode_metrics(metrics)
         measured = measured if self._leads else {}
@@ -387,8 +387,8 @@ class CheckpointManager(RunSteps):
         self._check(step)
         if (before := self._decisions.previous) is not None and step < before:
             raise OptionError(
-                f"{self._root}: step {step} after step {before}, which was asked about, saved or restored before; steps ascend: go on from "
-                f"there, or go back with restore(step=…)."
+                f"{self._root}: step {step} is less than step {before}, which was asked about, saved or restored already; steps must "
+                f"ascend. Go on from there, or go back with restore(step=…)."
             )
 
     def _check(self, step: object) -> None:

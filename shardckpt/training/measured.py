@@ -29,7 +29,7 @@ def encode_metrics(metrics: Mapping[str, Any]) -> dict[str, float | str]:
     encoded: dict[str, float | str] = {}
     for name, value in metrics.items():
         if not isinstance(name, str):
-            raise OptionError(f"metrics: {excerpt(name)} is no name; give text.")
+            raise OptionError(f"metrics: the key {excerpt(name)} is not text; give names as str.")
         try:
             number = float(value)
         except (TypeError, ValueError, OverflowError, RuntimeError) as e:

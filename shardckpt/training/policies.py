@@ -198,7 +198,9 @@ class OnPreemption(Policy):
         except (TypeError, ValueError) as e:
             raise OptionError(f"OnPreemption(signals={excerpt(self.signals)}): {e}; give signals, as in (signal.SIGTERM,).") from e
         if self.when is not None and not callable(self.when):
-            raise OptionError(f"OnPreemption(when={excerpt(self.when)}): a {type(self.when).__name__} is no function of nothing.")
+            raise OptionError(
+                f"OnPreemption(when={excerpt(self.when)}): expected a function without parameters, found a {type(self.when).__name__}."
+            )
         if not self.signals and self.file is None and self.when is None:
             raise OptionError("OnPreemption(signals=()): nothing could ever give notice; give signals, a file or a function.")
 

@@ -126,8 +126,8 @@ def resume(
             raise error
         if not fallback:
             raise type(error)(
-                f"{error} restore(fallback=True) goes back from step {chosen['step']}, which is damaged, to the newest one that is sound, "
-                f"restore(step=…) to one of your choice."
+                f"{error} Step {chosen['step']} is damaged: restore(fallback=True) restores the newest sound step before it, "
+                f"restore(step=…) a step of your choice."
             ) from error
         fell_back(chosen["step"], str(error))
         damaged, below = damaged or error, chosen["step"]
@@ -145,7 +145,7 @@ def _opened(url: str, attempt: str | None) -> Checkpoint:
     """The checkpoint that the processes agreed on."""
     checkpoint = Checkpoint(url)
     if checkpoint.record.attempt != attempt:
-        raise ReplacedError(f"{url}: the checkpoint was replaced after the job agreed to resume from it; start anew.")
+        raise ReplacedError(f"{url}: the checkpoint was replaced after the job agreed to resume from it; restart the job.")
     return checkpoint
 
 

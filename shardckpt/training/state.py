@@ -216,8 +216,8 @@ class TrainState(StateOwner):
                 raise
             except Exception as e:
                 raise MismatchError(
-                    f"{key} does not take back what was stored ({type(e).__name__}: {e}); make it as it was made for the save, or leave it "
-                    f"out with only=. What else `like` holds may have been put back already."
+                    f"{key} cannot load its stored state ({type(e).__name__}: {e}); construct it as for the save, or leave it out "
+                    f"with only=. Other objects in `like` may have been restored already."
                 ) from e
         self.values |= {key: value for key, value in state.items() if key not in self._objects}
 
@@ -325,8 +325,8 @@ def _chosen(world: Callable[[], World]) -> Callable[[list[Any]], Any]:
         if process < len(states):
             return states[process]
         log.warning(
-            "rng: %d processes saved their random number generators, and process %d has no counterpart among them: where theirs were all "
-            "in the same state, so are its own now; all others follow from those of process 0 and from its number.",
+            "rng: %d processes saved their random number generators, and none of them was process %d. It restores generators that were "
+            "equal on all of them, and derives the others from those of process 0 and its own number.",
             len(states),
             process,
         )

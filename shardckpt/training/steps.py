@@ -162,7 +162,9 @@ class RunSteps:
         """
         rules = [] if self._rule is None else [rule for rule in self._rule.measures if metric in (None, rule.metric)]
         if metric is None and not rules:
-            raise OptionError('best_step(): by which metric? Give best_step("loss"), or keep=Best(…) to the manager.')
+            raise OptionError(
+                'best_step(): no metric is known; give its name, as in best_step("loss"), or make the manager with keep=Best(…).'
+            )
         metric = metric or rules[0].metric
         mode = mode or (rules[0].mode if rules else "min")
         return best([info.saved() for info in self.steps() if info.state == "committed"], metric, mode)

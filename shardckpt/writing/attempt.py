@@ -256,7 +256,7 @@ class Attempt:
             why = f"within {timeout:g} s{silent}"
         if published_attempt(self.store) != self.name:
             # For processes that come too late, or have missed this save and would complete it with the data of their next save.
-            self._tell(_WORD, CommitError(f"process {self.world.process} has given up waiting for it."))
+            self._tell(_WORD, CommitError(f"process {self.world.process} does not wait for it any more."))
             raise CommitError(
                 f"{self.store}: this process has written its share, and process {COMMITTER} has not committed {why}; if it is gone, "
                 f"`shardckpt commit` publishes what all have written."
@@ -304,8 +304,8 @@ class Attempt:
                 word = self._heard(_WORD)
         if word is not None:
             raise CommitError(
-                f"{self.store}: the others have given this save up before process {self.world.process} began it: {word['error']} "
-                f"If that has missed a save to this place, which all have to make equally often, save to another or start the job anew."
+                f"{self.store}: the other processes gave up this save before process {self.world.process} began it: {word['error']} "
+                f"All processes must make the same saves; if this one has missed one, save to another place or restart the job."
             )
 
     def _failure(self) -> str | None:

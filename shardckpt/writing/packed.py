@@ -249,7 +249,7 @@ class PackedWriter:
     def _begin(self) -> None:
         """Mark the writer as failed until the call succeeds, so that no later call can succeed after an error."""
         if self._failed:
-            raise CommitError(f"{self._store}: a chunk of this host could not be written, and the caller was told; call abort().")
+            raise CommitError(f"{self._store}: an earlier write of this host failed; call abort().")
         self._failed = True
 
     def _place(self) -> tuple[_Lane, DataFile]:

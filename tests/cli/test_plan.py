@@ -33,7 +33,7 @@ def test_the_plan_says_what_is_read_and_written_and_what_it_rests_on(run, source
     assert f"{doc['reshard']['requests']:,}" in costs["reshard"]
     assert f"{doc['restore']['requests']:,}" in costs["restore as is"]
     assert "6 devices on 3 hosts" in answer.out
-    assert "A host is taken to have 2 devices, of ascending ids (--devices-per-host)." in answer.out
+    assert "Each host is assumed to have 2 devices, in order of their ids (--devices-per-host)." in answer.out
     assert "Reading at 1 GiB/s was given." in answer.out
     assert "dimension 0 is uneven" not in answer.out  # 600 rows in 3 parts
     assert "embed: dimension 1 is uneven: 256 in 3 parts (model=3)" in " ".join(answer.out.split())
@@ -54,7 +54,7 @@ def test_names_cannot_do_anything_to_the_terminal(run, source):
 
 def test_a_destination_that_is_taken_is_told(run, source, tmp_path):
     answer = run("plan", source, source, *OPTIONS, "--rate", "1GiB")
-    assert "A checkpoint is there already, which is replaced only if the reshard is told so (--overwrite)." in " ".join(answer.out.split())
+    assert "A checkpoint is there already; a reshard replaces it only with --overwrite." in " ".join(answer.out.split())
     assert run("plan", source, source, *OPTIONS, "--rate", "1GiB", "--json").json["target"]["replaces"]
     (tmp_path / "file").touch()
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")

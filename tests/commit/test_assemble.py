@@ -264,12 +264,12 @@ def test_an_attempt_without_records_says_what_may_have_become_of_it(saved):
 
 def test_a_record_in_another_hosts_place_is_refused(saved):
     saved.write_record(saved.record(1), host=2)
-    saved.refuses("host 1's record of attempt .*, and lies in another place")
+    saved.refuses("host 1's record of attempt .*, in the wrong place")
 
 
 def test_a_record_of_another_attempt_is_refused(saved):
     saved.write_record(replace(saved.record(2), attempt="20300101T000000-00000000"))
-    saved.refuses("host 2's record of attempt 20300101T000000-00000000, and lies in another place")
+    saved.refuses("host 2's record of attempt 20300101T000000-00000000, in the wrong place")
 
 
 @pytest.mark.parametrize(

@@ -143,7 +143,10 @@ def test_where_a_save_may_be_under_way_all_stay_for_a_fence_would_foil_it(disk):
     leave_behind(disk, OTHER)
     age(disk, ORPHAN)
     reasons = {one.attempt: one.reason for one in collect(disk, grace=HOUR)}
-    assert reasons == {ORPHAN: "a save may be under way beside it, which removing it would foil", OTHER: "it may be a save under way"}
+    assert reasons == {
+        ORPHAN: "another save to this place may be under way, and would fail if this were removed",
+        OTHER: "it may be a save under way",
+    }
     assert not disk.exists(RECORD)
     age(disk, OTHER)
     assert outcomes(collect(disk, grace=HOUR)) == {ORPHAN: "removed", OTHER: "removed"}
@@ -200,7 +203,9 @@ def test_where_a_placeholder_is_young_all_stay(disk):
     leave_behind(disk)
     age(disk)
     hold(disk)
-    assert {one.reason for one in collect(disk, grace=HOUR)} == {"a save may be under way beside it, which removing it would foil"}
+    assert {one.reason for one in collect(disk, grace=HOUR)} == {
+        "another save to this place may be under way, and would fail if this were removed"
+    }
     assert read_prior(disk, overwrite=False).holds
 
 

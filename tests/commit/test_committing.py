@@ -283,7 +283,7 @@ def test_of_two_whole_attempts_the_newest_counts_and_the_other_is_overtaken(tmp_
 
 
 def test_a_place_without_anything_is_an_error(tmp_path):
-    with pytest.raises(NotFoundError, match="no checkpoint and no attempt"):
+    with pytest.raises(NotFoundError, match="no checkpoint and no unfinished save"):
         shardckpt.commit(tmp_path / "nothing")
 
 

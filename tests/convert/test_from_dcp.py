@@ -296,7 +296,7 @@ def test_a_file_outside_of_the_directory_is_not_read(copied):
 
     (copied.parent / "secret").write_bytes(b"x" * 10_000_000)
     change_metadata(copied, escape)
-    with pytest.raises(FormatError, match=r"'\.\./secret' names nothing below"):
+    with pytest.raises(FormatError, match=r"'\.\./secret' is not a valid key below"):
         opened(copied)
 
 

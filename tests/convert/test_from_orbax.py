@@ -263,7 +263,7 @@ def test_a_msgpack_file_that_makes_no_sense_is_refused(copied, content):
 def test_an_array_outside_of_the_checkpoint_is_refused(copied, name):
     path = copied("older")
     (path / "checkpoint").write_bytes(msgpack.packb({"w": f"PLACEHOLDER://{name}"}))
-    with pytest.raises(FormatError, match="names nothing below"):
+    with pytest.raises(FormatError, match="is not a valid key below"):
         opened(path)
 
 

@@ -108,7 +108,7 @@ def test_what_orbax_has_no_place_for_is_left_out_by_name_and_keeps_its_place_in_
         ({"ocdbt.process_0": np.ones(2)}, errors.NamesMismatchError, "'ocdbt.process_0' is what Orbax calls a file of its own"),
         ({"checkpoint": np.ones(2)}, errors.NamesMismatchError, "'checkpoint' is what Orbax calls a file of its own"),
         ({"_METADATA": np.ones(2)}, errors.NamesMismatchError, "'_METADATA' is what Orbax calls a file of its own"),
-        ({"../../w": np.ones(2)}, errors.NamesMismatchError, "directory of its name: '../../w' names nothing below"),
+        ({"../../w": np.ones(2)}, errors.NamesMismatchError, "directory of its name: '../../w' is not a valid key below"),
         ({"a": np.ones(2), "a/c": np.ones(2)}, errors.NamesMismatchError, "'a/c' would lie in the directory of another array"),
         ({"w": exported.bits((3,), "uint4", 0)}, errors.DtypeError, "'w': TensorStore has no dtype uint4"),
     ],

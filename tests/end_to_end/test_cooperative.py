@@ -94,7 +94,7 @@ def test_the_log_says_what_was_chosen_and_a_path_is_never_chosen_unasked(run_job
     url, once = saved
     answers = run_job("DTensor", "e2e_cooperative:plain", 2, url, {"cooperative": "auto"})
     assert all(answer["read"] == once for answer in answers)
-    assert all("every process reads by itself: how fast a path is cannot be known" in answer["said"][0] for answer in answers)
+    assert all("every process reads by itself: the speed of a file system is not known" in answer["said"][0] for answer in answers)
 
 
 def test_processes_that_want_different_things_read_by_themselves(run_job, saved):
@@ -168,7 +168,11 @@ def test_a_process_that_dies_is_missed_by_all_others(run_job, saved, where):
     for process in (0, 2):
         kind, message = answers[process]
         assert kind == "CoordinationError"
-        missed = r"for process(es)? 1\b" if where == "packing" else rf"process {process} lost another one of \[0, 1, 2\]"
+        missed = (
+            r"for process(es)? 1\b"
+            if where == "packing"
+            else rf"process {process} lost the connection to another of the processes \[0, 1, 2\]"
+        )
         if (where, process) == ("packing", 2):  # process 0 misses it at the same time, and the store ends with process 0
             missed += "|the process that holds it has ended"
         assert re.search(missed, message)

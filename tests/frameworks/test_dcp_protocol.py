@@ -144,16 +144,16 @@ def freed():
     [
         (lambda: Table([ONES, ONES], [(0, 0), (1, 0)], (4, 3)), r"shard \[1:3, 0:3\] overlaps another one"),
         (lambda: Table([ONES, ONES], [(0, 0), (0, 0)], (2, 3)), r"shard \[0:2, 0:3\] overlaps another one"),
-        (lambda: Table([ONES], [(3, 0)], (4, 3)), r"shard 0 begins at \(3, 0\) of shape \(4, 3\) and has the shape \(2, 3\)"),
+        (lambda: Table([ONES], [(3, 0)], (4, 3)), r"shard 0 begins at \(3, 0\) of shape \(4, 3\) and has shape \(2, 3\)"),
         (lambda: Table([ONES], [(-1, 0)], (4, 3)), r"shard 0 begins at \(-1, 0\)"),
         (lambda: Table([ONES], [(0,)], (4, 3)), r"shard 0 begins at \(0,\)"),
-        (lambda: Table([ONES], [(0, 0)], (4, 3), [(3, 3)]), r"has the shape \(3, 3\), and its data has \(2, 3\)"),
+        (lambda: Table([ONES], [(0, 0)], (4, 3), [(3, 3)]), r"has shape \(3, 3\), but its data has shape \(2, 3\)"),
         (lambda: Table([ONES, ONES.double()], [(0, 0), (2, 0)], (4, 3)), "dtypes .'float32', 'float64'."),
         (lambda: Table([ONES.to("meta")], [(0, 0)], (2, 3)), "meta tensor without data"),
         (lambda: Table([freed()], [(0, 0)], (2, 3)), "storage, which has 0: its memory was freed"),
         (lambda: Table([ONES.to_sparse()], [(0, 0)], (2, 3)), "layout torch.sparse_coo cannot be stored"),
         (lambda: Table([ONES.as_subclass(Other)], [(0, 0)], (2, 3)), "Other is not supported"),
-        (lambda: Contradiction([ONES, ONES], [(0, 0), (2, 0)], (4, 3)), r"the shapes \[\(4, 3\), \(5, 3\)\]"),
+        (lambda: Contradiction([ONES, ONES], [(0, 0), (2, 0)], (4, 3)), r"different shapes, \[\(4, 3\), \(5, 3\)\]"),
     ],
 )
 def test_a_tensor_that_contradicts_itself_or_holds_what_cannot_be_stored_is_refused_by_name(leaf, words):

@@ -262,7 +262,7 @@ def test_elements_of_64_bits_are_never_made_smaller_in_silence(answers):
             assert f"'w': JAX has no arrays of {case['dtype']}" in found[1], case
         elif case["dtype"] in WIDE and not case["x64"]:
             assert found[0] == "DtypeError", case
-            assert f"of {case['dtype']} without saying so; call jax.config.update('jax_enable_x64', True)" in found[1], case
+            assert f"would convert {case['dtype']} to " in found[1], case
         else:
             assert found is None, case
 
@@ -304,7 +304,7 @@ def test_a_transfer_guard_finds_nothing_to_object_to(answers):
         ("traced", "LeafError", "is being traced"),
         ("traced like", "LeafError", "is being traced"),
         ("struct saved", "LeafError", "no data to save"),
-        ("kind", "ShardingError", "a Sorted cannot be told to XLA"),
+        ("kind", "ShardingError", "a Sorted has no XLA form"),
         ("unconstrained", "ShardingError", "leaves a dimension to the compiler"),
         ("unreduced", "ShardingError", "partial sums"),
         ("abstract", "ShardingError", "names no devices"),

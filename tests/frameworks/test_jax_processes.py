@@ -160,7 +160,7 @@ def test_a_struct_without_sharding_gives_what_asarray_gives_an_array_of_this_pro
 @pytest.mark.parametrize(
     ("question", "words"),
     [
-        ("nothing said", "nobody has said which devices are whose"),
+        ("nothing said", "it is not known which process owns which device"),
         ("nobody's", "belongs to no process of this job"),
         ("another's", "let each process name its own jax.local_devices()"),
         ("all one's", "let each process name its own jax.local_devices()"),

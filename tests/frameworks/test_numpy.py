@@ -95,7 +95,7 @@ def test_elements_that_cannot_be_stored_are_refused_by_name(array):
 
 
 def test_a_masked_array_is_refused_because_its_mask_would_be_lost():
-    with pytest.raises(LeafError, match="'w': MaskedArray is more than its elements"):
+    with pytest.raises(LeafError, match="'w': only the elements of a MaskedArray would be stored"):
         frameworks.source("w", np.ma.masked_array([1, 2], [True, False]))
 
 

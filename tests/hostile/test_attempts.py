@@ -42,7 +42,7 @@ def test_it_is_committed_as_it_was(of_three_hosts):
         ({"host": 2}, "is host 2's record"),
         ({"layout": "zarr"}, "disagree on layout"),
         ({"compression": "zstd"}, "disagree on compression"),
-        ({"attempt": "20000101T000000-00000000"}, "lies in another place"),
+        ({"attempt": "20000101T000000-00000000"}, "in the wrong place"),
         ({"lanes": []}, "merged index has"),
         ({"lanes": ["hosts/00001/0"]}, "merged index has"),
         ({"lanes": ["hosts/00007/0"]}, "merged index has"),

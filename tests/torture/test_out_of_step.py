@@ -40,7 +40,7 @@ def test_a_process_that_comes_too_late_fails_and_takes_part_in_the_next_save(tmp
     url = tmp_path / "latest"
     first, *later = saves(jobs, url, odd, [1, 2, 3], [SHORT, LONG, LONG], late=True)
     assert all(told.startswith("CommitError: ") for told in first)
-    assert f"given this save up before process {odd} began it" in first[odd]
+    assert f"gave up this save before process {odd} began it" in first[odd]
     assert later == [("saved",) * PROCESSES] * 2
     assert value_of(url) == 3
 
@@ -52,7 +52,7 @@ def test_a_process_that_has_missed_a_save_completes_none_of_the_others(tmp_path,
     assert first[odd] == "absent"
     for told in later:
         assert all(said.startswith("CommitError: ") for said in told)
-        assert "equally often" in told[odd]
+        assert "must make the same saves" in told[odd]
     assert {outcome.state for outcome in shardckpt.commit(url)} == {"incomplete"}
     assert value_of(url) is None
     # Elsewhere, or when the job has started anew, all count from one again.

@@ -90,9 +90,9 @@ def assumptions(doc: dict[str, Any]) -> Iterator[str]:
     """The assumptions behind the numbers."""
     target, restore = doc["target"], doc["restore"]
     if target["replaces"]:
-        yield "A checkpoint is there already, which is replaced only if the reshard is told so (--overwrite)."
+        yield "A checkpoint is there already; a reshard replaces it only with --overwrite."
     per_host = count(target["devices_per_host"], "device")
-    yield f"A host is taken to have {per_host}, of ascending ids (--devices-per-host)."
+    yield f"Each host is assumed to have {per_host}, in order of their ids (--devices-per-host)."
     for key, what in (("read", "reading"), ("write", "writing")):
         rate = doc["rates"][key]
         if rate is None:
@@ -103,9 +103,9 @@ def assumptions(doc: dict[str, Any]) -> Iterator[str]:
         else:
             sample = f"{file_size(rate['sample_bytes'])} in {rate['sample_seconds']:.2f} s"
             yield f"{what.capitalize()} at {file_size(rate['bytes_per_second'])}/s was measured just now: {sample}, by this machine alone."
-    back = ", and of reading back what was written" if doc["reshard"]["bytes_read_back"] else ""
-    yield f"The time of the reshard is that of reading and then writing at these rates{back}; of a restore, that of the host with most."
+    work = "reading, writing and reading back" if doc["reshard"]["bytes_read_back"] else "reading and writing"
+    yield f"The time of the reshard is that of {work} at these rates; the time of a restore is that of the host that reads most."
     if restore["requests"] is not None and restore["requests_counted_hosts"] < target["hosts"]:
-        yield f"Requests were counted of {count(restore['requests_counted_hosts'], 'host')}, evenly chosen, and stand for all."
+        yield f"Requests were counted of {count(restore['requests_counted_hosts'], 'host')}, evenly chosen, and scaled up to all."
     if not doc["flow"]["exact"]:
-        yield "The chunk tables were not read: chunks' lengths and who wrote them follow from the record."
+        yield "The chunk tables were not read: the lengths and writers of chunks are estimated from the record."

@@ -145,7 +145,7 @@ class Coordinator(ABC):
         answer = self._run(await_answer(question, self.world.process), timeout)
         self._asked["agree", key] += 1
         if "failure" in answer:
-            raise CoordinationError(f"process 0 could not decide on {key!r}: {answer['failure']}; see there.")
+            raise CoordinationError(f"process 0 could not decide on {key!r}: {answer['failure']}; see its log.")
         return answer["value"]
 
     def announce(self, key: str, value: Any) -> None:

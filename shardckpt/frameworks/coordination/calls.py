@@ -68,7 +68,9 @@ class StoreCalls:
             BaseException: any exception of the call.
         """
         if os.getpid() != self._process:
-            raise CoordinationError(f"this process was forked from one that asks {self._store}, and cannot ask it; coordinate in that one.")
+            raise CoordinationError(
+                f"this process was forked from one that uses {self._store}, and cannot use it; save and restore in that process."
+            )
         if self._unanswered is not None and self._unanswered.empty():
             raise self._silent("has not answered an earlier question yet")
         answer: _Answer = SimpleQueue()

@@ -58,8 +58,8 @@ class JaxInterconnect:
             jax.block_until_ready(gathered)
         except jax.errors.JaxRuntimeError as e:
             raise CoordinationError(
-                f"process {process} lost another one of {list(members)!r:.200} while they sent each other what they had read "
-                f"({str(e).partition(chr(10))[0]:.200}); see what ended it, and start the job again."
+                f"process {process} lost the connection to another of the processes {list(members)!r:.200} in a cooperative restore "
+                f"({str(e).partition(chr(10))[0]:.200}); see why that one ended, and start the job again."
             ) from e
         for shard in gathered.addressable_shards:  # one after another: each is a copy on the host
             row, held = own.index(shard.device), np.asarray(shard.data)

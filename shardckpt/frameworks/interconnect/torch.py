@@ -39,8 +39,8 @@ class TorchInterconnect:
                 work.wait()
         except RuntimeError as e:  # errors of gloo and torch's DistError are RuntimeErrors
             raise CoordinationError(
-                f"process {process} lost another one of {list(members)!r:.200} while they sent each other what they had read "
-                f"({str(e).partition(chr(10))[0]}); see what ended it, and start the job again."
+                f"process {process} lost the connection to another of the processes {list(members)!r:.200} in a cooperative restore "
+                f"({str(e).partition(chr(10))[0]}); see why that one ended, and start the job again."
             ) from e
 
 

@@ -279,7 +279,7 @@ def _has_profile(file: Path, section: str) -> bool:
     try:
         parser.read(file)
     except (OSError, UnicodeDecodeError, ParsingError) as e:
-        raise OptionError(f"{file} cannot be read as a file of AWS profiles ({e}); mend it.") from e
+        raise OptionError(f"{file} cannot be read as a file of AWS profiles ({e}); correct it.") from e
     return parser.has_section(section) and any(parser.has_option(section, key) for key in _AWS_SOURCES)
 
 

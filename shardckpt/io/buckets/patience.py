@@ -53,5 +53,5 @@ class Patience:
                 if pause is None:
                     raise OSError(f"{len(pauses)} retry attempts failed, the last one with {type(e).__name__}: {e}") from e
                 if self._given_up.wait(pause * random.uniform(0.5, 1)):  # noqa: S311  (to spread, not to hide)
-                    raise OSError(f"it was given up after {type(e).__name__}: {e}") from e
+                    raise OSError(f"retries were given up after {type(e).__name__}: {e}") from e
         raise AssertionError("unreachable: the last try returns or raises")

@@ -135,7 +135,7 @@ class GcsSession:
             self._ask("DELETE", self._object, params={"ifGenerationMatch": found["generation"]})
             raise CorruptionError(
                 f"{self._place}: {found['size']} bytes with CRC32C {found.get('crc32c')} have arrived, {offset + len(data)} with "
-                f"{checksum} were sent; the object was deleted. Begin again."
+                f"{checksum} were sent; the object was deleted. Upload again."
             )
 
     def give_up(self) -> None:

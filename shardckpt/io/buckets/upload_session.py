@@ -139,6 +139,6 @@ def already_exists(place: Location) -> AlreadyExistsError:
 def vanished(place: Location) -> StorageError:
     """The error for an upload that the service no longer knows."""
     return StorageError(
-        f"cannot upload {place}: the service does not know this upload any more; another process has ended it or taken its place, "
-        "or a rule of the bucket has; begin again."
+        f"cannot upload {place}: the service does not know this upload any more: another process or a rule of the bucket has ended "
+        "it; upload again."
     )

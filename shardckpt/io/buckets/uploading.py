@@ -60,8 +60,8 @@ def part_size(nbytes: int, memory_limit: int) -> int:
     needed = max(SMALLEST, -(-nbytes // MOST_PARTS // MiB) * MiB)
     if 2 * needed > memory_limit:
         raise BudgetError(
-            f"An upload of {file_size(nbytes)} has parts of at least {file_size(needed)}, and two of them in memory, which "
-            f"memory_limit={file_size(memory_limit)} does not allow; raise it to {mebibytes_above(2 * needed)}."
+            f"An upload of {file_size(nbytes)} holds two parts of at least {file_size(needed)} in memory, which is more than "
+            f"memory_limit={file_size(memory_limit)}; raise it to {mebibytes_above(2 * needed)}."
         )
     return max(needed, min(LARGEST, memory_limit // BUFFERS // MiB * MiB))
 

@@ -153,8 +153,8 @@ def _state_of(planner: SavePlanner) -> dict[str, Any]:
     changed = [m for m in _CHANGES_VALUES if getattr(type(planner), m, None) is not getattr(DefaultSavePlanner, m)]
     if changed:
         raise OptionError(
-            f"The planner {type(planner).__qualname__} has a {changed[0]} of its own, by which something other than its state could be "
-            f"saved; change the state beforehand, or in set_up_planner of a DefaultSavePlanner."
+            f"The planner {type(planner).__qualname__} overrides {changed[0]}, so it could save something other than its "
+            f"state; change the state before the save, or in set_up_planner of a DefaultSavePlanner."
         )
     flat, paths = planner.state_dict, planner.mappings
     if not planner.flatten_state_dict:
@@ -166,8 +166,8 @@ def _state_of(planner: SavePlanner) -> dict[str, Any]:
     odd = sorted(flatten_state_dict(nested)[0].keys() ^ flat.keys())
     if odd:
         raise LeafError(
-            f"{shown(odd[0])} is in a list, or is one, with an empty dict in it, which DCP drops so that the others move; leave it out, "
-            f"or make the list a dict."
+            f"{shown(odd[0])} is, or is in, a list with an empty dict, which DCP drops, so that the other items move; remove the empty "
+            f"dict, or make the list a dict."
         )
     return nested
 
@@ -296,7 +296,7 @@ def _checked(url: str | os.PathLike[str] | None) -> str | os.PathLike[str] | Non
 
 def _required(url: str | os.PathLike[str] | None) -> str | os.PathLike[str]:
     if url is None:
-        raise OptionError("No url to save to or load from; give one to StorageWriter or StorageReader, or a checkpoint_id=….")
+        raise OptionError("no url to save to or load from; give one to StorageWriter or StorageReader, or give checkpoint_id=….")
     return url
 
 

@@ -84,7 +84,7 @@ class DcpContents:
     def _add(self, path: tuple[str | int, ...], value: object) -> None:
         name = ".".join(map(str, path))
         if name in self.flat:
-            raise NamesMismatchError(f"{self.checkpoint.location}: DCP calls two of its values {name!r}; use shardckpt.restore.")
+            raise NamesMismatchError(f"{self.checkpoint.location}: two of its values have the DCP name {name!r}; use shardckpt.restore.")
         self.flat[name], self.paths[name] = value, path
 
     def metadata(self) -> Metadata:
@@ -116,8 +116,8 @@ class DcpContents:
         value = self.flat[name]
         if any(isinstance(inner, _Stored | DcpOwned) for inner in _inside(value)):
             raise StructureMismatchError(
-                f"{shown(name)} in {self.checkpoint.location} is a tuple with tensors or per-process values in it, where DCP does not look "
-                f"for any; use shardckpt.restore."
+                f"{shown(name)} in {self.checkpoint.location} is a tuple that holds tensors or per-process values, which DCP does not "
+                f"find there; use shardckpt.restore."
             )
         return value
 
@@ -141,16 +141,16 @@ class DcpContents:
         record = self.checkpoint.tensor(stored.name)
         if stored.name in self.meanings:
             raise StructureMismatchError(
-                f"{shown(name)} in {self.checkpoint.location} means {self.meanings[stored.name]!r}, and a torch.Tensor holds just numbers; "
-                f"leave it out."
+                f"{shown(name)} in {self.checkpoint.location} has the meaning {self.meanings[stored.name]!r}, which a torch.Tensor cannot "
+                f"hold; leave it out."
             )
         offset = item.storage_index.offset or (0,) * len(record.shape)
         start = tuple(a + b for a, b in zip(offset, item.storage_offsets, strict=True))
         box = Box(start, tuple(a + n for a, n in zip(start, item.lengths, strict=True)))
         if tuple(tensor.shape) != box.shape or not Box.full(record.shape).contains(box):
             raise ShapeMismatchError(
-                f"{shown(name)}: the planner asks for {box} of shape {record.shape} in {self.checkpoint.location}, and has a tensor of "
-                f"{tuple(tensor.shape)} for it."
+                f"{shown(name)}: the planner asks for {box} of shape {record.shape} in {self.checkpoint.location}, but gives a tensor of "
+                f"shape {tuple(tensor.shape)} for it."
             )
         if tensor.numel() == 0:
             return stored.name, None

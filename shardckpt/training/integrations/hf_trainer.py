@@ -105,7 +105,7 @@ class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
             ShardckptError: as `CheckpointManager.restore` does.
         """
         if self not in trainer.callback_handler.callbacks:
-            raise OptionError("resume(trainer): the Trainer has not this callback; give Trainer(callbacks=[callback]) first.")
+            raise OptionError("resume(trainer): the Trainer does not have this callback; make it with Trainer(callbacks=[callback]).")
         if self._trainer is not trainer:
             self._trainer = trainer
             self._close_on_exceptions(trainer)
@@ -170,9 +170,7 @@ class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
             OptionError: arguments that need the Trainer's own checkpoints; or the Trainer resumes from another directory.
         """
         if getattr(args, "deepspeed", None):
-            raise OptionError(
-                "TrainingArguments(deepspeed): needs checkpoints of the Trainer's own; leave it out, or the ShardckptCallback."
-            )
+            raise OptionError("TrainingArguments(deepspeed=…): DeepSpeed needs the Trainer's own checkpoints; leave out one of the two.")
         manager = self._managed(args)
         self._due, self._seen, self._best = False, self._resumed, state.best_metric
         if args.save_strategy == SaveStrategy.BEST:
@@ -182,7 +180,7 @@ class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         vars(self._trainer).pop("_load_from_checkpoint", None)
         if state.global_step != self._resumed:
             raise OptionError(
-                f"Step {self._resumed} was to be resumed, and the Trainer begins at {state.global_step}; pass what resume() returned: "
+                f"resume() chose step {self._resumed}, but the Trainer begins at step {state.global_step}; pass its result: "
                 f"trainer.train(resume_from_checkpoint=callback.resume(trainer))."
             )
         manager.restore(self._state(kwargs), self._resumed, fallback=False)  # the Trainer has counted to this step already

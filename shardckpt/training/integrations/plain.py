@@ -41,12 +41,10 @@ def plain(value: Any, name: str, *, tensors: bool, dicts: Sequence[type] = (dict
     if isinstance(value, torch.Tensor):
         if tensors:
             return value
-        raise LeafError(
-            f"{shown(name)} is a tensor in a tuple or another plain value, where nobody looks for any; use lists and dicts there."
-        )
+        raise LeafError(f"{shown(name)} is a tensor in a tuple or another plain value, where tensors are not found; use lists and dicts.")
     if frameworks.is_tensor(value):
         raise LeafError(
-            f"{shown(name)}: a {kind.__module__}.{kind.__qualname__} would come back as something else; make it a torch.Tensor."
+            f"{shown(name)}: a {kind.__module__}.{kind.__qualname__} would be restored as another type; make it a torch.Tensor."
         )
     if leaves.is_small(value) or leaves.leaf_type(value) is not None:
         return value

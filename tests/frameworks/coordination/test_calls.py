@@ -57,7 +57,7 @@ store.make(lambda: 1)
 def test_a_fork_is_refused():
     done = subprocess.run([sys.executable, "-c", FORKED], stderr=subprocess.PIPE, text=True, timeout=60, check=False)
     assert done.returncode == 1
-    assert "CoordinationError: this process was forked from one that asks the store, and cannot ask it" in done.stderr
+    assert "CoordinationError: this process was forked from one that uses the store, and cannot use it" in done.stderr
 
 
 def test_nothing_of_a_call_is_held_and_the_thread_ends_with_its_calls():

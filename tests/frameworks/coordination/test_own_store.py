@@ -28,7 +28,7 @@ def test_what_process_0_cannot_decide_is_an_error_on_all_and_can_be_asked_again(
     first, second = run_job(SCRIPT, job(tmp_path, 2))
     assert first["impossible"] == "ZeroDivisionError: division by zero"
     assert second["impossible"] == (
-        "CoordinationError: process 0 could not decide on 'impossible': ZeroDivisionError: division by zero; see there."
+        "CoordinationError: process 0 could not decide on 'impossible': ZeroDivisionError: division by zero; see its log."
     )
     assert first["after the impossible"] == second["after the impossible"] == "possible"
 

@@ -200,7 +200,7 @@ def test_a_run_that_begins_anew_beside_later_steps_keeps_what_it_saves_and_says_
             manager.wait()
             assert manager.all_steps() == [step, 900, 1000]
     (warning,) = [record for record in caplog.records if "another root" in record.message]
-    assert "step 1 is saved, and a restart resumes from step 1000" in warning.message
+    assert "step 1 is saved, but a restart would resume from the later step 1000" in warning.message
 
 
 def test_going_back_waits_for_deletions_that_know_nothing_of_it(run, monkeypatch):

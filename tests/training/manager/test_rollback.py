@@ -152,7 +152,7 @@ def damage(run, step):
 def test_a_damaged_newest_step_is_an_error(run):
     run.train(900, 1000)
     damage(run, 1000)
-    with pytest.raises(errors.CorruptionError, match=r"/1000/.*/hosts/.*restore\(fallback=True\) .*step 1000.* restore\(step=…\)"):
+    with pytest.raises(errors.CorruptionError, match=r"/1000/.*/hosts/.*Step 1000 .*restore\(fallback=True\) .* restore\(step=…\)"):
         run.manager().restore()
 
 
@@ -209,7 +209,7 @@ def test_what_a_run_left_complete_that_another_has_taken_over_from_is_not(run):
     assert run.manager(coordinator=SingleProcess()).restore().step == 3
     assert run.manager().all_steps() == [1, 3]
     (outcome,) = shardckpt.commit(run.root)
-    assert (outcome.state, "saves there since" in outcome.reason) == ("refused", True)
+    assert (outcome.state, "saves there now" in outcome.reason) == ("refused", True)
 
 
 def test_nor_is_what_would_replace_a_pinned_step(run, rolled_back):
