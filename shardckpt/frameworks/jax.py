@@ -60,8 +60,8 @@ def matches(leaf: object) -> bool:
 
 def accepts(wanted: Target) -> bool:
     """Whether the target has a JAX sharding, or, if torch_xla is not imported, a shardckpt sharding."""
-    ours = isinstance(wanted.sharding, Sharding | OpSharding) and "torch_xla" not in sys.modules
-    return ours or isinstance(wanted.sharding, jax.sharding.Sharding)
+    portable = isinstance(wanted.sharding, Sharding | OpSharding) and "torch_xla" not in sys.modules
+    return portable or isinstance(wanted.sharding, jax.sharding.Sharding)
 
 
 def settle(leaves: Iterable[object]) -> None:

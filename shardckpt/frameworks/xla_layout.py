@@ -71,8 +71,8 @@ def layouts_of(tensors: Sequence[Any]) -> list[Layout]:
     # The first answer of 2.9 can be the sharding before the tensor's last program; the second one is correct.
     texts = _XLAC._get_xla_sharding_specs(tensors)
     count, mesh = xr.global_runtime_device_count(), xs.get_global_mesh()
-    ours = None if mesh is None else from_xla_mesh(mesh)
-    return [_layout(text, tensor.dim(), count, ours) for tensor, text in zip(tensors, texts, strict=True)]
+    global_mesh = None if mesh is None else from_xla_mesh(mesh)
+    return [_layout(text, tensor.dim(), count, global_mesh) for tensor, text in zip(tensors, texts, strict=True)]
 
 
 @lru_cache(maxsize=256)

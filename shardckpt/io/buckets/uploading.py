@@ -172,10 +172,10 @@ class StreamingUpload:
                 self._check_open()
                 self._lease = self._pool.take(self._part_bytes)
                 self._part = byte_view(self._lease.array((self._part_bytes,), np.uint8))  # type: ignore[arg-type]
-            taken = min(len(view), self._part_bytes - self._filled)
-            self._part[self._filled : self._filled + taken] = view[:taken]
-            self._filled += taken
-            view = view[taken:]
+            copied = min(len(view), self._part_bytes - self._filled)
+            self._part[self._filled : self._filled + copied] = view[:copied]
+            self._filled += copied
+            view = view[copied:]
 
     def finish(self) -> None:
         """Publish the object; it is complete and visible when this returns.
