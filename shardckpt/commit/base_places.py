@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from shardckpt.format.structure import Base, TensorRecord
     from shardckpt.io.url import Location
 
-__all__ = ["base_location", "base_record", "base_url", "check_base", "check_bases", "holder"]
-
 
 _READ_WITHOUT = "put the base back to that place, or leave the tensor out with only= (an export: exclude=)"
 

@@ -28,8 +28,6 @@ from shardckpt.format.record import CheckpointRecord, parse_checkpoint
 if TYPE_CHECKING:
     from shardckpt.io.store import Store
 
-__all__ = ["JOB", "RUN", "JobFence", "holder", "of_other_job"]
-
 JOB = "job.json"
 """Key relative to the root."""
 RUN = "run_id"

@@ -40,20 +40,6 @@ if TYPE_CHECKING:
 
     from shardckpt.io.store import Store
 
-__all__ = [
-    "RECORD",
-    "Prior",
-    "clear_place",
-    "discard",
-    "hold_place",
-    "new_attempt",
-    "publish",
-    "published_attempt",
-    "put_tombstone",
-    "read_prior",
-    "remove_replaced",
-]
-
 RECORD = "checkpoint.json"
 """The commit record, relative to the checkpoint."""
 _UNREADABLE = Tombstone("unreadable")

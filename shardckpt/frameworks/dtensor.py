@@ -51,8 +51,6 @@ if TYPE_CHECKING:
     from shardckpt.layout.sharding import Sharding
     from shardckpt.layout.world import World
 
-__all__ = ["accepts", "from_device_mesh", "from_placements", "identity", "matches", "reduce_partial", "settle", "sources", "target"]
-
 
 def matches(leaf: object) -> bool:
     """Whether the leaf is a DTensor, except where its local tensor has shards of its own (`dcp_protocol`)."""

@@ -34,7 +34,14 @@ import numpy as np
 from shardckpt.errors import DtypeError, LeafError, ShardingError
 from shardckpt.frameworks.base import Array, Sink, Source, Target
 from shardckpt.frameworks.jax_holders import holders_of, sharers_of
-from shardckpt.frameworks.jax_keys import check_named, is_keys, key_shape, keys_of, meaning, words_of
+from shardckpt.frameworks.jax_keys import (
+    check_named,
+    is_keys,
+    key_shape,
+    keys_of,
+    meaning,  # noqa: F401  (`frameworks.meaning` calls it)
+    words_of,
+)
 from shardckpt.frameworks.jax_layout import JaxShards, layout_of, local_shards, to_jax
 from shardckpt.layout.dtypes import DType, of_numpy
 from shardckpt.layout.op_sharding import OpSharding
@@ -46,8 +53,6 @@ if TYPE_CHECKING:
 
     from shardckpt.layout.box import BoxArray
     from shardckpt.layout.world import World
-
-__all__ = ["accepts", "identity", "matches", "meaning", "settle", "sources", "target"]
 
 _COPYING = frozenset(("tpu", "gpu", "cuda", "rocm"))
 """Platforms whose devices never use the host's buffer itself."""

@@ -19,8 +19,9 @@ from torch_xla import _XLAC
 
 from shardckpt.errors import ShardingError
 from shardckpt.layout.box import BoxArray, distinct_boxes
+from shardckpt.layout.hlo_text import Kind
 from shardckpt.layout.mesh import Mesh
-from shardckpt.layout.op_sharding import Kind, OpSharding
+from shardckpt.layout.op_sharding import OpSharding
 from shardckpt.layout.partition_spec import PartitionSpec
 from shardckpt.layout.sharding import Layout, Sharding
 
@@ -28,18 +29,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from numpy.typing import NDArray
-
-__all__ = [
-    "XlaShards",
-    "from_sharding_spec",
-    "from_xla_mesh",
-    "layouts_of",
-    "local_device_ids",
-    "local_shards",
-    "over_all_devices",
-    "replicated",
-    "to_xla",
-]
 
 _MOST_DIMS = 5
 """Most dimensions of a tile assignment that 2.9 reads from Python; for more it logs an error and uses wrong devices."""

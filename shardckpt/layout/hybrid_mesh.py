@@ -29,8 +29,6 @@ from shardckpt.layout.mesh import MAX_DEVICES, Ids, Mesh, checked_sizes
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["Device", "HybridMesh", "torus_mesh"]
-
 
 @dataclass(frozen=True, slots=True)
 class Device:

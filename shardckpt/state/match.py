@@ -31,8 +31,6 @@ from shardckpt.state.unflatten import decode_leaf
 if TYPE_CHECKING:
     from shardckpt.state.document import Meaning, Tree
 
-__all__ = ["Matched", "match"]
-
 _Step = Callable[[Mapping[str, object]], object]
 """Builds one place of the new state from the values by name."""
 

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from shardckpt.state.document import Tree
     from shardckpt.state.leaves import JSON
 
-__all__ = ["select"]
-
 
 def select(tree: Tree, only: Callable[[str], bool]) -> tuple[JSON, dict[str, str]]:
     """Select a part of a state.

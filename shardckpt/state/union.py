@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from shardckpt.state.leaves import JSON
     from shardckpt.state.names import PathKey
 
-__all__ = ["union"]
-
 _SHOWN = 80
 """Most characters of a value in a message."""
 

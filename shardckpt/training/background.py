@@ -39,8 +39,6 @@ if TYPE_CHECKING:
     from shardckpt.training.retention import Retention
     from shardckpt.writing.save_handle import SaveReport
 
-__all__ = ["Background"]
-
 
 class Background:
     """Background saves of one run, from this process. One thread at a time begins saves."""

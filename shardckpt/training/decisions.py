@@ -40,8 +40,6 @@ if TYPE_CHECKING:
     from shardckpt.frameworks.coordination import Coordinator
     from shardckpt.training.policies import Policy
 
-__all__ = ["LEADER", "Decisions", "StepDecision"]
-
 LEADER = 0
 """The process that decides."""
 _LEAST_LEAD, _MOST_LEAD = 2, 64

@@ -29,8 +29,6 @@ from shardckpt.frameworks import per_process
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-__all__ = ["Generators", "inherited"]
-
 
 class Generators:
     """The generators of this process, as one object that has a `state_dict`."""

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from shardckpt.format.structure import TensorRecord
     from shardckpt.state.names import PathKey
 
-__all__ = ["LEFT_OUT", "StoredLeaves", "fitting", "mirror", "new_tensor"]
-
 LEFT_OUT: Any = object()
 """Placeholder for a state of which no part is requested."""
 

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from shardckpt.training.resuming import Resumed
     from shardckpt.training.steps import StepInfo
 
-__all__ = ["Lineage"]
-
 
 class Lineage:
     """The effects of the last restore; the same on all processes, except that only the leader writes them to the storage."""

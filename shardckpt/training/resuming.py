@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from shardckpt.frameworks.coordination import Coordinator
     from shardckpt.io.store import Store
 
-__all__ = ["Restored", "Resumed", "resume"]
-
 T = TypeVar("T")
 _log = logging.getLogger("shardckpt")
 _LEVELS = {"committed": logging.INFO, "refused": logging.WARNING}

@@ -44,8 +44,6 @@ if TYPE_CHECKING:
     from shardckpt.layout.world import World
     from shardckpt.options import SaveOptions
 
-__all__ = ["SMALL_BYTES", "SavePlan", "Write", "plan_save", "skipped_names", "tensor_record"]
-
 SMALL_BYTES = 64 << 10
 """Plain tensors of fewer bytes are not written by a job of several processes: their elements go into the host's contents."""
 MOST_SMALL_BYTES = 64 << 20

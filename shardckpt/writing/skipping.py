@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from shardckpt.io.url import Location
     from shardckpt.plan.pieces import Piece
 
-__all__ = ["left_in_base"]
-
 
 def left_in_base(structure: Structure, skipped: Iterable[str], checkpoint: Location, base: Location) -> Structure:
     """A process's structure with the tensors that it skips found in the base.

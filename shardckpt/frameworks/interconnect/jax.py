@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
     from shardckpt.frameworks.coordination import Coordinator
 
-__all__ = ["JaxInterconnect", "connect"]
-
 _STEPS = 8
 """Number of padded lengths between two consecutive powers of two."""
 

@@ -46,22 +46,6 @@ from typing import Any, Literal
 from shardckpt.errors import MissingExtraError, OptionError
 from shardckpt.io.buckets.rate_limit import ALONE, RateLimiter, RequestShare
 
-__all__ = [
-    "BUCKET",
-    "context",
-    "endpoint_of",
-    "filesystem",
-    "is_anonymous",
-    "is_passing",
-    "kvstore",
-    "pauses",
-    "prepare",
-    "region_of_s3",
-    "stalled_seconds",
-    "status_of",
-    "wait_for_rate",
-]
-
 _EXTRAS = {"gs": ("gcsfs", "gcs"), "s3": ("s3fs", "s3")}
 """Scheme → the package that lists its buckets, and the extra that installs it."""
 _RETRY_SECONDS = 300.0

@@ -19,8 +19,6 @@ from shardckpt.io.buckets.s3_client import RefusedError, ask
 if TYPE_CHECKING:
     from shardckpt.io.url import Location
 
-__all__ = ["delete_if_match"]
-
 _OTHER = f'"{"0" * 32}"'
 """An ETag that no object of shardckpt has."""
 _REFUSED, _MISSING, _UNKNOWN = 412, 404, 501

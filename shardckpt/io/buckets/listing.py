@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from shardckpt.io.store import Store
     from shardckpt.io.url import Location
 
-__all__ = ["children", "keys", "modification_times", "sizes", "storage_now"]
-
 PROBE = ".now-"
 """Prefix of the names of the objects that `storage_now` writes and deletes; one that is left behind has no meaning."""
 PAGE = 1000

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
     from shardckpt.io.store import Store
 
-__all__ = ["can_copy", "copy_objects"]
-
 AT_ONCE = 16
 """Copies in progress at a time."""
 _UNKNOWN = (405, 501)

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
     from shardckpt.io.url import Location
 
-__all__ = ["RefusedError", "ask", "create_anew"]
-
 _PASSING = {408, 409, 429, 500, 502, 503, 504}
 """Statuses of temporary refusals; 409 is a conflict of two conditional writes."""
 _PASSING_CODES = {"RequestTimeout", "BadDigest", "XAmzContentChecksumMismatch", "XAmzContentSHA256Mismatch", "SlowDown", "InternalError"}

@@ -37,8 +37,6 @@ if TYPE_CHECKING:
 
     from shardckpt.io.url import Location
 
-__all__ = ["QUANTUM", "GcsSession"]
-
 QUANTUM = 1 << 18
 """Bytes; the size of each part except the last is a multiple of this."""
 _SERVICE = "https://storage.googleapis.com"

@@ -26,8 +26,6 @@ from shardckpt.io.buckets.upload_session import TOKEN, UploadState, already_exis
 if TYPE_CHECKING:
     from shardckpt.io.url import Location
 
-__all__ = ["S3Session"]
-
 PARALLEL = 3
 """Parts that are sent at a time."""
 _KNOWS_NO_CHECKSUM = {"NotImplemented", "XNotImplemented", "InvalidArgument", "InvalidRequest"}

@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from shardckpt.io.store import Data
     from shardckpt.io.url import Location
 
-__all__ = ["StreamingUpload", "abandon_upload", "open_upload", "part_size"]
-
 MiB = 1 << 20
 BUFFERS = 4
 """Parts in memory: three that are being sent to S3, and one that is filled. Cloud Storage accepts one at a time; two are enough there."""
