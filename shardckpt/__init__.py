@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from shardckpt.errors import ShardckptError
     from shardckpt.frameworks.base import Target
     from shardckpt.frameworks.coordination import Coordinator
-    from shardckpt.frameworks.per_process import PerProcess
     from shardckpt.layout.box import Box
     from shardckpt.layout.hybrid_mesh import HybridMesh
     from shardckpt.layout.mesh import Mesh
@@ -36,6 +35,7 @@ if TYPE_CHECKING:
     from shardckpt.reshard.execute import reshard
     from shardckpt.reshard.rules import Rules
     from shardckpt.state.leaves import register_leaf
+    from shardckpt.state.per_process import PerProcess
     from shardckpt.training import CheckpointManager, Restored, TrainState, train_state
     from shardckpt.writing.save import save
     from shardckpt.writing.save_handle import SaveHandle, SaveReport
@@ -89,7 +89,7 @@ _HOME = {
     "Mesh": "layout.mesh",
     "OpSharding": "layout.op_sharding",
     "PartitionSpec": "layout.partition_spec",
-    "PerProcess": "frameworks.per_process",
+    "PerProcess": "state.per_process",
     "Restored": "training",
     "Rules": "reshard.rules",
     "SaveHandle": "writing.save_handle",

@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["excerpt", "few", "file_size", "given", "mebibytes_above", "numbered", "shortened"]
-
 _SHORT = Repr()
 _SHORT.maxlevel = 3
 _SHORT.maxtuple = _SHORT.maxlist = _SHORT.maxdict = _SHORT.maxset = 8

@@ -16,8 +16,6 @@ from shardckpt.cli.project import project_url
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-__all__ = ["app"]
-
 
 class _Documented:
     """Mixin for help that ends with the address of the documentation."""

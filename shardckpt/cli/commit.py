@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
     from shardckpt.commit.committing import Outcome
 
-__all__ = ["commit"]
-
 _STYLES = {"committed": "green", "incomplete": "yellow", "overtaken": "yellow", "refused": "red"}
 
 

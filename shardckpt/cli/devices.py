@@ -9,8 +9,6 @@ import numpy as np
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
-__all__ = ["device_list"]
-
 MOST_RUNS = 4
 """Most runs of consecutive ids that are listed."""
 

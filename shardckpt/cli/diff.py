@@ -8,15 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shardckpt.cli.screen import Cell, Screen, progress_bar, write_json
-from shardckpt.cli.text import count, file_size, shape_text, visible
+from shardckpt.cli.text import count, shape_text, visible
+from shardckpt.excerpt import file_size
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from shardckpt.reading.compare import Aspect, Change, Comparison
     from shardckpt.reading.compare_values import ValueChange
-
-__all__ = ["diff"]
 
 MOST_LINES = 50
 """Most lines of a section in the text output; --json has all."""

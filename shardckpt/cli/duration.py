@@ -6,8 +6,6 @@ import re
 
 from shardckpt.errors import OptionError
 
-__all__ = ["duration_text", "parse_duration"]
-
 _UNITS = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
 _DURATION = re.compile(r"\s*(\d{1,9}(?:\.\d{1,9})?)\s*(s|m|min|h|d)?\s*", re.ASCII)
 

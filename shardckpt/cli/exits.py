@@ -22,8 +22,6 @@ from shardckpt.errors import ShardckptError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-__all__ = ["STATUS", "ReaderGoneError", "going_on_later", "run"]
-
 STATUS = {
     "usage": 2,
     "url": 2,

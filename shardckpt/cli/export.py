@@ -23,14 +23,13 @@ from shardckpt.cli.naming_options import (
 from shardckpt.cli.opening import suggesting_import
 from shardckpt.cli.reshard_options import Dtypes, parse_dtypes
 from shardckpt.cli.screen import Screen, transfer_bar, write_json
-from shardckpt.cli.text import conversion_lines, count, file_size, visible
+from shardckpt.cli.text import conversion_lines, count, visible
+from shardckpt.excerpt import file_size
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from shardckpt.convert.export import ExportReport
-
-__all__ = ["export"]
 
 _NAMED = 5
 """Most notes in the text output."""

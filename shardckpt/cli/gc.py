@@ -15,9 +15,7 @@ from shardckpt.cli.text import count, visible
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from shardckpt.commit.collecting import Collected
-
-__all__ = ["gc", "rm"]
+    from shardckpt.commit.collect import Collected
 
 _FAILED = 6
 """Exit status if the storage refused a deletion."""

@@ -45,8 +45,6 @@ from shardckpt.cli.reshard_options import (
 from shardckpt.cli.screen import Screen, transfer_bar, write_json
 from shardckpt.cli.text import visible
 
-__all__ = ["import_"]
-
 
 def import_(
     source: Annotated[str, typer.Argument(metavar="SRC", help="What to read: a file or directory, or its url.")],

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from shardckpt.layout.mesh import Mesh
     from shardckpt.layout.sharding import Layout
 
-__all__ = ["layout_text", "mesh_text", "op_sharding_text", "spec_text"]
-
 LONGEST_OP_SHARDING = 200
 """Most characters: the listed OpSharding of a large mesh would fill pages."""
 

@@ -10,15 +10,13 @@ import typer
 from shardckpt.cli.duration import duration_text
 from shardckpt.cli.opening import suggesting_import
 from shardckpt.cli.screen import Cell, Screen, write_json
-from shardckpt.cli.text import count, file_size, visible
-from shardckpt.excerpt import shortened
+from shardckpt.cli.text import count, visible
+from shardckpt.excerpt import file_size, shortened
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from shardckpt.reading.catalog import CatalogEntry
-
-__all__ = ["ls"]
 
 _GAP = 3
 _LEAST_ROOM = _LONGEST_METRICS = 40

@@ -6,20 +6,6 @@ from typing import Annotated, Any
 
 import typer
 
-__all__ = [
-    "AddPrefix",
-    "Config",
-    "Exclude",
-    "Include",
-    "InvertMapping",
-    "MappingFile",
-    "Rename",
-    "RenameFile",
-    "StripPrefix",
-    "TiesText",
-    "given",
-]
-
 Include = Annotated[list[str] | None, typer.Option("--include", metavar="PATTERN", help="Take only names that match; may be repeated.")]
 Exclude = Annotated[list[str] | None, typer.Option("--exclude", metavar="PATTERN", help="Leave out names that match; may be repeated.")]
 StripPrefix = Annotated[str | None, typer.Option("--strip-prefix", metavar="TEXT", help="Remove a prefix from names.")]

@@ -11,8 +11,6 @@ if TYPE_CHECKING:
 
     from shardckpt.reading.checkpoint import Checkpoint
 
-__all__ = ["open_checkpoint", "suggesting_import"]
-
 
 def open_checkpoint(url: str) -> Checkpoint:
     """Open a checkpoint.

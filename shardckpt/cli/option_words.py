@@ -10,8 +10,6 @@ import ast
 import re
 from shlex import quote
 
-__all__ = ["OPTIONS", "with_options"]
-
 _SAME = """
     add_prefix config dtype engine exclude grace include into invert_mapping layout like mapping max_shard_size memory_limit mesh only
     optimizer overwrite rate rename rename_file strip_prefix ties to trust_pickle unmatched verify worker workers

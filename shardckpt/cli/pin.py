@@ -12,8 +12,6 @@ from shardckpt.cli.text import visible
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["pin", "unpin"]
-
 Urls = Annotated[list[str], typer.Argument(metavar="URL…", help="Checkpoints: paths or urls.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 

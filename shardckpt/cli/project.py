@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["project_url"]
-
 
 def project_url(label: str) -> str | None:
     """The address with a label, such as "Documentation"; None if the package is not installed or has no such address."""

@@ -32,14 +32,13 @@ from shardckpt.cli.reshard_options import (
     parse_worker,
 )
 from shardckpt.cli.screen import Screen, transfer_bar, write_json
-from shardckpt.cli.text import conversion_lines, count, file_size, visible
+from shardckpt.cli.text import conversion_lines, count, visible
+from shardckpt.excerpt import file_size
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from shardckpt.reshard.execute import ReshardReport
-
-__all__ = ["document", "lines", "reshard"]
 
 COMMIT = "commit"
 """A source argument that means: commit the workers' output instead of resharding."""

@@ -12,29 +12,6 @@ from shardckpt.errors import OptionError
 if TYPE_CHECKING:
     from shardckpt.reshard.rules import Rules
 
-__all__ = [
-    "Compress",
-    "Dtypes",
-    "EngineUrl",
-    "HfConfig",
-    "Like",
-    "MemoryLimit",
-    "MeshText",
-    "Only",
-    "Overwrite",
-    "Preset",
-    "RuleTexts",
-    "RulesFile",
-    "StoredAs",
-    "Unmatched",
-    "Verify",
-    "WorkerText",
-    "Workers",
-    "parse_dtypes",
-    "parse_rules",
-    "parse_worker",
-]
-
 MeshText = Annotated[str | None, typer.Option("--mesh", metavar="AXES", help="The new mesh, as in data=2,model=4.")]
 RuleTexts = Annotated[
     list[str] | None, typer.Option("--rule", metavar="PATTERN=SPEC", help="How matching tensors are cut; may be repeated.")

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from rich.progress import ProgressColumn
     from rich.style import Style
 
-__all__ = ["Cell", "Screen", "column_widths", "pad", "progress_bar", "transfer_bar", "write_json"]
-
 _ASCII = str.maketrans(
     {
         **dict.fromkeys("┌┬┐├┼┤└┴┘", "+"),

@@ -8,14 +8,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shardckpt.excerpt import file_size
-
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from shardckpt.reshard.dtype_rules import ConvertedSubtree
-
-__all__ = ["conversion_lines", "count", "file_size", "index_range", "shape_text", "visible"]
 
 _MOST_SUBTREES = 8
 

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
     from shardckpt.layout.sharding import Layout
 
-__all__ = ["Bins", "Tiles", "bins", "tiles_of"]
-
 Bins = list[tuple[int, int]]
 """Half-open ranges of tiles along one dimension; each range is drawn as one cell."""
 

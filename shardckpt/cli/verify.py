@@ -7,14 +7,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shardckpt.cli.screen import Screen, progress_bar, write_json
-from shardckpt.cli.text import count, file_size, visible
+from shardckpt.cli.text import count, visible
+from shardckpt.excerpt import file_size
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from shardckpt.reading.verification import Damage, VerifyReport
-
-__all__ = ["verify"]
 
 MOST_LINES = 100
 """Most damaged places in the text output; --json has all."""

@@ -185,15 +185,15 @@ def _host_records(place: Store) -> tuple[list[HostRecord], list[FileReference]]:
         )
     for host in hosts[1:]:
         for what in ("hosts", "prior", "layout", "compression"):
-            ours, theirs = getattr(first, what), getattr(host, what)
-            if ours != theirs and what == "prior":
+            expected, found = getattr(first, what), getattr(host, what)
+            if expected != found and what == "prior":
                 raise CommitError(
                     f"{place}: while hosts 0 and {host.host} began to save, another checkpoint was committed, or deleted, at this place; "
                     f"let one job at a time save there, and save again. Nothing was published."
                 )
-            if ours != theirs:
+            if expected != found:
                 raise CommitError(
-                    f"{place}: hosts 0 and {host.host} disagree on {what}: {ours!r} and {theirs!r}; save with the same options on all. "
+                    f"{place}: hosts 0 and {host.host} disagree on {what}: {expected!r} and {found!r}; save with the same options on all. "
                     f"Nothing was published."
                 )
     return hosts, [reference for _, reference in read]

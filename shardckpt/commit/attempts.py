@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
     from shardckpt.io.store import Store
 
-__all__ = ["LARGEST_STEP", "RESHARD", "attempts", "is_attempt", "is_reshard", "places", "step_of"]
-
 RESHARD = "-reshard-"
 """Part of the name of a reshard's attempt, which lays out an earlier save anew; no save's attempt has it."""
 

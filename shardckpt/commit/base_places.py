@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from shardckpt.format.structure import Base, TensorRecord
     from shardckpt.io.url import Location
 
-__all__ = ["base_location", "base_record", "base_url", "check_base", "check_bases", "holder"]
-
 
 _READ_WITHOUT = "put the base back to that place, or leave the tensor out with only= (an export: exclude=)"
 
@@ -54,11 +52,11 @@ def base_url(checkpoint: Location, base: Location) -> str:
         OptionError: as for `check_base`.
     """
     # With links resolved first: if `latest` links to 10, the record must name 10.
-    for ours, theirs in ((checkpoint.resolved, base.resolved), (checkpoint, base)):
-        check_base(ours, theirs)
-        above = ours.parent
-        if above is not None and theirs.path.startswith(f"{above.path.rstrip('/')}/"):
-            return BESIDE + quote(theirs.path[len(above.path.rstrip("/")) + 1 :], safe=UNQUOTED)
+    for at, base_at in ((checkpoint.resolved, base.resolved), (checkpoint, base)):
+        check_base(at, base_at)
+        above = at.parent
+        if above is not None and base_at.path.startswith(f"{above.path.rstrip('/')}/"):
+            return BESIDE + quote(base_at.path[len(above.path.rstrip("/")) + 1 :], safe=UNQUOTED)
     return base.url
 
 
@@ -127,13 +125,13 @@ def holder(checkpoint: Location, tensor: TensorRecord, found: CheckpointRecord) 
         FormatError: the base does not hold the tensor that the checkpoint's record describes.
     """
     assert tensor.base is not None
-    theirs = found.structure.tensors.get(tensor.base.name)
+    stored = found.structure.tensors.get(tensor.base.name)
     if (
-        theirs is not None
-        and theirs.base is None
-        and (theirs.shape, theirs.dtype, _cuts(theirs)) == (tensor.shape, tensor.dtype, _cuts(tensor))
+        stored is not None
+        and stored.base is None
+        and (stored.shape, stored.dtype, _cuts(stored)) == (tensor.shape, tensor.dtype, _cuts(tensor))
     ):
-        return theirs
+        return stored
     raise FormatError(
         f"{shown(tensor.name)}: {checkpoint} says that its base {tensor.base.base.url} holds it as {shown(tensor.base.name)}, with shape "
         f"{tensor.shape} and dtype {tensor.dtype.name}, but the base does not; "

@@ -47,8 +47,6 @@ if TYPE_CHECKING:
     from shardckpt.io.store import Store
     from shardckpt.io.url import Location
 
-__all__ = ["Collected", "collect", "delete", "renew"]
-
 _ROUNDS = 10
 """How often to start again because the record has changed; each change means that another process made progress."""
 _UNDER_WAY = "it may be a save under way"

@@ -22,8 +22,6 @@ from shardckpt.io.failures import reading_takes_threads
 from shardckpt.io.store import Store
 from shardckpt.io.url import parse
 
-__all__ = ["GRACE", "Collected", "collect", "delete"]
-
 GRACE = 24 * 3600.0
 """Default for the seconds without any write after which an attempt may be collected."""
 _NAMED = 10

@@ -37,8 +37,6 @@ if TYPE_CHECKING:
     from shardckpt.commit.publish import Prior
     from shardckpt.io.url import Location
 
-__all__ = ["Outcome", "commit", "commit_places"]
-
 _AT_ONCE = 16
 """Number of places that are handled at a time; on an object store each needs a few round trips."""
 

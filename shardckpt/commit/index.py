@@ -30,19 +30,6 @@ if TYPE_CHECKING:
     from shardckpt.io.ocdbt import Place, Version
     from shardckpt.io.url import Location
 
-__all__ = [
-    "document_key",
-    "dump_index",
-    "index_entries",
-    "merge_lanes",
-    "packed_documents",
-    "plain_documents",
-    "read_values",
-    "stock_spec",
-    "stock_url",
-    "write_plain_documents",
-]
-
 _CONFIG = {
     # A document inside a node is covered by the node's checksum; one outside is not. 1 MiB is the format's limit.
     "max_inline_value_bytes": 1 << 20,

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from shardckpt.io.store import Store
     from shardckpt.plan.pieces import Piece
 
-__all__ = ["IndexCheck"]
-
 Fault = tuple[str, str]
 """A file relative to the attempt, and its fault."""
 MANIFEST = "manifest.ocdbt"

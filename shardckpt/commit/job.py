@@ -28,8 +28,6 @@ from shardckpt.format.record import CheckpointRecord, parse_checkpoint
 if TYPE_CHECKING:
     from shardckpt.io.store import Store
 
-__all__ = ["JOB", "RUN", "JobFence", "holder", "of_other_job"]
-
 JOB = "job.json"
 """Key relative to the root."""
 RUN = "run_id"
@@ -110,13 +108,13 @@ class JobFence:
                         f"{self._root}: run {run_id} ({where_from}) saves there now, and took over from run {self._run_id}, which is this "
                         f"job; end one of the two, or give it a root of its own. Nothing more is published here, and what is there stays."
                     )
-            ours = self._ours()
-            if self._root.create(JOB, ours) if data is None else self._root.replace(JOB, ours, generation):
+            document = self._document()
+            if self._root.create(JOB, document) if data is None else self._root.replace(JOB, document, generation):
                 self._claimed = True
                 return
         raise StorageError(f"cannot claim {self._root.path_of(JOB)}: it changes all the time; let one job save there.")
 
-    def _ours(self) -> bytes:
+    def _document(self) -> bytes:
         since = dt.datetime.now(dt.UTC).isoformat(timespec="seconds")
         return seal({"run": self._run_id, "machine": socket.gethostname(), "since": since})
 

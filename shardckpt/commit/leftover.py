@@ -17,8 +17,6 @@ from shardckpt.io.store import Store
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["check_leftover", "run_root"]
-
 
 def run_root(place: Store, attempt: str, metadata: Mapping[str, Any]) -> Store | None:
     """The root directory of the run that saved a checkpoint; None if no run saved it, or if it comes from a reshard.

@@ -18,8 +18,6 @@ from shardckpt.format.documents import Fields, open_envelope, seal
 if TYPE_CHECKING:
     from shardckpt.io.store import Store
 
-__all__ = ["PINNED", "SUPERSEDED", "is_marked", "mark", "read_sealed", "unmark"]
-
 PINNED = "pinned.json"
 """Marker that protects the checkpoint against deletion; key relative to the checkpoint."""
 SUPERSEDED = "superseded.json"

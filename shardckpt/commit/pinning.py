@@ -17,8 +17,6 @@ from shardckpt.io.url import parse
 if TYPE_CHECKING:
     import os
 
-__all__ = ["pin", "unpin"]
-
 
 def pin(url: str | os.PathLike[str]) -> None:
     """Pin a checkpoint; when this returns, nothing deletes it any more.

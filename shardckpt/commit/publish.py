@@ -40,20 +40,6 @@ if TYPE_CHECKING:
 
     from shardckpt.io.store import Store
 
-__all__ = [
-    "RECORD",
-    "Prior",
-    "clear_place",
-    "discard",
-    "hold_place",
-    "new_attempt",
-    "publish",
-    "published_attempt",
-    "put_tombstone",
-    "read_prior",
-    "remove_replaced",
-]
-
 RECORD = "checkpoint.json"
 """The commit record, relative to the checkpoint."""
 _UNREADABLE = Tombstone("unreadable")
@@ -115,7 +101,7 @@ def read_prior(store: Store, *, overwrite: bool) -> Prior:
     return Prior(record, generation, _digest(data))
 
 
-def hold_place(store: Store, prior: Prior, *, overwrite: bool, patience: float = 0.0) -> Prior:
+def hold_place(store: Store, prior: Prior, *, overwrite: bool, wait_seconds: float = 0.0) -> Prior:
     """Write a placeholder if there is no checkpoint, before the first byte is written there.
 
     A process that removes data replaces the commit record first. Publishing replaces exactly the version that the save found here,
@@ -125,7 +111,7 @@ def hold_place(store: Store, prior: Prior, *, overwrite: bool, patience: float =
         store: the checkpoint's place.
         prior: the result of a `read_prior` just now.
         overwrite: as for `read_prior`.
-        patience: seconds to wait for another process of the same save to do it, because one object allows few writes per second.
+        wait_seconds: time to wait for another process of the same save to do it, because one object allows few writes per second.
 
     Returns:
         The version to replace: `prior` if it is a checkpoint, otherwise a placeholder.
@@ -138,7 +124,7 @@ def hold_place(store: Store, prior: Prior, *, overwrite: bool, patience: float =
     most = _ROUNDS if store.location.local is None else _DISK_ROUNDS
     while not (prior.holds or isinstance(prior.record, CheckpointRecord) or prior.record is _UNREADABLE):
         waited = time.monotonic() - began
-        if waited < patience:
+        if waited < wait_seconds:
             time.sleep(min(max(_LEAST_PAUSE, waited), _MOST_PAUSE))
         elif looks == most:
             why = "the storage refuses, and nothing is there; is the bucket there?" if prior.record is None else "it changes all the time."

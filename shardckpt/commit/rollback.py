@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     from shardckpt.io.store import Store
 
-__all__ = ["ROLLBACK", "Rollback"]
-
 ROLLBACK = "rollback"
 """The member of a checkpoint's metadata for the rollback."""
 

@@ -14,8 +14,6 @@ from shardckpt.io.threads import map_on_threads
 if TYPE_CHECKING:
     from shardckpt.io.store import Store
 
-__all__ = ["remove_strays"]
-
 
 def remove_strays(place: Store) -> None:
     """Remove the folders of a complete attempt that no host's record names.

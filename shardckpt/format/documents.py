@@ -70,9 +70,9 @@ def open_envelope(data: bytes, where: str) -> dict[str, Any]:
     match = _head(data, where)
     version = int(match[1]), int(match[2])
     if version[0] > BASES_VERSION[0]:
-        ours = ".".join(map(str, BASES_VERSION))
+        newest = ".".join(map(str, BASES_VERSION))
         raise VersionError(
-            f"{where}: format version {version[0]}.{version[1]} is newer than this shardckpt reads ({ours}); upgrade shardckpt."
+            f"{where}: format version {version[0]}.{version[1]} is newer than this shardckpt reads ({newest}); upgrade shardckpt."
         )
     end = data.rfind(b"}")
     body = data[match.end() : end]

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from shardckpt.layout.sharding import Layout
     from shardckpt.layout.world import World
 
-__all__ = ["Array", "Sink", "Source", "Target", "dtype_of", "whole"]
-
 Array: TypeAlias = "NDArray[Any]"
 """A host array of the logical dtype, with a dtype of numpy or ml_dtypes."""
 

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from shardckpt.layout.dtypes import DType
     from shardckpt.layout.world import World
 
-__all__ = ["accepts", "identity", "matches", "settle", "sources", "target"]
-
 _PROTOCOL = ("__create_write_items__", "__create_chunk_list__", "__get_tensor_shard__")
 
 

@@ -51,8 +51,6 @@ if TYPE_CHECKING:
     from shardckpt.layout.sharding import Sharding
     from shardckpt.layout.world import World
 
-__all__ = ["accepts", "from_device_mesh", "from_placements", "identity", "matches", "reduce_partial", "settle", "sources", "target"]
-
 
 def matches(leaf: object) -> bool:
     """Whether the leaf is a DTensor, except where its local tensor has shards of its own (`dcp_protocol`)."""
@@ -102,7 +100,7 @@ def from_placements(mesh: DeviceMesh, placements: Sequence[Any], ndim: int) -> P
         ShardingError: a placement does not determine where data is.
     """
     names = from_device_mesh(mesh).axis_names
-    ours = []
+    converted = []
     for placement, name in zip(placements, names, strict=False):
         if isinstance(placement, Partial):
             raise ShardingError(
@@ -110,13 +108,13 @@ def from_placements(mesh: DeviceMesh, placements: Sequence[Any], ndim: int) -> P
                 f"pass leaf.redistribute(placements=…) without Partial, or save with SaveOptions(reduce_partial=True)."
             )
         if type(placement) is Replicate:
-            ours.append(Placement())
+            converted.append(Placement())
         elif type(placement) in (Shard, _StridedShard):
             dim = placement.dim + ndim if placement.dim < 0 else placement.dim
-            ours.append(Placement(dim, getattr(placement, "split_factor", 1)))
+            converted.append(Placement(dim, getattr(placement, "split_factor", 1)))
         else:
             raise ShardingError(f"over mesh dimension {name!r} its placement is {placement!r}, which is not known; use Shard or Replicate.")
-    return _cached_placements(from_device_mesh(mesh), tuple(ours))
+    return _cached_placements(from_device_mesh(mesh), tuple(converted))
 
 
 _cached_placements = lru_cache(maxsize=1024)(Placements)
@@ -167,14 +165,14 @@ def _widened(meshes: Iterable[DeviceMesh]) -> dict[DeviceMesh, DeviceMesh]:
 
 
 def _is_slice(mesh: DeviceMesh, wide: DeviceMesh) -> bool:
-    ours, theirs, coordinate = from_device_mesh(mesh), from_device_mesh(wide), wide.get_coordinate()
+    narrow, whole, coordinate = from_device_mesh(mesh), from_device_mesh(wide), wide.get_coordinate()
     if _root(mesh) in (None, mesh) or _root(mesh) != _root(wide) or coordinate is None:
         return False
-    kept = [name in ours.axis_names for name in theirs.axis_names]
-    if all(kept) or tuple(compress(theirs.axis_names, kept)) != ours.axis_names:
+    kept = [name in narrow.axis_names for name in whole.axis_names]
+    if all(kept) or tuple(compress(whole.axis_names, kept)) != narrow.axis_names:
         return False
     through_us = tuple(slice(None) if keep else place for keep, place in zip(kept, coordinate, strict=True))
-    return bool(np.array_equal(theirs.devices[through_us], ours.devices))
+    return bool(np.array_equal(whole.devices[through_us], narrow.devices))
 
 
 def _root(mesh: DeviceMesh) -> DeviceMesh | None:

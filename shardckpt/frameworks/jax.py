@@ -34,7 +34,14 @@ import numpy as np
 from shardckpt.errors import DtypeError, LeafError, ShardingError
 from shardckpt.frameworks.base import Array, Sink, Source, Target
 from shardckpt.frameworks.jax_holders import holders_of, sharers_of
-from shardckpt.frameworks.jax_keys import check_named, is_keys, key_shape, keys_of, meaning, words_of
+from shardckpt.frameworks.jax_keys import (
+    check_named,
+    is_keys,
+    key_shape,
+    keys_of,
+    meaning,  # noqa: F401  (`frameworks.meaning` calls it)
+    words_of,
+)
 from shardckpt.frameworks.jax_layout import JaxShards, layout_of, local_shards, to_jax
 from shardckpt.layout.dtypes import DType, of_numpy
 from shardckpt.layout.op_sharding import OpSharding
@@ -47,8 +54,6 @@ if TYPE_CHECKING:
     from shardckpt.layout.box import BoxArray
     from shardckpt.layout.world import World
 
-__all__ = ["accepts", "identity", "matches", "meaning", "settle", "sources", "target"]
-
 _COPYING = frozenset(("tpu", "gpu", "cuda", "rocm"))
 """Platforms whose devices never use the host's buffer itself."""
 
@@ -60,8 +65,8 @@ def matches(leaf: object) -> bool:
 
 def accepts(wanted: Target) -> bool:
     """Whether the target has a JAX sharding, or, if torch_xla is not imported, a shardckpt sharding."""
-    ours = isinstance(wanted.sharding, Sharding | OpSharding) and "torch_xla" not in sys.modules
-    return ours or isinstance(wanted.sharding, jax.sharding.Sharding)
+    portable = isinstance(wanted.sharding, Sharding | OpSharding) and "torch_xla" not in sys.modules
+    return portable or isinstance(wanted.sharding, jax.sharding.Sharding)
 
 
 def settle(leaves: Iterable[object]) -> None:

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from shardckpt.layout.sharding import Layout
     from shardckpt.layout.world import DeviceOwners, World
 
-__all__ = ["holders_of", "sharers_of"]
-
 
 def holders_of(name: str, array: Any, layout: Layout | None, shards: JaxShards, world: World) -> list[tuple[int, ...]] | None:
     """The processes that hold each of an array's boxes, ascending.

@@ -16,8 +16,6 @@ import jax
 from shardckpt.errors import LeafError
 from shardckpt.state.names import shown
 
-__all__ = ["check_named", "is_keys", "key_shape", "keys_of", "meaning", "words_of"]
-
 _UNNAMED = "<unnamed>"
 """JAX's name for a generator that was defined without a name."""
 

@@ -20,15 +20,14 @@ import numpy as np
 
 from shardckpt.errors import ShardingError
 from shardckpt.layout.box import BoxArray, distinct_boxes
+from shardckpt.layout.hlo_text import Kind
 from shardckpt.layout.mesh import Mesh
-from shardckpt.layout.op_sharding import Kind, OpSharding
+from shardckpt.layout.op_sharding import OpSharding
 from shardckpt.layout.partition_spec import PartitionSpec
 from shardckpt.layout.sharding import Layout, Sharding
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
-
-__all__ = ["JaxShards", "layout_of", "local_shards", "to_jax"]
 
 
 @lru_cache(maxsize=1024)

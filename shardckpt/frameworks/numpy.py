@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from shardckpt.layout.box import BoxArray
     from shardckpt.layout.world import World
 
-__all__ = ["ArraySink", "ArraySource", "accepts", "identity", "matches", "overlaps_itself", "settle", "sources", "target"]
-
 
 @dataclass(frozen=True, slots=True)
 class ArraySource:

@@ -41,8 +41,6 @@ if TYPE_CHECKING:
 
     from shardckpt.state.leaves import JSON
 
-__all__ = ["LARGEST_VALUES", "PerProcess", "choose_value", "decode_value", "encode_value", "encode_values"]
-
 LARGEST_VALUES = 64 << 20
 """Most bytes of all encoded values of one process."""
 _KEY = "jax.key:"

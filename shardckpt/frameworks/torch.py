@@ -27,25 +27,6 @@ if TYPE_CHECKING:
     from shardckpt.layout.box import BoxArray
     from shardckpt.layout.world import World
 
-__all__ = [
-    "TensorSink",
-    "TensorSource",
-    "accepts",
-    "array_of",
-    "check_fillable",
-    "check_kind",
-    "dtype_of_tensor",
-    "host_array",
-    "identity",
-    "is_host_memory",
-    "matches",
-    "settle",
-    "sources",
-    "target",
-    "tensor_of",
-    "torch_dtype",
-]
-
 _SAME_IN_NUMPY = frozenset(
     (
         *(torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.int16, torch.int32, torch.int64),

@@ -19,8 +19,9 @@ from torch_xla import _XLAC
 
 from shardckpt.errors import ShardingError
 from shardckpt.layout.box import BoxArray, distinct_boxes
+from shardckpt.layout.hlo_text import Kind
 from shardckpt.layout.mesh import Mesh
-from shardckpt.layout.op_sharding import Kind, OpSharding
+from shardckpt.layout.op_sharding import OpSharding
 from shardckpt.layout.partition_spec import PartitionSpec
 from shardckpt.layout.sharding import Layout, Sharding
 
@@ -28,18 +29,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from numpy.typing import NDArray
-
-__all__ = [
-    "XlaShards",
-    "from_sharding_spec",
-    "from_xla_mesh",
-    "layouts_of",
-    "local_device_ids",
-    "local_shards",
-    "over_all_devices",
-    "replicated",
-    "to_xla",
-]
 
 _MOST_DIMS = 5
 """Most dimensions of a tile assignment that 2.9 reads from Python; for more it logs an error and uses wrong devices."""
@@ -71,8 +60,8 @@ def layouts_of(tensors: Sequence[Any]) -> list[Layout]:
     # The first answer of 2.9 can be the sharding before the tensor's last program; the second one is correct.
     texts = _XLAC._get_xla_sharding_specs(tensors)
     count, mesh = xr.global_runtime_device_count(), xs.get_global_mesh()
-    ours = None if mesh is None else from_xla_mesh(mesh)
-    return [_layout(text, tensor.dim(), count, ours) for tensor, text in zip(tensors, texts, strict=True)]
+    global_mesh = None if mesh is None else from_xla_mesh(mesh)
+    return [_layout(text, tensor.dim(), count, global_mesh) for tensor, text in zip(tensors, texts, strict=True)]
 
 
 @lru_cache(maxsize=256)

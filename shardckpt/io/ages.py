@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
     from shardckpt.io.store import Store
 
-__all__ = ["idle_seconds", "last_written"]
-
 
 def idle_seconds(store: Store, prefixes: Iterable[str]) -> dict[str, float | None]:
     """Prefix → seconds since the last write below it; None if that is not known (`last_written`).

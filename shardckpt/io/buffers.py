@@ -91,7 +91,7 @@ class BufferPool:
         """Most bytes of all leases together."""
         self.high_water = 0
         """Most bytes that existed at once: leased, counted beside leases, or kept for reuse."""
-        self._taken = 0
+        self._leased = 0
         """Bytes that are leased, or counted beside leases."""
         self._kept: list[NDArray[np.uint8]] = []
         self._waiting: deque[object] = deque()
@@ -113,7 +113,7 @@ class BufferPool:
             self._waiting.append(turn)
             try:
                 self._changed.wait_for(lambda: self._waiting[0] is turn and self._fits(_size(nbytes) + beside))
-                room = (self.limit - self._taken - beside) // ALIGNMENT * ALIGNMENT
+                room = (self.limit - self._leased - beside) // ALIGNMENT * ALIGNMENT
                 return self._lend(max(nbytes, min(most, room)), beside)
             finally:
                 self._waiting.remove(turn)
@@ -137,17 +137,17 @@ class BufferPool:
             return sorted(buffer.ctypes.data for buffer in self._kept)
 
     def _fits(self, wanted: int) -> bool:
-        return not self._taken or self._taken + wanted <= self.limit
+        return not self._leased or self._leased + wanted <= self.limit
 
     def _lend(self, nbytes: int, beside: int) -> Lease:
         wanted = _size(nbytes)
-        buffer = self._reuse(wanted, self.limit - self._taken - beside)
+        buffer = self._reuse(wanted, self.limit - self._leased - beside)
         total = beside + (wanted if buffer is None else buffer.nbytes)
         while self._kept and self._allocated() + total > self.limit:
             self._kept.pop(0)
         if buffer is None:
             buffer = _aligned(wanted)
-        self._taken += total
+        self._leased += total
         self.high_water = max(self.high_water, self._allocated())
         return Lease(self, buffer, nbytes, beside)
 
@@ -158,13 +158,13 @@ class BufferPool:
         return self._kept.pop(min(fitting, key=lambda i: self._kept[i].nbytes)) if fitting else None
 
     def _allocated(self) -> int:
-        return self._taken + sum(b.nbytes for b in self._kept)
+        return self._leased + sum(b.nbytes for b in self._kept)
 
     def _take_back(self, buffer: NDArray[np.uint8] | None, beside: int, *, keep: bool = True) -> None:
         with self._changed:
-            self._taken -= beside
+            self._leased -= beside
             if buffer is not None:
-                self._taken -= buffer.nbytes
+                self._leased -= buffer.nbytes
                 if keep and self._allocated() + buffer.nbytes <= self.limit:
                     self._kept.append(buffer)
             self._changed.notify_all()

@@ -23,7 +23,7 @@ import threading
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
-import shardckpt.io.ending  # noqa: F401  (saves in the background need it, and when Python is ending it cannot be imported any more)
+import shardckpt.io.shutdown  # noqa: F401  (saves in the background need it, and when Python is ending it cannot be imported any more)
 from shardckpt.errors import CommitError, CoordinationError, ShardckptError, StorageError
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ def is_denied(error: StorageError) -> bool:
 # --- threads
 
 
-def is_ending() -> bool:
+def is_shutting_down() -> bool:
     """Whether the interpreter is shutting down."""
     return not threading.main_thread().is_alive()
 
@@ -106,7 +106,7 @@ def reading_takes_threads(place: object) -> AbstractContextManager[None]:
     """
 
     def as_error(why: str) -> StorageError:
-        advice = "Read before the program ends, not in a function that `atexit` calls." if is_ending() else _THREAD_ADVICE
+        advice = "Read before the program ends, not in a function that `atexit` calls." if is_shutting_down() else _THREAD_ADVICE
         return StorageError(f"cannot read {place}: {why}. {advice}")
 
     return _threads_or(as_error)
@@ -131,9 +131,9 @@ def _threads_or(as_error: Callable[[str], ShardckptError]) -> Iterator[None]:
     try:
         yield
     except RuntimeError as e:
-        if isinstance(e, ShardckptError) or not (is_ending() or str(e).startswith(_THREAD_MESSAGES)):
+        if isinstance(e, ShardckptError) or not (is_shutting_down() or str(e).startswith(_THREAD_MESSAGES)):
             raise
-        raise as_error(f"{'Python is ending and' if is_ending() else 'Python'} starts no threads any more ({e})") from e
+        raise as_error(f"{'Python is shutdown and' if is_shutting_down() else 'Python'} starts no threads any more ({e})") from e
 
 
 # --- forks

@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from shardckpt.layout.box import Box
     from shardckpt.layout.dtypes import DType
 
-__all__ = ["ForeignArray", "open_arrays"]
-
 _AT_ONCE = 128
 """Number of arrays that are opened at a time."""
 _INDEX_BYTES = 100_000_000

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import ArrayLike, NDArray
 
-__all__ = ["MOST_KEYS", "Node", "Place", "Version", "leaf_node", "manifest", "read_manifest", "read_node", "shared_prefixes", "varints"]
-
 Place = tuple[str, int, int]
 """Data file relative to the database, offset of the first byte, bytes."""
 

@@ -11,7 +11,7 @@ A `Store` is a thin layer over TensorStore's key-value stores. It adds:
    a file is complete and can be found. (An object store responds when an object is durable.)
 3. *Retries and a rate limit.* Requests to an object store are retried (`cloud` says when and for how long). TensorStore treats
    a few kinds of broken responses as final; the store retries those where a retry is harmless. The rate at which
-   requests begin is limited, and each of several processes has a share of it (`pace`).
+   requests begin is limited, and each of several processes has a share of it (`wait_for_rate`).
 4. *No bytes of a killed write in the next write*, see `failures`.
 5. *Complete listings*, see `listing`: TensorStore's own listings are empty when GCS refuses them.
 6. *Typed errors.* A message has the url, then the text of TensorStore or the system, then what to do.
@@ -37,7 +37,7 @@ from numpy.typing import NDArray
 from shardckpt.errors import CorruptionError, FormatError, MissingDataError, StorageError
 from shardckpt.format.documents import check_key
 from shardckpt.io.buckets import cloud, listing
-from shardckpt.io.buckets.pace import ALONE, RequestShare
+from shardckpt.io.buckets.rate_limit import ALONE, RequestShare
 from shardckpt.io.deletion import delete_objects, remove_tree
 from shardckpt.io.failures import begin_use, forget_interrupted_write, storage_errors
 from shardckpt.io.requests import Upload, repeat_broken
@@ -246,7 +246,7 @@ class Store:
 
                 return delete_if_match(self.location, key, generation)
             if self.location.bucket is not None:
-                cloud.pace("write", self._share)
+                cloud.wait_for_rate("write", self._share)
             return bool(self.kvstore().write(key, None, if_equal=generation).result().generation)
 
     def remove_empty(self) -> None:
@@ -323,8 +323,8 @@ class Store:
             return
         assert self._top is not None
         # Below the top, another process may just have created the directory and not have synced it yet.
-        ours = self._top in (path, *path.parents) or not path.is_dir()
-        if not ours:
+        creates = self._top in (path, *path.parents) or not path.is_dir()
+        if not creates:
             return
         if path.parent != path:
             self._make_directory(path.parent)
@@ -337,7 +337,7 @@ class Store:
 
         def begin() -> Any:
             if self.location.bucket is not None:
-                cloud.pace("read", self._share)
+                cloud.wait_for_rate("read", self._share)
             return self.kvstore().read(key, byte_range=span)
 
         return self._finish(begin)
@@ -353,13 +353,13 @@ class Store:
         self.forget_interrupted_write(key)
         value = data if isinstance(data, (bytes, bytearray)) else bytes(byte_view(data))
         if self.location.bucket is not None:
-            cloud.pace("write", self._share)
+            cloud.wait_for_rate("write", self._share)
         return self.kvstore().write(key, value, if_equal=generation)
 
     def _begin_deletion(self, key: str) -> Any:
         """Begin to delete an object, if there is one."""
         if self.location.bucket is not None:
-            cloud.pace("write", self._share)
+            cloud.wait_for_rate("write", self._share)
         return self.kvstore().write(key, None)
 
 

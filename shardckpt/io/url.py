@@ -25,8 +25,6 @@ from shardckpt.errors import UrlError
 from shardckpt.format.documents import unfit
 from shardckpt.io.buckets import cloud
 
-__all__ = ["UNQUOTED", "Location", "parse"]
-
 _SCHEMES = ("file", "gs", "s3", "memory")
 _LABEL = r"[a-z0-9](?:[a-z0-9{}]{{0,61}}[a-z0-9])?"
 _BUCKETS = {

@@ -14,8 +14,6 @@ from numpy.typing import NDArray
 
 from shardckpt.errors import OptionError
 
-__all__ = ["Box", "BoxArray", "distinct_boxes"]
-
 Index = NDArray[np.int64]
 
 

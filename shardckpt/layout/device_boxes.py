@@ -28,8 +28,6 @@ from shardckpt.layout.mesh import MAX_AXES, checked_sizes
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["DeviceBoxes", "Tiling", "checked_tensor_shape", "tile_shape"]
-
 Index = NDArray[np.int64]
 
 

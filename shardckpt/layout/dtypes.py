@@ -25,8 +25,6 @@ from shardckpt.excerpt import excerpt
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["DTYPES", "DType", "by_name", "castable", "of_numpy"]
-
 _NUMPY_NAMES = (
     *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
     *("float16", "float32", "float64", "complex64", "complex128"),

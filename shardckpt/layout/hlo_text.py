@@ -31,8 +31,6 @@ from shardckpt.layout.tile_assignment import MAX_DIMS, Iota, TileAssignment
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["MAX_TEXT", "HloSharding", "Kind", "parse_hlo"]
-
 MAX_TEXT = 1 << 24
 """Characters: enough to list a million devices."""
 

@@ -29,8 +29,6 @@ from shardckpt.layout.mesh import MAX_DEVICES, Ids, Mesh, checked_sizes
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["Device", "HybridMesh", "torus_mesh"]
-
 
 @dataclass(frozen=True, slots=True)
 class Device:
@@ -199,19 +197,19 @@ def _split_axes(torus: tuple[int, ...], shape: tuple[int, ...]) -> Ids:
     """(logical, physical) factors: row i multiplies to shape[i], column j to torus[j]."""
     factors = np.ones((len(shape), len(torus)), np.int64)
     for place in reversed(range(len(shape))):
-        taken = factors.prod(axis=0)
-        options = (_divisors(size // int(used)) for size, used in zip(torus, taken, strict=True))
+        in_use = factors.prod(axis=0)
+        options = (_divisors(size // int(used)) for size, used in zip(torus, in_use, strict=True))
         fitting = [option for option in product(*options) if prod(option) == shape[place]]
         if not fitting:
             raise ShardingError(f"HybridMesh: axes {shape} cannot be laid over a torus of {'×'.join(map(str, torus))}.")
-        factors[place] = max(fitting, key=lambda option: _preference(option, torus, taken))
+        factors[place] = max(fitting, key=lambda option: _preference(option, torus, in_use))
     return factors
 
 
-def _preference(option: tuple[int, ...], torus: tuple[int, ...], taken: Ids) -> tuple[int, int, int, tuple[int, ...]]:
+def _preference(option: tuple[int, ...], torus: tuple[int, ...], in_use: Ids) -> tuple[int, int, int, tuple[int, ...]]:
     """Sort key, greater is better: devices on complete axes, number of complete axes, devices on axes in use, earlier axes."""
     whole = [size for size, extent in zip(option, torus, strict=True) if size == extent]
-    shared = [size for size, used in zip(option, taken.tolist(), strict=True) if used > 1]
+    shared = [size for size, used in zip(option, in_use.tolist(), strict=True) if used > 1]
     return prod(whole), sum(size > 1 for size in whole), prod(shared), option
 
 

@@ -18,8 +18,6 @@ from numpy.typing import ArrayLike, NDArray
 from shardckpt.errors import FormatError, ShardingError
 from shardckpt.excerpt import excerpt
 
-__all__ = ["MAX_AXES", "MAX_DEVICES", "Mesh"]
-
 Ids: TypeAlias = NDArray[np.int64]
 
 MAX_DEVICES = 1 << 20

@@ -28,8 +28,6 @@ from shardckpt.layout.tile_assignment import Form, TileAssignment
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
 
-__all__ = ["Kind", "OpSharding"]
-
 _NO_BOXES = {
     Kind.MANUAL: "manual: only the program inside the manual region knows what its devices hold; leave the region first",
     Kind.UNREDUCED: "unreduced: its devices hold partial sums; reduce it first",

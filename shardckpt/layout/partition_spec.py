@@ -19,8 +19,6 @@ from shardckpt.layout.mesh import MAX_AXES, Mesh
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["Axis", "PartitionSpec", "SpecPart"]
-
 Axis: TypeAlias = str | int
 """A mesh axis, by name or by index."""
 

@@ -19,15 +19,14 @@ import numpy as np
 
 from shardckpt.errors import FormatError, ShardingError
 from shardckpt.layout.device_boxes import DeviceBoxes, Tiling, checked_tensor_shape, tile_shape
+from shardckpt.layout.hlo_text import Kind
 from shardckpt.layout.mesh import Mesh, checked_sizes, referred_mesh
-from shardckpt.layout.op_sharding import Kind, OpSharding
+from shardckpt.layout.op_sharding import OpSharding
 from shardckpt.layout.partition_spec import PartitionSpec
 from shardckpt.layout.tile_assignment import Iota, TileAssignment
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
-
-__all__ = ["Layout", "Sharding", "layout_from_json"]
 
 
 @dataclass(frozen=True, slots=True)

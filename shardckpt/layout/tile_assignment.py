@@ -26,8 +26,6 @@ from shardckpt.layout.mesh import MAX_DEVICES, checked_ids, checked_sizes
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["MAX_DIMS", "Form", "Iota", "TileAssignment"]
-
 Ids = NDArray[np.int64]
 
 Form: TypeAlias = Literal["auto", "listed", "iota"]

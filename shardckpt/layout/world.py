@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import ArrayLike, NDArray
 
-__all__ = ["DeviceOwners", "World"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeviceOwners:

@@ -147,9 +147,9 @@ def _cut(parts: Sequence[_TapePart], limit: int) -> Iterator[list[tuple[_TapePar
                 yield some
                 some, room = [], limit
                 continue
-            taken = range(at, at + max(fitting, 1))
-            some.append((part, taken))
-            room -= len(taken) * part.chunk_bytes
-            at = taken.stop
+            chunks_of_part = range(at, at + max(fitting, 1))
+            some.append((part, chunks_of_part))
+            room -= len(chunks_of_part) * part.chunk_bytes
+            at = chunks_of_part.stop
     if some:
         yield some

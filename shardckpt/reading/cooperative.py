@@ -31,7 +31,7 @@ from shardckpt.frameworks.coordination import Coordinator
 from shardckpt.frameworks.interconnect import Interconnect, interconnect_of
 from shardckpt.plan.bandwidths import Bandwidths, Estimate
 from shardckpt.plan.shares import peers_sharing_reads
-from shardckpt.reading.shared_reading import SharedReading, told
+from shardckpt.reading.shared_reading import SharedReading, error_document
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -103,7 +103,7 @@ class Meeting:
             try:
                 found = self._connection()
                 if not isinstance(found, str):
-                    found[0].share("cooperative", {"failure": told(error)})
+                    found[0].share("cooperative", {"failure": error_document(error)})
             except ShardckptError as e:
                 _log.debug("%s: the others have not heard of the failure: %s", self.location, e)
 

@@ -44,7 +44,7 @@ REQUEST_BYTES = 1 << 20
 """Bytes whose transfer from an object store takes as long as one request."""
 MOST_BYTES = 32 << 20
 """Most bytes of rows from hosts' tables that are kept at a time."""
-_UNTOLD = (CorruptionError, FormatError, StorageError)
+_SKIPPED_ERRORS = (CorruptionError, FormatError, StorageError)
 """Errors after which a host is skipped: a storage may refuse its files alone; if all fails, the table of all hosts fails too."""
 _FOLDER = re.compile(r"hosts/(\d{1,9})(?:-[^/]*)?/")
 
@@ -119,10 +119,10 @@ class HostRows:
         room = self._make_room(nbytes, hosts, wanted)
         ends = accumulate(record.table.size for record in records.values())
         left_out = {host for host, end in zip(records, ends, strict=True) if end > room}
-        told = map_on_threads(self._table, [record for host, record in records.items() if host not in left_out])
+        tables = map_on_threads(self._table, [record for host, record in records.items() if host not in left_out])
         with self._lock:
             self._asked -= left_out
-            self._add([found for found in told if found is not None])
+            self._add([found for found in tables if found is not None])
         return inf if left_out else spent + costs
 
     def _make_room(self, nbytes: int, hosts: Sequence[int], wanted: NDArray[np.int64]) -> int:
@@ -140,14 +140,14 @@ class HostRows:
         self._count(reference.size)
         try:
             return read_host_files(self._place, reference)
-        except _UNTOLD:
+        except _SKIPPED_ERRORS:
             return None
 
     def _table(self, files: HostFiles) -> tuple[NDArray[np.int64], NDArray[np.void]] | None:
         """A host's rows with their numbers; None if its table cannot be read."""
         try:
             return self._numbered(read_table(self._place, files.table, self._count))
-        except _UNTOLD:
+        except _SKIPPED_ERRORS:
             return None
 
     def _numbered(self, table: Table) -> tuple[NDArray[np.int64], NDArray[np.void]] | None:

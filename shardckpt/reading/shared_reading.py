@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("shardckpt")
 
 
-def told(error: BaseException) -> dict[str, Any]:
+def error_document(error: BaseException) -> dict[str, Any]:
     """An error as a document for other processes."""
     return {"code": error.code if isinstance(error, ShardckptError) else None, "message": str(error) or type(error).__name__}
 
@@ -95,7 +95,7 @@ class SharedReading:
     def give_up(self, error: BaseException) -> None:
         """Announce that this process takes part in no further round."""
         try:
-            self._announce(told(error))
+            self._announce(error_document(error))
         except ShardckptError:
             _log.debug("%s: the job's store is gone, too", self.checkpoint.location)
 

@@ -231,11 +231,11 @@ class TableBlocks:
         units: list[int] = np.unique(_spread(starts // self._source.rows, (stops - 1) // self._source.rows + 1)).tolist()
         return units
 
-    def _ask_hosts(self, number: NDArray[np.int64], told: HostRows) -> list[int]:
+    def _ask_hosts(self, number: NDArray[np.int64], host_rows: HostRows) -> list[int]:
         """Read hosts' tables as long as that pays off; return the units that must still be read for the given rows."""
         wasted, several, wanted = 0.0, 1, number
         while True:
-            number = number[~told.take(number)[1]]
+            number = number[~host_rows.take(number)[1]]
             unit = number // self._source.rows
             units: list[int] = np.unique(unit).tolist()
             missing = [u for u in units if u not in self._units]
@@ -246,11 +246,11 @@ class TableBlocks:
             rows = self._load([fullest])
             if rows is None:
                 return []
-            hosts = told.hosts_of(rows[0]["file"][number[unit == fullest] - fullest * self._source.rows])[:several]
-            if told.least_cost(hosts) > costs / 2:
+            hosts = host_rows.hosts_of(rows[0]["file"][number[unit == fullest] - fullest * self._source.rows])[:several]
+            if host_rows.least_cost(hosts) > costs / 2:
                 return units
-            spent = told.read(hosts, costs / 2, wanted)
-            new = int(told.take(number)[1].sum())
+            spent = host_rows.read(hosts, costs / 2, wanted)
+            new = int(host_rows.take(number)[1].sum())
             if spent * (len(number) - new) < costs * new:  # the remaining rows cost less from hosts at this rate than from units
                 several *= 4
             else:

@@ -86,9 +86,9 @@ def register_leaf(type: type[T], *, name: str, encode: Callable[[T], object], de
         raise OptionError(f"register_leaf({type.__qualname__}): name= takes a text that is not empty, not {name!r}.")
     if type in {*_ENCODERS, tuple, list, dict} or issubclass(type, np.generic):
         raise OptionError(f"register_leaf({type.__qualname__}): this type is supported already; register a class of your own.")
-    taken = _BY_NAME.get(name)
-    if taken is not None and (taken.type.__module__, taken.type.__qualname__) != (type.__module__, type.__qualname__):
-        other = f"{taken.type.__module__}.{taken.type.__qualname__}"
+    registered = _BY_NAME.get(name)
+    if registered is not None and (registered.type.__module__, registered.type.__qualname__) != (type.__module__, type.__qualname__):
+        other = f"{registered.type.__module__}.{registered.type.__qualname__}"
         raise OptionError(f"register_leaf({type.__qualname__}): the name {name!r} belongs to {other}; choose another.")
     previous = _BY_TYPE.pop(type, None)
     if previous is not None:

@@ -31,8 +31,6 @@ from shardckpt.state.unflatten import decode_leaf
 if TYPE_CHECKING:
     from shardckpt.state.document import Meaning, Tree
 
-__all__ = ["Matched", "match"]
-
 _Step = Callable[[Mapping[str, object]], object]
 """Builds one place of the new state from the values by name."""
 
@@ -129,7 +127,7 @@ class _Walk:
             return self.tensor(value, node)
         if isinstance(value, PerProcess):
             return self.own(value, node)
-        container = _taken_apart(value, node.name)
+        container = _container_of(value, node.name)
         if container is not None:
             return self.container(value, container, node, depth)
         if not self.any_selected(node):
@@ -197,7 +195,7 @@ class _Walk:
     # A place that only `like` has.
 
     def absent(self, value: object, name: str, depth: int) -> _Step:
-        container = None if self.is_tensor(value) else _taken_apart(value, name)
+        container = None if self.is_tensor(value) else _container_of(value, name)
         if container is None or not container.keys:
             if self.selected(name):
                 self.missing.append(name)
@@ -240,7 +238,7 @@ def _is_leaf(value: object) -> bool:
     return isinstance(value, PerProcess) or leaves.leaf_type(value) is not None or leaves.is_small(value)
 
 
-def _taken_apart(value: object, name: str) -> Container | None:
+def _container_of(value: object, name: str) -> Container | None:
     """Split a container. None for a leaf, and for a value that fails to split: it is kept, or refused if `only` selects it."""
     try:
         return None if _is_leaf(value) else container_of(value, name)

@@ -14,8 +14,6 @@ from shardckpt.errors import OptionError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["PerProcess"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PerProcess:

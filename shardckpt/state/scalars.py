@@ -20,8 +20,6 @@ from shardckpt.state.names import shown
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["decode_scalar", "encode_scalar", "from_hex"]
-
 
 def encode_scalar(value: np.generic, where: str) -> list[Any]:
     """Encode a scalar as two texts.

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from shardckpt.state.document import Tree
     from shardckpt.state.names import PathKey
 
-__all__ = ["assemble", "decode_leaf", "unflatten"]
-
 
 def decode_leaf(leaf: Small | Custom) -> object:
     """Decode a leaf that is not a tensor.

@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from shardckpt.state.leaves import JSON
     from shardckpt.state.names import PathKey
 
-__all__ = ["union"]
-
 _SHOWN = 80
 """Most characters of a value in a message."""
 
@@ -95,11 +93,11 @@ class _Union:
 
     def check_keys(self, name: str, found: dict[_Key, list[_Said]]) -> None:
         """Refuse two keys of different types that are equal in a dict, or have the same name."""
-        taken: dict[object, _Key] = {}
+        claimed: dict[object, _Key] = {}
         for key, below in found.items():
             # To a dict 1 and True are one key; 0 and "0" have one name, unless their own dict has both.
             for claim in {("key", key[1]), *(("name", child.name) for _, child in below)}:
-                other = taken.setdefault(claim, key)
+                other = claimed.setdefault(claim, key)
                 if other != key:
                     raise CommitError(
                         f"{shown(name)} has the key {excerpt(other[1])} on {self.who(found[other])} and {excerpt(key[1])} on "

@@ -1,7 +1,7 @@
 """The background half of a manager: one save at a time, the deletions after it, and the failures of both.
 
 1. `begin` starts a save (`Saver`), which copies the state, and a thread that waits for its end. The interpreter waits
-   for that thread before it shuts down (`ending`).
+   for that thread before it shuts down (`shutdown`).
 2. Just before a step is published, the committing process checks that no other job owns the root, and writes a pending
    rollback to the storage.
 3. When the save has ended, the next one may begin. If the step was committed, the leader deletes the steps that are no longer kept.
@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from shardckpt.commit.job import JobFence, of_other_job
 from shardckpt.errors import FormatError, OtherJobError, StorageError
-from shardckpt.io.ending import start_background
 from shardckpt.io.failures import saving_takes_threads
+from shardckpt.io.shutdown import start_background
 from shardckpt.training import events
 from shardckpt.training.cleaning import Cleaner
 from shardckpt.training.decisions import LEADER
@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     from shardckpt.options import SaveOptions
     from shardckpt.training.retention import Retention
     from shardckpt.writing.save_handle import SaveReport
-
-__all__ = ["Background"]
 
 
 class Background:

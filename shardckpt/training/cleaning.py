@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from shardckpt.io.store import Store
     from shardckpt.training.retention import Retention
 
-__all__ = ["Cleaner", "doomed"]
-
 _log = logging.getLogger("shardckpt")
 _DELETED = "deleted.json"
 """A file in the run's root on object stores: earlier versions list the deleted steps in it, and skip the steps that it names."""

@@ -40,8 +40,6 @@ if TYPE_CHECKING:
     from shardckpt.frameworks.coordination import Coordinator
     from shardckpt.training.policies import Policy
 
-__all__ = ["LEADER", "Decisions", "StepDecision"]
-
 LEADER = 0
 """The process that decides."""
 _LEAST_LEAD, _MOST_LEAD = 2, 64
@@ -117,7 +115,7 @@ class Decisions:
         self._answer = StepDecision(save=False)
         self._timeline = Timeline(0 if step is None else step + 1)
         self._saved_at: int | None = None
-        self._told: str | None = None
+        self._noticed: str | None = None
         self._unannounced = False
         self._acted = False
         self._asked = self._decided = time.monotonic()
@@ -182,8 +180,8 @@ class Decisions:
         line, before = self._timeline, self._timeline
         runs_out = line.until < step + (lead + stride) // 2
         if source is None and runs_out and self._policy.notices:
-            source = self._told or self._heard()
-        self._told = source
+            source = self._noticed or self._heard()
+        self._noticed = source
         planned = any(w.save and w.start > step for w in line.windows)
         busy = planned or self._in_flight() or (self._skips and self._will_save(line))
         preempted = source is not None and line.notice is None
@@ -209,10 +207,10 @@ class Decisions:
 
     def _follow(self, step: int, source: str | None) -> None:
         """Wait for a timeline that reaches this step."""
-        if source is not None and self._told is None and self._timeline.notice is None:
+        if source is not None and self._noticed is None and self._timeline.notice is None:
             with suppress(CoordinationError):  # the leader has ended; its missing decision will be reported
                 self._coordinator.announce(self._name("notice"), {"source": f"{source}, process {self._coordinator.world.process}"})
-                self._told = source
+                self._noticed = source
         if step <= self._timeline.until:
             return
         deadline, pause = time.monotonic() + self._timeout, _FIRST_LOOK

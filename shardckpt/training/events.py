@@ -319,7 +319,7 @@ def _storage_retries() -> int:
     """Number of retried requests so far; 0 while TensorStore has not been imported."""
     if "tensorstore" not in sys.modules:
         return 0
-    from shardckpt.io.buckets.retries import storage_retries
+    from shardckpt.io.buckets.retry import storage_retries
 
     return storage_retries()
 

@@ -29,8 +29,6 @@ from shardckpt.frameworks import per_process
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-__all__ = ["Generators", "inherited"]
-
 
 class Generators:
     """The generators of this process, as one object that has a `state_dict`."""
@@ -54,8 +52,8 @@ class Generators:
         """Restore the states of the generators that this program has."""
         if (python := state.get("python")) is not None:
             random.setstate((python["version"], tuple(python["words"].tolist()), python["normal"]))
-        if (ours := state.get("numpy")) is not None:
-            np.random.set_state(ours)  # noqa: NPY002
+        if (numpy_state := state.get("numpy")) is not None:
+            np.random.set_state(numpy_state)  # noqa: NPY002
         torch = sys.modules.get("torch")
         if torch is not None and "torch" in state:
             torch.set_rng_state(state["torch"])

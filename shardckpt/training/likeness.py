@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from shardckpt.format.structure import TensorRecord
     from shardckpt.state.names import PathKey
 
-__all__ = ["LEFT_OUT", "StoredLeaves", "fitting", "mirror", "new_tensor"]
-
 LEFT_OUT: Any = object()
 """Placeholder for a state of which no part is requested."""
 
@@ -101,8 +99,8 @@ def mirror(stored: StoredLeaves, node: Node, own: object = None, tensor: Callabl
 def _container(stored: StoredLeaves, node: Branch, own: object, tensor: Callable[[TensorRecord, object], object]) -> Any:
     if (node.form != "dict" or not node.keys) and not stored.all_or_nothing(node):
         return LEFT_OUT
-    ours = container_of(own, node.name)
-    held = {} if ours is None else {(type(key), key): value for key, value in zip(ours.keys, ours.children, strict=True)}
+    container = container_of(own, node.name)
+    held = {} if container is None else {(type(key), key): value for key, value in zip(container.keys, container.children, strict=True)}
     items: dict[PathKey, Any] = {}
     for key, below in zip(node.keys, node.children, strict=True):
         item = mirror(stored, below, held.get((type(key), key)), tensor)
@@ -112,12 +110,12 @@ def _container(stored: StoredLeaves, node: Branch, own: object, tensor: Callable
         return LEFT_OUT
     if node.form != "dict":
         plain = list(items.values())
-        if ours is not None and ours.form == node.form and (len(held) == len(plain) or isinstance(own, deque)):
-            return ours.rebuild(plain)
+        if container is not None and container.form == node.form and (len(held) == len(plain) or isinstance(own, deque)):
+            return container.rebuild(plain)
         return plain if node.form == "list" else tuple(plain)
-    if ours is not None and ours.form == "dict" and {(type(key), key) for key in items} == held.keys():
-        return ours.rebuild([items[key] for key in ours.keys])
-    made: dict[PathKey, Any] = copy.copy(own) if isinstance(own, dict) and ours is not None else {}
+    if container is not None and container.form == "dict" and {(type(key), key) for key in items} == held.keys():
+        return container.rebuild([items[key] for key in container.keys])
+    made: dict[PathKey, Any] = copy.copy(own) if isinstance(own, dict) and container is not None else {}
     made.clear()
     for key, item in items.items():
         made[key] = item  # noqa: PERF403  (update() of a Counter counts)

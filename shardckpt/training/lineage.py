@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from shardckpt.training.resuming import Resumed
     from shardckpt.training.steps import StepInfo
 
-__all__ = ["Lineage"]
-
 
 class Lineage:
     """The effects of the last restore; the same on all processes, except that only the leader writes them to the storage."""
@@ -37,18 +35,18 @@ class Lineage:
         self.later: dict[int, str | None] = {}
         """Steps after the restored one that have not been replaced yet, with the attempt in each one's record (None if unreadable)."""
         self._kept: frozenset[int] = frozenset()
-        self._untold: Rollback | None = None
+        self._pending: Rollback | None = None
         """The rollback that is not recorded in the storage yet."""
 
     def resume(self, found: Resumed) -> None:
         """Continue after a step that was restored."""
         self.later, self._kept = dict(found.later), found.kept
-        self._untold = Rollback(found.step, found.was_superseded, found.later) if found.was_superseded or found.later else None
+        self._pending = Rollback(found.step, found.was_superseded, found.later) if found.was_superseded or found.later else None
 
     def metadata(self) -> dict[str, Any]:
         """Metadata for the next save that records the pending rollback, for the process that publishes the save."""
-        untold = self._untold
-        return {} if untold is None else {ROLLBACK: untold.to_json()}
+        pending = self._pending
+        return {} if pending is None else {ROLLBACK: pending.to_json()}
 
     def replaces(self, step: int) -> bool:
         """Whether a save of this step replaces a step from before the rollback."""
@@ -70,9 +68,9 @@ class Lineage:
             raise AlreadyExistsError(f"{place}: the step from before the rollback is pinned; `shardckpt unpin` lets it be replaced.")
         if self._overwrites and is_marked(place, PINNED, published_attempt(place)):
             raise AlreadyExistsError(f"{place}: the step that is there is pinned; `shardckpt unpin` lets it be replaced.")
-        if self._untold is not None:
-            self._untold.tell(self._root)
-            self._untold = None
+        if self._pending is not None:
+            self._pending.tell(self._root)
+            self._pending = None
 
     def replaced(self, step: int, *, leads: bool) -> None:
         """Note that a step is committed."""
@@ -84,12 +82,12 @@ class Lineage:
 
     def seen(self, steps: Iterable[StepInfo]) -> list[StepInfo]:
         """Steps as listed from the storage, corrected by the rollback that is not recorded there yet."""
-        untold, later = self._untold, self.later
+        pending, later = self._pending, self.later
 
         def now(info: StepInfo) -> StepInfo:
-            if untold is not None and info.step in later and later[info.step] == info.attempt:
+            if pending is not None and info.step in later and later[info.step] == info.attempt:
                 return dataclasses.replace(info, state="superseded")
-            if untold is not None and info.step == untold.step:
+            if pending is not None and info.step == pending.step:
                 return dataclasses.replace(info, state="committed")
             return info
 

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from shardckpt.writing.save_handle import SaveReport
 
 _log = logging.getLogger("shardckpt")
-_UNTOLD = EveryCall()
+_DEFAULT_EVERY = EveryCall()
 """The `every` of a manager that was created without one."""
 _PROTECTED = "the step from before the rollback is pinned, or the base of one that is; `shardckpt unpin` lets it be replaced"
 _managers: Counter[str] = Counter()
@@ -73,7 +73,7 @@ class CheckpointManager(RunSteps):
         self,
         root: str | os.PathLike[str],
         *,
-        every: Policy | int | None = _UNTOLD,
+        every: Policy | int | None = _DEFAULT_EVERY,
         keep: Retention | int | None = None,
         options: SaveOptions | None = None,
         coordinator: Coordinator | None = None,
@@ -117,9 +117,9 @@ class CheckpointManager(RunSteps):
             raise OptionError(f"CheckpointManager(lead_time={excerpt(lead_time)}): give seconds, 0 or more.")
         self.options = checked_options(options)
         """The options of every save."""
-        if taken := {RUN, METRICS, ROLLBACK} & self.options.metadata.keys():
-            raise OptionError(f"SaveOptions(metadata=…): {min(taken)!r} is a key that a CheckpointManager sets itself; choose another key.")
-        when = None if every is _UNTOLD and preemption is not None else every
+        if used := {RUN, METRICS, ROLLBACK} & self.options.metadata.keys():
+            raise OptionError(f"SaveOptions(metadata=…): {min(used)!r} is a key that a CheckpointManager sets itself; choose another key.")
+        when = None if every is _DEFAULT_EVERY and preemption is not None else every
         policy = as_policy(when) if preemption is None else any_of(as_policy(when), preemption)
         self._rule = as_retention(keep)
         self._root = Store.open(parse(root))
@@ -151,7 +151,7 @@ class CheckpointManager(RunSteps):
         """The step that was skipped last."""
         self._owed = False
         """Whether a due step could not be saved, so that the next step is saved instead."""
-        self._warns = when is _UNTOLD and keep is None
+        self._warns = when is _DEFAULT_EVERY and keep is None
         """Whether the first save warns that every call saves and every step is kept."""
         self._closed = False
 
@@ -289,21 +289,21 @@ class CheckpointManager(RunSteps):
         self._background.raise_failures(self._on_failure)
 
         def read(checkpoint: Checkpoint) -> Any:
-            taken = int(checkpoint.location.name)
-            with self._background.cleaner.reading(taken):
-                self._background.emit(events.RestoreStarted, taken)
+            read_step = int(checkpoint.location.name)
+            with self._background.cleaner.reading(read_step):
+                self._background.emit(events.RestoreStarted, read_step)
                 began = time.monotonic()
                 options: dict[str, Any] = {"memory_limit": self.options.budget, "coordinator": self._coordinator}
-                progress = self._events.progress("restore", self.url(taken), taken)
+                progress = self._events.progress("restore", self.url(read_step), read_step)
                 try:
                     state = restore(
                         checkpoint, like, only=only, strict=strict, cast=cast, cooperative=cooperative, progress=progress, **options
                     )
                 except BaseException as e:
-                    self._background.emit(events.RestoreFailed, taken, error=e)
+                    self._background.emit(events.RestoreFailed, read_step, error=e)
                     raise
                 nbytes = checkpoint.record.totals["bytes"]
-                self._background.emit(events.RestoreFinished, taken, seconds=time.monotonic() - began, nbytes=nbytes)
+                self._background.emit(events.RestoreFinished, read_step, seconds=time.monotonic() - began, nbytes=nbytes)
                 return state
 
         found = resume(

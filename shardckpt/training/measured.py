@@ -9,8 +9,6 @@ from typing import Any
 from shardckpt.errors import OptionError
 from shardckpt.excerpt import excerpt
 
-__all__ = ["METRICS", "decode_metrics", "encode_metrics"]
-
 METRICS = "metrics"
 """The key in the metadata."""
 

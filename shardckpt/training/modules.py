@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from shardckpt.state.document import Node
     from shardckpt.training.likeness import StoredLeaves
 
-__all__ = ["NamedModule"]
-
 _WRAPPERS = frozenset({"_orig_mod", "_orig_module", "_checkpoint_wrapped_module"})
 """Attributes in which wrappers keep the wrapped module: torch.compile, torch_xla's FSDP, activation checkpointing."""
 

@@ -17,8 +17,6 @@ from shardckpt.training.schedulers import NamedScheduler
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["of_torch"]
-
 
 def of_torch(objects: Mapping[str, Any]) -> dict[str, NamedModule | NamedOptimizer | NamedScheduler]:
     """The torch objects among some objects, with their names, by the same keys.

@@ -21,8 +21,6 @@ from shardckpt.state.document import Branch, Node, Small, child
 from shardckpt.state.names import PathKey, child_name
 from shardckpt.state.unflatten import decode_leaf
 
-__all__ = ["FORMS", "PER_GROUP", "Group", "OptimizerNodes", "keyed_by_ints", "map_schedules", "read_named", "read_optimizer", "value_of"]
-
 PER_GROUP = frozenset({"base_lrs", "_last_lr", "lr_lambdas", "min_lrs", "max_lrs", "base_momentums", "max_momentums"})
 """Keys of a scheduler's state that have a value for each parameter group, for all schedulers of torch 2.9."""
 _STATE, _GROUPS, _GROUP_OF, _MEMBERS, _NAMES = "state", "param_groups", "group_of", "params", "param_names"

@@ -40,8 +40,6 @@ if TYPE_CHECKING:
     from shardckpt.format.structure import TensorRecord
     from shardckpt.state.document import Node
 
-__all__ = ["NamedOptimizer"]
-
 _OF_THE_GROUP = frozenset({"params", "param_names"})
 """Entries of a group that are not settings."""
 _NO_MOMENT = "step"

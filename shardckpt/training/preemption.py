@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
     from shardckpt.training.policies import OnPreemption
 
-__all__ = ["Notices"]
-
 
 class Notices:
     """Notices of preemption that this process receives."""

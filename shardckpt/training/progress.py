@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 
     from shardckpt.training.events import Event
 
-__all__ = ["ProgressLine", "transfer_columns"]
-
 
 class _Rate(ProgressColumn):
     """Bytes per second, in the same units as all other sizes (rich's own column uses powers of 1000)."""

@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from shardckpt.frameworks.coordination import Coordinator
     from shardckpt.io.store import Store
 
-__all__ = ["Restored", "Resumed", "resume"]
-
 T = TypeVar("T")
 _log = logging.getLogger("shardckpt")
 _LEVELS = {"committed": logging.INFO, "refused": logging.WARNING}
@@ -160,18 +158,18 @@ def _choose(root: Store, step: int | None, below: int | None, rolled_back: dict[
         live = [n for n in known if n not in superseded and (below is None or n < below)]
         if not live:
             return {"error": f"{root}: there is no step before {below}."} if below is not None else {"step": None}
-        taken = max(live)
+        chosen_step = max(live)
     elif step in known:
-        taken = step
+        chosen_step = step
     else:
         there = ", ".join(str(n) for n in known) or "none"
         return {"error": f"{root}: there is no step {step}; there are: {there}."}
-    later = [s for s in steps if s.step > taken]
-    kept = {step for s in steps if s.pinned for step in (s.step, *s.bases) if step > taken}
+    later = [s for s in steps if s.step > chosen_step]
+    kept = {step for s in steps if s.pinned for step in (s.step, *s.bases) if step > chosen_step}
     return {
-        "step": taken,
-        "attempt": known[taken].attempt,
-        "superseded": taken in superseded,
+        "step": chosen_step,
+        "attempt": known[chosen_step].attempt,
+        "superseded": chosen_step in superseded,
         "later": [[s.step, s.attempt] for s in later],
         "kept": sorted(kept),
     }
@@ -193,8 +191,8 @@ def _first_failure(coordinator: Coordinator, failure: Exception | None) -> tuple
     mine = None
     if failure is not None:
         mine = {"code": getattr(failure, "code", None), "message": f"{failure}", "damage": _is_damage(failure)}
-    told = coordinator.share("resumed", mine)
-    failed = [(process, what) for process, what in enumerate(told) if what is not None]
+    failures = coordinator.share("resumed", mine)
+    failed = [(process, what) for process, what in enumerate(failures) if what is not None]
     if not failed:
         return None
     process, what = failed[0]

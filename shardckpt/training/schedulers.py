@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from shardckpt.training.optimizer_forms import OptimizerNodes
     from shardckpt.training.optimizers import NamedOptimizer
 
-__all__ = ["NamedScheduler"]
-
 _RATES = {"base_lrs": "initial_lr", "_last_lr": "lr"}
 """Per-group keys of a scheduler, and the optimizer's setting that has the same value."""
 _INNER = "_schedulers"

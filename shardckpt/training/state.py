@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     from shardckpt.layout.world import World
     from shardckpt.state.document import Node
 
-__all__ = ["Stateful", "TrainState", "train_state"]
-
 log = logging.getLogger("shardckpt")
 
 

@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from shardckpt.io.store import Store
     from shardckpt.training.lineage import Lineage
 
-__all__ = ["StepInfo", "list_steps", "read_step", "step_numbers", "steps_among"]
-
 _AT_ONCE = 16
 """Steps that are read at the same time: on an object store each step takes a few round trips."""
 

@@ -17,8 +17,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-__all__ = ["Notice", "Timeline", "Window"]
-
 _REMEMBERED = 64
 """Number of announced windows. Each save takes two and ends only when all processes have begun it, so a slow process is few behind."""
 

@@ -46,7 +46,7 @@ from shardckpt.format.structure import Structure
 from shardckpt.frameworks.coordination import SilentStoreError
 from shardckpt.frameworks.per_process import encode_values
 from shardckpt.io.datafile import check_space
-from shardckpt.io.failures import is_ending
+from shardckpt.io.failures import is_shutting_down
 from shardckpt.io.url import parse
 from shardckpt.state import flatten
 from shardckpt.state.flatten import plain_state
@@ -124,7 +124,7 @@ class Attempt:
         """Why this process stops waiting for other processes; "": it does not."""
         self._vouches = False
         """Whether this process's record may exist, which lets other processes commit the attempt."""
-        if is_ending():
+        if is_shutting_down():
             error = CommitError(
                 f"{store}: Python is ending and starts no threads any more, so nothing can be saved, and nothing was. "
                 f"Save before the program ends, not in a function that `atexit` calls."
@@ -171,8 +171,8 @@ class Attempt:
         if self.options.compression is None:  # the size of compressed chunks is not known yet
             check_space(self.store, self._nbytes)
         contents = self._with_bases(contents)
-        patience = 0.0 if self.commits or store.location.bucket is None else _PLACEHOLDER
-        self.prior = hold_place(store, prior, overwrite=self.options.overwrite, patience=patience)
+        wait_seconds = 0.0 if self.commits or store.location.bucket is None else _PLACEHOLDER
+        self.prior = hold_place(store, prior, overwrite=self.options.overwrite, wait_seconds=wait_seconds)
         self._wrote = True
         writer = HostWriter(
             place,

@@ -22,8 +22,6 @@ from shardckpt.writing.packed import ExtentLog, Extents
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-__all__ = ["PlainWriter"]
-
 _THREADS = 16
 _MOST_OPEN = 256
 """Most files waiting to be made durable; each is open on a local disk, and a thread also has the file's directory open."""

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from shardckpt.layout.world import World
     from shardckpt.options import SaveOptions
 
-__all__ = ["PlanCache"]
-
 _REMEMBERED = 4
 """Most cached plans: a job that saves different states in turn has few of them."""
 

@@ -46,8 +46,6 @@ if TYPE_CHECKING:
     from shardckpt.layout.world import World
     from shardckpt.options import SaveOptions
 
-__all__ = ["SMALL_BYTES", "SavePlan", "Write", "plan_save", "skipped_names", "tensor_record"]
-
 SMALL_BYTES = 64 << 10
 """Plain tensors of fewer bytes are not written by a job of several processes: their elements go into the host's contents."""
 MOST_SMALL_BYTES = 64 << 20
@@ -120,10 +118,10 @@ def plan_save(sources: Mapping[str, Source], options: SaveOptions, world: World)
             piece = tensor.pieces[part.piece]
             parts.append(Part(name, piece.path, part.box.start, holders[part.held], part.chunks, prod(piece.chunks) * size))
             places.append((name, part))
-    told = sum(tensors[name].nbytes for name in small)
-    if told > MOST_SMALL_BYTES:
+    small_bytes = sum(tensors[name].nbytes for name in small)
+    if small_bytes > MOST_SMALL_BYTES:
         raise LeafError(
-            f"{shown(small[0])} and {len(small) - 1:,} other plain tensors below {SMALL_BYTES >> 10} KiB take {told:,} bytes, and a "
+            f"{shown(small[0])} and {len(small) - 1:,} other plain tensors below {SMALL_BYTES >> 10} KiB take {small_bytes:,} bytes, and a "
             f"job of several processes stores at most {MOST_SMALL_BYTES:,}; stack them into larger ones, or lay them out over devices."
         )
     writes: dict[str, list[Write]] = {}

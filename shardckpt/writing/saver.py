@@ -4,8 +4,8 @@ On the thread that saves: plan, and copy all blocks to the stage (`staging`). On
 chunks and the record, and commit or wait for the commit. All communication with the storage and with other processes is on that
 thread.
 
-When the interpreter shuts down, saves in flight are finished first (`ending`): this process's writes without a time limit, the work
-of other processes for `_PATIENCE` seconds. After that, and after Ctrl-C, the save is given up in order, and a warning is logged. A
+When the interpreter shuts down, saves in flight are finished first (`shutdown`): this process's writes without a time limit, the work
+of other processes for `_SHUTDOWN_SECONDS` seconds. After that, and after Ctrl-C, the save is given up in order, and a warning is logged. A
 killed process leaves an attempt that is either unpublished or published. A fork of this process has none of the saves in flight.
 """
 
@@ -22,8 +22,8 @@ from shardckpt.errors import CommitError, OptionError, out_of_memory_is_typed
 from shardckpt.excerpt import file_size
 from shardckpt.frameworks.coordination import Coordinator, check_coordinator
 from shardckpt.io.buffers import BufferPool
-from shardckpt.io.ending import start_background
-from shardckpt.io.failures import is_ending, saving_takes_threads
+from shardckpt.io.failures import is_shutting_down, saving_takes_threads
+from shardckpt.io.shutdown import start_background
 from shardckpt.io.store import Store
 from shardckpt.io.url import parse
 from shardckpt.options import DEFAULT_MEMORY_LIMIT, LEAST_MEMORY_LIMIT, checked_options, parse_bytes
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from shardckpt.writing.attempt import StateShare
     from shardckpt.writing.host import HostWriter
 
-_PATIENCE = 60.0
+_SHUTDOWN_SECONDS = 60.0
 """Seconds for which the interpreter shutdown waits for other processes, per save in flight."""
 _log = logging.getLogger("shardckpt")
 
@@ -190,7 +190,7 @@ class _Save:
     def _wait_at_exit(self) -> None:
         with suppress(Exception):  # the handle raises it
             self.outcome.wait("local", None)
-            self.outcome.wait("commit", _PATIENCE)
+            self.outcome.wait("commit", _SHUTDOWN_SECONDS)
 
     def _stop(self) -> None:
         if not self.outcome.ended:
@@ -210,7 +210,7 @@ class _Save:
                 self.outcome.end(self._report())
         except BaseException as e:  # noqa: BLE001  (the handle raises it)
             self.outcome.end(e)
-            if is_ending():
+            if is_shutting_down():
                 _log.warning("%s: the program ended before the save: %s", self.outcome.url, e)
         finally:
             _in_flight.discard(self)

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from shardckpt.io.url import Location
     from shardckpt.plan.pieces import Piece
 
-__all__ = ["left_in_base"]
-
 
 def left_in_base(structure: Structure, skipped: Iterable[str], checkpoint: Location, base: Location) -> Structure:
     """A process's structure with the tensors that it skips found in the base.
@@ -62,20 +60,22 @@ class _Found:
         self.its_own: dict[Base, Base] = {}
         """The base's own bases: as the base names them → as the checkpoint names them."""
 
-    def tensor(self, ours: TensorRecord) -> TensorRecord:
+    def tensor(self, skipped: TensorRecord) -> TensorRecord:
         """A skipped tensor's record, made from the base's record."""
-        expected = f"{shown(ours.name)}: {self.checkpoint} skips it, with shape {ours.shape} and dtype {ours.dtype.name}, and its base"
+        expected = (
+            f"{shown(skipped.name)}: {self.checkpoint} skips it, with shape {skipped.shape} and dtype {skipped.dtype.name}, and its base"
+        )
         advice = "Save it, or name another base. Nothing was published."
         try:
-            theirs = self.base.tensor(ours.name)
+            theirs = self.base.tensor(skipped.name)
         except NamesMismatchError as e:
             raise NamesMismatchError(f"{expected} lacks it: {e} {advice}") from e
-        if theirs.shape != ours.shape:
+        if theirs.shape != skipped.shape:
             raise ShapeMismatchError(f"{expected} {self.base.location} has shape {theirs.shape}. {advice}")
-        if theirs.dtype != ours.dtype:
+        if theirs.dtype != skipped.dtype:
             raise DtypeMismatchError(f"{expected} {self.base.location} has dtype {theirs.dtype.name}. {advice}")
         there = InBase(self.itself, theirs.name) if theirs.base is None else replace(theirs.base, base=self._renamed(theirs.base.base))
-        return replace(ours, pieces=_pieces(ours.name, theirs), partial=False, base=there)
+        return replace(skipped, pieces=_pieces(skipped.name, theirs), partial=False, base=there)
 
     def _renamed(self, base: Base) -> Base:
         """A base of the base, as the checkpoint names it."""

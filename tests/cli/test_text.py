@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardckpt.cli.devices import device_list
-from shardckpt.cli.text import count, file_size, shape_text, visible
+from shardckpt.cli.text import count, shape_text, visible
+from shardckpt.excerpt import file_size
 
 
 def expand(text):

@@ -121,7 +121,7 @@ def test_what_is_not_asked_for_is_left_out():
 
 def test_a_part_of_a_list_cannot_be_asked_for():
     stored, node, _ = stored_of({"a": [1, 2]}, only="a/0")
-    with pytest.raises(OptionError, match="asks for a part of 'a', which can only be put back whole"):
+    with pytest.raises(OptionError, match="selects a part of 'a', which can only be restored as a whole"):
         mirror(stored, node)
 
 

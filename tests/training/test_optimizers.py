@@ -187,7 +187,7 @@ def test_the_state_of_some_parameters_can_be_restored_and_not_a_part_of_one(tmp_
     shardckpt.restore(tmp_path / "c", state_of(model, optimizer), only="optimizer/state/last.weight/*")
     assert torch.equal(optimizer.state[model.last.weight]["exp_avg"], saved)
     assert torch.equal(optimizer.state[model.first.weight]["exp_avg"], kept)
-    with pytest.raises(OptionError, match=r"asks for a part of 'optimizer/state/scale', which can only be put back whole"):
+    with pytest.raises(OptionError, match=r"selects a part of 'optimizer/state/scale', which can only be restored as a whole"):
         shardckpt.restore(tmp_path / "c", state_of(model, optimizer), only="optimizer/state/*/exp_avg")
 
 

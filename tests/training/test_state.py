@@ -201,7 +201,7 @@ def test_entries_that_only_one_side_has_are_errors_unless_told_otherwise(tmp_pat
 
 def test_a_part_of_an_object_cannot_be_put_back(tmp_path):
     shardckpt.save(tmp_path / "c", shardckpt.train_state(sampler=Counted({"n": 1, "m": 2}), rng=False))
-    with pytest.raises(OptionError, match="asks for a part of 'sampler', which can only be put back whole"):
+    with pytest.raises(OptionError, match="selects a part of 'sampler', which can only be restored as a whole"):
         shardckpt.restore(tmp_path / "c", shardckpt.train_state(sampler=Counted({"n": 0, "m": 0}), rng=False), only="sampler/n")
 
 

@@ -353,7 +353,7 @@ def test_others_do_not_wait_for_a_process_that_refuses_because_python_ends(tmp_p
         return str(refused.value)
 
     with monkeypatch.context() as exiting:
-        exiting.setattr("shardckpt.writing.attempt.is_ending", lambda: True)
+        exiting.setattr("shardckpt.writing.attempt.is_shutting_down", lambda: True)
         assert "Python is ending" in save(ending)
     assert "Python is ending" in save(1 - ending)  # which has two minutes to wait for it
 

@@ -6,7 +6,7 @@ has scaled up, over minutes. The answer is simulated, from what is counted:
 1. A small job saves for real (`counted.py`): which requests an ordinary host makes, in which order; and what the
    committer asks for besides, by host and in all.
 2. Many hosts make those same requests, with as many data files as their share has bytes, all starting within
-   `--spread` seconds. Each keeps the pace that `shardckpt.io.buckets.pace` gives it, by a simulated clock; what TensorStore
+   `--spread` seconds. Each keeps the rate limit of `shardckpt.io.buckets.rate_limit`, by a simulated clock; what TensorStore
    asks by itself (reading an index back) is not paced. Requests take `LATENCY`, uploads what the host's network takes;
    nothing fails. Filling a data file takes no time, so that hosts are as fast as they can be.
 3. The committer looks for records with growing pauses, a page per 1,000 of them, and when all are there reads them, the
@@ -25,7 +25,7 @@ import numpy as np
 from shardckpt.commit import assemble
 from shardckpt.io.buckets.cloud import BUCKET
 from shardckpt.io.buckets.listing import PAGE
-from shardckpt.io.buckets.pace import ALONE, Pace, RequestShare
+from shardckpt.io.buckets.rate_limit import ALONE, RateLimiter, RequestShare
 from shardckpt.io.threads import AT_ONCE
 from shardckpt.writing.packed import MOST_UPLOADS, OBJECT_BYTES
 from tools.scale.counted import Request
@@ -102,7 +102,7 @@ class _Host:
         self.clock = _Clock(start, error)
         self.began: dict[str, list[float]] = {"read": [], "write": []}
         self._paces = {
-            kind: Pace(rate, share, clock=self.clock, wall=self.clock.wall, sleep=self.clock.sleep)
+            kind: RateLimiter(rate, share, clock=self.clock, wall=self.clock.wall, sleep=self.clock.sleep)
             for kind, rate in BUCKET.items()
             if job.paced
         }

@@ -117,8 +117,8 @@ _NOTES = {
     "Requests": (
         "Of a save: an ordinary host's requests, counted on a real save by three processes through a proxy "
         "(`tools/scale/counted.py`), made "
-        "by all hosts within 0.1 s of each other with 4 GiB each, by a simulated clock and with the pace that "
-        "`shardckpt.io.buckets.pace` keeps (`tools/scale/bucket.py`). Besides its data files of 64 MiB a host writes four or five small "
+        "by all hosts within 0.1 s of each other with 4 GiB each, by a simulated clock and with the rate limit of "
+        "`shardckpt.io.buckets.rate_limit` (`tools/scale/bucket.py`). Besides its data files of 64 MiB a host writes four or five small "
         "objects and reads four; of each host the committer reads four. A new bucket of Cloud Storage bears 1,000 writes and 5,000 reads "
         "per second."
     ),

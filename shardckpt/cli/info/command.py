@@ -8,8 +8,6 @@ import typer
 
 from shardckpt.cli.screen import Screen, write_json
 
-__all__ = ["info"]
-
 
 def info(
     url: Annotated[str, typer.Argument(metavar="URL", help="A checkpoint: a path or url.")],

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from shardckpt.cli.layouts import mesh_text, spec_text
 from shardckpt.cli.screen import Cell, Screen, column_widths
-from shardckpt.cli.text import count, file_size, shape_text, visible
+from shardckpt.cli.text import count, shape_text, visible
 from shardckpt.errors import NamesMismatchError
-from shardckpt.excerpt import shortened
+from shardckpt.excerpt import file_size, shortened
 from shardckpt.layout.placements import Placements
 from shardckpt.layout.sharding import Sharding
 from shardckpt.state.document import Branch, Custom, Node, Owned, Small, Tensor, Tied, leaves_of
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from shardckpt.format.structure import StoredLayout
     from shardckpt.layout.mesh import Mesh
     from shardckpt.reading.checkpoint import Checkpoint
-
-__all__ = ["choose", "document", "find", "lines"]
 
 MOST_MESHES = 8
 MOST_METADATA = 20

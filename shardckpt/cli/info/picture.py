@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
     from shardckpt.layout.sharding import Layout
 
-__all__ = ["picture"]
-
 MOST_ROWS = 16
 MOST_COLUMNS = 32
 LEAST_COLUMNS = 3

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 from shardckpt.cli.info.picture import picture
 from shardckpt.cli.layouts import mesh_text, op_sharding_text, spec_text
 from shardckpt.cli.screen import Cell, Screen
-from shardckpt.cli.text import count, file_size, shape_text, visible
+from shardckpt.cli.text import count, shape_text, visible
+from shardckpt.excerpt import file_size
 from shardckpt.layout.placements import Placements
 from shardckpt.layout.sharding import Sharding
 
@@ -17,8 +18,6 @@ if TYPE_CHECKING:
 
     from shardckpt.format.structure import TensorRecord
     from shardckpt.reading.checkpoint import Checkpoint
-
-__all__ = ["document", "lines"]
 
 
 def document(checkpoint: Checkpoint, name: str) -> dict[str, Any]:

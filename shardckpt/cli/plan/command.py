@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from shardckpt.reading.places import Places
     from shardckpt.reshard.forecast.rates import Rates
 
-__all__ = ["plan"]
-
 
 def plan(
     source: Annotated[str, typer.Argument(metavar="SRC", help="A checkpoint: a path or url.")],

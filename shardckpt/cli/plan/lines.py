@@ -10,9 +10,9 @@ from shardckpt.cli.info.picture import picture
 from shardckpt.cli.layouts import spec_text
 from shardckpt.cli.plan.words import assumptions, factor, hosts_text, notice_text, rate_text, route, span_text, verdict
 from shardckpt.cli.screen import Cell, Screen, column_widths
-from shardckpt.cli.text import conversion_lines, count, file_size, visible
+from shardckpt.cli.text import conversion_lines, count, visible
 from shardckpt.errors import NamesMismatchError
-from shardckpt.excerpt import shortened
+from shardckpt.excerpt import file_size, shortened
 from shardckpt.layout.placements import Placements
 from shardckpt.reshard.forecast.hosts import joined
 from shardckpt.state.names import shown
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from shardckpt.reshard.forecast.forecast import Forecast
     from shardckpt.reshard.options import ReshardOptions
     from shardckpt.reshard.plan import ReshardPlan
-
-__all__ = ["explained", "explanation", "lines"]
 
 MOST_TENSORS = 10
 MOST_NOTICES = 8

@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.cli.duration import duration_text
-from shardckpt.cli.text import count, file_size, visible
+from shardckpt.cli.text import count, visible
+from shardckpt.excerpt import file_size
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-
-__all__ = ["assumptions", "factor", "hosts_text", "notice_text", "rate_text", "route", "span_text", "verdict"]
 
 WORTH = 1.1
 """Amplification of a restore as stored; below it a reshard saves very little."""

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
     Bytes = NDArray[np.uint8]
 
-__all__ = ["FileVersion", "file_at", "identity_of"]
-
 
 class FileVersion:
     """A version of a file. Safe to use from several threads."""

@@ -29,8 +29,6 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from shardckpt.errors import CoordinationError
 
-__all__ = ["Get", "Set", "Steps", "Wait", "await_answer", "decode", "encode", "gather", "join", "lead", "listen"]
-
 T = TypeVar("T")
 
 _NAMED = 12

@@ -270,7 +270,7 @@ class _Round(NamedTuple):
 
     coordinator: TorchStore | JaxClient | SingleProcess
     pid: int
-    told: dict[str, list[int]]
+    given: dict[str, list[int]]
 
 
 _lock = threading.Lock()
@@ -289,15 +289,15 @@ os.register_at_fork(after_in_child=_after_fork)
 def _current(devices: Mapping[str, Iterable[int]] | None, timeout: float) -> Coordinator:
     """The coordinator of this round of the job; see `Coordinator.current`."""
     global _round  # noqa: PLW0603
-    told = given_devices(devices) if devices else {}
+    given = given_devices(devices) if devices else {}
     with _lock:
         kind = _kind()
         if _round is None or type(_round.coordinator) is not kind or not _is_current(_round):
-            _round = _Round(kind(devices=told, timeout=timeout), os.getpid(), told)
-        elif devices is not None and told != _round.told:
+            _round = _Round(kind(devices=given, timeout=timeout), os.getpid(), given)
+        elif devices is not None and given != _round.given:
             raise OptionError(
-                f"this process owns the devices {_round.told or 'that its frameworks show'}, as agreed when the job started, and "
-                f"not {told}; give devices= with the first call that coordinates."
+                f"this process owns the devices {_round.given or 'that its frameworks show'}, as agreed when the job started, and "
+                f"not {given}; give devices= with the first call that coordinates."
             )
         return _round.coordinator
 

@@ -19,8 +19,6 @@ from shardckpt.errors import CoordinationError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["ANSWER_SECONDS", "SilentStoreError", "StoreCalls"]
-
 T = TypeVar("T")
 
 ANSWER_SECONDS = 5.0

@@ -27,7 +27,7 @@ def given_devices(devices: Mapping[str, Iterable[int]] | None) -> dict[str, list
     Raises:
         OptionError: a framework without device ids, or an invalid device id.
     """
-    told = {}
+    checked = {}
     for framework, given in ({} if devices is None else devices).items():
         if framework not in _FRAMEWORKS:
             raise OptionError(f"devices= names the framework {framework!r}; it is one of {', '.join(_FRAMEWORKS)}.")
@@ -35,8 +35,8 @@ def given_devices(devices: Mapping[str, Iterable[int]] | None) -> dict[str, list
         wrong = [i for i in ids if not isinstance(i, int | np.integer) or isinstance(i, bool) or i < 0]
         if wrong:
             raise OptionError(f"devices= gives {wrong[0]!r} for {framework}; device ids are whole numbers from 0.")
-        told[framework] = sorted({int(i) for i in ids})
-    return told
+        checked[framework] = sorted({int(i) for i in ids})
+    return checked
 
 
 def found_devices() -> dict[str, list[int]]:
@@ -57,14 +57,14 @@ def found_devices() -> dict[str, list[int]]:
     return found
 
 
-def owners(told: Sequence[Mapping[str, Any]], found: Sequence[Mapping[str, Any]]) -> dict[str, DeviceOwners]:
+def owners(given: Sequence[Mapping[str, Any]], found: Sequence[Mapping[str, Any]]) -> dict[str, DeviceOwners]:
     """The process of every device, for frameworks whose devices are numbered across the job.
 
     These are the frameworks for which a caller has given devices, and the frameworks for which all processes have found devices
     and no device was found twice.
 
     Args:
-        told: for each process, the device ids by framework that its caller gave.
+        given: for each process, the device ids by framework that its caller gave.
         found: for each process, the device ids that it found. Given ids take precedence.
 
     Raises:
@@ -72,9 +72,9 @@ def owners(told: Sequence[Mapping[str, Any]], found: Sequence[Mapping[str, Any]]
     """
     whole = {}
     for framework in _FRAMEWORKS:
-        was_told = [framework in t for t in told]
-        ids = [t.get(framework, f.get(framework)) for t, f in zip(told, found, strict=True)]
-        if not any(was_told) and None in ids:
+        is_given = [framework in t for t in given]
+        ids = [t.get(framework, f.get(framework)) for t, f in zip(given, found, strict=True)]
+        if not any(is_given) and None in ids:
             continue
         process = np.repeat(np.arange(len(ids)), [len(i or ()) for i in ids])
         device = np.array([d for i in ids for d in i or ()], np.int64)
@@ -83,7 +83,7 @@ def owners(told: Sequence[Mapping[str, Any]], found: Sequence[Mapping[str, Any]]
         double = np.flatnonzero(device[1:] == device[:-1])
         if not len(double):
             whole[framework] = DeviceOwners(device, process)
-        elif any(was_told):
+        elif any(is_given):
             at = double[0]
             raise OptionError(
                 f"{framework} device {device[at]} is owned by process {process[at]} and by process {process[at + 1]}, as devices= "

@@ -22,8 +22,6 @@ from shardckpt.frameworks.coordination.calls import StoreCalls
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-__all__ = ["JaxClient"]
-
 
 class JaxClient(Coordinator):
     """The coordinator of a jax.distributed job, with the process numbers of `jax.distributed.initialize`."""

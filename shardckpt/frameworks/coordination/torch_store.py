@@ -15,8 +15,6 @@ from shardckpt.frameworks.coordination.calls import StoreCalls
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
-__all__ = ["TorchStore"]
-
 T = TypeVar("T")
 
 

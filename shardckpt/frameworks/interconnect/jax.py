@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
     from shardckpt.frameworks.coordination import Coordinator
 
-__all__ = ["JaxInterconnect", "connect"]
-
 _STEPS = 8
 """Number of padded lengths between two consecutive powers of two."""
 
@@ -54,14 +52,14 @@ class JaxInterconnect:
         try:
             shards = [jax.device_put(mine[:, row : row + 1], device) for row, device in enumerate(own)]
             array = jax.make_array_from_single_device_arrays((len(members), rows, length), cut, shards)
-            gathered = _identity(NamedSharding(mesh, PartitionSpec(None, "row")))(array)
-            jax.block_until_ready(gathered)
+            replicated = _identity(NamedSharding(mesh, PartitionSpec(None, "row")))(array)
+            jax.block_until_ready(replicated)
         except jax.errors.JaxRuntimeError as e:
             raise CoordinationError(
                 f"process {process} lost the connection to another of the processes {list(members)!r:.200} in a cooperative restore "
                 f"({str(e).partition(chr(10))[0]:.200}); see why that one ended, and start the job again."
             ) from e
-        for shard in gathered.addressable_shards:  # one after another: each is a copy on the host
+        for shard in replicated.addressable_shards:  # one after another: each is a copy on the host
             row, held = own.index(shard.device), np.asarray(shard.data)
             for m, (member, part) in enumerate(zip(members, parts, strict=True)):
                 if member != process:

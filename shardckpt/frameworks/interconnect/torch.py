@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-__all__ = ["TorchInterconnect", "connect"]
-
 
 class TorchInterconnect:
     """The interconnect of the default process group."""

@@ -24,7 +24,7 @@ Both:
 - `SHARDCKPT_RETRY_SECONDS` (300): how long a request is retried, with growing pauses, after a response
   408, 429 or 5xx, or a broken connection. A connection without traffic counts as broken after
   `TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS` (30, unless it is set).
-  TensorStore does not make listings and server-side copies: `patience` retries them by the same rule.
+  TensorStore does not make listings and server-side copies: `retry` repeats them by the same rule.
 - `SHARDCKPT_READS_PER_SECOND`, `SHARDCKPT_WRITES_PER_SECOND`: most reads and listings, and most writes
   and deletions, that this process begins per second. By default 4000 and 800 (`BUCKET`), of which each process of a save has
   its share. Retries are not counted, because their pauses spread them; nor are the few requests for an OCDBT index.
@@ -44,23 +44,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from shardckpt.errors import MissingExtraError, OptionError
-from shardckpt.io.buckets.pace import ALONE, Pace, RequestShare
-
-__all__ = [
-    "BUCKET",
-    "context",
-    "endpoint_of",
-    "filesystem",
-    "is_anonymous",
-    "is_passing",
-    "kvstore",
-    "pace",
-    "pauses",
-    "prepare",
-    "region_of_s3",
-    "stalled_seconds",
-    "status_of",
-]
+from shardckpt.io.buckets.rate_limit import ALONE, RateLimiter, RequestShare
 
 _EXTRAS = {"gs": ("gcsfs", "gcs"), "s3": ("s3fs", "s3")}
 """Scheme → the package that lists its buckets, and the extra that installs it."""
@@ -89,7 +73,7 @@ def prepare(scheme: str) -> None:
     if find_spec(package) is None:
         raise MissingExtraError(f"{scheme}:// needs {package} to list buckets; install shardckpt[{extra}].")
     for kind in BUCKET:
-        _pace(kind, ALONE)
+        _limiter(kind, ALONE)
     os.environ.setdefault("TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS", str(_STALLED_SECONDS))
     endpoint = endpoint_of(scheme)
     if scheme == "gs" and endpoint is not None:
@@ -120,9 +104,9 @@ def context() -> dict[str, Any]:
     return {"gcs_request_retries": retries, "s3_request_retries": retries, "aws_credentials": _aws_credentials()}
 
 
-def pace(kind: Literal["read", "write"], share: RequestShare = ALONE) -> None:
+def wait_for_rate(kind: Literal["read", "write"], share: RequestShare = ALONE) -> None:
     """Wait until this process, with that share of a bucket's rate, may begin a request of that kind."""
-    _pace(kind, share).wait()
+    _limiter(kind, share).wait()
 
 
 def endpoint_of(scheme: str) -> str | None:
@@ -284,12 +268,12 @@ def _has_profile(file: Path, section: str) -> bool:
 
 
 @cache
-def _pace(kind: str, share: RequestShare) -> Pace:
+def _limiter(kind: str, share: RequestShare) -> RateLimiter:
     """The rate limiter for requests of that kind; a rate from the environment applies to the process, whatever its share."""
     own = _number(_RATES[kind])
     if own is not None and share != ALONE:
-        return _pace(kind, ALONE)
-    return Pace(own or BUCKET[kind], share)
+        return _limiter(kind, ALONE)
+    return RateLimiter(own or BUCKET[kind], share)
 
 
 def _number(variable: str) -> float | None:

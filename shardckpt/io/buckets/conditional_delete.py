@@ -13,13 +13,11 @@ from typing import TYPE_CHECKING
 
 from shardckpt.io.buckets import cloud
 from shardckpt.io.buckets.listing import PROBE
-from shardckpt.io.buckets.patience import Patience
+from shardckpt.io.buckets.retry import Retry
 from shardckpt.io.buckets.s3_client import RefusedError, ask
 
 if TYPE_CHECKING:
     from shardckpt.io.url import Location
-
-__all__ = ["delete_if_match"]
 
 _OTHER = f'"{"0" * 32}"'
 """An ETag that no object of shardckpt has."""
@@ -53,7 +51,7 @@ def delete_if_match(location: Location, key: str, generation: bytes) -> bool:
 def _refuses_others(bucket: str, prefix: str) -> bool:
     """Whether the service refuses a deletion whose condition is false."""
     probe = f"{prefix}{PROBE}{secrets.token_hex(8)}"
-    ask("put_object", bucket, probe, kind="write", patience=Patience(), Body=b"")
+    ask("put_object", bucket, probe, kind="write", retry=Retry(), Body=b"")
     try:
         return not _deleted(bucket, probe, _OTHER)
     except RefusedError as e:
@@ -61,12 +59,12 @@ def _refuses_others(bucket: str, prefix: str) -> bool:
             return False
         raise
     finally:
-        ask("delete_object", bucket, probe, kind="write", patience=Patience())
+        ask("delete_object", bucket, probe, kind="write", retry=Retry())
 
 
 def _deleted(bucket: str, name: str, etag: str) -> bool:
     try:
-        ask("delete_object", bucket, name, kind="write", patience=Patience(), IfMatch=etag)
+        ask("delete_object", bucket, name, kind="write", retry=Retry(), IfMatch=etag)
     except RefusedError as e:
         if e.status in (_REFUSED, _MISSING):
             return False

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardckpt.errors import StorageError
 from shardckpt.io.buckets import cloud
-from shardckpt.io.buckets.patience import Patience
+from shardckpt.io.buckets.retry import Retry
 from shardckpt.io.failures import LOCK_SUFFIX, storage_errors
 
 if TYPE_CHECKING:
@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 
     from shardckpt.io.store import Store
     from shardckpt.io.url import Location
-
-__all__ = ["children", "keys", "modification_times", "sizes", "storage_now"]
 
 PROBE = ".now-"
 """Prefix of the names of the objects that `storage_now` writes and deletes; one that is left behind has no meaning."""
@@ -168,9 +166,9 @@ def _pages(location: Location, prefix: str, delimiter: str = "") -> Iterator[_Pa
     query = {"prefix": below + prefix, **({"delimiter": delimiter} if delimiter else {})}
     token: str | None = None
     while True:
-        cloud.pace("read")
+        cloud.wait_for_rate("read")
         try:
-            objects, prefixes, token = Patience().ask(partial(ask, filesystem, location.bucket, query, token), cloud.is_passing)
+            objects, prefixes, token = Retry().call(partial(ask, filesystem, location.bucket, query, token), cloud.is_passing)
         except FileNotFoundError as e:
             raise OSError(f"there is no such bucket ({e})") from e
         except Exception as e:  # the clients' own exceptions, which have no common base class

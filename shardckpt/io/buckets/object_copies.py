@@ -14,15 +14,13 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.io.buckets import cloud
-from shardckpt.io.buckets.patience import Patience
+from shardckpt.io.buckets.retry import Retry
 from shardckpt.io.failures import storage_errors
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from shardckpt.io.store import Store
-
-__all__ = ["can_copy", "copy_objects"]
 
 AT_ONCE = 16
 """Copies in progress at a time."""
@@ -65,9 +63,9 @@ def _copy(source: Store, target: Store, old: str, new: str) -> None:
     filesystem = cloud.filesystem(target.location.scheme)
     ask = _rewrite if target.location.scheme == "gs" else _copy_object
     found, made = ((at.location.bucket, at.location.object_prefix + key) for at, key in ((source, old), (target, new)))
-    cloud.pace("write")
+    cloud.wait_for_rate("write")
     try:
-        Patience().ask(lambda: ask(filesystem, found, made), cloud.is_passing)
+        Retry().call(lambda: ask(filesystem, found, made), cloud.is_passing)
     except Exception as e:  # the clients' own exceptions, which have no common base class
         if cloud.status_of(e) in _UNKNOWN:
             raise NotImplementedError(f"{target}: the service cannot copy objects ({e})") from e

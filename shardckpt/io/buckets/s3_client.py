@@ -1,7 +1,7 @@
 """Requests to S3 that TensorStore does not make.
 
 s3fs signs its requests with botocore. Here botocore is used directly: on the threads that send, without an event loop, with
-one attempt per request; `Patience` makes as many attempts as the user wants.
+one attempt per request; `Retry` makes as many attempts as the user wants.
 """
 
 from __future__ import annotations
@@ -14,14 +14,12 @@ from botocore.exceptions import ConnectionError as NoConnection
 from botocore.parsers import ResponseParserError
 
 from shardckpt.io.buckets import cloud
-from shardckpt.io.buckets.patience import Patience
+from shardckpt.io.buckets.retry import Retry
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from shardckpt.io.url import Location
-
-__all__ = ["RefusedError", "ask", "create_anew"]
 
 _PASSING = {408, 409, 429, 500, 502, 503, 504}
 """Statuses of temporary refusals; 409 is a conflict of two conditional writes."""
@@ -57,7 +55,7 @@ def create_anew(location: Location, key: str, make: Callable[[], bytes]) -> bool
     """
     assert location.bucket is not None
     try:
-        ask("put_object", location.bucket, location.object_prefix + key, kind="write", patience=Patience(), body=make, IfNoneMatch="*")
+        ask("put_object", location.bucket, location.object_prefix + key, kind="write", retry=Retry(), body=make, IfNoneMatch="*")
     except RefusedError as e:
         if e.status == _EXISTS:
             return False
@@ -71,7 +69,7 @@ def ask(
     name: str,
     *,
     kind: Literal["read", "write"],
-    patience: Patience,
+    retry: Retry,
     body: Callable[[], object] | None = None,
     **parameters: Any,
 ) -> dict[str, Any]:
@@ -82,7 +80,7 @@ def ask(
         bucket: the object's bucket.
         name: the object's name.
         kind: kind of request, for the rate limit.
-        patience: retries requests that fail temporarily.
+        retry: repeats requests that fail temporarily.
         body: makes the object's bytes, once per try.
         **parameters: parameters of the operation.
 
@@ -92,14 +90,14 @@ def ask(
     """
 
     def once() -> dict[str, Any]:
-        cloud.pace(kind)
+        cloud.wait_for_rate(kind)
         made = {} if body is None else {"Body": body()}
         answer: dict[str, Any] = getattr(client, operation)(Bucket=bucket, Key=name, **made, **parameters)
         return answer
 
     try:
         client = _client(cloud.endpoint_of("s3"), cloud.region_of_s3(), cloud.is_anonymous(), cloud.stalled_seconds())
-        return patience.ask(once, _is_passing)
+        return retry.call(once, _is_passing)
     except ClientError as e:
         raise RefusedError(e) from e
     except BotoCoreError as e:  # for example no credentials; it is not an OSError

@@ -12,7 +12,7 @@
 https://cloud.google.com/storage/docs/resumable-uploads, https://cloud.google.com/storage/docs/performing-resumable-uploads#json-api
 
 gcsfs uses google-auth and requests to find credentials. Here they are used directly: on the thread that sends, without an event
-loop, with one attempt per request; `Patience` makes as many attempts as the user wants.
+loop, with one attempt per request; `Retry` makes as many attempts as the user wants.
 """
 
 from __future__ import annotations
@@ -29,15 +29,13 @@ from google.auth import exceptions as auth_errors
 
 from shardckpt.errors import CorruptionError
 from shardckpt.io.buckets import cloud
-from shardckpt.io.buckets.patience import Patience
+from shardckpt.io.buckets.retry import Retry
 from shardckpt.io.buckets.upload_session import TOKEN, UploadState, already_exists, bucket_and_name, new_token, vanished
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from shardckpt.io.url import Location
-
-__all__ = ["QUANTUM", "GcsSession"]
 
 QUANTUM = 1 << 18
 """Bytes; the size of each part except the last is a multiple of this."""
@@ -66,7 +64,7 @@ class GcsSession:
         self._uploads = f"{self._service}/upload/storage/v1/b/{quote(bucket, safe='')}/o"
         self._object = f"{self._service}/storage/v1/b/{quote(bucket, safe='')}/o/{quote(self._name, safe='')}"
         self._http = _http(self._service)
-        self._patience = Patience()
+        self._retry = Retry()
         self._unsure = False
         """Whether a request has failed since the session's last response."""
 
@@ -105,7 +103,7 @@ class GcsSession:
             raise already_exists(place)
         if not session._is_ours_to_ask() or state.part_bytes % QUANTUM:
             return None
-        answer = session._patience.ask(session._query, _is_passing)
+        answer = session._retry.call(session._query, _is_passing)
         if answer.status_code in _GONE:
             return None
         session._take(answer)
@@ -140,11 +138,11 @@ class GcsSession:
 
     def give_up(self) -> None:
         """Do not retry requests that fail from now on."""
-        self._patience.give_up()
+        self._retry.give_up()
 
     def abort(self) -> None:
         """End the session. The service responds with 499 on success."""
-        self._patience = Patience()
+        self._retry = Retry()
         if self._is_ours_to_ask():
             # The session's URI may contain the precondition, which applies to the object and not to the session.
             uri = self.state.upload.replace("&ifGenerationMatch=0", "")
@@ -184,7 +182,7 @@ class GcsSession:
                 raise _PassingError(f"the service has confirmed {before} bytes, and does not take those that follow")
 
         while not self.published and (last or self.durable < end):
-            self._patience.ask(once, _is_passing)
+            self._retry.call(once, _is_passing)
 
     def _query(self) -> requests.Response:
         """Query how many bytes the session has."""
@@ -221,11 +219,11 @@ class GcsSession:
 
     def _ask(self, method: str, url: str, **given: Any) -> requests.Response:
         """The response to a request, with retries."""
-        return self._patience.ask(lambda: self._once(method, url, **given), _is_passing)
+        return self._retry.call(lambda: self._once(method, url, **given), _is_passing)
 
     def _once(self, method: str, url: str, **given: Any) -> requests.Response:
         """The response to one attempt at a request, read to its end."""
-        cloud.pace("read" if method == "GET" else "write")
+        cloud.wait_for_rate("read" if method == "GET" else "write")
         try:
             answer: requests.Response = self._http.request(method, url, timeout=cloud.stalled_seconds(), allow_redirects=False, **given)
         except auth_errors.GoogleAuthError as e:

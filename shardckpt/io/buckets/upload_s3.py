@@ -19,14 +19,12 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from crc32c import crc32c
 
-from shardckpt.io.buckets.patience import Patience
+from shardckpt.io.buckets.retry import Retry
 from shardckpt.io.buckets.s3_client import RefusedError, ask
 from shardckpt.io.buckets.upload_session import TOKEN, UploadState, already_exists, bucket_and_name, new_token, vanished
 
 if TYPE_CHECKING:
     from shardckpt.io.url import Location
-
-__all__ = ["S3Session"]
 
 PARALLEL = 3
 """Parts that are sent at a time."""
@@ -44,7 +42,7 @@ class S3Session:
         self.state = state
         self._place = place
         self._bucket, self._name = bucket_and_name(place)
-        self._patience = Patience()
+        self._retry = Retry()
         self._parts: dict[int, dict[str, Any]] = {}
         """Part number → its entry in `CompleteMultipartUpload`."""
         self._sizes: dict[int, int] = {}
@@ -134,11 +132,11 @@ class S3Session:
 
     def give_up(self) -> None:
         """Do not retry requests that fail from now on."""
-        self._patience.give_up()
+        self._retry.give_up()
 
     def abort(self) -> None:
         """End the upload."""
-        self._patience = Patience()
+        self._retry = Retry()
         try:
             self._ask("abort_multipart_upload", UploadId=self.state.upload)
         except RefusedError as refused:
@@ -190,7 +188,7 @@ class S3Session:
         """The response to one request about the object."""
         kind: Literal["read", "write"] = "read" if operation in ("head_object", "list_parts") else "write"
         send = None if body is None else partial(_Body, body)
-        return ask(operation, self._bucket, self._name, kind=kind, patience=self._patience, body=send, **parameters)
+        return ask(operation, self._bucket, self._name, kind=kind, retry=self._retry, body=send, **parameters)
 
 
 class _Body:

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from shardckpt.format.documents import Fields
     from shardckpt.io.url import Location
 
-__all__ = ["TOKEN", "Session", "UploadState", "already_exists", "bucket_and_name", "new_token", "vanished"]
-
 TOKEN = "shardckpt-upload"  # noqa: S105  (no secret)
 """Name of the object metadata that holds the token of the upload."""
 

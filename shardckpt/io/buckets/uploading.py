@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from shardckpt.io.store import Data
     from shardckpt.io.url import Location
 
-__all__ = ["StreamingUpload", "abandon_upload", "open_upload", "part_size"]
-
 MiB = 1 << 20
 BUFFERS = 4
 """Parts in memory: three that are being sent to S3, and one that is filled. Cloud Storage accepts one at a time; two are enough there."""
@@ -172,10 +170,10 @@ class StreamingUpload:
                 self._check_open()
                 self._lease = self._pool.take(self._part_bytes)
                 self._part = byte_view(self._lease.array((self._part_bytes,), np.uint8))  # type: ignore[arg-type]
-            taken = min(len(view), self._part_bytes - self._filled)
-            self._part[self._filled : self._filled + taken] = view[:taken]
-            self._filled += taken
-            view = view[taken:]
+            copied = min(len(view), self._part_bytes - self._filled)
+            self._part[self._filled : self._filled + copied] = view[:copied]
+            self._filled += copied
+            view = view[copied:]
 
     def finish(self) -> None:
         """Publish the object; it is complete and visible when this returns.

@@ -37,13 +37,13 @@ from torch.futures import Future
 
 from shardckpt.errors import LeafError, OptionError, ReplacedError, ShardckptError, StructureMismatchError
 from shardckpt.frameworks.coordination import Coordinator, check_coordinator
-from shardckpt.frameworks.per_process import PerProcess
 from shardckpt.io.store import Store
 from shardckpt.io.url import parse
 from shardckpt.options import checked_options
 from shardckpt.reading.checkpoint import Checkpoint
 from shardckpt.reading.restore import chosen_values, fill
 from shardckpt.state.names import shown
+from shardckpt.state.per_process import PerProcess
 from shardckpt.training.integrations.dcp_contents import DcpContents, DcpOwned
 from shardckpt.training.integrations.plain import plain
 from shardckpt.writing.attempt import Attempt

@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from shardckpt.frameworks.base import Sink
     from shardckpt.reading.checkpoint import Checkpoint
 
-__all__ = ["DcpContents", "DcpOwned"]
-
 
 @dataclass(frozen=True, slots=True)
 class _Stored:

@@ -18,8 +18,6 @@ from shardckpt.state.names import child_name, shown
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["plain"]
-
 
 def plain(value: Any, name: str, *, tensors: bool, dicts: Sequence[type] = (dict,)) -> Any:
     """The value, rebuilt of lists, tuples, dicts, small and registered leaves, and torch tensors.

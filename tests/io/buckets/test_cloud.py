@@ -1,4 +1,4 @@
-"""Object stores by the environment: endpoints, credentials, patience and rates; whole checkpoints on them."""
+"""Object stores by the environment: endpoints, credentials, retries and rates; whole checkpoints on them."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ def test_opening_a_local_place_loads_no_client_of_an_object_store(tmp_path):
 @pytest.mark.parametrize("value", ["soon", "0", "-1", "inf", "nan"])
 @pytest.mark.parametrize("variable", ["SHARDCKPT_RETRY_SECONDS", "SHARDCKPT_READS_PER_SECOND", "SHARDCKPT_WRITES_PER_SECOND"])
 def test_a_number_that_is_none_is_refused_by_name(variable, value):
-    caches = (shared_context, settings._pace)
+    caches = (shared_context, settings._limiter)
     with environment({variable: value, "TENSORSTORE_GCS_HTTP_URL": "http://127.0.0.1:1"}):
         for cached in caches:
             cached.cache_clear()
@@ -209,7 +209,7 @@ def test_a_number_that_is_none_is_refused_by_name(variable, value):
         cached.cache_clear()
 
 
-# --- patience and pace ----------------------------------------------------------------------------------------------
+# --- retries and rates ----------------------------------------------------------------------------------------------
 
 
 @given(st.floats(0.1, 3600))
@@ -223,7 +223,7 @@ def test_pauses_between_tries_take_as_long_as_was_asked_for(seconds):
     ts.Context(settings.context())
 
 
-def test_a_store_keeps_to_the_pace(cloud, monkeypatch):
+def test_a_store_keeps_to_the_rate(cloud, monkeypatch):
     counts = {"read": 0, "write": 0}
 
     class Counted:
@@ -234,7 +234,7 @@ def test_a_store_keeps_to_the_pace(cloud, monkeypatch):
             counts[self.kind] += 1
 
     store = Store.open(cloud.url(uuid.uuid4().hex))
-    monkeypatch.setattr(settings, "_pace", lambda kind, _share: Counted(kind))
+    monkeypatch.setattr(settings, "_limiter", lambda kind, _share: Counted(kind))
     store.write("a", b"")
     store.upload("b", b"").wait()
     store.create("c", b"")

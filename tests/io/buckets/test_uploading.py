@@ -424,9 +424,9 @@ def test_parts_are_few_enough_and_fit_the_memory(nbytes, memory_limit):
     assert 2 * part <= memory_limit
 
 
-def test_requests_are_begun_at_the_pace_of_all_others(cloud, place, monkeypatch):
+def test_requests_are_begun_at_the_rate_of_all_others(cloud, place, monkeypatch):
     begun = []
-    monkeypatch.setattr(settings, "pace", begun.append)
+    monkeypatch.setattr(settings, "wait_for_rate", begun.append)
     with cloud.breaking(), open_upload(place, part_bytes=PART) as one:
         one.write(content())
         one.finish()

@@ -152,7 +152,7 @@ def damage(run, step):
 def test_a_damaged_newest_step_is_an_error(run):
     run.train(900, 1000)
     damage(run, 1000)
-    with pytest.raises(errors.CorruptionError, match=r"/1000/.*/hosts/.*restore\(fallback=True\) .*step 1000.* restore\(step=…\)"):
+    with pytest.raises(errors.CorruptionError, match=r"/1000/.*/hosts/.*Step 1000 .*restore\(fallback=True\) .* restore\(step=…\)"):
         run.manager().restore()
 
 

@@ -14,9 +14,10 @@ import numpy as np
 from shardckpt.cli.devices import device_list
 from shardckpt.cli.plan.page.markup import Html, Part, el
 from shardckpt.cli.plan.words import hosts_text
-from shardckpt.cli.text import count, file_size, shape_text
+from shardckpt.cli.text import count, shape_text
 from shardckpt.cli.tiles import bins, tiles_of
 from shardckpt.errors import ShardingError
+from shardckpt.excerpt import file_size
 from shardckpt.layout.placements import Placements
 from shardckpt.reshard.forecast.hosts import joined
 
@@ -29,8 +30,6 @@ if TYPE_CHECKING:
     from shardckpt.reshard.forecast.hosts import Hosts
 
     Ints = NDArray[np.int64]
-
-__all__ = ["COLORS", "LEVELS", "balance", "heat_map", "ribbons", "tile_grid"]
 
 COLORS = 8
 """Number of classes for hosts, c0 to c7; they repeat."""

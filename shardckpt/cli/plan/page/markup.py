@@ -10,8 +10,6 @@ from shardckpt.cli.text import visible
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["Html", "Part", "data", "el"]
-
 _EMPTY = frozenset({"meta", "input"})
 """Elements without an end tag. This does not apply to drawings, which are XML."""
 _DRAWN = frozenset({"path", "rect", "line"})

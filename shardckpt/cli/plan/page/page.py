@@ -20,14 +20,13 @@ from shardckpt.cli.layouts import spec_text
 from shardckpt.cli.plan.page.figures import LEVELS, balance, heat_map, ribbons, tile_grid
 from shardckpt.cli.plan.page.markup import Html, data, el
 from shardckpt.cli.plan.words import assumptions, factor, hosts_text, notice_text, rate_text, route, span_text, verdict
-from shardckpt.cli.text import count, file_size, shape_text
+from shardckpt.cli.text import count, shape_text
+from shardckpt.excerpt import file_size
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from shardckpt.reshard.forecast.forecast import Forecast
-
-__all__ = ["page"]
 
 MOST_KINDS = 6
 """Most drawings of layouts: one for each kind of tensor, the kinds with most bytes read first."""

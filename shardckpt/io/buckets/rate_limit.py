@@ -34,7 +34,7 @@ class RequestShare:
 ALONE = RequestShare(0, 1)
 
 
-class Pace:
+class RateLimiter:
     """A rate limiter that makes callers wait. Safe to use from several threads; they are served in the order of their calls."""
 
     def __init__(

@@ -12,17 +12,19 @@ import random
 import threading
 from typing import TYPE_CHECKING, TypeVar
 
+import tensorstore as ts
+
 from shardckpt.io.buckets import cloud
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["Patience"]
-
 T = TypeVar("T")
+_COUNTS = ("/tensorstore/kvstore/gcs/retries", "/tensorstore/kvstore/s3/retries")
+"""TensorStore's own counts of its retries, one for each kind of storage."""
 
 
-class Patience:
+class Retry:
     """Makes requests until they succeed. Safe to use from several threads."""
 
     def __init__(self) -> None:
@@ -32,7 +34,7 @@ class Patience:
         """Do not retry from now on, and end the pauses of waiting threads."""
         self._given_up.set()
 
-    def ask(self, once: Callable[[], T], passing: Callable[[Exception], bool]) -> T:
+    def call(self, once: Callable[[], T], passing: Callable[[Exception], bool]) -> T:
         """The result of a request, with retries.
 
         Args:
@@ -55,3 +57,8 @@ class Patience:
                 if self._given_up.wait(pause * random.uniform(0.5, 1)):  # noqa: S311  (to spread, not to hide)
                     raise OSError(f"retries were given up after {type(e).__name__}: {e}") from e
         raise AssertionError("unreachable: the last try returns or raises")
+
+
+def storage_retries() -> int:
+    """Number of TensorStore's retries since this process began, for all object stores together."""
+    return sum(int(metric["values"][0]["value"]) for name in _COUNTS for metric in ts.experimental_collect_matching_metrics(name))
