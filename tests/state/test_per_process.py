@@ -170,7 +170,7 @@ def test_a_dict_whose_key_reads_like_one_is_a_dict():
 
 @pytest.mark.parametrize("text", ["", "\n", "x" * 257, "\ud800"], ids=repr)
 def test_a_meaning_is_a_short_printable_text(text):
-    with pytest.raises(LeafError, match="'k' means"):
+    with pytest.raises(LeafError, match="'k' has the meaning"):
         tree_of({"k": Key(text)})
 
 
