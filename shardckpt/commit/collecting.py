@@ -18,7 +18,7 @@ from shardckpt.errors import FormatError, MissingDataError, NotFoundError, Optio
 from shardckpt.excerpt import excerpt
 from shardckpt.format.documents import open_envelope
 from shardckpt.format.structure import bases_of, names_beside
-from shardckpt.io.failures import reading_takes_threads
+from shardckpt.io.failures import check_fork, reading_takes_threads
 from shardckpt.io.store import Store
 from shardckpt.io.url import parse
 
@@ -52,6 +52,7 @@ def collect(root: str | os.PathLike[str], *, grace: float = GRACE, dry_run: bool
     """
     _check_seconds(grace)
     location = parse(root)
+    check_fork(location)  # its errors would be reported place by place
     store = Store.open(location)
     children = store.list_children()
     if not children and (location.local is None or not location.local.exists()):

@@ -25,7 +25,7 @@ from shardckpt.commit.rollback import Rollback
 from shardckpt.commit.strays import remove_strays
 from shardckpt.errors import AlreadyExistsError, NotFoundError, ShardckptError, StorageError
 from shardckpt.excerpt import numbered
-from shardckpt.io.failures import is_denied, reading_takes_threads
+from shardckpt.io.failures import check_fork, is_denied, reading_takes_threads
 from shardckpt.io.store import Store
 from shardckpt.io.url import parse
 from shardckpt.state.names import natural_key
@@ -71,6 +71,7 @@ def commit(root: str | os.PathLike[str]) -> list[Outcome]:
         StorageError: the storage failed, or Python is ending and starts no threads to read with.
     """
     store = Store.open(parse(root))
+    check_fork(store)  # its errors would be reported as refusals
     children = store.list_children()
     if not children:
         raise NotFoundError(f"{store}: no checkpoint and no unfinished save there.")

@@ -19,7 +19,7 @@ from shardckpt.convert.arrangement import Arrangement
 from shardckpt.convert.detect import module_of
 from shardckpt.convert.foreign_reader import ForeignReader
 from shardckpt.convert.naming.choose import NameOptions
-from shardckpt.format.documents import DEEPEST_METADATA, is_deeper
+from shardckpt.convert.strict_json import is_json
 from shardckpt.format.record import CheckpointRecord
 from shardckpt.format.zarr_arrays import largest_chunk
 from shardckpt.io.url import parse
@@ -71,7 +71,7 @@ class ForeignSource:
         self.foreign = foreign
         self.location: Location = foreign.location
         self.stats = ReadStats()
-        metadata = {name: value for name, value in foreign.metadata.items() if _is_json(value)}
+        metadata = {name: value for name, value in foreign.metadata.items() if is_json(value)}
         lost = [
             f"left behind: {name}, which no other JSON reader would take (NaN, or too deep)" for name in foreign.metadata.keys() - metadata
         ]
@@ -116,15 +116,6 @@ class ForeignSource:
         """An empty dict: no other format has per-process values."""
         del process
         return {}
-
-
-def _is_json(value: object) -> bool:
-    """Whether a record can hold a value. A metric may be NaN, and Python's reader makes an infinity of `1e999`."""
-    try:
-        json.dumps(value, allow_nan=False).encode()
-    except (ValueError, TypeError, RecursionError):
-        return False
-    return not is_deeper(value, DEEPEST_METADATA - 1)
 
 
 def _text(view: View) -> str:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardckpt.errors import FormatError
 from shardckpt.excerpt import excerpt
+from shardckpt.state.document import MAX_DEPTH
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -29,7 +30,7 @@ def nested(leaves: Mapping[str, Any], paths: Mapping[str, Path] | None, absent: 
         where: the file, for messages.
 
     Raises:
-        FormatError: one leaf lies in another, a container's keys are of both kinds, or lists have too many gaps.
+        FormatError: a leaf lies too deep, one leaf lies in another, a container's keys are of both kinds, or lists have too many gaps.
     """
     known = paths or {}
     root: dict[str | int, Any] = {}
@@ -54,6 +55,8 @@ class _Branch(dict[str | int, Any]):
 
 
 def _put(root: dict[str | int, Any], path: Path, leaf: Any, where: str) -> None:
+    if len(path) > MAX_DEPTH:
+        raise FormatError(f"{where}: {excerpt(path)} lies in more than {MAX_DEPTH} containers; flatten that part of the state.")
     node = root
     for key in path[:-1]:
         node = node.setdefault(key, _Branch())

@@ -1,4 +1,4 @@
-"""Parser of JSON from other programs that refuses ambiguity: no duplicate key in an object, no NaN, no lone surrogates."""
+"""JSON from other programs: a parser that refuses ambiguity (duplicate keys, NaN, lone surrogates), and what a record can hold."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from collections import Counter
 from typing import Any, NoReturn
 
 from shardckpt.excerpt import excerpt
-
-__all__ = ["parse_json"]
+from shardckpt.format.documents import DEEPEST_METADATA, is_deeper
 
 
 def parse_json(raw: bytes) -> Any:
@@ -35,3 +34,12 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _no_constant(token: str) -> NoReturn:
     raise ValueError(f"{token} is not JSON")
+
+
+def is_json(value: object) -> bool:
+    """Whether a record can hold a value. A metric may be NaN, and Python's reader makes an infinity of `1e999`."""
+    try:
+        json.dumps(value, allow_nan=False).encode()
+    except (ValueError, TypeError, RecursionError):
+        return False
+    return not is_deeper(value, DEEPEST_METADATA - 1)

@@ -292,6 +292,7 @@ class Checkpoint:
             every chunk (also of tensors in bases) and its position, the host records,
             the chunk tables, and the metadata for stock zarr readers (the merged index, the zarr.json documents).
         """
+        check_fork(self.location)  # its errors would be reported as damage
         with reading_takes_threads(self.location):
             return verify(self._store, self.record, progress)
 

@@ -8,7 +8,6 @@ import time
 from collections import Counter
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from shardckpt.commit.attempts import LARGEST_STEP
 from shardckpt.commit.job import RUN
 from shardckpt.commit.rollback import ROLLBACK
 from shardckpt.errors import OptionError
@@ -27,7 +26,7 @@ from shardckpt.training.policies import EveryCall, Policy, any_of, as_policy
 from shardckpt.training.preemption import Notices
 from shardckpt.training.resuming import Restored, resume
 from shardckpt.training.retention import Retention, as_retention
-from shardckpt.training.steps import RunSteps
+from shardckpt.training.steps import RunSteps, check_step
 
 if TYPE_CHECKING:
     import os
@@ -393,7 +392,6 @@ class CheckpointManager(RunSteps):
 
     def _check(self, step: object) -> None:
         check_fork(self._root)
-        if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step <= LARGEST_STEP:
-            raise OptionError(f"step={excerpt(step)}: give a whole number from 0 to 2**63 - 1.")
+        check_step(step)
         if self._closed:
             raise OptionError(f"{self._root}: this CheckpointManager is closed; make another one.")

@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Literal
 from urllib.parse import unquote
 
 from shardckpt.commit import pinning
-from shardckpt.commit.attempts import step_of
+from shardckpt.commit.attempts import LARGEST_STEP, step_of
 from shardckpt.commit.base_places import base_url
 from shardckpt.commit.markers import PINNED, SUPERSEDED, is_marked, read_sealed
 from shardckpt.commit.publish import RECORD
 from shardckpt.errors import FormatError, OptionError
+from shardckpt.excerpt import excerpt
 from shardckpt.format.structure import BESIDE, bases_of, names_beside
 from shardckpt.io.failures import check_fork, reading_takes_threads
 from shardckpt.io.url import parse
@@ -120,6 +121,12 @@ def read_step(root: Store, step: int) -> StepInfo | None:
     return StepInfo(step, "superseded" if superseded else "committed", attempt, created, decode_metrics(metadata), pinned, bases)
 
 
+def check_step(step: object) -> None:
+    """Refuse what is not the number of a step: OptionError."""
+    if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step <= LARGEST_STEP:
+        raise OptionError(f"step={excerpt(step)}: give a whole number from 0 to 2**63 - 1.")
+
+
 class RunSteps:
     """The steps of a run, as a `CheckpointManager` shows them."""
 
@@ -128,7 +135,12 @@ class RunSteps:
     _rule: Retention | None
 
     def url(self, step: int) -> str:
-        """The url of a step's checkpoint, which need not exist."""
+        """The url of a step's checkpoint, which need not exist.
+
+        Raises:
+            OptionError: `step` is not a whole number from 0 to 2**63 - 1.
+        """
+        check_step(step)
         return str(self._root.location.join(str(step)))
 
     def steps(self) -> list[StepInfo]:

@@ -9,6 +9,7 @@ from threading import Event
 import numpy as np
 
 import shardckpt
+from shardckpt.commit.collecting import collect
 from shardckpt.errors import ShardckptError
 
 STATE = {"w": np.arange(1000.0)}
@@ -48,6 +49,9 @@ calls = {
     "reshard": lambda: shardckpt.reshard(f"{PLACE}/c", f"{PLACE}/r", workers=1),
     "export": lambda: shardckpt.export_safetensors(f"{PLACE}/c", f"{PLACE}/m.safetensors"),
     "import": lambda: shardckpt.import_checkpoint(f"{PLACE}/m.safetensors", f"{PLACE}/i"),
+    "commit": lambda: shardckpt.commit(f"{PLACE}/c"),
+    "gc": lambda: collect(f"{PLACE}/c"),
+    "manager.pin": lambda: manager.pin(1) if WHEN != "before" else None,
     "manager.save": lambda: manager.save(5, STATE),
     "manager.should_save": lambda: manager.should_save(6),
     "manager.all_steps": manager.all_steps,
@@ -66,7 +70,7 @@ else:
     if WHEN == "while a save is in flight":
         manager._background._before_publish = lambda _step: held.wait(60)
     manager.save(1, STATE)
-    answers = in_a_fork({**calls, "read": lambda: opened.read("w")})
+    answers = in_a_fork({**calls, "read": lambda: opened.read("w"), "verify": opened.verify})
     held.set()
     manager.close()
     assert shardckpt.CheckpointManager(f"{PLACE}/run").all_steps() == [1]

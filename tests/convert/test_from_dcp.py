@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from foreign_contents import contents
 from processes import Processes
 from torch.distributed.checkpoint import FileSystemReader
@@ -288,6 +289,16 @@ def test_metadata_of_another_file_are_noticed(copied):
     change_metadata(copied, swap)
     with pytest.raises(FormatError, match=r"here should be float32 of shape .* and there is torch.float32 of shape"):
         opened(copied)
+
+
+@pytest.mark.parametrize("depth", [201, 600])
+def test_a_state_that_is_nested_too_deep_is_refused(tmp_path, depth):
+    state = {"w": torch.ones(2)}
+    for _ in range(depth):
+        state = {"a": state}
+    dcp.save(state, checkpoint_id=tmp_path / "deep", no_dist=True)
+    with pytest.raises(FormatError, match=r"lies in more than 200 containers"):
+        opened(tmp_path / "deep")
 
 
 def test_a_file_outside_of_the_directory_is_not_read(copied):

@@ -268,4 +268,5 @@ def test_numbers_that_json_has_not_are_left_behind_with_their_file_and_named(tmp
     (tmp_path / "generation_config.json").write_text('{"top_k": 5}')
     report = shardckpt.import_checkpoint(tmp_path, tmp_path / "out", workers=1)
     assert any(note.startswith("left behind: config.json, ") for note in report.notes)
+    assert "kept as metadata: generation_config.json" in report.notes
     assert shardckpt.open(tmp_path / "out").metadata == {"generation_config.json": {"top_k": 5}}

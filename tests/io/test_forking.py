@@ -19,7 +19,7 @@ def said(tmp_path, when):
 @pytest.mark.parametrize("when", ["after a save", "while a save is in flight"])
 def test_every_call_in_a_fork_that_came_too_late_is_refused_and_names_spawn(tmp_path, when):
     answers = said(tmp_path, when)
-    assert len(answers) == 15
+    assert len(answers) == 19
     for call, (kind, message) in answers.items():
         assert kind == "CoordinationError", call
         assert "forked" in message, call

@@ -5,7 +5,7 @@ Of some hosts, evenly spread, each with caches of its own:
 1. The commit record, and the header of the table of all (`tables.py` has both tables and records of all hosts that saved).
 2. What the product's own `TableBlocks` reads to find the host's chunks, a batch of tensors after the other as a restore has them: counted
    where it is read.
-3. The data, per batch: runs of neighbours in data files, joined as the reader joins them (`io.runs`).
+3. The data, per batch: runs of neighbours in data files, joined as the reader joins them (`reading.runs`).
 
 *Together*: with `restore(cooperative=True)`, where several hosts need the same. That is cut into rounds and dealt out by the product's own
 rule (`planning.shares`); counted is the part of each round that the host reads itself. What hosts send to each other is no request.

@@ -121,10 +121,11 @@ def test_steps_of_up_to_63_bits_are_found_again(run, step):
     assert [entry.step for entry in catalog(run.root)] == [step]
 
 
-@pytest.mark.parametrize("step", [2**63, 10**5000], ids=["64 bits", "5001 digits"])
-def test_larger_ones_are_refused(run, step):
+@pytest.mark.parametrize("step", [2**63, 10**5000, -1, 1.5, True, "1"], ids=["64 bits", "5001 digits", "negative", "float", "bool", "text"])
+def test_other_steps_are_refused(run, step):
     with run.manager() as manager:
-        for asks in (manager.should_save, lambda step: manager.save(step, state(1)), lambda step: manager.restore(step=step)):
+        of_steps = (manager.url, manager.pin, manager.unpin)
+        for asks in (*of_steps, manager.should_save, lambda step: manager.save(step, state(1)), lambda step: manager.restore(step=step)):
             with pytest.raises(errors.OptionError, match="2\\*\\*63 - 1"):
                 asks(step)
 

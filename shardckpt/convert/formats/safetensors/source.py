@@ -22,7 +22,7 @@ from shardckpt.convert.foreign import ROWS_BYTES, ForeignPart, ForeignTensor, ro
 from shardckpt.convert.formats.safetensors.header import LENGTH_BYTES, header_bytes, parse_header
 from shardckpt.convert.formats.safetensors.hf_configs import CONFIGS
 from shardckpt.convert.span import Span, StoredRun
-from shardckpt.convert.strict_json import parse_json
+from shardckpt.convert.strict_json import is_json, parse_json
 from shardckpt.errors import CorruptionError, FormatError, OptionError
 from shardckpt.excerpt import excerpt, few
 from shardckpt.io.store import Store
@@ -115,10 +115,11 @@ class SafetensorsFiles:
         configs = {name: doc for name in CONFIGS if name in beside and (doc := self._config(name)) is not None}
         self.metadata = _metadata(headers, configs)
         left = sorted(set(beside) - {*files, *configs, *([] if index is None else [main])})
+        kept = [name for name, document in configs.items() if is_json(document)]  # the importer notes the others
         self.notes = (
             f"{len(self._places)} tensor{'' if len(self._places) == 1 else 's'} in {few(files)}"
             + ("" if index is None else f", by {main}"),
-            *([f"kept as metadata: {few(list(configs))}"] if configs else []),
+            *([f"kept as metadata: {few(kept)}"] if kept else []),
             *([f"left behind: {few(left)}"] if left else []),
         )
         versions = [version for version, _ in opened] + ([] if index is None else [index])
