@@ -291,7 +291,7 @@ def test_metadata_of_another_file_are_noticed(copied):
         opened(copied)
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("depth", [201, 600])
 def test_a_state_that_is_nested_too_deep_is_refused(tmp_path, depth):
     state = {"w": torch.ones(2)}
