@@ -111,23 +111,21 @@ def restore(
         check_coordinator(coordinator)  # before the meeting: without a coordinator no other process can learn of the error
     place = source.location if isinstance(source, Checkpoint) else source
     meeting = None if cooperative is False else Meeting(cooperative, coordinator)
-    with meeting or nullcontext(), reading_takes_threads(place):
-        if meeting is not None:
-            meeting.location = source.location if isinstance(source, Checkpoint) else parse(source)
-            check_choice(cooperative)
-        check_flag(strict, "strict")
-        check_flag(cast, "cast")
-        limit = parse_bytes(memory_limit, "memory_limit")
-        if limit <= 0:
-            raise OptionError(f"restore(memory_limit={limit}): must be positive.")
-        try:
+    try:
+        with meeting or nullcontext(), reading_takes_threads(place):
+            if meeting is not None:
+                meeting.location = source.location if isinstance(source, Checkpoint) else parse(source)
+                check_choice(cooperative)
+            check_flag(strict, "strict")
+            check_flag(cast, "cast")
+            limit = parse_bytes(memory_limit, "memory_limit")
+            if limit <= 0:
+                raise OptionError(f"restore(memory_limit={limit}): must be positive.")
             checkpoint = source if isinstance(source, Checkpoint) else Checkpoint(source)
-            run = partial(_read_all, checkpoint, limit=limit, meeting=meeting, progress=progress)
-            return _restore_tree(
-                checkpoint, checkpoint.parsed_tree, like, run, only=only, strict=strict, cast=cast, coordinator=coordinator
-            )
-        except MemoryError as e:
-            raise out_of_memory(str(place), e) from e
+            tree, run = checkpoint.parsed_tree, partial(_read_all, checkpoint, limit=limit, meeting=meeting, progress=progress)
+            return _restore_tree(checkpoint, tree, like, run, only=only, strict=strict, cast=cast, coordinator=coordinator)
+    except MemoryError as e:
+        raise out_of_memory(str(place), e) from e
 
 
 def _restore_tree(

@@ -112,7 +112,7 @@ def restore_host(case):
         checkpoint.reader.read([job.request() for job in batch])
 
     with Peak() as peak:
-        restored = restoring._read_and_place(jobs, pool, fetch, restoring.STAGED_BATCH, in_place=False, placed=lambda _nbytes: None)
+        restored = restoring._stage_and_place(jobs, fetch, pool=pool, staged=restoring.STAGED_BATCH, placed=lambda _nbytes: None)
     assert restored == {name: len(set(case["devices"])) for name in checkpoint.names()}
     stats = checkpoint.reader.stats
     return {"growth": peak.growth, "high_water": pool.high_water, "read": stats.bytes_read, "needed": stats.bytes_needed}
