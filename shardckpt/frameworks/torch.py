@@ -187,9 +187,7 @@ def check_fillable(name: str, tensor: Any) -> None:
         )
     # The array is never read; it only has the tensor's strides, for any device.
     if not tensor.is_contiguous() and overlaps_itself(as_strided(np.empty(1, np.uint8), tuple(tensor.shape), tensor.stride())):
-        raise LeafError(
-            f"{shown(name)}: elements of this tensor share memory (it was expanded), so it cannot be restored into; give leaf.clone()."
-        )
+        raise LeafError(f"{shown(name)}: elements of this tensor share memory, so it cannot be restored into; give leaf.clone().")
 
 
 def dtype_of_tensor(name: str, tensor: Any) -> DType:

@@ -143,7 +143,9 @@ class Checkpoint:
         if not isinstance(name, str):
             raise OptionError(f"{self.location}: {excerpt(name)} is no name of a tensor; give one of names(), as a str.")
         if name not in self._stored_name:
-            raise NamesMismatchError(f"{self.location}: no tensor {name!r}{naming.did_you_mean(name, self._stored_name)}.")
+            raise NamesMismatchError(
+                f"{self.location}: no tensor {name!r}{naming.did_you_mean(name, self._stored_name)}; names() lists them."
+            )
         return self.record.structure.tensors[self._stored_name[name]]
 
     def info(self, name: str) -> TensorInfo:

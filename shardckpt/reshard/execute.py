@@ -192,8 +192,11 @@ def reshard(
         overwrite=overwrite,
         verify=verify,
     )
+    source, destination = parse(src), parse(dst)
+    if destination.is_within(source) and destination.resolved != source.resolved:
+        raise OptionError(f"{destination} lies in the checkpoint that is resharded, {source}; choose a place outside of it.")
     with reading_takes_threads(src):
-        return run_job(str(parse(src)), dst, options, RunOptions(engine, worker, progress))
+        return run_job(str(source), dst, options, RunOptions(engine, worker, progress))
 
 
 def run_job(

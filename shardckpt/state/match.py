@@ -173,7 +173,8 @@ class _Walk:
             raise LeafError(f"{shown(node.name)} in `like` lies in more than {MAX_DEPTH} containers, or in itself.")
         if not isinstance(node, Branch):
             if self.selected(node.name):
-                advice = _WRAP if isinstance(node, Owned) else "pass a leaf there"
+                leaf = "a tensor, an ndarray or a shardckpt.Target" if isinstance(node, Tensor | Tied) else "a leaf"
+                advice = _WRAP if isinstance(node, Owned) else f"pass {leaf} there"
                 raise _structure(node, f"a {type(value).__qualname__} of {len(container.keys)} items; {advice}")
             return self.absent(value, node.name, depth)
         if (container.form == "dict") != (node.form == "dict") and (container.keys or node.keys):

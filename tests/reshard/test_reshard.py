@@ -229,6 +229,12 @@ def test_buckets_are_read_and_written(cloud, tmp_path):
         assert made.verify().ok
 
 
+def test_a_place_inside_the_source_is_refused(tmp_path):
+    shardckpt.save(tmp_path / "a", {"w": np.zeros(4)})
+    with pytest.raises(errors.OptionError, match=r"/a/b lies in the checkpoint that is resharded, .*/a; choose a place outside of it"):
+        shardckpt.reshard(tmp_path / "a", tmp_path / "a" / "b", workers=1)
+
+
 def test_the_very_same_call_again_does_nothing_and_another_one_is_refused(tmp_path):
     shardckpt.save(tmp_path / "a", {"w": random((64, 64), "float32")})
     first = shardckpt.reshard(tmp_path / "a", tmp_path / "b", workers=1)
