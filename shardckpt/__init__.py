@@ -128,7 +128,7 @@ def __getattr__(name: str) -> object:
         from shardckpt.errors import CommitError, StorageError
 
         raise (CommitError if name.startswith("save") else StorageError)(
-            f"shardckpt.{name} cannot be used: Python is ending and starts no threads any more ({e}). "
+            f"shardckpt.{name} cannot be used: Python is shutting down and starts no threads any more ({e}). "
             f"Save and read before the program ends, not in a function that `atexit` calls."
         ) from e
     value = globals()[name] = home if _HOME[name] == name else getattr(home, name)  # a callable package is the object itself

@@ -68,7 +68,7 @@ def commit(root: str | os.PathLike[str]) -> list[Outcome]:
 
     Raises:
         NotFoundError: the place has no checkpoint and no attempt.
-        StorageError: the storage failed, or Python is ending and starts no threads to read with.
+        StorageError: the storage failed, or Python is shutting down and starts no threads to read with.
     """
     store = Store.open(parse(root))
     check_fork(store)  # its errors would be reported as refusals
@@ -82,7 +82,7 @@ def commit_places(root: Store, named: Sequence[tuple[str, Store]]) -> list[Outco
     """Commit the complete attempts at some named places below one root.
 
     Raises:
-        StorageError: the storage failed at one of them, or Python is ending; the others were committed.
+        StorageError: the storage failed at one of them, or Python is shutting down; the others were committed.
     """
     with reading_takes_threads(root), ThreadPoolExecutor(_AT_ONCE, "shardckpt-commit") as pool:
         futures = [pool.submit(_commit_one, name, place) for name, place in named]

@@ -215,12 +215,14 @@ def _locate(chunks: RequestedChunks, runs: Sequence[_PieceRun | None]) -> tuple[
                 numbers[id(span.file)] = len(names)
                 names.append(str(span.file))
             row[:] = numbers[id(span.file)], span.start, span.stop, run.per_row, run.row_bytes, run.chunk_bytes
-    group, reached = np.zeros(len(runs), np.int64), dict[int, int]()
+    # Several parts may have the same run, where one piece is read in several views; they stay in one group.
+    group_of_run, reached = dict[int, int](), dict[int, int]()
     for part in np.lexsort((columns[:, 1], columns[:, 0])).tolist():
         file, start, stop = columns[part, :3].tolist()
-        if runs[part] is not None and start < reached.get(file, 0):
-            group[part] = part + 1
+        if runs[part] is not None and id(runs[part]) not in group_of_run:
+            group_of_run[id(runs[part])] = part + 1 if start < reached.get(file, 0) else 0
         reached[file] = max(stop, reached.get(file, 0))
+    group = np.array([group_of_run.get(id(run), 0) for run in runs], np.int64)
     file, begin, _, per_row, row_bytes, chunk_bytes = columns[chunks.part].T
     row, nth = np.divmod(chunks.position, per_row)
     length = np.minimum(chunk_bytes, row_bytes - nth * chunk_bytes)

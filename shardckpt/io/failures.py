@@ -23,7 +23,7 @@ import threading
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
-import shardckpt.io.shutdown  # noqa: F401  (saves in the background need it, and when Python is ending it cannot be imported any more)
+import shardckpt.io.shutdown  # noqa: F401  (saves in the background need it, and it cannot be imported during the shutdown)
 from shardckpt.errors import CommitError, CoordinationError, ShardckptError, StorageError
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ _ADVICE = {
     "read-only file system": "it is mounted read-only; choose another place",
     "no space left": "the disk is full; make room or choose another place",
     "quota": "the quota is used up; make room or choose another place",
-    "not a directory": "a file stands where a directory is needed; choose another place",
+    "not a directory": "a file stands where a directory is needed; give a directory, or choose another place",
     "cannot list non-directory": "a file stands where a directory is needed; give the directory",
     "file exists": "a file stands where a directory is needed; choose another place",
     "file name too long": "a name on the way is too long for the file system; choose a shorter path",
@@ -133,7 +133,7 @@ def _threads_or(as_error: Callable[[str], ShardckptError]) -> Iterator[None]:
     except RuntimeError as e:
         if isinstance(e, ShardckptError) or not (is_shutting_down() or str(e).startswith(_THREAD_MESSAGES)):
             raise
-        raise as_error(f"{'Python is shutdown and' if is_shutting_down() else 'Python'} starts no threads any more ({e})") from e
+        raise as_error(f"{'Python is shutting down and' if is_shutting_down() else 'Python'} starts no threads any more ({e})") from e
 
 
 # --- forks

@@ -62,7 +62,7 @@ def start_background(
     thread.run = run_and_tell  # type: ignore[method-assign]
     with _guard:
         if _closed:
-            raise RuntimeError("can't start new thread in the background: Python is ending")
+            raise RuntimeError("can't start new thread in the background: Python is shutting down")
         _tasks[thread] = task
         try:
             thread.start()

@@ -198,7 +198,7 @@ class Checkpoint:
 
         Raises:
             ReplacedError: instead of a MissingDataError inside, if the checkpoint was replaced or deleted.
-            StorageError: Python is ending, and starts no threads to read with.
+            StorageError: Python is shutting down, and starts no threads to read with.
         """
         try:
             with reading_takes_threads(self.location):

@@ -103,7 +103,7 @@ def restore(
         ReplacedError: the checkpoint was replaced or deleted while it was being read.
         CorruptionError: stored bytes are damaged or missing; leaves that are filled in place are then undefined. A base that is gone,
             or was replaced, is a MissingDataError before anything is read.
-        StorageError: the storage failed, or Python is ending and starts no threads to read with.
+        StorageError: the storage failed, or Python is shutting down and starts no threads to read with.
         CoordinationError: with `cooperative`, another process does not answer, or failed for a reason of its own. If one process
             cannot read, all processes that share its reads raise the error.
     """

@@ -1,7 +1,6 @@
 """A state of nested containers as named tensors and one JSON document, and back.
 
-Everything here is pure and independent of any framework: the caller decides which leaves are tensors. Imports `names`,
-`leaves` and `errors` only.
+Everything here is pure and independent of any framework: the caller decides which leaves are tensors.
 
 1. `flatten` walks a state once and returns its tensors by name, in order, and the tree document.
 2. `union` merges the documents of several processes: the merged state has every part that any process has.

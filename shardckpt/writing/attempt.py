@@ -126,7 +126,7 @@ class Attempt:
         """Whether this process's record may exist, which lets other processes commit the attempt."""
         if is_shutting_down():
             error = CommitError(
-                f"{store}: Python is ending and starts no threads any more, so nothing can be saved, and nothing was. "
+                f"{store}: Python is shutting down and starts no threads any more, so nothing can be saved, and nothing was. "
                 f"Save before the program ends, not in a function that `atexit` calls."
             )
             self.give_up(error)  # so that other processes do not wait for this one

@@ -82,7 +82,7 @@ def save(
         OptionError: a pattern in `shardings` or `skip` matches no tensor, or an option is invalid.
         NotFoundError, MismatchError: the base does not exist, or lacks skipped tensors; nothing was published.
         AlreadyExistsError: a checkpoint is committed there and `overwrite` is not set.
-        CommitError: the processes contradict each other, some did not finish in time, or Python is ending; nothing was published.
+        CommitError: the processes contradict each other, some did not finish in time, or Python is shutting down; nothing was published.
         StorageError: the storage failed; either the earlier state of the place is unchanged, or the new checkpoint is complete.
     """
     began = time.monotonic()

@@ -285,7 +285,7 @@ def save_async(
 
     Raises:
         LeafError, ShardingError, OptionError: as in `save`; nothing was begun.
-        CommitError: Python is ending; nothing was begun. The handle raises all other errors.
+        CommitError: Python is shutting down; nothing was begun. The handle raises all other errors.
     """
     options = checked_options(options, skip)
     return _shared_saver(options.budget).begin(url, state, options, coordinator=coordinator)

@@ -103,5 +103,5 @@ def test_the_first_save_or_restore_of_a_process_is_refused_once_python_ends(tmp_
     done = subprocess.run([sys.executable, "-c", program, tmp_path], capture_output=True, text=True, timeout=100)
     assert (done.returncode, done.stderr) == (0, "")
     assert [line.split()[0] for line in done.stdout.splitlines()] == ["CommitError", "CommitError", "StorageError"]
-    assert done.stdout.count("Python is ending and starts no threads any more") == 3
+    assert done.stdout.count("Python is shutting down and starts no threads any more") == 3
     assert not list(tmp_path.iterdir())

@@ -328,7 +328,7 @@ def test_a_save_that_begins_when_python_ends_is_refused(tmp_path):
         atexit.register(late)"""
     done = subprocess.run([sys.executable, "-c", program, tmp_path], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.count(f"{tmp_path / 'late'}: Python is ending and starts no threads any more") == 2
+    assert done.stdout.count(f"{tmp_path / 'late'}: Python is shutting down and starts no threads any more") == 2
     assert [path.name for path in tmp_path.iterdir()] == ["earlier"]
 
 
@@ -354,8 +354,8 @@ def test_others_do_not_wait_for_a_process_that_refuses_because_python_ends(tmp_p
 
     with monkeypatch.context() as exiting:
         exiting.setattr("shardckpt.writing.attempt.is_shutting_down", lambda: True)
-        assert "Python is ending" in save(ending)
-    assert "Python is ending" in save(1 - ending)  # which has two minutes to wait for it
+        assert "Python is shutting down" in save(ending)
+    assert "Python is shutting down" in save(1 - ending)  # which has two minutes to wait for it
 
 
 def test_a_restore_that_begins_when_python_ends_says_so_where_it_takes_threads(tmp_path):
@@ -374,7 +374,7 @@ def test_a_restore_that_begins_when_python_ends_says_so_where_it_takes_threads(t
     done = subprocess.run([sys.executable, "-c", program, tmp_path], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert "[1. 1.]" in done.stdout
-    assert done.stdout.count(f"cannot read {tmp_path / 'c'}: Python is ending and starts no threads any more") == 3
+    assert done.stdout.count(f"cannot read {tmp_path / 'c'}: Python is shutting down and starts no threads any more") == 3
 
 
 def test_other_reads_are_refused_with_the_same_reason_once_python_ends(tmp_path):
@@ -401,7 +401,7 @@ def test_other_reads_are_refused_with_the_same_reason_once_python_ends(tmp_path)
         manager.wait()
         atexit.register(late)"""
     done = subprocess.run([sys.executable, "-c", program, tmp_path], capture_output=True, text=True, timeout=60, check=False)
-    assert (done.returncode, done.stdout.count(": Python is ending and starts no threads any more")) == (0, 5), done.stderr
+    assert (done.returncode, done.stdout.count(": Python is shutting down and starts no threads any more")) == (0, 5), done.stderr
 
 
 def test_a_fork_knows_of_no_save_in_flight(tmp_path, job):

@@ -21,7 +21,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from shardckpt.errors import StorageError
 from shardckpt.io.buckets import cloud
 from shardckpt.io.buckets.retry import Retry
 from shardckpt.io.failures import LOCK_SUFFIX, storage_errors
@@ -50,12 +49,7 @@ def children(store: Store, prefix: str = "") -> list[str]:
     with storage_errors("list", store.path_of(prefix)):
         path = store.local_path(prefix)
         if path is not None:
-            try:
-                return _directory(path)
-            except NotADirectoryError as e:
-                raise StorageError(
-                    f"cannot list {path}: a file stands where a directory is needed; give the directory of a checkpoint."
-                ) from e
+            return _directory(path)
         if store.location.bucket is None:
             heads = (key.removeprefix(prefix).partition("/") for key in store.list(prefix))
             return sorted({head + slash for head, slash, _ in heads})
