@@ -20,6 +20,7 @@ from safetensors.numpy import save_file
 
 from shardckpt.convert.foreign_source import ForeignSource, ForeignSpec
 from shardckpt.convert.formats.safetensors import source as from_safetensors
+from shardckpt.convert.naming.choose import NameOptions
 from shardckpt.convert.placed import Placed
 from shardckpt.convert.span import StoredRun
 from shardckpt.errors import CorruptionError
@@ -91,6 +92,18 @@ def test_what_follows_in_a_file_is_read_together_and_once(tmp_path: Path) -> Non
     assert source.stats.bytes_read == nbytes, "though most is wanted twice"
     assert source.stats.reads <= 1000 // 256 + nbytes // (3 * MiB) + 2
     assert all((buffer == state[name]).all() for name, _, buffer in [*straight, *copied])
+
+
+def test_a_tensor_whose_rows_move_is_read_in_as_few_reads_as_one_that_stays(tmp_path: Path) -> None:
+    state = {"q": np.arange(4 * MiB, dtype=np.float32).reshape(1024, 4096)}
+    save_file(state, tmp_path / "model.safetensors")
+    (tmp_path / "rows.toml").write_text('[[map]]\nfrom = "q"\nto = "q"\nrotary = {heads = 8, to = "halves"}')
+    reads = []
+    for names in (NameOptions(), NameOptions(mapping=tmp_path / "rows.toml")):
+        source = ForeignSpec(str(tmp_path / "model.safetensors"), "safetensors", names=names).open()
+        read(source, [("q", Box.full((1024, 4096)), np.empty((1024, 4096), np.float32))])
+        reads.append((source.stats.reads, source.stats.bytes_read))
+    assert reads[0] == reads[1]
 
 
 def test_a_flipped_bit_in_a_checksummed_tensor_is_an_error_that_names_tensor_and_file(tmp_path: Path) -> None:
