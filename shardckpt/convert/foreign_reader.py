@@ -1,8 +1,8 @@
-"""Reading boxes of a foreign checkpoint's tensors into the buffers that request them, with the code that reads our own checkpoints.
+"""Reader of a foreign checkpoint; it uses the code that reads shardckpt's own checkpoints.
 
 1. All requests of a call are planned together, in columns (`reading.locate`). A chunk is read once, even for several requests.
 2. Most pieces lie in a file as one run of bytes (`Foreign.run`), of which each chunk is a part. The places of these chunks are
-   computed; then they are joined and read like chunks of a checkpoint (`reading.runs`, `reading.fetch`), but have no checksum of ours.
+   computed; then they are joined and read like chunks of a checkpoint (`reading.runs`, `reading.fetch`), but have no crc32c.
 3. The format itself reads all other chunks, one by one.
 
 Each thread holds in memory one such read: `joined` bytes, or one chunk.
@@ -172,7 +172,7 @@ class ForeignReader:
 
 
 def _convert_alike(requests: Sequence[Request]) -> list[Request]:
-    """The same requests; if one for a tensor converts its elements, all for this tensor have buffers of the dtype that they mean."""
+    """Give all requests for a tensor the same `convert_from`, if one of them has it."""
     meaning = {request.name: request.convert_from for request in requests if request.convert_from is not None}
     return [
         replace(request, convert_from=dtype, buffers=[buffer.view(dtype) for buffer in request.buffers])

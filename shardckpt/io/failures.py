@@ -78,7 +78,7 @@ def storage_errors(action: str, place: object) -> Iterator[None]:
 
 
 def _said(error: Exception, place: object) -> str:
-    """The text of a storage's error, without the path if the error is about `place` itself."""
+    """The text of a storage's error, without its path if that equals `place`."""
     if isinstance(error, OSError) and error.strerror and str(error.filename) == str(place):
         return error.strerror
     return str(error).replace("\0", "/") or type(error).__name__

@@ -98,7 +98,7 @@ class Band:
         """
         part = self.chunks.wanted.part_of(self.begin)
         request, shape, n = part.request, part.piece.chunks, len(raw)
-        if raw.shape[1] < part.chunk_bytes:  # other formats store chunks at an edge without padding
+        if raw.shape[1] < part.chunk_bytes:  # foreign chunks at an edge are not padded
             shape = self.chunks.wanted.box(self.begin).shape
         elements = raw.view(request.convert_from or request.dtype).reshape(n, *shape)
         # An overflow becomes infinite, and NaN any integer: the user asked for the conversion, so there is no warning.

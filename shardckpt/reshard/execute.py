@@ -88,7 +88,7 @@ class ReshardReport:
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """Who does the work of one call. The workers receive `ReshardOptions`; these options stay in this process."""
+    """Options of one call that are not sent to workers: the engine, this call's share, and the progress callback."""
 
     engine: Executor | str | None = None
     """See `engines`."""
@@ -253,7 +253,7 @@ def _reuse(opened: OpenJob, run: RunOptions) -> _Done:
 
 
 def _run_tasks(opened: OpenJob, run: RunOptions, workers: int | None, *, in_one_memory: bool) -> _Done:
-    """Have this call's share of the tasks done that are not finished; `workers` is the option as the user gave it."""
+    """Run the unfinished tasks of this call's share; `workers` is the option as the user gave it."""
     plan, (number, sharing) = opened.plan, run.worker or (0, 1)
     # Workers on other machines would count their own cores.
     options = replace(opened.job.options, workers=plan.memory.workers)
@@ -310,7 +310,7 @@ def all_rules(
 
 
 def _run_on_engine(engine: Engine, job: Job, tasks: Sequence[Task], sharing: int) -> Iterator[TaskReport]:
-    """Run tasks on one of `sharing` engines that share the job, and yield their reports as they arrive."""
+    """Run tasks, and yield their reports as they arrive; `sharing` calls work on the same job."""
     waiting, losses = deque(tasks), Counter[int]()
     under_way: dict[Future[TaskReport], Task] = {}
     try:

@@ -140,7 +140,7 @@ class OpenJob:
         return describe(self.place, Contents(self.plan.target, small, record.metadata, processes=saved_by))
 
     def finished_tasks(self) -> set[int]:
-        """The tasks that an earlier call finished: their records and all files that the records name exist.
+        """Numbers of the tasks whose record exists, with all files that it names.
 
         A record whose files were removed since proves nothing: it is removed, and the task is done again. One listing of the hosts' files
         shows what exists. In the plain layout, which stores chunks as thousands of objects, the check covers only tables and values.

@@ -27,7 +27,7 @@ MOST_WORKERS = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReshardOptions:
-    """Options of `shardckpt.reshard`, which describes each; None for `layout`, `compression`, `dtype` and `only` means as in the source."""
+    """Options of `shardckpt.reshard`; see there."""
 
     mesh: Mesh | None = None
     rules: Rules | None = None
@@ -38,7 +38,7 @@ class ReshardOptions:
     memory_limit: int | str = DEFAULT_MEMORY_LIMIT
     workers: int | None = None
     task_bytes: int | str = DEFAULT_TASK_BYTES
-    """Another size makes another job."""
+    """An interrupted job continues only with the same size."""
     overwrite: bool = False
     verify: bool = True
 

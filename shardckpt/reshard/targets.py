@@ -2,8 +2,8 @@
 
 The layout of each tensor is decided first. With rules, the rules decide; with a mesh alone, the spec that the source recorded, as far as
 the mesh has its axes; with neither, the layout stays. Each tensor is stored as a save would store it if devices had it in the new
-layout (`save_plan`). A tensor of a shardckpt
-checkpoint that keeps its layout and element size also keeps its arrays and chunks, whatever their shapes.
+layout (`save_plan`). A tensor of a shardckpt checkpoint that keeps its layout and element size also keeps its arrays and chunks,
+whatever their shapes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The places of a state: its containers, the names of what they hold, and the paths under which arrays are stored.
+"""Containers of a state, names of its leaves, and paths of its arrays.
 
 `container_of` recognises these containers, in this order:
 

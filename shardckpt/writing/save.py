@@ -125,7 +125,7 @@ def _save(attempt: Attempt, state: Any, began: float) -> SaveReport:
 
 
 class StepTimes(NamedTuple):
-    """What a save has written, and when its steps ended, in seconds of the monotonic clock."""
+    """Result of the steps of a save, and their end times in seconds of the monotonic clock."""
 
     written: HostRecord
     durable: float
@@ -139,7 +139,7 @@ def take_steps(
     attempt: Attempt,
     write: Callable[[], HostRecord],
     *,
-    durable: Callable[[], None] = lambda: None,
+    on_durable: Callable[[], None] = lambda: None,
     before_publish: Callable[[], None] = lambda: None,
 ) -> StepTimes:
     """Take all steps of a save in order: write, wait for the other hosts, publish or see it published.
@@ -147,13 +147,13 @@ def take_steps(
     Args:
         attempt: the attempt; given up if a step before publishing fails.
         write: writes this process's share.
-        durable: called when that is durable.
+        on_durable: called when this process's share is durable.
         before_publish: called on the committing process just before the checkpoint is published; an error from it fails the save.
     """
     try:
         written = write()
         durable_at = time.monotonic()
-        durable()
+        on_durable()
         record = None
         if attempt.commits:
             attempt.await_hosts()

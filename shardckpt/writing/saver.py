@@ -217,7 +217,7 @@ class _Save:
 
     def _report(self) -> SaveReport:
         attempt, stage = self.attempt, self._stage
-        steps = take_steps(attempt, self._write, durable=self.outcome.durable, before_publish=self._before_publish)
+        steps = take_steps(attempt, self._write, on_durable=self.outcome.durable, before_publish=self._before_publish)
         return SaveReport(
             url=self.outcome.url,
             attempt=attempt.name,

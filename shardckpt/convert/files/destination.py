@@ -73,7 +73,7 @@ class Destination(Protocol):
 
         Args:
             writes: the bytes.
-            checks: crc32c of each block that they complete.
+            checks: crc32c of each block that ends in `writes`, in order.
 
         Raises:
             StorageError: the write failed, or earlier writes could not be made durable.

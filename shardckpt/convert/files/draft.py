@@ -163,10 +163,10 @@ def check_space(store: Store, place: Path, nbytes: int) -> None:
 
 
 def link_or_rename(draft: Path, path: Path) -> None:
-    """Give a file another name beside its own; where the file system has no hard links, instead of its own.
+    """Link a draft to its final name; rename it if the file system has no hard links.
 
     Raises:
-        AlreadyExistsError: something has that name. A rename alone would replace it.
+        AlreadyExistsError: the name exists. (A plain rename would replace it.)
     """
     try:
         os.link(draft, path)

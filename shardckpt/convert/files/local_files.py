@@ -57,9 +57,9 @@ class LocalFiles:
         self._notes: Notes | None = None
         self._checks: list[int] = []
         self._noted = 0
-        """Number of blocks whose checksums are in the notes, or soon will be."""
+        """Number of blocks whose checksums were handed to the notes."""
         self._unnoted = 0
-        """Bytes written since then."""
+        """Bytes written after the last of these blocks."""
         self._named = False
         """Whether the files have their final names, and only partial files are left to remove."""
         self._file = self._fd = -1

@@ -1,9 +1,9 @@
-"""Exported files on an object store, written one after another, that continue after a writer was killed.
+"""Exported files on an object store; an interrupted export continues.
 
 A file on an object store can be written only from its beginning to its end, and exists only when it is finished. So an `ObjectTarget`
 accepts bytes in order. During the upload an object beside it, `.<name>.upload.json`, records the state that another process needs:
 
-1. `open` looks for this object. If it is about the same bytes (`digest`), that upload continues from `resume_at`; if it is about
+1. `open` looks for this object. If it records the same bytes (`digest`), that upload continues from `resume_at`; if it records
    others, that upload is aborted. A new upload is recorded before any byte is sent.
 2. After every 256 MiB the progress is recorded, where the service does not keep it itself.
 3. `finish` publishes the file and deletes the object; `abort` deletes it, too. If a process is killed between these two steps, the

@@ -1,4 +1,4 @@
-"""Which tensors an export or import writes, under which names, and from which tensors it makes them.
+"""Selection and naming of the tensors that an export or import writes, and of the tensors that it makes them from.
 
 Begin with `choose`: it has all options, and turns them into one `Naming`, which consists of rules. `apply` applies the rules to the
 structure of a checkpoint, without reading a tensor. There are two kinds of rules. Rules that change names are substitutions and tables

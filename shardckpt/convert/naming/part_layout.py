@@ -3,7 +3,7 @@
 A *run* is a range of elements along one dimension that is contiguous in a part and in the whole. Concatenated parts have one run each,
 interleaved parts one per group, and rows that are reordered for the other kind of rotary embedding one per row.
 
-All dimensions here count those of the whole before `unfold` makes two of one of them. JAX's models have projections of shape (width,
+Dimension numbers refer to the whole before `unfold` splits one of its dimensions. JAX's models have projections of shape (width,
 heads, head width); torch's have (heads · head width, width). In row-major order a dimension of `count · n` has the same elements as two of
 `count` and `n`, but a box of one is a box of the other only within one index of `count`. So boxes are cut there.
 """
@@ -105,7 +105,7 @@ class PartLayout:
     axis: int | None
     """The dimension along which `runs` lie."""
     runs: Sequence[ElementRun]
-    """The runs of one stacked index. Without `axis` there is one part, and only the number of the part is used."""
+    """The runs of one stacked index. Without `axis`: one run, of which only the number of the part is used."""
     unfold: Unfold | None
     """The dimension that is two in the whole; its `axis` is not negative here."""
 

@@ -58,7 +58,7 @@ class NameTable:
     origin: str
     """The file, for messages."""
     names: Mapping[str, str | None]
-    """The old names are those in the source, or the present ones."""
+    """New name by old name. Old names are those of the source, or those that earlier rules made."""
 
     def changes(self, present: Mapping[str, str]) -> dict[str, str | None]:
         """Name in the source → new name, for the leaves that the table names; see `Substitution.changes`."""

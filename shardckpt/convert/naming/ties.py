@@ -32,7 +32,7 @@ embeddings that are tied to a shared one, the heads of a model, and weights insi
 
 
 def first_names(names: Mapping[str, str]) -> dict[str, str]:
-    """Further name of each tied tensor → the name under which the tensor is written.
+    """For each name of a tied tensor that is not written: the name that is.
 
     Args:
         names: output name → name of the stored tensor, in the state's order.

@@ -48,8 +48,7 @@ class Hosts:
         Args:
             layouts: layouts of tensors, each with the tensor's rank; None entries are ignored.
             devices_per_host: devices of each host; the last host may have fewer.
-            number: number of hosts, instead of `devices_per_host`; hosts beyond the devices have none, like the hosts of a save of plain
-                tensors.
+            number: number of hosts, instead of `devices_per_host`; hosts may have no devices.
 
         Raises:
             OptionError: `devices_per_host` is not positive.

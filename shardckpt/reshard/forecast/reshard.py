@@ -67,7 +67,7 @@ def reshard_reads(plan: ReshardPlan, places: Places, limits: RunLimits) -> Resha
 def _chunks_read(
     plan: ReshardPlan, planned: PlannedStep, places: Places, found: dict[str, ChunkPlaces]
 ) -> Iterator[tuple[Ints, Ints, Ints]]:
-    """Yield the chunks that a step reads of each array of its source: file, offset and length; `found` keeps the places of arrays."""
+    """For each array of the source, yield file, offset and length of the chunks that a step reads; `found` keeps places of arrays."""
     source, box = plan.sources[planned.target.name], BoxArray.of([planned.step.box], planned.step.box.ndim)
     for piece in touched(source.pieces, box):
         chunk = np.unique(overlaps(piece, box).chunk)
