@@ -168,7 +168,7 @@ def test_a_listing_that_fails_for_good_is_asked_for_as_often_as_the_environment_
 def test_a_refused_listing_is_asked_for_once(place, proxy):
     with proxy.rules.during(Rule("status", status=403, kinds=("list",), times=None)):
         proxy.traffic.reset()
-        with pytest.raises(StorageError, match="right"):
+        with pytest.raises(StorageError, match="permission"):
             place.list()
     assert len(proxy.traffic.exchanges()) == 1
 

@@ -149,7 +149,7 @@ def test_a_loop_that_begins_anew_after_a_restore_is_told_at_once(run):
     run.train(5)
     with run.manager() as manager:
         assert manager.restore().step == 5
-        with pytest.raises(errors.OptionError, match=r"step 0 after step 5, .* go back with restore\(step=…\)"):
+        with pytest.raises(errors.OptionError, match=r"step 0 is less than step 5, .* go back with restore\(step=…\)"):
             manager.save(0, state(0))
 
 
