@@ -116,8 +116,9 @@ def forecast(
         devices_per_host: devices of each restoring host; None: `DEVICES_PER_HOST`, or all devices if there are fewer.
         places: places of the source's chunks; None: estimate them from the record.
     """
-    record, location, reader = checkpoint.record, checkpoint.location, checkpoint.reader
-    limits = None if places is None or isinstance(reader, BasedReader) else reader.limits  # bases are read by several readers
+    record, location = checkpoint.record, checkpoint.location
+    # Bases are read by several readers. Without places the reader is not opened, because that reads the table.
+    limits = None if places is None or isinstance(checkpoint.reader, BasedReader) else checkpoint.reader.limits
     layouts = {name: placed(decision.layout, len(plan.target.tensors[name].shape)) for name, decision in plan.decisions.items()}
     ranked = [(layout, len(plan.target.tensors[name].shape)) for name, layout in layouts.items()]
     each = devices_per_host or min(DEVICES_PER_HOST, max(1, len(Hosts.of(ranked, number=1).owners.device_ids)))
