@@ -234,7 +234,7 @@ def export_safetensors(
             rename=rename,
             rename_file=rename_file,
             mapping=mapping,
-            invert=invert_mapping,
+            invert_mapping=invert_mapping,
             add_prefix=add_prefix,
             dtype=dtype,
             ties=ties,

@@ -158,7 +158,7 @@ def import_checkpoint(
         rename=rename,
         rename_file=rename_file,
         mapping=mapping,
-        invert=invert_mapping,
+        invert_mapping=invert_mapping,
         add_prefix=add_prefix,
         ties=ties,
         config=config,

@@ -95,7 +95,7 @@ def test_what_is_left_out_as_tied_is_listed_and_can_be_had(models, name: str, ti
 
 @pytest.mark.parametrize(("name", "mapping"), [("mixtral", "hf-mixtral-fused"), ("qwen2_moe", "hf-qwen-moe-fused")])
 def test_experts_are_taken_apart_as_transformers_does_when_it_saves(models, name: str, mapping: str) -> None:
-    _, ours = planned(models[0] / name, mapping=mapping, invert=True)
+    _, ours = planned(models[0] / name, mapping=mapping, invert_mapping=True)
     assert_same(ours, saved(models[0] / name))
 
 
@@ -127,7 +127,7 @@ def test_a_mapping_brings_back_what_it_has_made(models, name: str, mapping: str)
     folder = models[0] / name
     _, there = planned(folder, mapping=mapping)
     assert there.keys() != saved(folder).keys() or name == "gpt2"
-    back = read_naming(NameOptions(mapping=mapping, invert=True, config=folder / "saved")).mapping.outputs(records(there))
+    back = read_naming(NameOptions(mapping=mapping, invert_mapping=True, config=folder / "saved")).mapping.outputs(records(there))
     assert_same(made(back, there), saved(folder))
 
 

@@ -132,7 +132,7 @@ def test_what_is_no_pattern_is_refused(option: str) -> None:
         ({"add_prefix": None}, "add_prefix=None"),
         ({"dtype": "float17"}, "float17"),
         ({"dtype": 3}, "give a dtype's name"),
-        ({"invert": 1}, "invert=1"),
+        ({"invert_mapping": 1}, "invert_mapping=1"),
         ({"ties": "never"}, 'use "auto", "once" or "copies"'),
     ],
 )

@@ -45,7 +45,7 @@ class NameOptions:
     """JSON, TOML or YAML: old name → new name, or null."""
     mapping: str | os.PathLike[str] | TensorMapping | None = None
     """A mapping, its file, or the name of a built-in one."""
-    invert: bool = False
+    invert_mapping: bool = False
     """Read the mapping from its `to` to its `from`."""
     add_prefix: str = ""
     """A prefix to add to all names at the end."""
@@ -77,7 +77,7 @@ class NameOptions:
             raise OptionError(f"add_prefix={excerpt(self.add_prefix)}: give what names shall begin with.")
         if self.ties not in ("auto", "once", "copies"):
             raise OptionError(f'ties={excerpt(self.ties)}: use "auto", "once" or "copies".')
-        check_flag(self.invert, "invert")
+        check_flag(self.invert_mapping, "invert_mapping")
         check_dtypes(self.dtype)
 
 
@@ -121,7 +121,7 @@ def read_naming(options: NameOptions) -> Naming:
         is_selected=lambda name: included(name) and not excluded(name),
         renames=tuple(renames),
         copy_ties=options.ties == "copies" or (options.ties == "auto" and is_untied),
-        mapping=mapping.inverse() if options.invert else mapping,
+        mapping=mapping.inverse() if options.invert_mapping else mapping,
         add_prefix=options.add_prefix,
         dtype=options.dtype,
     )
