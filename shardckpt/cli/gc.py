@@ -55,7 +55,7 @@ def rm(
 ) -> None:
     """Delete a checkpoint permanently.
 
-    What unfinished saves to the same place left behind is removed, too, as by gc.
+    Files of unfinished saves to the same place are removed too, as gc does.
     """
     seconds = parse_duration(grace, "--grace")
     if not yes:

@@ -217,12 +217,20 @@ def check_space(store: Store, nbytes: int) -> None:
     Raises:
         StorageError: less is free; the message has the place, both numbers and what to do.
     """
-    free = free_bytes(store)
-    if free is not None and free < nbytes:
+    lack = lack_of_space(store, nbytes)
+    if lack is not None:
         raise StorageError(
-            f"{store}: this save takes {file_size(nbytes)} and the disk has {file_size(free)} free, {file_size(nbytes - free)} too little; "
+            f"{store}: this save takes {file_size(nbytes)} and {lack}; "
             f"make room (keep fewer checkpoints, delete what failed saves left with `shardckpt gc`), or save elsewhere."
         )
+
+
+def lack_of_space(store: Store, nbytes: int) -> str | None:
+    """A text about the free space at a place and the bytes that are missing; None if there is enough, or the storage does not say."""
+    free = free_bytes(store)
+    if free is None or free >= nbytes:
+        return None
+    return f"the disk has {file_size(free)} free, {file_size(nbytes - free)} too little"
 
 
 def free_bytes(store: Store) -> int | None:

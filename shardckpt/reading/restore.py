@@ -151,8 +151,8 @@ def _restore_tree(
         cast: see `restore`.
         coordinator: see `restore`.
     """
-    wanted = (lambda _name: True) if only is None else selector(only)
-    if only is not None and not any(map(wanted, [*checkpoint.names(), *leaf_names(checkpoint.parsed_tree)])):
+    wanted = None if only is None else selector(only)
+    if wanted is not None and not any(map(wanted, [*checkpoint.names(), *leaf_names(checkpoint.parsed_tree)])):
         raise NamesMismatchError(f"{checkpoint.location}: only={only!r} selects none of its names; `shardckpt info` lists them.")
     if like is None:
         stored = stored_names(checkpoint.parsed_tree, wanted)
@@ -163,6 +163,7 @@ def _restore_tree(
         read = run(restore_jobs(checkpoint, _sinks(checkpoint, leaves), cast=False), in_place=False)
         return unflatten(checkpoint.parsed_tree, {**read, **own}, wanted)
     if isinstance(like, StateOwner):
+        wanted = selector(only)
         tree = like.arranged(tree, wanted)
         into = like.like(tree, checkpoint.tensor, wanted, lambda: (coordinator or Coordinator.current()).world)
         like.load_state_dict(_restore_tree(checkpoint, tree, into, run, only=only, strict=strict, cast=cast, coordinator=coordinator))
@@ -252,9 +253,17 @@ def _read_all(
         if progress is not None:
             progress(done, total)
 
-    def fetch(batch: Sequence[RestoreJob]) -> None:
+    def read_alone(batch: Sequence[RestoreJob]) -> None:
         with checkpoint.reading():
             checkpoint.reader.read([job.request() for job in batch])
+
+    def fetch(read: Callable[[Sequence[RestoreJob]], None], batch: Sequence[RestoreJob]) -> None:
+        try:
+            read(batch)
+        except ShardckptError as e:
+            if in_place:
+                raise type(e)(f"{e} The contents of tensors of `like` that are restored in place are undefined now.") from e
+            raise
 
     staged = STAGED_BATCH if checkpoint.location.scheme == "file" else LARGEST_BATCH
     checkpoint.open_bases(job.tensor for job in jobs)
@@ -266,14 +275,9 @@ def _read_all(
         pool = BufferPool(limit - exchange_bytes(limit) if shared else limit)
         read_and_place = partial(_stage_and_place, pool=pool, staged=staged, placed=placed)
     restored: dict[str, object] = {}
-    try:
-        for group in shared:
-            restored |= read_and_place(group.jobs, group.read)
-        return restored | read_and_place(alone, fetch)
-    except ShardckptError as e:
-        if in_place:
-            raise type(e)(f"{e} The contents of tensors of `like` that are restored in place are undefined now.") from e
-        raise
+    for group in shared:
+        restored |= read_and_place(group.jobs, partial(fetch, group.read))
+    return restored | read_and_place(alone, partial(fetch, read_alone))
 
 
 def _read_in_place(

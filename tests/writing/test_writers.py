@@ -1,4 +1,4 @@
-"""What the writers of both layouts have in common; `test_packed.py` and `test_plain.py` have what only one of them does."""
+"""Tests that both layouts' writers pass. Tests of one layout alone are in `test_packed.py` and `test_plain.py`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 import uuid
+from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import ClassVar
 
@@ -43,27 +44,27 @@ CHUNKS = 128
 """Of 1 MiB each, more than any of the limits."""
 
 
-class WriterTests:
+class WriterTests(ABC):
     """The tests; a subclass for each layout."""
 
     memory: ClassVar[dict[str, tuple[int, int]]]
     """For each kind of storage: the limit, and the MiB that a process may take beyond what it had; a memory store keeps the chunks."""
 
+    @abstractmethod
     def writer(self, store):
         """A new writer there."""
-        raise NotImplementedError
 
+    @abstractmethod
     def object_of(self, key):
         """The object or file that holds the first chunk, whose key is this."""
-        raise NotImplementedError
 
+    @abstractmethod
     def stored(self, store, keys, extents):
         """The bytes of the chunks of these keys, in the order in which they were put."""
-        raise NotImplementedError
 
+    @abstractmethod
     def memory_program(self, limit):
         """What `MEMORY_USE` is filled in with."""
-        raise NotImplementedError
 
     @pytest.mark.parametrize(
         "kind", [bytes, bytearray, memoryview, lambda b: np.frombuffer(b, np.uint8), lambda b: memoryview(np.frombuffer(b, np.float32))]

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from shardckpt.convert.files.destination import already_exists
 from shardckpt.errors import AlreadyExistsError, OptionError, StorageError
 from shardckpt.excerpt import file_size
-from shardckpt.io.datafile import free_bytes
+from shardckpt.io.datafile import lack_of_space
 from shardckpt.io.failures import storage_errors
 from shardckpt.io.store import Store, sync_directory
 
@@ -66,7 +66,7 @@ class Draft:
         self._marks = marks
         self._overwrite = overwrite
         self._check_final()
-        check_space(Store.open(location), self.final, nbytes)
+        check_export_space(Store.open(location), self.final, nbytes)
         with storage_errors("make a directory for", self.final):
             self.final.parent.mkdir(parents=True, exist_ok=True)
         self._remove_leftovers()
@@ -152,14 +152,11 @@ class Draft:
                 shutil.rmtree(path)
 
 
-def check_space(store: Store, place: Path, nbytes: int) -> None:
+def check_export_space(store: Store, place: Path, nbytes: int) -> None:
     """Raise StorageError if the disk of `store` has less than `nbytes` free."""
-    free = free_bytes(store)
-    if free is not None and free < nbytes:
-        raise StorageError(
-            f"{place}: the export takes {file_size(nbytes)} there and the disk has {file_size(free)} free, "
-            f"{file_size(nbytes - free)} too little; make room or choose another place."
-        )
+    lack = lack_of_space(store, nbytes)
+    if lack is not None:
+        raise StorageError(f"{place}: the export takes {file_size(nbytes)} there and {lack}; make room or choose another place.")
 
 
 def link_or_rename(draft: Path, path: Path) -> None:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 import crc32c
 
 from shardckpt.convert.files.destination import already_exists
-from shardckpt.convert.files.draft import check_space, link_or_rename
+from shardckpt.convert.files.draft import check_export_space, link_or_rename
 from shardckpt.convert.files.notes import Notes
 from shardckpt.convert.files.read_back import WrittenBlock, read_back
 from shardckpt.errors import AlreadyExistsError, StorageError
@@ -82,7 +82,7 @@ class LocalFiles:
                 self._start_anew(self._notes)
             with storage_errors("look at", self._partial):
                 held = sum(512 * draft.stat().st_blocks for draft in self._drafts)
-            check_space(Store.open(self._partial), self._directory, sum(sizes) - held)
+            check_export_space(Store.open(self._partial), self._directory, sum(sizes) - held)
         return self._noted
 
     def _start_anew(self, notes: Notes) -> None:
