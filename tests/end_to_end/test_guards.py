@@ -27,6 +27,9 @@ READING = max(2, min(8, cores())) * 8 * MiB + 4 * MiB
 """One run for each thread that reads, and what is made of chunk tables."""
 ROWS = Sharding(Mesh((8,), ("x",)), PartitionSpec("x"))
 OPTIONS = SaveOptions(shardings={"matrix*": ROWS})
+MOST_INDEX_FILES = 8
+"""Two, unless TensorStore flushes the nodes of one of its two transactions in several files, as it does in one save of a hundred
+or so, more often on a busy machine."""
 
 
 @pytest.fixture(scope="module")
@@ -54,13 +57,16 @@ def test_a_save_writes_its_bytes_once_in_a_few_large_calls(place, save, threads,
 
     assert NBYTES <= took.written <= 1.002 * NBYTES
     assert took.read <= 80 * KiB, "a save reads what it has written of indexes, and no data"
-    assert took.writes <= 50
+    assert took.writes <= 50 + 2 * MOST_INDEX_FILES
     assert took.reads <= 30
     assert took.peak <= threads * at_once + 1 * MiB, (
         "elements go from the state, or from the buffer that is kept, to where they are laid out, to the file"
     )
     assert took.steps <= 26 * CHUNKS
-    assert sum(path.is_file() for path in place.out.rglob("*")) <= 8 + 3 * threads, "a lane for each thread"
+    files = [path.relative_to(place.out).parts[1:] for path in place.out.rglob("*") if path.is_file()]
+    index = [file for file in files if file[:1] == ("d",)]
+    assert len(index) <= MOST_INDEX_FILES
+    assert len(files) - len(index) <= 6 + 3 * threads, "a lane for each thread"
 
 
 @pytest.mark.parametrize("save", [shardckpt.save, lambda *where: shardckpt.save_async(*where).wait()], ids=["save", "save_async"])
