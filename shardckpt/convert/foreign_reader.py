@@ -23,7 +23,7 @@ from shardckpt.convert.arrangement import is_whole
 from shardckpt.errors import CorruptionError
 from shardckpt.io.threads import Workers
 from shardckpt.layout.box import BoxArray
-from shardckpt.reading.fetch import lay_out, scratch_buffer, split_answer
+from shardckpt.reading.fetch import lay_out, scratch_buffer
 from shardckpt.reading.locate import Located, RequestedChunks
 from shardckpt.reading.runs import RunLimits, tasks
 from shardckpt.state.names import shown
@@ -143,12 +143,9 @@ class ForeignReader:
         entries = [one.entry for part in wanted.part[task.begin : task.end].tolist() if (one := runs[part]) is not None]
         file, row = entries[0].span.file, task.begin
         try:
-            if self._foreign.location.local is not None:
-                scratch = scratch_buffer(self._workers.local, task.nbytes, self._limits.nbytes)
-                fetched, (vectors,) = lay_out(task, scratch, direct=True, checksum_bytes=0)
-                file.read_into(run.start, vectors)
-            else:
-                fetched = split_answer(task, file.read(run.start, run.stop), checksum_bytes=0)
+            scratch = scratch_buffer(self._workers.local, task.nbytes, self._limits.nbytes)
+            fetched, (vectors,) = lay_out(task, scratch, direct=True, checksum_bytes=0)
+            file.read_into(run.start, vectors)
             for entry, some in groupby(range(len(entries)), entries.__getitem__):
                 first, *others = some
                 row = task.begin + first

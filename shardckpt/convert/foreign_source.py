@@ -23,7 +23,7 @@ from shardckpt.convert.strict_json import is_json
 from shardckpt.format.record import CheckpointRecord
 from shardckpt.format.zarr_arrays import largest_chunk
 from shardckpt.io.url import parse
-from shardckpt.reading.reader import OBJECT_COPIES, OBJECT_MEMORY, OBJECT_THREADS, ReadStats
+from shardckpt.reading.reader import OBJECT_MEMORY, OBJECT_THREADS, ReadStats
 from shardckpt.reshard.memory import READERS
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ class ForeignSource:
         if self.location.local is None:
             joined = _OBJECT_JOINED
             chunk = max(joined, largest_chunk(self.foreign.structure.tensors.values()))
-            threads = max(1, min(OBJECT_THREADS, memory // (OBJECT_COPIES * chunk)))
+            threads = max(1, min(OBJECT_THREADS, memory // chunk))
         return ForeignReader(self.foreign, self._arrangement, self.stats, threads, joined)
 
     def limit_reading(self, *, threads: int | None, memory: int) -> None:

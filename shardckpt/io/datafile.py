@@ -2,8 +2,8 @@
 
 On a local disk bytes go from the caller's buffer straight into the file, without a copy. The disk starts to write
 them while others are appended (`begin_write_back`), so that making the file durable finds little left to do. An object in an object
-store is written in one request. Its bytes are collected first, in a buffer that the caller provides and gets back when
-the file is sealed: fresh memory is slow, and the upload has a copy of its own.
+store is written in one request, from the buffer in which its bytes were collected. The caller provides it, and may lay bytes out
+there (`room`), so that they are not copied.
 
 A local disk reports its free space (`statvfs`). Buckets and memory do not, nor do file systems that report no size at
 all. Other processes may write to the same disk meanwhile, so free space now is no guarantee.
@@ -15,6 +15,8 @@ import ctypes
 import os
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
+
 from shardckpt.errors import StorageError
 from shardckpt.excerpt import file_size
 from shardckpt.io.buffers import MOST_VECTORS, after
@@ -24,6 +26,8 @@ from shardckpt.io.store import Data, byte_view, sync_directory
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
+
+    from numpy.typing import NDArray
 
     from shardckpt.io.requests import Upload
     from shardckpt.io.store import Store
@@ -35,6 +39,9 @@ _AT_ONCE = 8 << 20
 
 class DataFile(Protocol):
     """A file that bytes are appended to."""
+
+    def room(self, nbytes: int) -> NDArray[np.uint8] | None:
+        """Memory for the next bytes, which are then appended without a copy; None if the file has none."""
 
     def append(self, data: Data) -> None:
         """Append bytes; the caller may reuse the buffer when this returns."""
@@ -55,7 +62,7 @@ class DataFile(Protocol):
         """Give up and free resources; no other thread may be in `wait` any more. The written bytes may or may not be there."""
 
 
-def create_data_file(store: Store, key: str, buffer: bytearray | None = None, *, draft: str | None = None) -> DataFile:
+def create_data_file(store: Store, key: str, buffer: NDArray[np.uint8] | None = None, *, draft: str | None = None) -> DataFile:
     """Create an empty data file.
 
     Args:
@@ -63,14 +70,14 @@ def create_data_file(store: Store, key: str, buffer: bytearray | None = None, *,
         key: its name, which is new because attempt names are never reused.
         draft: another name for the file on a local disk until it is complete and durable. Then it is renamed, and replaces
             any file of that name. (An object replaces another one in any case.)
-        buffer: memory in which an object's bytes are collected; it grows as needed, and the caller may reuse it after `seal`.
+        buffer: memory in which an object's bytes are collected; if it is too small, other memory. It may be used again after `wait`.
 
     Raises:
         StorageError: a file of that name exists already, or none can be created (on a local disk).
     """
     path = store.local_path(key)
     if path is None:
-        return _ObjectDataFile(store, key, bytearray() if buffer is None else buffer)
+        return _ObjectDataFile(store, key, np.empty(0, np.uint8) if buffer is None else buffer)
     store.make_parents(key)
     if draft is None:
         return _LocalDataFile(path)
@@ -90,6 +97,9 @@ class _LocalDataFile:
         with storage_errors("create", path):
             # O_EXCL: attempt names are never reused, so an existing file belongs to another writer.
             self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+
+    def room(self, nbytes: int) -> None:
+        pass
 
     def append(self, data: Data) -> None:
         rest = byte_view(data)
@@ -139,20 +149,27 @@ class _LocalDataFile:
 class _ObjectDataFile:
     """An object that is written in one request when it is sealed."""
 
-    def __init__(self, store: Store, key: str, buffer: bytearray) -> None:
+    def __init__(self, store: Store, key: str, buffer: NDArray[np.uint8]) -> None:
         self._store = store
         self._key = key
         self._buffer = buffer
         self._size = 0
         self._upload: Upload | None = None
 
+    def room(self, nbytes: int) -> NDArray[np.uint8] | None:
+        end = self._size + nbytes
+        return self._buffer[self._size : end] if end <= self._buffer.nbytes else None
+
     def append(self, data: Data) -> None:
-        view = byte_view(data)
+        view = np.frombuffer(data, np.uint8)
         end = self._size + view.nbytes
-        if len(self._buffer) < end:
-            self._buffer.extend(bytes(end - len(self._buffer)))
-        with memoryview(self._buffer) as place:
-            place[self._size : end] = view
+        if self._buffer.nbytes < end:
+            larger = np.empty(end, np.uint8)
+            larger[: self._size] = self._buffer[: self._size]
+            self._buffer = larger
+        place = self._buffer[self._size : end]
+        if place.ctypes.data != view.ctypes.data:
+            place[:] = view
         self._size = end
 
     def append_all(self, parts: Sequence[memoryview]) -> None:
@@ -160,10 +177,7 @@ class _ObjectDataFile:
             self.append(part)
 
     def seal(self) -> None:
-        # Without this cut, the upload would copy leftover bytes; Python keeps a bytearray's memory if it loses less than half.
-        del self._buffer[self._size :]
-        self._upload = self._store.upload(self._key, self._buffer)
-        self._buffer = bytearray()
+        self._upload = self._store.upload(self._key, self._buffer[: self._size])
 
     def wait(self) -> None:
         assert self._upload is not None, "seal it first"
@@ -175,7 +189,7 @@ class _ObjectDataFile:
 
     def abandon(self) -> None:
         self.interrupt()
-        self._buffer = bytearray()
+        self._buffer = self._buffer[:0]
 
 
 # --- a disk begins to write

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import shutil
-from collections import deque
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from shardckpt.io.threads import run_on_threads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from pathlib import Path
 
-MOST_DELETIONS = 64
+MOST_DELETIONS = 32
 """Deletions in progress at a time."""
 
 
@@ -26,17 +27,11 @@ def remove_tree(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def delete_objects(keys: Iterable[str], begin: Callable[[str], Any]) -> None:
+def delete_objects(keys: Iterable[str], delete: Callable[[str], object]) -> None:
     """Delete objects, a few at a time; an object that is created meanwhile may stay.
 
     Args:
         keys: keys of the objects.
-        begin: begins a deletion, and returns its future.
+        delete: deletes one.
     """
-    under_way: deque[Any] = deque()
-    for key in keys:
-        if len(under_way) >= MOST_DELETIONS:
-            under_way.popleft().result()
-        under_way.append(begin(key))
-    for deletion in under_way:
-        deletion.result()
+    run_on_threads(keys, [delete] * MOST_DELETIONS, "shardckpt-delete")

@@ -36,12 +36,11 @@ _DENIED = ("permission denied", "permission_denied", "read-only file system", "f
 
 _ADVICE = {
     "permission denied": "give this user permission there, or choose another place",
-    "retry attempts failed": "the service did not recover in time; try again later, or raise SHARDCKPT_RETRY_SECONDS",
+    "attempts failed": "the service did not recover in time; try again later, or raise SHARDCKPT_RETRY_SECONDS",
     "no such bucket": "create it, or check its name and the endpoint",
     "bucket does not exist": "create it, or check its name and the endpoint",
     "no such file or directory": "it was removed meanwhile, perhaps by `shardckpt gc` or a deletion; try again",
-    "invalid gcs object name": "an object's whole name has at most 1024 bytes, none of them a control character; choose a shorter path",
-    "invalid s3 object name": "an object's whole name has at most 1024 bytes; choose a shorter path",
+    "object name": "an object's whole name has at most 1024 bytes, none of them a control character; choose a shorter path",
     "read-only file system": "it is mounted read-only; choose another place",
     "no space left": "the disk is full; make room or choose another place",
     "quota": "the quota is used up; make room or choose another place",

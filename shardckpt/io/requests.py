@@ -1,64 +1,57 @@
-"""Requests to an object store: uploads in progress, and retries of broken responses."""
+"""An upload in progress: a request to an object store that another thread makes, and that can be given up."""
 
 from __future__ import annotations
 
-import asyncio
-import time
-from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+import threading
+from typing import TYPE_CHECKING
 
+from shardckpt.io.buckets.retry import Retry
 from shardckpt.io.failures import storage_errors
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-_LOOK_UP = 0.2
-"""Seconds between two checks whether an upload that a thread waits for was cancelled."""
-_PAUSES = (0.1, 1.0)
-"""Seconds before each retry after a broken response."""
-_BROKEN = ("CURL error", "Failed to parse")
-"""Parts of messages about invalid responses, for example from a proxy."""
-_GAVE_UP = "retry attempts failed"
-"""Part of the message of an error after TensorStore's own retries."""
-
 
 class Upload:
-    """An upload in progress."""
+    """An upload on a thread of its own. The thread is a daemon: one that is given up, and hangs in the network, keeps nobody waiting."""
 
-    def __init__(self, place: str, future: Any) -> None:
+    def __init__(self, place: str, write: Callable[[Retry], object]) -> None:
+        """Begin.
+
+        Args:
+            place: the object, for messages.
+            write: writes it; stops as soon as the `Retry` is given up.
+        """
         self._place = place
-        self._future = future
-        self._abandoned = False
+        self._write = write
+        self._retry = Retry()
+        self._ended = threading.Event()
+        self._error: BaseException | None = None
+        threading.Thread(target=self._run, name="shardckpt-upload", daemon=True).start()
 
     def wait(self) -> None:
         """Wait until the object is durable.
 
         Raises:
-            StorageError: it could not be written, or the upload was cancelled.
+            StorageError: it could not be written, or the upload was given up.
         """
+        self._ended.wait()
         with storage_errors("write", self._place):
-            # TensorStore 0.1.86 does not always wake a waiting thread when another one cancels, so this thread polls.
-            while not self._abandoned and not self._future.done():
-                with suppress(TimeoutError, asyncio.CancelledError):
-                    self._future.result(timeout=_LOOK_UP)
-            try:
-                self._future.result(timeout=0)
-            except (TimeoutError, asyncio.CancelledError) as e:
-                raise OSError("the upload was given up" if self._abandoned else str(e)) from e
+            if self._retry.given_up:
+                raise OSError("the upload was given up")
+            if self._error is not None:
+                raise self._error
 
     def abandon(self) -> None:
-        """Cancel the upload if it has not ended; the object may or may not exist afterwards."""
-        self._abandoned = True
-        self._future.cancel()
+        """Give up the upload if it has not ended; the object may or may not exist afterwards."""
+        if not self._ended.is_set():
+            self._retry.give_up()
+            self._ended.set()
 
-
-def repeat_broken(begin: Callable[[], Any]) -> Any:
-    """The result of a request that may be repeated; it is retried after a broken response that TensorStore treats as final."""
-    for pause in _PAUSES:
+    def _run(self) -> None:
         try:
-            return begin().result()
-        except ValueError as e:
-            if _GAVE_UP in str(e) or not any(part in str(e) for part in _BROKEN):
-                raise
-        time.sleep(pause)
-    return begin().result()
+            self._write(self._retry)
+        except BaseException as e:  # noqa: BLE001  (`wait` raises it)
+            self._error = e
+        finally:
+            self._ended.set()

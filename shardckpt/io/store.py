@@ -1,6 +1,6 @@
 """Keys and bytes at one location, with typed errors: the only storage interface of shardckpt.
 
-A `Store` is a thin layer over TensorStore's key-value stores. It adds:
+A `Store` asks TensorStore's key-value stores for what is on disk and in memory, and `buckets` for objects. It adds:
 
 1. *Reliable conditional writes.* Create-if-absent passes the generation that reading the missing key returned
    (an empty `if_equal` overwrites silently). A lost race shows as an empty generation in the result. If a network
@@ -9,15 +9,11 @@ A `Store` is a thin layer over TensorStore's key-value stores. It adds:
 2. *Durability on a local disk.* TensorStore syncs each file and its directory, but not the parent directories
    that it creates. The store creates those itself and syncs the parent of each, so that after a power failure
    a file is complete and can be found. (An object store responds when an object is durable.)
-3. *Retries and a rate limit.* Requests to an object store are retried (`cloud` says when and for how long). TensorStore treats
-   a few kinds of broken responses as final; the store retries those where a retry is harmless. The rate at which
-   requests begin is limited, and each of several processes has a share of it (`wait_for_rate`).
-4. *No bytes of a killed write in the next write*, see `failures`.
-5. *Complete listings*, see `listing`: TensorStore's own listings are empty when GCS refuses them.
-6. *Typed errors.* A message has the url, then the text of TensorStore or the system, then what to do.
+3. *No bytes of a killed write in the next write*, see `failures`.
+4. *Typed errors.* A message has the url, then the text of the storage or the system, then what to do.
 
-All stores of a process share one `ts.Context`. So `memory://` is one memory, OCDBT databases can be merged by
-reference, and request limits hold for all stores together.
+TensorStore itself (`kvstore`) reads and writes the OCDBT indexes everywhere. All stores of a process share one `ts.Context`. So
+`memory://` is one memory, and OCDBT databases can be merged by reference.
 """
 
 from __future__ import annotations
@@ -34,19 +30,22 @@ import numpy as np
 import tensorstore as ts
 from numpy.typing import NDArray
 
-from shardckpt.errors import CorruptionError, FormatError, MissingDataError, StorageError
+from shardckpt.errors import CorruptionError, FormatError, MissingDataError
 from shardckpt.format.documents import check_key
 from shardckpt.io.buckets import cloud, listing
+from shardckpt.io.buckets.bucket import Bucket, open_bucket
 from shardckpt.io.buckets.rate_limit import ALONE, RequestShare
 from shardckpt.io.deletion import delete_objects, remove_tree
 from shardckpt.io.failures import begin_use, forget_interrupted_write, storage_errors
-from shardckpt.io.requests import Upload, repeat_broken
+from shardckpt.io.requests import Upload
 from shardckpt.io.url import Location, parse
 
 if TYPE_CHECKING:
     import builtins
-    from collections.abc import Callable
+    from collections.abc import Sequence
     from pathlib import Path
+
+    from shardckpt.io.buckets.retry import Retry
 
 
 Data = bytes | bytearray | memoryview | NDArray[np.uint8]
@@ -144,22 +143,57 @@ class Store:
         span = None if start is None and stop is None else slice(start or 0, stop)
         check_key(key, self)
         self._refuse_special(key, whole=span is None)
+        data: bytes | None
         with storage_errors("read", self.path_of(key)):
             try:
-                found = self._fetch(key, span)
-            except ValueError as e:
-                if "OUT_OF_RANGE" not in str(e):
+                if self.location.bucket is not None:
+                    return self._bucket.read(self._name(key), start or 0, stop, self._share)
+                found = self.kvstore().read(key, byte_range=span).result()
+            except (ValueError, EOFError) as e:
+                if isinstance(e, ValueError) and "OUT_OF_RANGE" not in str(e):
                     raise
                 raise CorruptionError(f"{self.path_of(key)} ends before byte {stop}: {e}; restore it from a copy.") from e
-        data: bytes | None = found.value if found.state == "value" else None
+        data = found.value if found.state == "value" else None
         if data is not None and stop is not None and len(data) != stop - (start or 0):
             raise CorruptionError(
                 f"{self.path_of(key)}: asked for bytes {start or 0} to {stop}, got {len(data)} bytes; restore it from a copy."
             )
         return data, found.stamp.generation
 
+    def read_into(self, key: str, start: int, into: Sequence[memoryview]) -> bytes:
+        """Fill buffers, one after another, with the bytes of an object from `start` on; without a copy on object stores.
+
+        Returns:
+            The object's generation.
+
+        Raises:
+            MissingDataError: there is no such object.
+            CorruptionError: the object ends before the buffers are full.
+        """
+        stop = start + sum(map(len, into))
+        if self.location.bucket is None:
+            data, generation = self.read_versioned(key, start, stop)
+            if data is None:
+                raise MissingDataError(f"{self.path_of(key)} is missing; restore it from a copy.")
+            rest = memoryview(data)
+            for part in into:
+                part[:], rest = rest[: len(part)], rest[len(part) :]
+            return generation
+        check_key(key, self)
+        with storage_errors("read", self.path_of(key)):
+            try:
+                return self._bucket.read_into(self._name(key), start, into, self._share)
+            except FileNotFoundError as e:
+                raise MissingDataError(f"{self.path_of(key)} is missing; restore it from a copy.") from e
+            except EOFError as e:
+                raise CorruptionError(f"{self.path_of(key)} ends before byte {stop}: {e}; restore it from a copy.") from e
+
     def is_longer(self, key: str, nbytes: int) -> bool:
         """Whether the object exists and has more than `nbytes` bytes; reads at most one byte."""
+        if self.location.bucket is not None:
+            check_key(key, self)
+            with storage_errors("look for", self.path_of(key)):
+                return (self._bucket.stat(self._name(key), self._share)[0] or 0) > nbytes
         path = self.local_path(key)
         if path is not None:
             with storage_errors("look for", path):
@@ -177,7 +211,7 @@ class Store:
         check_key(key, self)
         with storage_errors("look for", self.path_of(key)):
             if self.location.bucket is not None:
-                return bool(self._fetch(key, slice(0, 0)).state == "value")
+                return self._bucket.stat(self._name(key), self._share)[0] is not None
             return bool(self.kvstore().list(ts.KvStore.KeyRange(key.encode(), key.encode() + b"\0")).result())
 
     def create(self, key: str, data: Data) -> bool:
@@ -189,11 +223,7 @@ class Store:
         """
         there, generation = self.read_versioned(key)
         if there is None:
-            if self.replace(key, data, generation):
-                return True
-            if not self.exists(key):  # TensorStore reports a refusal with status 404 like a lost race
-                raise StorageError(f"cannot create {self.path_of(key)}: the storage refuses, and nothing is there; does the bucket exist?")
-            return False
+            return self.replace(key, data, generation)
         return _same(there, data)
 
     def replace(self, key: str, data: Data, generation: bytes) -> bool:
@@ -205,31 +235,28 @@ class Store:
         """
         assert generation, "an empty generation would overwrite whatever is there"
         with storage_errors("write", self.path_of(key)):
-            stamp = self._begin(key, data, generation).result()
-            while stamp.generation and self._has_a_foreign_end(key, data, stamp.generation):
-                stamp = self._begin(key, data, stamp.generation).result()
-            if stamp.generation:
+            written = self._write(key, data, generation)
+            while written and self._has_a_foreign_end(key, data, written):
+                written = self._write(key, data, written)
+            if written:
                 return True
         return _same(self.read_versioned(key)[0], data)
 
     def write(self, key: str, data: Data) -> None:
         """Write an object, and overwrite any object there; durable when this returns."""
         with storage_errors("write", self.path_of(key)):
-            self._finish(lambda: self._begin(key, data, None))
+            self._write(key, data, None)
 
     def upload(self, key: str, data: Data) -> Upload:
-        """Begin to write an object, and overwrite any object there; the caller may reuse the buffer when this returns.
-
-        The bytes are copied, so the upload needs that much additional memory until it ends.
-        """
-        with storage_errors("write", self.path_of(key)):
-            return Upload(self.path_of(key), self._begin(key, data, None))
+        """Begin to write an object on another thread, and overwrite any object there; the buffer must stay as it is until that ends."""
+        check_key(key, self)
+        return Upload(self.path_of(key), lambda retry: self._write(key, data, None, retry))
 
     def delete(self, key: str) -> None:
         """Delete an object, if there is one."""
         check_key(key, self)
         with storage_errors("delete", self.path_of(key)):
-            self._finish(lambda: self._begin_deletion(key))
+            self._delete(key)
 
     def remove(self, key: str, generation: bytes) -> bool:
         """Delete an object if it still has the generation that `read_versioned` returned.
@@ -241,12 +268,8 @@ class Store:
         assert generation, "an empty generation would delete whatever is there"
         check_key(key, self)
         with storage_errors("delete", self.path_of(key)):
-            if self.location.scheme == "s3":  # TensorStore 0.1.86 compares first, and then deletes whatever object is there
-                from shardckpt.io.buckets.conditional_delete import delete_if_match  # botocore is installed with the extra
-
-                return delete_if_match(self.location, key, generation)
             if self.location.bucket is not None:
-                cloud.wait_for_rate("write", self._share)
+                return self._bucket.delete_if(self._name(key), generation)
             return bool(self.kvstore().write(key, None, if_equal=generation).result().generation)
 
     def remove_empty(self) -> None:
@@ -269,7 +292,7 @@ class Store:
             elif self.location.bucket is None:
                 self.kvstore().delete_range(_starting_with(prefix)).result()
             else:
-                delete_objects(listing.keys(self.location, prefix), self._begin_deletion)
+                delete_objects(listing.keys(self.location, prefix), self._delete)
 
     def list(self, prefix: str = "") -> builtins.list[str]:
         """All keys that start with `prefix`, sorted; empty if the location does not exist. For prefixes of a few objects."""
@@ -332,35 +355,33 @@ class Store:
         sync_directory(path.parent)
         self._synced.add(path)
 
-    def _fetch(self, key: str, span: slice | None = None) -> Any:
-        """Read an object with TensorStore, and return its read result."""
+    @property
+    def _bucket(self) -> Bucket:
+        """Requests about the objects of the location's bucket."""
+        begin_use(self.location)
+        return open_bucket(self.location)
 
-        def begin() -> Any:
-            if self.location.bucket is not None:
-                cloud.wait_for_rate("read", self._share)
-            return self.kvstore().read(key, byte_range=span)
+    def _name(self, key: str) -> str:
+        """An object's name in its bucket."""
+        return self.location.object_prefix + key
 
-        return self._finish(begin)
-
-    def _finish(self, begin: Callable[[], Any]) -> Any:
-        """The result of a request that may be retried."""
-        return begin().result() if self.location.bucket is None else repeat_broken(begin)
-
-    def _begin(self, key: str, data: Data, generation: bytes | None) -> Any:
-        """Begin to write; the future of the new generation, which is empty if the object no longer has `generation`."""
+    def _write(self, key: str, data: Data, generation: bytes | None, retry: Retry | None = None) -> bytes:
+        """Write; the new generation, or b"" if the object no longer has `generation`."""
         check_key(key, self)
+        if self.location.bucket is not None:
+            view = byte_view(data)
+            return self._bucket.write(self._name(key), [view], generation=generation, share=self._share, retry=retry)
         self.make_parents(key)
         self.forget_interrupted_write(key)
         value = data if isinstance(data, (bytes, bytearray)) else bytes(byte_view(data))
-        if self.location.bucket is not None:
-            cloud.wait_for_rate("write", self._share)
-        return self.kvstore().write(key, value, if_equal=generation)
+        return bytes(self.kvstore().write(key, value, if_equal=generation).result().generation)
 
-    def _begin_deletion(self, key: str) -> Any:
-        """Begin to delete an object, if there is one."""
+    def _delete(self, key: str) -> None:
+        """Delete an object, if there is one."""
         if self.location.bucket is not None:
-            cloud.wait_for_rate("write", self._share)
-        return self.kvstore().write(key, None)
+            self._bucket.delete(self._name(key), self._share)
+        else:
+            self.kvstore().write(key, None).result()
 
 
 def _same(there: bytes | None, data: Data) -> bool:

@@ -1,8 +1,7 @@
 """Reads of a task's bytes from the storage.
 
-On a local disk a task is a positional scatter read: a chunk that is contiguous in its destination is read
-directly into it, any other chunk into the thread's scratch buffer. On an object store it is one ranged read into new memory.
-Nothing is verified here.
+A chunk that is contiguous in its destination is read directly into it, any other chunk into the thread's scratch buffer. On a local
+disk that is a positional scatter read, on an object store one ranged request. Nothing is verified here.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import os
 from bisect import bisect_left
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -59,21 +58,8 @@ class FetchedChunks:
         return self.data[begin : begin + (band.end - band.begin) * length].reshape(-1, length)[:, : length - self.checksum_bytes]
 
 
-class Fetch(Protocol):
-    """A callable that reads the bytes of a task. Safe to use from several threads."""
-
-    def __call__(self, task: ReadTask) -> FetchedChunks:
-        """Read the task.
-
-        Raises:
-            MissingDataError: the file does not exist.
-            CorruptionError: the file ends before a run does.
-            StorageError: the file cannot be read.
-        """
-
-
-class LocalFetch:
-    """Reads from a file on this machine."""
+class Fetch:
+    """Reads the bytes of tasks. Safe to use from several threads."""
 
     def __init__(self, place: Store, *, direct: bool, scratch: int, of_thread: threading.local) -> None:
         """Read below `place`, the attempt.
@@ -90,37 +76,31 @@ class LocalFetch:
         self._scratch = of_thread
 
     def __call__(self, task: ReadTask) -> FetchedChunks:
-        """See `Fetch`."""
+        """Read a task.
+
+        Raises:
+            MissingDataError: the file does not exist.
+            CorruptionError: the file ends before a run does.
+            StorageError: the file cannot be read.
+        """
         fetched, vectors = lay_out(task, scratch_buffer(self._scratch, task.nbytes, self._least), direct=self._direct)
+        path = self._place.local_path(task.file)
         run = task.runs[0]
         try:
+            if path is None:
+                for run, into in zip(task.runs, vectors, strict=True):
+                    self._place.read_into(task.file, run.start, into)
+                return fetched
             # Without O_NONBLOCK, opening a pipe in place of the file would block.
-            fd = os.open(str(self._place.local_path(task.file)), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            fd = os.open(str(path), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
             try:
                 for run, into in zip(task.runs, vectors, strict=True):
                     scatter_read(fd, run.start, run.nbytes, into)
             finally:
                 os.close(fd)
-        except (OSError, EOFError) as e:
+        except (OSError, EOFError, MissingDataError, CorruptionError) as e:
             raise _said(e, task, run, self._place) from e
         return fetched
-
-
-class ObjectFetch:
-    """Reads from an object."""
-
-    def __init__(self, place: Store) -> None:
-        """Read below `place`, the attempt."""
-        self._place = place
-
-    def __call__(self, task: ReadTask) -> FetchedChunks:
-        """See `Fetch`. Briefly needs three times a run's bytes, and then once."""
-        (run,) = task.runs
-        try:
-            data = np.frombuffer(self._place.read(task.file, run.start, run.stop), np.uint8)
-        except (OSError, MissingDataError, CorruptionError) as e:
-            raise _said(e, task, run, self._place) from e
-        return split_answer(task, data)
 
 
 def lay_out(
@@ -168,16 +148,6 @@ def lay_out(
             into.append(stored[kept:free])
         vectors.append(into)
     return FetchedChunks(task, payloads, data, np.array(at), bands, checksum_bytes), vectors
-
-
-def split_answer(task: ReadTask, data: NDArray[np.uint8], checksum_bytes: int = CHECKSUM_BYTES) -> FetchedChunks:
-    """The chunks of a task of one run in the bytes `data` of that run."""
-    (run,) = task.runs
-    at = task.chunks.offset[task.begin : task.end] - run.start
-    ends = at + task.chunks.length[task.begin : task.end] - checksum_bytes
-    stored = data.data
-    payloads = [stored[begin:end] for begin, end in zip(at.tolist(), ends.tolist(), strict=True)]
-    return FetchedChunks(task, payloads, data, at, list(zip(run.bands, places_of(run.bands), strict=True)), checksum_bytes)
 
 
 def scratch_buffer(thread: threading.local, nbytes: int, least: int) -> NDArray[np.uint8]:

@@ -30,7 +30,7 @@ from shardckpt.format.zarr_arrays import decompress, largest_chunk
 from shardckpt.io.threads import Workers, cores, map_on_threads
 from shardckpt.layout.box import BoxArray
 from shardckpt.reading.based_reader import BasedReader
-from shardckpt.reading.fetch import Fetch, FetchedChunks, LocalFetch, ObjectFetch
+from shardckpt.reading.fetch import Fetch, FetchedChunks
 from shardckpt.reading.locate import MOST_CHUNKS, ChunkFinder, Request, RequestedChunks
 from shardckpt.reading.lookup import WholeTable
 from shardckpt.reading.runs import Band, ReadTask, RunLimits, places_of, tasks
@@ -57,10 +57,8 @@ TASK_RUNS = 64
 """Most runs of a task on a local disk; the file is opened once for all of them."""
 OBJECT_THREADS = 16
 """Most requests at a time on an object store; a single stream uses a small part of a host's bandwidth."""
-OBJECT_MEMORY = 384 << 20
-"""Bytes in flight on an object store; by default enough for 12 requests."""
-OBJECT_COPIES = 3
-"""Copies of a run's bytes in memory: the network buffer, TensorStore's value, and the reader's buffer."""
+OBJECT_MEMORY = 256 << 20
+"""Bytes in flight on an object store; enough for `OBJECT_THREADS` requests."""
 OBJECT_RUN = (10 << 20, 16 << 20)
 """Least and most bytes of a run on an object store, by memory and threads; a run of complete chunks then has at least 8 MiB."""
 OBJECT_GAP = 64 << 10
@@ -104,8 +102,8 @@ def reading_limits(*, local: bool, threads: int | None, memory: int) -> tuple[Ru
         threads = threads or max(2, min(8, cores()))
         return RunLimits(max(least, min(most, memory // threads)), gap=0, chunks=LOCAL_CHUNKS, runs=TASK_RUNS), threads
     wished = threads or OBJECT_THREADS
-    run = max(least, min(most, memory // (OBJECT_COPIES * wished)))
-    return RunLimits(run, OBJECT_GAP, MOST_CHUNKS), max(1, min(wished, memory // (OBJECT_COPIES * run)))
+    run = max(least, min(most, memory // wished))
+    return RunLimits(run, OBJECT_GAP, MOST_CHUNKS), max(1, min(wished, memory // run))
 
 
 class ChunkReader:
@@ -138,15 +136,10 @@ class ChunkReader:
         self._table = table
         self._compression = compression
         self._finder = ChunkFinder(store, table, compression)
-        self._fetch: Fetch
         self._limits, threads = reading_limits(local=store.location.local is not None, threads=threads, memory=memory)
         # One pool for all reads, because its threads keep scratch buffers, and fresh memory is slow.
         self._workers = workers or Workers(threads, "shardckpt-read")
-        if store.location.local is not None:
-            of_thread = self._workers.local
-            self._fetch = LocalFetch(store, direct=compression is None, scratch=self._limits.nbytes, of_thread=of_thread)
-        else:
-            self._fetch = ObjectFetch(store)
+        self._fetch = Fetch(store, direct=compression is None, scratch=self._limits.nbytes, of_thread=self._workers.local)
 
     def read(self, requests: Sequence[Request]) -> None:
         """Fill every request's buffers.

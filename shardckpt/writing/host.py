@@ -221,7 +221,7 @@ class Encoder:
         self.writer = writer
         self._compression = compression
         self._room = np.empty(0, np.uint8)
-        """Reused memory in which blocks are laid out."""
+        """Reused memory in which blocks are laid out, unless the writer has memory for them."""
         self._paths: dict[str, int] = {}
         self._path = array("I")
         self._chunk = array("Q")
@@ -253,9 +253,12 @@ class Encoder:
         chunks, elements = blocks[0][0].chunks, [elements for _, _, elements in blocks]
         size = room_for(chunks, elements[0].itemsize)
         nbytes = len(keys) * size
-        if self._room.nbytes < nbytes:
-            self._room = np.empty(nbytes, np.uint8)
-        rows = self._room[:nbytes].reshape(-1, size)
+        memory = self.writer.room(nbytes) if self._compression is None else None
+        if memory is None:
+            if self._room.nbytes < nbytes:
+                self._room = np.empty(nbytes, np.uint8)
+            memory = self._room[:nbytes]
+        rows = memory.reshape(-1, size)
         lay_out_all(elements, chunks, rows)
         data, lengths, crcs = close(rows, self._compression)
         self.writer.put_all(keys, data, lengths)

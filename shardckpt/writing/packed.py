@@ -10,10 +10,9 @@
    host needs several lanes only if it has more chunks than a leaf should have.
 4. TensorStore then reads the leaf back, and must find every key at its place.
 
-Memory: none of the data on a local disk. Elsewhere: one buffer, in which the files fill one after another; a copy of each
-file in flight; and during a hand-over two more, TensorStore's temporary copy and memory that it has not yet
-freed. All of this is within `memory_limit`: files are at most a fifth of it, so that two can be in flight. The
-index takes some 300 bytes per chunk until `finish`.
+Memory: none of the data on a local disk. Elsewhere: a buffer for the file that is filled, and one for each file in flight, which
+are used again and again. All of them are within `memory_limit`: files are at most a fifth of it. The index takes some 300 bytes per
+chunk until `finish`.
 """
 
 from __future__ import annotations
@@ -48,8 +47,8 @@ OBJECT_BYTES = 64 << 20
 """Bytes of a data file on an object store: several uploads are faster than one, and a failed one is sent again from its start."""
 MOST_UPLOADS = 15
 """Most files in flight; one stream to an object store uses a small part of a host's bandwidth."""
-_HANDED_OVER = 3
-"""Memory besides the files in flight, in files; see the module's docstring."""
+_LEAST_BUFFERS = 5
+"""Least buffers that `memory_limit` has room for."""
 LANE_KEYS = 1 << 16
 """Most chunks per lane; keeps the leaf within a few MiB."""
 _places_seen = Event()
@@ -158,8 +157,8 @@ class PackedWriter:
         if store.location.local is not None:
             self._data_file_bytes, self._most_waiting = data_file_bytes or DATA_FILE_BYTES, 1
         else:
-            self._data_file_bytes = max(1, min(data_file_bytes or OBJECT_BYTES, memory_limit // (2 + _HANDED_OVER)))
-            self._most_waiting = max(1, min(MOST_UPLOADS, memory_limit // self._data_file_bytes - _HANDED_OVER))
+            self._data_file_bytes = max(1, min(data_file_bytes or OBJECT_BYTES, memory_limit // _LEAST_BUFFERS))
+            self._most_waiting = max(1, min(MOST_UPLOADS, memory_limit // self._data_file_bytes - 1))
         self._lane_keys = lane_keys
         self._among = among
         self._log = ExtentLog()
@@ -167,9 +166,18 @@ class PackedWriter:
         self._file: DataFile | None = None
         self._size = 0
         self._failed = False
-        self._buffer = bytearray()
+        self._buffer: NDArray[np.uint8] | None = None
+        """The memory of the file that is filled, if it is an object."""
+        self._free: list[NDArray[np.uint8]] = []
+        """Buffers of files that are durable."""
         self._background = ThreadPoolExecutor(self._most_waiting, "shardckpt-packed")
-        self._waiting: deque[tuple[Future[None], DataFile]] = deque()
+        self._waiting: deque[tuple[Future[None], DataFile, NDArray[np.uint8] | None]] = deque()
+
+    def room(self, nbytes: int) -> NDArray[np.uint8] | None:
+        """Memory in which the next chunks may be laid out, so that `put_all` need not copy them; None if there is none for so many."""
+        if self._store.location.local is not None or nbytes > self._data_file_bytes - (0 if self._file is None else self._size):
+            return None
+        return self._place()[1].room(nbytes)
 
     def put(self, key: str, data: Data) -> None:
         """Append one encoded chunk; like `put_all`."""
@@ -229,18 +237,19 @@ class PackedWriter:
         self._begin()
         self._end_lane()
         self._background.shutdown()
-        self._buffer = bytearray()
+        self._free.clear()
         return self._log.extents()
 
     def abort(self) -> None:
         """Stop writing and delete this host's files; files that cannot be deleted are removed with the attempt."""
-        for _, file in self._waiting:
+        for _, file, _ in self._waiting:
             file.interrupt()
         self._background.shutdown(cancel_futures=True)
-        for file in [*(file for _, file in self._waiting), *([self._file] if self._file is not None else [])]:
+        for file in [*(file for _, file, _ in self._waiting), *([self._file] if self._file is not None else [])]:
             file.abandon()
         self._waiting.clear()
-        self._file = None
+        self._free.clear()
+        self._file = self._buffer = None
         self._lane = None
         with contextlib.suppress(ShardckptError):  # the caller reports the error that made it give up
             for lane in self.lanes:
@@ -261,6 +270,8 @@ class PackedWriter:
             self._lane = _Lane(self._store.sub(name), len(self._log))
         if self._file is None:
             name = self._lane.next_file()
+            if self._store.location.local is None:
+                self._buffer = self._free.pop() if self._free else np.empty(self._data_file_bytes, np.uint8)
             self._file, self._size = create_data_file(self._lane.store, name, self._buffer), 0
             self._log.files.append(f"{self.lanes[-1]}/{name}")
         return self._lane, self._file
@@ -270,9 +281,9 @@ class PackedWriter:
         if self._file is not None:
             while len(self._waiting) >= self._most_waiting:
                 self._settle_one()
-            file, self._file = self._file, None
+            (file, self._file), (buffer, self._buffer) = (self._file, None), (self._buffer, None)
             file.seal()
-            self._waiting.append((self._background.submit(file.wait), file))
+            self._waiting.append((self._background.submit(file.wait), file, buffer))
 
     def _end_lane(self) -> None:
         self._end_file()
@@ -284,8 +295,10 @@ class PackedWriter:
 
     def _settle_one(self) -> None:
         """Wait for the file that has waited longest, and raise its error."""
-        waiting, _ = self._waiting.popleft()
+        waiting, _, buffer = self._waiting.popleft()
         waiting.result()
+        if buffer is not None:
+            self._free.append(buffer)
 
 
 class _Lane:

@@ -59,6 +59,9 @@ class PlainWriter:
         self._in_flight = 0
         self._failed = False
 
+    def room(self, _nbytes: int) -> None:
+        """None: each chunk is an object of its own."""
+
     def put(self, key: str, data: Data) -> None:
         """Write one encoded chunk; the caller may reuse the buffer when this returns.
 

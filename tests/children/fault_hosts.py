@@ -2,12 +2,12 @@
 
 import os
 
-import gcsfs.core  # noqa: F401  (imported once, and used in forks only)
 import ml_dtypes
 import numpy as np
-import s3fs  # noqa: F401
 
 import shardckpt
+import shardckpt.io.buckets.gcs
+import shardckpt.io.buckets.s3_client
 from shardckpt import SaveOptions
 from shardckpt.writing import attempt, packed
 

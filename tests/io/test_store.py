@@ -131,13 +131,24 @@ def test_whether_an_object_is_longer_is_told_without_reading_it(store):
     assert not store.is_longer("no such key", 0)
 
 
-def test_an_upload_has_its_own_copy_of_the_bytes(store):
-    buffer = bytearray(b"0123")
+def test_an_upload_goes_on_while_others_are_begun(store):
     store.make_parents("a/b")
-    upload = store.upload("a/b", buffer)
-    buffer[:] = b"xxxx"
-    upload.wait()
-    assert store.read("a/b") == b"0123"
+    uploads = [store.upload(f"a/{i}", b"%d" % i) for i in range(20)]
+    for upload in uploads:
+        upload.wait()
+    assert [store.read(f"a/{i}") for i in range(20)] == [b"%d" % i for i in range(20)]
+
+
+def test_ranges_are_read_into_several_buffers(store):
+    store.write("key", b"0123456789")
+    parts = [bytearray(2), bytearray(0), bytearray(3)]
+    generation = store.read_into("key", 4, [memoryview(part) for part in parts])
+    assert parts == [b"45", b"", b"678"]
+    assert generation == store.read_versioned("key")[1]
+    with pytest.raises(CorruptionError, match=r"key ends before byte 11"):
+        store.read_into("key", 9, [memoryview(bytearray(2))])
+    with pytest.raises(MissingDataError, match="no/such key is missing"):
+        store.read_into("no/such key", 0, [memoryview(bytearray(2))])
 
 
 def test_deleting_what_is_not_there_is_no_error(store):

@@ -73,20 +73,16 @@ class FileVersion:
             CorruptionError: the file ends before `stop`.
             StorageError: the file cannot be read.
         """
-        if self._path is None:
-            return self._of_object(start, stop)
         buffer = np.empty(stop - start, np.uint8)
-        self._of_file(start, [buffer.data])
+        self.read_into(start, [buffer.data])
         return buffer
 
     def read_into(self, start: int, vectors: Sequence[memoryview]) -> None:
         """Read bytes from `start` on into several buffers, one after the other; raises the errors of `read`."""
         if self._path is not None:
             self._of_file(start, vectors)
-            return
-        data = self._of_object(start, start + sum(map(len, vectors))).data
-        for vector in vectors:
-            vector[:], data = data[: len(vector)], data[len(vector) :]
+        elif any(map(len, vectors)):
+            self._of_object(start, vectors)
 
     def read_whole(self, most: int) -> bytes:
         """Read all bytes.
@@ -141,16 +137,15 @@ class FileVersion:
         if ended:
             raise CorruptionError(f"{self} ends before byte {start + length}; get another copy.")
 
-    def _of_object(self, start: int, stop: int) -> Bytes:
+    def _of_object(self, start: int, vectors: Sequence[memoryview]) -> None:
         try:
-            data, version = self.store.read_versioned(self.key, start, stop)
-        except CorruptionError as e:
-            if self.store.read_versioned(self.key, 0, 0)[1] != self._known:
+            version = self.store.read_into(self.key, start, vectors)
+        except (CorruptionError, MissingDataError) as e:
+            if isinstance(e, MissingDataError) or self.store.read_versioned(self.key, 0, 0)[1] != self._known:
                 raise self._replaced() from e
             raise
-        if data is None or version != self._known:
+        if version != self._known:
             raise self._replaced()
-        return np.frombuffer(data, np.uint8)
 
     def _replaced(self) -> ReplacedError:
         return ReplacedError(f"{self} was changed, replaced or deleted while it was being read; try again when no process writes there.")

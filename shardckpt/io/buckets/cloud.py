@@ -1,12 +1,12 @@
-"""Settings of the object stores: endpoints, credentials, retries, request rates, and a lister.
+"""Settings of the object stores: endpoints, credentials, retries and request rates.
 
 All of it comes from environment variables, the same ones that each cloud's own tools use.
 
 Google Cloud Storage (`gs://`, needs the extra `shardckpt[gcs]`):
 
 - Credentials are Google's application default credentials: the file in `GOOGLE_APPLICATION_CREDENTIALS` (a service
-  account's key or a user's refresh token; TensorStore reads no `external_account` files), otherwise the file from
-  `gcloud auth application-default login`, otherwise the machine's own service account, otherwise none.
+  account's key or a user's refresh token; TensorStore, which reads and writes indexes, reads no `external_account` files),
+  otherwise the file from `gcloud auth application-default login`, otherwise the machine's own service account, otherwise none.
 - `TENSORSTORE_GCS_HTTP_URL` (TensorStore's name) or `STORAGE_EMULATOR_HOST` (the name in other tools) sets another endpoint; one
   of them is enough. Over plain `http://`, to an emulator, no credentials are sent.
 
@@ -23,19 +23,19 @@ Both:
 
 - `SHARDCKPT_RETRY_SECONDS` (300): how long a request is retried, with growing pauses, after a response
   408, 429 or 5xx, or a broken connection. A connection without traffic counts as broken after
-  `TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS` (30, unless it is set).
-  TensorStore does not make listings and server-side copies: `retry` repeats them by the same rule.
+  `TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS` (30, unless it is set), or after `SHARDCKPT_RETRY_SECONDS` if that is less,
+  but not within `LEAST_STALLED` seconds.
+- `HTTPS_PROXY`, `HTTP_PROXY` and `NO_PROXY`; `REQUESTS_CA_BUNDLE` or `SSL_CERT_FILE` (Cloud Storage) and `AWS_CA_BUNDLE` (S3)
+  for a certificate authority of your own.
 - `SHARDCKPT_READS_PER_SECOND`, `SHARDCKPT_WRITES_PER_SECOND`: most reads and listings, and most writes
   and deletions, that this process begins per second. By default 4000 and 800 (`BUCKET`), of which each process of a save has
   its share. Retries are not counted, because their pauses spread them; nor are the few requests for an OCDBT index.
-- `TENSORSTORE_GCS_REQUEST_CONCURRENCY`, `TENSORSTORE_S3_REQUEST_CONCURRENCY` (32): requests at a time.
 
 Set them before a process first uses shardckpt: the values for retries, rates and AWS credentials are read once.
 """
 
 from __future__ import annotations
 
-import logging
 import os
 from configparser import ConfigParser, ParsingError
 from functools import cache
@@ -46,14 +46,18 @@ from typing import Any, Literal
 from shardckpt.errors import MissingExtraError, OptionError
 from shardckpt.io.buckets.rate_limit import ALONE, RateLimiter, RequestShare
 
-_EXTRAS = {"gs": ("gcsfs", "gcs"), "s3": ("s3fs", "s3")}
-"""Scheme → the package that lists its buckets, and the extra that installs it."""
+_EXTRAS = {"gs": ("google.auth", "google-auth", "gcs"), "s3": ("botocore", "botocore", "s3")}
+"""Scheme → the module and the package that its requests need, and the extra that installs it."""
 _RETRY_SECONDS = 300.0
-_STALLED_SECONDS = 30
+_STALLED_SECONDS = 30.0
+LEAST_STALLED = 10.0
+"""Least seconds after which a connection without traffic, or an operation, is given up."""
 _AWS_SOURCES = ("aws_access_key_id", "role_arn", "credential_process")
 """Options of a profile with credentials; it needs one of them."""
-_PASSING = {408, 429, 500, 502, 503, 504}
+PASSING = {408, 429, 500, 502, 503, 504}
 """HTTP statuses of temporary refusals."""
+UNKNOWN = {405, 501}
+"""HTTP statuses for a request that a service does not know."""
 _RATES = {"read": "SHARDCKPT_READS_PER_SECOND", "write": "SHARDCKPT_WRITES_PER_SECOND"}
 BUCKET = {"read": 4000.0, "write": 800.0}
 """Requests per second to one bucket: four fifths of the capacity of a new GCS bucket. (S3 allows 5,500 and 3,500 per prefix.)
@@ -63,18 +67,18 @@ https://cloud.google.com/storage/docs/request-rate
 
 
 def prepare(scheme: str) -> None:
-    """Prepare a process for an object store: check that its lister is installed, and pass the endpoint to TensorStore.
+    """Prepare a process for an object store: check that the packages for it are installed, and pass the settings to TensorStore.
 
     Raises:
         MissingExtraError: the scheme's extra is not installed.
-        OptionError: a rate is not a positive number.
+        OptionError: a rate or a number of seconds is not a positive number.
     """
-    package, extra = _EXTRAS[scheme]
-    if find_spec(package) is None:
-        raise MissingExtraError(f"{scheme}:// needs {package} to list buckets; install shardckpt[{extra}].")
+    module, package, extra = _EXTRAS[scheme]
+    if not _is_installed(module):
+        raise MissingExtraError(f"{scheme}:// needs {package}; install shardckpt[{extra}].")
     for kind in BUCKET:
         _limiter(kind, ALONE)
-    os.environ.setdefault("TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS", str(_STALLED_SECONDS))
+    os.environ.setdefault("TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS", str(round(stalled_seconds())))
     endpoint = endpoint_of(scheme)
     if scheme == "gs" and endpoint is not None:
         # TensorStore's driver for GCS accepts these settings only from the environment.
@@ -131,7 +135,16 @@ def is_anonymous() -> bool:
 
 def stalled_seconds() -> float:
     """Seconds after which a connection without traffic is given up."""
-    return _number("TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS") or _STALLED_SECONDS
+    return _number("TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS") or max(LEAST_STALLED, min(_STALLED_SECONDS, retry_seconds()))
+
+
+def retry_seconds() -> float:
+    """Seconds after which a request that fails is not sent again.
+
+    Raises:
+        OptionError: the variable is not a positive number.
+    """
+    return _number("SHARDCKPT_RETRY_SECONDS") or _RETRY_SECONDS
 
 
 def pauses() -> list[float]:
@@ -140,7 +153,7 @@ def pauses() -> list[float]:
     Raises:
         OptionError: the variable is not a positive number.
     """
-    seconds = _number("SHARDCKPT_RETRY_SECONDS") or _RETRY_SECONDS
+    seconds = retry_seconds()
     first, longest = min(0.5, seconds / 8), min(16.0, seconds / 4)
     found = [first]
     while sum(found) < seconds:
@@ -148,84 +161,11 @@ def pauses() -> list[float]:
     return found
 
 
-def filesystem(scheme: str) -> Any:
-    """The fsspec file system that lists buckets, because TensorStore has no delimiter and no times. It makes each request once.
-
-    TensorStore's own listings of GCS are not reliable: a refused listing comes back empty (0.1.86).
-    """
-    prepare(scheme)
-    if scheme == "gs":
-        return _gcs(endpoint_of("gs"), stalled_seconds())
-    return _s3(endpoint_of("s3"), region_of_s3(), is_anonymous(), stalled_seconds())
-
-
-def is_passing(error: BaseException) -> bool:
-    """Whether an error from a client of `filesystem` is temporary."""
-    if isinstance(error, TimeoutError):
-        return True
-    status = status_of(error)
-    if status is not None:
-        return status in _PASSING or (status == 401 and "Invalid Credentials" in str(error))  # gcsfs then gets new credentials
-    # An error without a status comes from the connection, or from a truncated response; each client knows its own errors.
-    module = type(error).__module__.partition(".")[0]
-    if module in ("botocore", "aiobotocore", "urllib3"):
-        from botocore.exceptions import ConnectionError as NoConnection
-        from s3fs.core import S3_RETRYABLE_ERRORS
-
-        return isinstance(error, (NoConnection, *S3_RETRYABLE_ERRORS))
-    if module in ("aiohttp", "requests", "google", "gcsfs"):
-        from gcsfs.retry import is_retriable
-
-        return bool(is_retriable(error))
-    return False
-
-
-def status_of(error: BaseException) -> int | None:
-    """The HTTP status behind an error from a client of `filesystem`; None: there was no response, or the error does not have it."""
-    answer = getattr(error, "response", None) or getattr(error.__cause__, "response", None)  # from botocore; s3fs wraps it in an OSError
-    if isinstance(answer, dict):
-        return int(answer.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)) or None
-    code = getattr(error, "code", None)  # from gcsfs: a number or its digits
-    return int(code) if str(code).isdecimal() else None  # type: ignore[arg-type]
-
-
-@cache
-def _gcs(endpoint: str | None, stalled: float) -> Any:
-    from aiohttp import ClientTimeout
-
-    # Not gcsfs's default class, which first asks another service over gRPC for the kind of each bucket.
-    from gcsfs.core import GCSFileSystem
-
-    class OneTry(GCSFileSystem):  # type: ignore[misc]  # it has no types
-        """Makes each request once; gcsfs makes it six times, with pauses that cannot be configured."""
-
-        _request = GCSFileSystem._request.__wrapped__  # noqa: SLF001  (the only place where it retries requests)
-
-    # gcsfs logs a traceback of every error that it also raises: keep it off stderr, unless the program configures logging.
-    logging.getLogger("gcsfs").addHandler(logging.NullHandler())
-    return OneTry(
-        token="anon" if endpoint is not None and endpoint.startswith("http:") else None,
-        endpoint_url=endpoint,
-        requests_timeout=ClientTimeout(sock_connect=stalled, sock_read=stalled),
-        skip_instance_cache=True,
-        use_listings_cache=False,
-    )
-
-
-@cache
-def _s3(endpoint: str | None, region: str | None, anonymous: bool, stalled: float) -> Any:
-    from s3fs import S3FileSystem
-
-    filesystem = S3FileSystem(
-        anon=anonymous,
-        endpoint_url=endpoint,
-        client_kwargs={"region_name": region} if region else {},
-        config_kwargs={"retries": {"total_max_attempts": 1}, "connect_timeout": stalled, "read_timeout": stalled},
-        skip_instance_cache=True,
-        use_listings_cache=False,
-    )
-    filesystem.retries = 1
-    return filesystem
+def _is_installed(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # of the package above it
+        return False
 
 
 def _aws_credentials() -> dict[str, str]:

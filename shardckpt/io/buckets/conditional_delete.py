@@ -1,6 +1,6 @@
 """Deletion of an S3 object on condition that it still has a known version.
 
-TensorStore 0.1.86 asks S3 for the version, and then deletes whatever object is there. S3 itself accepts `If-Match` on DeleteObject
+S3 accepts `If-Match` on DeleteObject
 (https://docs.aws.amazon.com/AmazonS3/latest/userguide/conditional-deletes.html). Some compatible services ignore
 the header and delete the object all the same. So each bucket is tested once per process: an object of our own is deleted with a
 condition that is false.
@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 from shardckpt.io.buckets import cloud
 from shardckpt.io.buckets.listing import PROBE
 from shardckpt.io.buckets.retry import Retry
-from shardckpt.io.buckets.s3_client import RefusedError, ask
+from shardckpt.io.buckets.s3_client import RefusedError
 
 if TYPE_CHECKING:
-    from shardckpt.io.url import Location
+    from shardckpt.io.buckets.s3_client import S3Bucket
 
 _OTHER = f'"{"0" * 32}"'
 """An ETag that no object of shardckpt has."""
@@ -26,13 +26,8 @@ _honours: dict[tuple[str, str | None], bool] = {}
 """Bucket and endpoint → whether the service there refuses a deletion whose condition is false."""
 
 
-def delete_if_match(location: Location, key: str, generation: bytes) -> bool:
-    """Delete an object if it still has that generation.
-
-    Args:
-        location: a location in a bucket of S3.
-        key: key of the object, relative to it.
-        generation: TensorStore's generation.
+def delete_if_match(bucket: S3Bucket, name: str, etag: str) -> bool:
+    """Delete an object if it still has that ETag.
 
     Returns:
         Whether it was deleted; False if the object changed or is gone, and if the service ignores conditions.
@@ -40,18 +35,16 @@ def delete_if_match(location: Location, key: str, generation: bytes) -> bool:
     Raises:
         OSError: the service failed or refused.
     """
-    bucket, prefix = location.bucket, location.object_prefix
-    assert bucket is not None
-    service = bucket, cloud.endpoint_of("s3")
+    service = bucket.name, cloud.endpoint_of("s3")
     if service not in _honours:
-        _honours[service] = _refuses_others(bucket, prefix)
-    return _honours[service] and _deleted(bucket, prefix + key, generation[generation.index(b'"') :].decode())
+        _honours[service] = _refuses_others(bucket, name.rpartition("/")[0])
+    return _honours[service] and _deleted(bucket, name, etag)
 
 
-def _refuses_others(bucket: str, prefix: str) -> bool:
+def _refuses_others(bucket: S3Bucket, folder: str) -> bool:
     """Whether the service refuses a deletion whose condition is false."""
-    probe = f"{prefix}{PROBE}{secrets.token_hex(8)}"
-    ask("put_object", bucket, probe, kind="write", retry=Retry(), Body=b"")
+    probe = f"{folder}/{PROBE}{secrets.token_hex(8)}".removeprefix("/")
+    bucket.write(probe, [])
     try:
         return not _deleted(bucket, probe, _OTHER)
     except RefusedError as e:
@@ -59,12 +52,12 @@ def _refuses_others(bucket: str, prefix: str) -> bool:
             return False
         raise
     finally:
-        ask("delete_object", bucket, probe, kind="write", retry=Retry())
+        bucket.delete(probe)
 
 
-def _deleted(bucket: str, name: str, etag: str) -> bool:
+def _deleted(bucket: S3Bucket, name: str, etag: str) -> bool:
     try:
-        ask("delete_object", bucket, name, kind="write", retry=Retry(), IfMatch=etag)
+        bucket.ask("delete_object", name, kind="write", retry=Retry(), IfMatch=etag)
     except RefusedError as e:
         if e.status in (_REFUSED, _MISSING):
             return False

@@ -11,18 +11,15 @@ last write, `storage_now` the current time there.
 
 from __future__ import annotations
 
-import datetime as dt
 import errno
 import os
 import secrets
 import time
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from shardckpt.io.buckets import cloud
-from shardckpt.io.buckets.retry import Retry
+from shardckpt.io.buckets.bucket import Page, open_bucket
 from shardckpt.io.failures import LOCK_SUFFIX, storage_errors
 
 if TYPE_CHECKING:
@@ -34,8 +31,6 @@ if TYPE_CHECKING:
 
 PROBE = ".now-"
 """Prefix of the names of the objects that `storage_now` writes and deletes; one that is left behind has no meaning."""
-PAGE = 1000
-"""Objects per request, S3's maximum."""
 
 
 def children(store: Store, prefix: str = "") -> list[str]:
@@ -56,7 +51,7 @@ def children(store: Store, prefix: str = "") -> list[str]:
         found: set[str] = set()
         for page in _pages(store.location, prefix, delimiter="/"):
             found.update(name.removeprefix(prefix) for name in page.prefixes)
-            found.update(file.key.removeprefix(prefix) for file in page.objects)
+            found.update(file.name.removeprefix(prefix) for file in page.objects)
         return sorted(found - {""})
 
 
@@ -68,7 +63,7 @@ def keys(location: Location, prefix: str = "") -> Iterator[str]:
     """
     with storage_errors("list", f"{location}/{prefix}"):
         for page in _pages(location, prefix):
-            yield from (found.key for found in page.objects)
+            yield from (found.name for found in page.objects)
 
 
 def modification_times(store: Store, prefix: str = "") -> Iterator[tuple[str, float]]:
@@ -96,7 +91,7 @@ def modification_times(store: Store, prefix: str = "") -> Iterator[tuple[str, fl
             yield from ((key, time.time()) for key in store.list(prefix))
         else:
             for page in _pages(store.location, prefix):
-                yield from ((found.key, found.time) for found in page.objects)
+                yield from ((found.name, found.time) for found in page.objects)
 
 
 def sizes(store: Store, prefix: str) -> dict[str, int]:
@@ -113,7 +108,7 @@ def sizes(store: Store, prefix: str) -> dict[str, int]:
             return {name: (store.location.local / name).stat().st_size for name in names if name.startswith(prefix)}  # type: ignore[operator]
         if store.location.bucket is None:
             return {key: len(store.read(key)) for key in store.list(prefix)}
-        return {found.key: found.nbytes for page in _pages(store.location, prefix) for found in page.objects}
+        return {found.name: found.nbytes for page in _pages(store.location, prefix) for found in page.objects}
 
 
 def storage_now(store: Store) -> float:
@@ -132,67 +127,13 @@ def storage_now(store: Store) -> float:
         store.delete(key)
 
 
-@dataclass(frozen=True, slots=True)
-class _Object:
-    """An entry of a listing."""
-
-    key: str
-    """Key: the full name as returned by the service, later relative to the location."""
-    time: float
-    """Time of its last write, in POSIX seconds."""
-    nbytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Page:
-    """One response to a listing."""
-
-    objects: list[_Object]
-    prefixes: list[str]
-    """Keys up to the delimiter, if the request has one."""
-
-
-def _pages(location: Location, prefix: str, delimiter: str = "") -> Iterator[_Page]:
-    """The pages of a listing on an object store; there is at least one, maybe empty, if the bucket exists."""
-    ask = _gcs_page if location.scheme == "gs" else _s3_page
-    filesystem = cloud.filesystem(location.scheme)
+def _pages(location: Location, prefix: str, delimiter: str = "") -> Iterator[Page]:
+    """The pages of a listing on an object store, with names relative to the location."""
     below = location.object_prefix
-    query = {"prefix": below + prefix, **({"delimiter": delimiter} if delimiter else {})}
-    token: str | None = None
-    while True:
-        cloud.wait_for_rate("read")
-        try:
-            objects, prefixes, token = Retry().call(partial(ask, filesystem, location.bucket, query, token), cloud.is_passing)
-        except FileNotFoundError as e:
-            raise OSError(f"there is no such bucket ({e})") from e
-        except Exception as e:  # the clients' own exceptions, which have no common base class
-            raise OSError(f"{type(e).__name__}: {e}") from e
-        strip = len(below)
-        yield _Page([replace(found, key=found.key[strip:]) for found in objects], [name[strip:] for name in prefixes])
-        if token is None:
-            return
-
-
-_Raw = tuple[list[_Object], list[str], str | None]
-
-
-def _gcs_page(filesystem: Any, bucket: str | None, query: dict[str, str], token: str | None) -> _Raw:
-    """One page: https://cloud.google.com/storage/docs/json_api/v1/objects/list."""
-    options = {**query, "maxResults": PAGE, "fields": "items(name,updated,size),prefixes,nextPageToken", "pageToken": token}
-    page = filesystem.call("GET", "b/{}/o", bucket, json_out=True, **options)
-    objects = [
-        _Object(item["name"], dt.datetime.fromisoformat(item["updated"]).timestamp(), int(item["size"])) for item in page.get("items", ())
-    ]
-    return objects, page.get("prefixes", []), page.get("nextPageToken") or None
-
-
-def _s3_page(filesystem: Any, bucket: str | None, query: dict[str, str], token: str | None) -> _Raw:
-    """One page: https://docs.aws.amazon.com/AmazonS3/latest/API/API_ListObjectsV2.html."""
-    options = {name.capitalize(): value for name, value in query.items()} | ({"ContinuationToken": token} if token else {})
-    page = filesystem.call_s3("list_objects_v2", Bucket=bucket, MaxKeys=PAGE, **options)
-    objects = [_Object(item["Key"], item["LastModified"].timestamp(), item["Size"]) for item in page.get("Contents", ())]
-    prefixes = [item["Prefix"] for item in page.get("CommonPrefixes", ())]
-    return objects, prefixes, page.get("NextContinuationToken") if page.get("IsTruncated") else None
+    strip = len(below)
+    for page in open_bucket(location).pages(below + prefix, delimiter):
+        objects = [replace(found, name=found.name[strip:]) for found in page.objects]
+        yield Page(objects, [name[strip:] for name in page.prefixes], page.token)
 
 
 def _directory(path: Path) -> list[str]:

@@ -11,10 +11,9 @@ from __future__ import annotations
 
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from shardckpt.io.buckets import cloud
-from shardckpt.io.buckets.retry import Retry
+from shardckpt.io.buckets.bucket import open_bucket
 from shardckpt.io.failures import storage_errors
 
 if TYPE_CHECKING:
@@ -24,8 +23,6 @@ if TYPE_CHECKING:
 
 AT_ONCE = 16
 """Copies in progress at a time."""
-_UNKNOWN = (405, 501)
-"""HTTP statuses for a request that a service does not know."""
 _LISTED = 1000
 """Copies that are submitted before their results are awaited."""
 
@@ -60,31 +57,6 @@ def copy_objects(source: Store, target: Store, keys: Iterable[tuple[str, str]]) 
 
 
 def _copy(source: Store, target: Store, old: str, new: str) -> None:
-    filesystem = cloud.filesystem(target.location.scheme)
-    ask = _rewrite if target.location.scheme == "gs" else _copy_object
-    found, made = ((at.location.bucket, at.location.object_prefix + key) for at, key in ((source, old), (target, new)))
-    cloud.wait_for_rate("write")
-    try:
-        Retry().call(lambda: ask(filesystem, found, made), cloud.is_passing)
-    except Exception as e:  # the clients' own exceptions, which have no common base class
-        if cloud.status_of(e) in _UNKNOWN:
-            raise NotImplementedError(f"{target}: the service cannot copy objects ({e})") from e
-        with storage_errors("copy", f"{source.path_of(old)} to {target.path_of(new)}"):
-            raise OSError(f"{type(e).__name__}: {e}") from e
-
-
-def _rewrite(filesystem: Any, found: tuple[str | None, str], made: tuple[str | None, str]) -> None:
-    """https://cloud.google.com/storage/docs/json_api/v1/objects/rewrite."""
-    token: dict[str, str] = {}
-    while True:
-        headers = {"Content-Type": "application/json"}
-        answer = filesystem.call("POST", "b/{}/o/{}/rewriteTo/b/{}/o/{}", *found, *made, headers=headers, json_out=True, **token)
-        if answer["done"]:
-            return
-        token = {"rewriteToken": answer["rewriteToken"]}
-
-
-def _copy_object(filesystem: Any, found: tuple[str | None, str], made: tuple[str | None, str]) -> None:
-    """https://docs.aws.amazon.com/AmazonS3/latest/API/API_CopyObject.html."""
-    source = {"Bucket": found[0], "Key": found[1]}
-    filesystem.call_s3("copy_object", Bucket=made[0], Key=made[1], CopySource=source)
+    with storage_errors("copy", f"{source.path_of(old)} to {target.path_of(new)}"):
+        names = source.location.object_prefix + old, target.location.object_prefix + new
+        open_bucket(source.location).copy(names[0], open_bucket(target.location), names[1])

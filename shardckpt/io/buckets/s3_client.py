@@ -1,33 +1,43 @@
-"""Requests to S3 that TensorStore does not make.
+"""Requests to S3 and compatible services: botocore signs and makes them, on the thread that asks, with one attempt per request.
 
-s3fs signs its requests with botocore. Here botocore is used directly: on the threads that send, without an event loop, with
-one attempt per request; `Retry` makes as many attempts as the user wants.
+Uploads have their CRC32C, so that the service refuses damaged bytes; one that does not know it gets none. Conditions are
+`If-Match` with the object's ETag, and `If-None-Match: *` where there must be no object.
 """
 
 from __future__ import annotations
 
+import base64
+import hashlib
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
-from botocore.exceptions import BotoCoreError, ClientError, HTTPClientError
+from botocore.exceptions import BotoCoreError, ClientError, HTTPClientError, IncompleteReadError
 from botocore.exceptions import ConnectionError as NoConnection
 from botocore.parsers import ResponseParserError
+from crc32c import crc32c
+from urllib3.exceptions import HTTPError
 
 from shardckpt.io.buckets import cloud
-from shardckpt.io.buckets.retry import Retry
+from shardckpt.io.buckets.bucket import ABSENT, Body, Bucket, Listed, Page, pieces
+from shardckpt.io.buckets.retry import PassingError, Retry
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from shardckpt.io.url import Location
 
-_PASSING = {408, 409, 429, 500, 502, 503, 504}
+_PASSING = {*cloud.PASSING, 409}
 """Statuses of temporary refusals; 409 is a conflict of two conditional writes."""
 _PASSING_CODES = {"RequestTimeout", "BadDigest", "XAmzContentChecksumMismatch", "XAmzContentSHA256Mismatch", "SlowDown", "InternalError"}
 """Codes of temporary errors, some of which come with status 400."""
-
-
-_EXISTS = 412
+_KNOWS_NO_CHECKSUM = {"NotImplemented", "XNotImplemented", "InvalidArgument", "InvalidRequest"}
+"""Error codes of services that do not know a header."""
+_CONNECTIONS = 64
+"""Connections that are kept for the next requests."""
+_CHANGED = 412
+_MISSING = 404
+_md5_only: set[str | None] = set()
+"""Endpoints that refuse CRC32C."""
 
 
 class RefusedError(OSError):
@@ -37,6 +47,132 @@ class RefusedError(OSError):
         super().__init__(str(error))
         self.status: int = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
         self.code: str = error.response.get("Error", {}).get("Code", "")
+
+    @property
+    def knows_no_checksum(self) -> bool:
+        """Whether the service may have refused because of a checksum's header."""
+        return self.status == 501 or self.code in _KNOWS_NO_CHECKSUM
+
+
+class S3Bucket(Bucket):
+    """The objects of a bucket of S3."""
+
+    @staticmethod
+    def is_passing(error: Exception) -> bool:
+        """Whether an error of an attempt is temporary."""
+        if isinstance(error, RefusedError):
+            return error.status in _PASSING or error.code in _PASSING_CODES
+        return isinstance(error, (PassingError, HTTPError, HTTPClientError, NoConnection, ResponseParserError, IncompleteReadError))
+
+    def delete_if(self, name: str, generation: bytes) -> bool:
+        """Delete an object if it has this ETag; whether this call did. False also where the service ignores the condition."""
+        from shardckpt.io.buckets.conditional_delete import delete_if_match  # it imports this module
+
+        return delete_if_match(self, name, generation.decode())
+
+    def _get(self, name: str, start: int, stop: int | None) -> Body | None:
+        span = {} if not start and stop is None else {"Range": f"bytes={start}-{'' if stop is None else stop - 1}"}
+        try:
+            answer = self.once("get_object", name, **span)
+        except RefusedError as e:
+            if e.status == _MISSING:
+                return None
+            if e.status == 416:
+                raise EOFError("the object ends before") from e
+            raise
+        body, nbytes = answer["Body"], int(answer["ContentLength"])
+        size = int(answer["ContentRange"].rpartition("/")[2]) if "ContentRange" in answer else nbytes
+        return Body(body.readinto, body.close, nbytes, size, answer["ETag"].encode())
+
+    def _stat(self, name: str) -> tuple[int | None, bytes]:
+        try:
+            answer = self.once("head_object", name)
+        except RefusedError as e:
+            if e.status != _MISSING:
+                raise
+            return None, ABSENT
+        return int(answer["ContentLength"]), answer["ETag"].encode()
+
+    def _put(self, name: str, parts: Sequence[memoryview], generation: bytes | None, retry: Retry) -> bytes:
+        condition = {} if generation is None else {"IfNoneMatch": "*"} if generation == ABSENT else {"IfMatch": generation.decode()}
+        endpoint = cloud.endpoint_of("s3")
+        try:
+            checksum = checksum_of(parts, "md5" if endpoint in _md5_only else "crc32c")
+            answer = self.once("put_object", name, Body=RequestBody(parts, retry), **checksum, **condition)
+        except RefusedError as e:
+            if e.status == _CHANGED or (generation is not None and e.code == "NoSuchKey"):
+                return b""
+            if endpoint in _md5_only or not e.knows_no_checksum:
+                raise
+            _md5_only.add(endpoint)
+            return self._put(name, parts, generation, retry)
+        return str(answer["ETag"]).encode()
+
+    def _delete(self, name: str) -> None:
+        self.once("delete_object", name)
+
+    def _list(self, prefix: str, delimiter: str, token: str | None) -> Page:
+        """https://docs.aws.amazon.com/AmazonS3/latest/API/API_ListObjectsV2.html."""
+        options = {"Prefix": prefix, "Delimiter": delimiter, "ContinuationToken": token}
+        try:
+            page = self.once("list_objects_v2", None, MaxKeys=self.page, **{key: value for key, value in options.items() if value})
+        except RefusedError as e:
+            raise (OSError(f"there is no such bucket ({e})") if e.status == _MISSING else e) from e
+        objects = [Listed(item["Key"], item["LastModified"].timestamp(), item["Size"]) for item in page.get("Contents", ())]
+        prefixes = [item["Prefix"] for item in page.get("CommonPrefixes", ())]
+        return Page(objects, prefixes, page.get("NextContinuationToken") if page.get("IsTruncated") else None)
+
+    def _copy(self, name: str, bucket: str, new: str) -> None:
+        """https://docs.aws.amazon.com/AmazonS3/latest/API/API_CopyObject.html."""
+        try:
+            S3Bucket(bucket).once("copy_object", new, CopySource={"Bucket": self.name, "Key": name})
+        except RefusedError as e:
+            raise (NotImplementedError(str(e)) if e.status in cloud.UNKNOWN else e) from e
+
+    def ask(
+        self,
+        operation: str,
+        name: str,
+        *,
+        kind: Literal["read", "write"],
+        retry: Retry,
+        body: Callable[[], object] | None = None,
+        **parameters: Any,
+    ) -> dict[str, Any]:
+        """The response to a request about an object, with retries.
+
+        Args:
+            operation: botocore's name of it.
+            name: the object's name.
+            kind: kind of request, for the rate limit.
+            retry: repeats requests that fail temporarily.
+            body: makes the object's bytes, once per try.
+            **parameters: parameters of the operation.
+
+        Raises:
+            RefusedError: the service has refused the request.
+            OSError: there was no response.
+        """
+
+        def once() -> dict[str, Any]:
+            return self.once(operation, name, **({} if body is None else {"Body": body()}), **parameters)
+
+        cloud.wait_for_rate(kind)
+        return retry.call(once, self.is_passing)
+
+    def once(self, operation: str, name: str | None, **parameters: Any) -> dict[str, Any]:
+        """The response to one attempt at a request."""
+        client = _client(cloud.endpoint_of("s3"), cloud.region_of_s3(), cloud.is_anonymous(), cloud.stalled_seconds())
+        named = {} if name is None else {"Key": name}
+        try:
+            answer: dict[str, Any] = getattr(client, operation)(Bucket=self.name, **named, **parameters)
+        except ClientError as e:
+            raise RefusedError(e) from e
+        except (HTTPClientError, NoConnection, ResponseParserError) as e:
+            raise PassingError(f"{type(e).__name__}: {e}") from e
+        except BotoCoreError as e:  # for example no credentials; it is not an OSError
+            raise OSError(f"{type(e).__name__}: {e}") from e
+        return answer
 
 
 def create_anew(location: Location, key: str, make: Callable[[], bytes]) -> bool:
@@ -54,54 +190,60 @@ def create_anew(location: Location, key: str, make: Callable[[], bytes]) -> bool
         OSError: the service failed or refused.
     """
     assert location.bucket is not None
+    bucket = S3Bucket(location.bucket)
     try:
-        ask("put_object", location.bucket, location.object_prefix + key, kind="write", retry=Retry(), body=make, IfNoneMatch="*")
+        bucket.ask("put_object", location.object_prefix + key, kind="write", retry=Retry(), body=make, IfNoneMatch="*")
     except RefusedError as e:
-        if e.status == _EXISTS:
+        if e.status == _CHANGED:
             return False
         raise
     return True
 
 
-def ask(
-    operation: str,
-    bucket: str,
-    name: str,
-    *,
-    kind: Literal["read", "write"],
-    retry: Retry,
-    body: Callable[[], object] | None = None,
-    **parameters: Any,
-) -> dict[str, Any]:
-    """The response to one request about an object.
+def checksum_of(parts: Sequence[memoryview], algorithm: str) -> dict[str, str]:
+    """Parameters of an upload with the checksum of its bytes: `crc32c`, or `md5` if a service has nothing else."""
+    if algorithm == "crc32c":
+        crc = 0
+        for part in parts:
+            crc = crc32c(part, crc)
+        return {"ChecksumCRC32C": base64.b64encode(crc.to_bytes(4)).decode()}
+    digest = hashlib.md5(usedforsecurity=False)
+    for part in parts:
+        digest.update(part)
+    return {"ContentMD5": base64.b64encode(digest.digest()).decode()}
 
-    Args:
-        operation: botocore's name of it.
-        bucket: the object's bucket.
-        name: the object's name.
-        kind: kind of request, for the rate limit.
-        retry: repeats requests that fail temporarily.
-        body: makes the object's bytes, once per try.
-        **parameters: parameters of the operation.
 
-    Raises:
-        RefusedError: the service has refused the request.
-        OSError: there was no response.
-    """
+class RequestBody:
+    """The bytes of some buffers, one after another, as a file that botocore and urllib3 read, repeatedly if needed; not copied."""
 
-    def once() -> dict[str, Any]:
-        cloud.wait_for_rate(kind)
-        made = {} if body is None else {"Body": body()}
-        answer: dict[str, Any] = getattr(client, operation)(Bucket=bucket, Key=name, **made, **parameters)
-        return answer
+    def __init__(self, parts: Sequence[memoryview], retry: Retry | None = None) -> None:
+        """Read from the beginning; OSError as soon as `retry` is given up."""
+        self._parts = parts
+        self._retry = retry
+        self._nbytes = sum(map(len, parts))
+        self.seek(0)
 
-    try:
-        client = _client(cloud.endpoint_of("s3"), cloud.region_of_s3(), cloud.is_anonymous(), cloud.stalled_seconds())
-        return retry.call(once, _is_passing)
-    except ClientError as e:
-        raise RefusedError(e) from e
-    except BotoCoreError as e:  # for example no credentials; it is not an OSError
-        raise OSError(f"{type(e).__name__}: {e}") from e
+    def __len__(self) -> int:
+        return self._nbytes
+
+    def read(self, _nbytes: int | None = -1) -> memoryview | bytes:
+        """The next bytes: as many as a connection is given at a time, however few are asked for."""
+        piece = next(self._pieces, b"")
+        self._at += len(piece)
+        return piece
+
+    def tell(self) -> int:
+        """Offset of the next byte."""
+        return self._at
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        """Go to the beginning, or to the end, after which nothing is read."""
+        assert offset == 0, "clients measure a body, and read it from its beginning"
+        if whence == 0:
+            self._at, self._pieces = 0, pieces(self._parts, self._retry)
+        elif whence == 2:
+            self._at, self._pieces = self._nbytes, iter(())
+        return self._at
 
 
 @cache
@@ -114,6 +256,7 @@ def _client(endpoint: str | None, region: str | None, anonymous: bool, stalled: 
     config = Config(
         connect_timeout=stalled,
         read_timeout=stalled,
+        max_pool_connections=_CONNECTIONS,
         retries={"total_max_attempts": 1},
         # Uploads have checksums of their own, so botocore's are not needed.
         request_checksum_calculation="when_required",
@@ -122,10 +265,3 @@ def _client(endpoint: str | None, region: str | None, anonymous: bool, stalled: 
         s3={"addressing_style": "path"} if endpoint else None,
     )
     return Botocore().create_client("s3", region_name=region, endpoint_url=endpoint, config=config)
-
-
-def _is_passing(error: Exception) -> bool:
-    if isinstance(error, ClientError):
-        refused = RefusedError(error)
-        return refused.status in _PASSING or refused.code in _PASSING_CODES
-    return isinstance(error, (HTTPClientError, NoConnection, ResponseParserError))

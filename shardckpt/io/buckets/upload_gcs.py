@@ -10,42 +10,35 @@
    Bytes after those that the session already has are added to the CRC32C, and not sent.
 
 https://cloud.google.com/storage/docs/resumable-uploads, https://cloud.google.com/storage/docs/performing-resumable-uploads#json-api
-
-gcsfs uses google-auth and requests to find credentials. Here they are used directly: on the thread that sends, without an event
-loop, with one attempt per request; `Retry` makes as many attempts as the user wants.
 """
 
 from __future__ import annotations
 
 import base64
 import dataclasses
+import json
 import re
 from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import quote
 
-import requests
 from crc32c import crc32c
-from google.auth import exceptions as auth_errors
 
 from shardckpt.errors import CorruptionError
 from shardckpt.io.buckets import cloud
-from shardckpt.io.buckets.retry import Retry
+from shardckpt.io.buckets.bucket import pieces
+from shardckpt.io.buckets.gcs import GcsBucket, checked, connection, refused
+from shardckpt.io.buckets.retry import PassingError, Retry
 from shardckpt.io.buckets.upload_session import TOKEN, UploadState, already_exists, bucket_and_name, new_token, vanished
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from urllib3 import BaseHTTPResponse
 
     from shardckpt.io.url import Location
 
 QUANTUM = 1 << 18
 """Bytes; the size of each part except the last is a multiple of this."""
-_SERVICE = "https://storage.googleapis.com"
-_SCOPE = "https://www.googleapis.com/auth/devstorage.read_write"
-_PASSING = {408, 429, 500, 502, 503, 504}
 _GONE = {404, 410, 499}
 """Response statuses of a session that has expired, or was ended."""
-_PIECE = 1 << 18
-"""Bytes that are handed to the connection at a time; the timeout restarts with each piece."""
 _RANGE = re.compile(r"bytes=0-(\d+)")
 
 
@@ -60,10 +53,9 @@ class GcsSession:
         self.state = state
         self._place = place
         bucket, self._name = bucket_and_name(place)
-        self._service = cloud.endpoint_of("gs") or _SERVICE
-        self._uploads = f"{self._service}/upload/storage/v1/b/{quote(bucket, safe='')}/o"
-        self._object = f"{self._service}/storage/v1/b/{quote(bucket, safe='')}/o/{quote(self._name, safe='')}"
-        self._http = _http(self._service)
+        self._http = connection()
+        self._uploads = f"{self._http.service}/upload/storage/v1/b/{quote(bucket, safe='')}/o"
+        self._object = f"{self._http.service}/storage/v1/b/{quote(bucket, safe='')}/o/{quote(self._name, safe='')}"
         self._retry = Retry()
         self._unsure = False
         """Whether a request has failed since the session's last response."""
@@ -73,21 +65,22 @@ class GcsSession:
         """Begin an upload."""
         assert part_bytes % QUANTUM == 0, f"parts of {part_bytes} bytes"
         session = cls(place, UploadState("", new_token(), part_bytes, if_absent))
+        session._http.require_credentials()
         if if_absent and session._look() is not None:
             raise already_exists(place)
         answer = session._ask(
             "POST",
             session._uploads,
-            params={"uploadType": "resumable", "name": session._name, **({"ifGenerationMatch": "0"} if if_absent else {})},
-            json={"metadata": {TOKEN: session.state.token}},
-            headers={"X-Upload-Content-Type": "application/octet-stream"},
+            query={"uploadType": "resumable", "name": session._name, **({"ifGenerationMatch": "0"} if if_absent else {})},
+            body=json.dumps({"metadata": {TOKEN: session.state.token}}).encode(),
+            headers={"X-Upload-Content-Type": "application/octet-stream", "Content-Type": "application/json"},
         )
-        if answer.status_code == 412:
+        if answer.status == 412:
             raise already_exists(place)
-        if answer.status_code == 404:
-            raise OSError(f"there is no such bucket ({_refused(answer)})")
-        if answer.status_code != 200:
-            raise _refused(answer)
+        if answer.status == 404:
+            raise OSError(f"there is no such bucket ({refused(answer)})")
+        if answer.status != 200:
+            raise refused(answer)
         session.state = dataclasses.replace(session.state, upload=answer.headers["Location"])
         return session
 
@@ -103,8 +96,8 @@ class GcsSession:
             raise already_exists(place)
         if not session._is_ours_to_ask() or state.part_bytes % QUANTUM:
             return None
-        answer = session._retry.call(session._query, _is_passing)
-        if answer.status_code in _GONE:
+        answer = session._retry.call(session._query, GcsBucket.is_passing)
+        if answer.status in _GONE:
             return None
         session._take(answer)
         if session.durable < state.summed and not session.published:
@@ -130,7 +123,7 @@ class GcsSession:
         if found is None or _token_of(found) != self.state.token:
             return  # another writer has replaced it since, which is allowed
         if found.get("crc32c") != checksum or int(found["size"]) != offset + len(data):
-            self._ask("DELETE", self._object, params={"ifGenerationMatch": found["generation"]})
+            self._ask("DELETE", self._object, query={"ifGenerationMatch": found["generation"]})
             raise CorruptionError(
                 f"{self._place}: {found['size']} bytes with CRC32C {found.get('crc32c')} have arrived, {offset + len(data)} with "
                 f"{checksum} were sent; the object was deleted. Upload again."
@@ -147,8 +140,8 @@ class GcsSession:
             # The session's URI may contain the precondition, which applies to the object and not to the session.
             uri = self.state.upload.replace("&ifGenerationMatch=0", "")
             answer = self._ask("DELETE", uri, headers={"Content-Length": "0"})
-            if answer.status_code in (401, 403):
-                raise _refused(answer)
+            if answer.status in (401, 403):
+                raise refused(answer)
 
     def _is_ours_to_ask(self) -> bool:
         """Whether the session's URI belongs to the service; anyone who may write to the bucket may have written the state.
@@ -173,24 +166,29 @@ class GcsSession:
             before = self.durable
             begin = max(offset, before)
             span = f"{begin}-{end - 1}" if begin < end else "*"
-            body = _Pieces(data[begin - offset :]) if begin < end else b""
+            body = pieces([data[begin - offset :]]) if begin < end else b""
             self._unsure = True
             self._take(
-                self._once("PUT", self.state.upload, data=body, headers={"Content-Range": f"bytes {span}/{size}", **(headers or {})})
+                self._once(
+                    "PUT",
+                    self.state.upload,
+                    body=body,
+                    headers={"Content-Range": f"bytes {span}/{size}", "Content-Length": str(end - begin), **(headers or {})},
+                )
             )
             if not self.published and self.durable <= before:
-                raise _PassingError(f"the service has confirmed {before} bytes, and does not take those that follow")
+                raise PassingError(f"the service has confirmed {before} bytes, and does not take those that follow")
 
         while not self.published and (last or self.durable < end):
-            self._retry.call(once, _is_passing)
+            self._retry.call(once, GcsBucket.is_passing)
 
-    def _query(self) -> requests.Response:
+    def _query(self) -> BaseHTTPResponse:
         """Query how many bytes the session has."""
         return self._once("PUT", self.state.upload, headers={"Content-Range": "bytes */*", "Content-Length": "0"})
 
-    def _take(self, answer: requests.Response) -> None:
+    def _take(self, answer: BaseHTTPResponse) -> None:
         """Update the state from a response of the session."""
-        status = answer.status_code
+        status = answer.status
         if status == 308:
             found = _RANGE.fullmatch(answer.headers.get("Range", ""))
             self.durable = int(found[1]) + 1 if found else 0
@@ -201,7 +199,7 @@ class GcsSession:
                 raise already_exists(self._place) if status == 412 else vanished(self._place)
             self.published = True
         else:
-            raise _refused(answer)
+            raise refused(answer)
         self._unsure = False
 
     def _is_ours(self) -> bool:
@@ -210,75 +208,22 @@ class GcsSession:
 
     def _look(self) -> dict[str, Any] | None:
         """Metadata of the object that is there; None: there is none."""
-        answer = self._ask("GET", self._object, params={"fields": "generation,size,crc32c,metadata"})
-        if answer.status_code == 404:
+        answer = self._ask("GET", self._object, query={"fields": "generation,size,crc32c,metadata"})
+        if answer.status == 404:
             return None
-        if not answer.ok:
-            raise _refused(answer)
-        return dict(answer.json())
+        return checked(answer)
 
-    def _ask(self, method: str, url: str, **given: Any) -> requests.Response:
+    def _ask(self, method: str, url: str, **given: Any) -> BaseHTTPResponse:
         """The response to a request, with retries."""
-        return self._retry.call(lambda: self._once(method, url, **given), _is_passing)
+        return self._retry.call(lambda: self._once(method, url, **given), GcsBucket.is_passing)
 
-    def _once(self, method: str, url: str, **given: Any) -> requests.Response:
+    def _once(self, method: str, url: str, **given: Any) -> BaseHTTPResponse:
         """The response to one attempt at a request, read to its end."""
         cloud.wait_for_rate("read" if method == "GET" else "write")
-        try:
-            answer: requests.Response = self._http.request(method, url, timeout=cloud.stalled_seconds(), allow_redirects=False, **given)
-        except auth_errors.GoogleAuthError as e:
-            passing = e.retryable or isinstance(e, auth_errors.TransportError)
-            raise (_PassingError if passing else OSError)(f"{type(e).__name__}: {e}") from e
-        if answer.status_code in _PASSING:
-            raise _PassingError(str(_refused(answer)))
-        return answer
-
-
-class _PassingError(OSError):
-    """A temporary refusal; a retry may succeed."""
-
-
-class _Pieces:
-    """Bytes that an HTTP client iterates over, repeatedly if needed; they are not copied."""
-
-    def __init__(self, data: memoryview) -> None:
-        self._data = data
-
-    def __len__(self) -> int:
-        return len(self._data)
-
-    def __iter__(self) -> Iterator[memoryview]:
-        return (self._data[at : at + _PIECE] for at in range(0, len(self._data), _PIECE))
-
-
-def _http(service: str) -> requests.Session:
-    """The HTTP session: with the application default credentials, or without credentials over plain HTTP."""
-    if service.startswith("http:"):
-        return requests.Session()
-    import google.auth
-    from google.auth.transport.requests import AuthorizedSession
-
-    try:
-        credentials, _ = google.auth.default(scopes=[_SCOPE])
-    except auth_errors.GoogleAuthError as e:
-        raise OSError(f"{type(e).__name__}: {e}") from e
-    return AuthorizedSession(credentials)  # type: ignore[no-untyped-call]
+        return self._http.once(method, url, **given)
 
 
 def _token_of(found: dict[str, Any] | None) -> str | None:
     """Token of the upload that made an object; None if there is no object, or it has no token of shardckpt."""
     token: str | None = (found or {}).get("metadata", {}).get(TOKEN)
     return token
-
-
-def _refused(answer: requests.Response) -> OSError:
-    """The service's error message as an OSError."""
-    try:
-        said = answer.json()["error"]["message"]
-    except (ValueError, LookupError, TypeError):
-        said = answer.text[:200]
-    return OSError(f"{answer.status_code} {answer.reason}: {said}")
-
-
-def _is_passing(error: Exception) -> bool:
-    return isinstance(error, (_PassingError, requests.RequestException))

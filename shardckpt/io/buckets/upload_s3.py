@@ -11,16 +11,12 @@ https://docs.aws.amazon.com/AmazonS3/latest/userguide/conditional-writes.html
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import threading
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from crc32c import crc32c
-
 from shardckpt.io.buckets.retry import Retry
-from shardckpt.io.buckets.s3_client import RefusedError, ask
+from shardckpt.io.buckets.s3_client import RefusedError, RequestBody, S3Bucket, checksum_of
 from shardckpt.io.buckets.upload_session import TOKEN, UploadState, already_exists, bucket_and_name, new_token, vanished
 
 if TYPE_CHECKING:
@@ -28,8 +24,6 @@ if TYPE_CHECKING:
 
 PARALLEL = 3
 """Parts that are sent at a time."""
-_KNOWS_NO_CHECKSUM = {"NotImplemented", "XNotImplemented", "InvalidArgument", "InvalidRequest"}
-"""Error codes of services that do not know a header."""
 
 
 class S3Session:
@@ -41,7 +35,8 @@ class S3Session:
         self.published = False
         self.state = state
         self._place = place
-        self._bucket, self._name = bucket_and_name(place)
+        bucket, self._name = bucket_and_name(place)
+        self._bucket = S3Bucket(bucket)
         self._retry = Retry()
         self._parts: dict[int, dict[str, Any]] = {}
         """Part number → its entry in `CompleteMultipartUpload`."""
@@ -62,7 +57,7 @@ class S3Session:
         try:
             answer = session._ask("create_multipart_upload", ChecksumAlgorithm="CRC32C", **begin)
         except RefusedError as refused:
-            if refused.status != 501 and refused.code not in _KNOWS_NO_CHECKSUM:
+            if not refused.knows_no_checksum:
                 raise
             answer = session._ask("create_multipart_upload", **begin)
         checksum = "crc32c" if answer.get("ChecksumAlgorithm") == "CRC32C" else "md5"
@@ -100,18 +95,15 @@ class S3Session:
     def send(self, offset: int, data: memoryview) -> None:
         """Send a part."""
         number = offset // self.state.part_bytes + 1
-        if self.state.checksum == "crc32c":
-            checksum = {"ChecksumCRC32C": base64.b64encode(crc32c(data).to_bytes(4)).decode()}
-            given = {"ChecksumAlgorithm": "CRC32C", **checksum}
-        else:
-            checksum = {}
-            given = {"ContentMD5": base64.b64encode(hashlib.md5(data, usedforsecurity=False).digest()).decode()}
+        checksum = checksum_of([data], self.state.checksum)
+        given = {"ChecksumAlgorithm": "CRC32C"} if self.state.checksum == "crc32c" else {}
         try:
-            answer = self._ask("upload_part", body=data, UploadId=self.state.upload, PartNumber=number, **given)
+            answer = self._ask("upload_part", body=data, UploadId=self.state.upload, PartNumber=number, **given, **checksum)
         except RefusedError as refused:
             self._gone(refused)
         else:
-            self._confirm(number, len(data), {"ETag": answer["ETag"], **checksum})
+            known = checksum if self.state.checksum == "crc32c" else {}
+            self._confirm(number, len(data), {"ETag": answer["ETag"], **known})
 
     def publish(self, offset: int, data: memoryview) -> None:
         """Send the last part, and make the object visible."""
@@ -187,31 +179,5 @@ class S3Session:
     def _ask(self, operation: str, body: memoryview | None = None, **parameters: Any) -> dict[str, Any]:
         """The response to one request about the object."""
         kind: Literal["read", "write"] = "read" if operation in ("head_object", "list_parts") else "write"
-        send = None if body is None else partial(_Body, body)
-        return ask(operation, self._bucket, self._name, kind=kind, retry=self._retry, body=send, **parameters)
-
-
-class _Body:
-    """Bytes that an HTTP client reads, repeatedly if needed; they are not copied."""
-
-    def __init__(self, data: memoryview) -> None:
-        self._data = data
-        self._at = 0
-
-    def __len__(self) -> int:
-        return len(self._data)
-
-    def read(self, nbytes: int | None = -1) -> memoryview:
-        """The next bytes."""
-        begin = self._at
-        self._at = len(self._data) if nbytes is None or nbytes < 0 else min(len(self._data), begin + nbytes)
-        return self._data[begin : self._at]
-
-    def tell(self) -> int:
-        """Offset of the next byte."""
-        return self._at
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        """Set the offset relative to the beginning (0), the current offset (1) or the end (2)."""
-        self._at = (0, self._at, len(self._data))[whence] + offset
-        return self._at
+        send = None if body is None else partial(RequestBody, [body])
+        return self._bucket.ask(operation, self._name, kind=kind, retry=self._retry, body=send, **parameters)

@@ -127,7 +127,7 @@ LOADED = """
 import sys
 from shardckpt.io.store import Store
 Store.open(sys.argv[1]).list()
-print(sorted({"gcsfs", "s3fs"} & {*sys.modules}))
+print(sorted({"botocore", "google.auth", "urllib3"} & {*sys.modules}))
 """
 
 
@@ -181,14 +181,14 @@ def test_requests_to_s3_go_unsigned_if_that_is_asked_for(s3_server, profiles):
     """moto lets anybody write, and does not let the nameless read what they have written."""
     variables = {"AWS_ENDPOINT_URL": s3_server.endpoint, "AWS_PROFILE": "ours", "AWS_NO_SIGN_REQUEST": "1"}
     run = use(s3_server.url(uuid.uuid4().hex), variables, profiles)
-    assert "PERMISSION_DENIED" in run.stderr.splitlines()[-1]
+    assert "(403)" in run.stderr.splitlines()[-1]
     assert "give these credentials permission" in run.stderr.splitlines()[-1]
 
 
-@pytest.mark.parametrize(("scheme", "package", "extra"), [("gs", "gcsfs", "gcs"), ("s3", "s3fs", "s3")])
-def test_what_is_not_installed_is_named_before_anything_is_done(monkeypatch, scheme, package, extra):
-    monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(MissingExtraError, match=rf"{scheme}:// needs {package} .*shardckpt\[{extra}\]"):
+@pytest.mark.parametrize(("scheme", "module", "extra"), [("gs", "google.auth", "gcs"), ("s3", "botocore", "s3")])
+def test_what_is_not_installed_is_named_before_anything_is_done(monkeypatch, scheme, module, extra):
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(MissingExtraError, match=rf"{scheme}:// needs {module.replace('.', '-')}; .*shardckpt\[{extra}\]"):
         Store.open(f"{scheme}://bucket/run")
 
 

@@ -9,6 +9,7 @@ import shardckpt
 from shardckpt.commit.collect import delete
 from shardckpt.commit.publish import RECORD
 from shardckpt.io.buckets import conditional_delete
+from shardckpt.io.buckets.s3_client import S3Bucket
 from shardckpt.io.store import Store, shared_context
 
 
@@ -38,13 +39,13 @@ def test_a_directory_goes_only_if_it_is_empty(tmp_path):
 
 def test_a_service_that_ignores_the_condition_keeps_the_tombstone(s3_server, monkeypatch):
     """As some do that speak S3's protocol: the header gets lost on the way."""
-    asked = conditional_delete.ask
+    asked = S3Bucket.ask
 
     def ask(*what, **options):
         options.pop("IfMatch", None)
         return asked(*what, **options)
 
-    monkeypatch.setattr(conditional_delete, "ask", ask)
+    monkeypatch.setattr(S3Bucket, "ask", ask)
     monkeypatch.setattr(conditional_delete, "_honours", {})
     url = s3_server.url("ignores", "c")
     with environment(s3_server.env()):

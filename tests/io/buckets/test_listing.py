@@ -14,6 +14,7 @@ from fault_rules import Rule
 from shardckpt.errors import StorageError
 from shardckpt.io.buckets import cloud as settings
 from shardckpt.io.buckets import listing
+from shardckpt.io.buckets.bucket import Bucket
 from shardckpt.io.store import Store
 
 NAMES = ["a b", "o'clock", "100%", "q?x", "h#y", "ünï-日本", "a&amp;b", "c:d", "[x]*", "{}", "a+b", '"']
@@ -89,7 +90,7 @@ def test_a_time_that_was_set_is_the_time_that_is_seen(tmp_path):
 @pytest.fixture
 def pages(monkeypatch):
     """Pages so short that a test can have several."""
-    monkeypatch.setattr(listing, "PAGE", 4)
+    monkeypatch.setattr(Bucket, "page", 4)
 
 
 @pytest.fixture
@@ -158,7 +159,7 @@ def test_a_listing_that_fails_for_good_is_asked_for_as_often_as_the_environment_
         with environment({"SHARDCKPT_RETRY_SECONDS": seconds}), proxy.rules.during(rule):
             tries = len(settings.pauses()) + 1
             proxy.traffic.reset()
-            with pytest.raises(StorageError, match=f"{place}.* {tries - 1} retry attempts failed.*SHARDCKPT_RETRY_SECONDS"):
+            with pytest.raises(StorageError, match=f"{place}.* {tries} attempts failed.*SHARDCKPT_RETRY_SECONDS"):
                 place.list()
             if rule.fault == "status":  # a client of HTTP may repeat by itself what a connection that it had kept has lost
                 assert len(proxy.traffic.exchanges()) == tries

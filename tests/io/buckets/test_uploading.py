@@ -137,7 +137,7 @@ def test_a_part_that_was_cut_off_is_gone_on_with_where_the_storage_can_do_that(c
 
 def test_a_storage_that_does_not_recover_is_an_error_and_nothing_is_visible(cloud, place):
     unavailable = Rule("status", kinds=("upload",), skip=2, times=None)
-    with cloud.breaking(unavailable), pytest.raises(StorageError, match=r"retry attempts failed.*SHARDCKPT_RETRY_SECONDS") as failed:
+    with cloud.breaking(unavailable), pytest.raises(StorageError, match=r"attempts failed.*SHARDCKPT_RETRY_SECONDS") as failed:
         upload(place, content())
     assert str(place) in str(failed.value)
     assert stored(place) is None
@@ -391,7 +391,7 @@ def test_a_service_that_never_answers_is_given_up(monkeypatch, url, variable):
     keys = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "SHARDCKPT_RETRY_SECONDS": "0.05"}
     with socket.create_server(("127.0.0.1", 0)) as silent:
         endpoint = {variable: f"http://127.0.0.1:{silent.getsockname()[1]}"}
-        with environment({**endpoint, **keys}), pytest.raises(StorageError, match=r"retry attempts failed.*Timeout"):
+        with environment({**endpoint, **keys}), pytest.raises(StorageError, match=r"attempts failed.*Timeout"):
             open_upload(parse(url), part_bytes=PART)
 
 
@@ -400,14 +400,14 @@ def test_a_service_that_refuses_connections_is_asked_again_and_given_up(url, var
     with socket.create_server(("127.0.0.1", 0)) as closed:
         endpoint = f"http://127.0.0.1:{closed.getsockname()[1]}"
     keys = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "SHARDCKPT_RETRY_SECONDS": "0.05"}
-    with environment({variable: endpoint, **keys}), pytest.raises(StorageError, match=r"retry attempts failed.*SHARDCKPT_RETRY_SECONDS"):
+    with environment({variable: endpoint, **keys}), pytest.raises(StorageError, match=r"attempts failed.*SHARDCKPT_RETRY_SECONDS"):
         open_upload(parse(url), part_bytes=PART)
 
 
-@pytest.mark.parametrize(("scheme", "package"), [("gs", "gcsfs"), ("s3", "s3fs")])
+@pytest.mark.parametrize(("scheme", "package"), [("gs", "google.auth"), ("s3", "botocore")])
 def test_what_is_not_installed_is_named(monkeypatch, scheme, package):
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(MissingExtraError, match=package):
+    with pytest.raises(MissingExtraError, match=package.replace(".", "-")):
         open_upload(parse(f"{scheme}://bucket/x"), part_bytes=PART)
 
 

@@ -1,0 +1,332 @@
+"""Requests to Cloud Storage by its JSON API: urllib3 makes them, google-auth finds the credentials.
+
+1. An object of up to `_SMALL` bytes, or one with a condition, is uploaded together with its CRC32C (`uploadType=multipart`), so that
+   the service refuses damaged bytes and nothing is visible. A data file goes up as it is (`uploadType=media`), because nobody
+   refers to it yet. Its CRC32C goes in the header `x-goog-hash`, and is compared with the one in the response.
+2. Ranges are read with `alt=media`. The response has the object's generation and its size.
+3. Preconditions are `ifGenerationMatch`; 0 means that there is no object.
+
+https://cloud.google.com/storage/docs/json_api/v1/objects
+"""
+
+from __future__ import annotations
+
+import base64
+import datetime as dt
+import json
+import os
+import re
+import secrets
+import threading
+from functools import cache
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote, urlencode, urlsplit
+from urllib.request import getproxies, proxy_bypass
+
+import certifi
+import urllib3
+from crc32c import crc32c
+from google.auth import exceptions as auth_errors
+
+from shardckpt.io.buckets import cloud
+from shardckpt.io.buckets.bucket import ABSENT, Body, Bucket, Listed, Page, pieces
+from shardckpt.io.buckets.retry import PassingError, Retry
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    Response = urllib3.BaseHTTPResponse
+
+_SERVICE = "https://storage.googleapis.com"
+_SCOPE = "https://www.googleapis.com/auth/devstorage.read_write"
+_SMALL = 1 << 20
+"""Most bytes of an unconditional object that is uploaded with its checksum in one body."""
+_CONNECTIONS = 64
+"""Connections that are kept for the next requests."""
+_RANGE = re.compile(r"bytes \d+-\d+/(\d+)")
+
+
+class GcsConnection:
+    """Connections and credentials for one endpoint. Safe to use from several threads."""
+
+    def __init__(self, endpoint: str | None, stalled: float) -> None:
+        """Connect to an endpoint (None: Google's) when the first request is made; give up a connection without traffic."""
+        self.service = endpoint or _SERVICE
+        self._http = _pool(self.service)
+        self._timeout = urllib3.Timeout(connect=stalled, read=stalled)
+        self._lock = threading.Lock()
+        self._credentials: Any = None
+        self._lacking: Exception | None = None
+        """Why there are no credentials; a public bucket can be read without."""
+        self._found = self.service.startswith("http:")  # an emulator: no credentials are sent
+
+    def once(
+        self,
+        method: str,
+        url: str,
+        *,
+        query: Mapping[str, object] | None = None,
+        headers: Mapping[str, str] | None = None,
+        body: Iterable[bytes | memoryview] | bytes | None = None,
+        stream: bool = False,
+    ) -> Response:
+        """The response to one attempt at a request.
+
+        Args:
+            method: HTTP method.
+            url: without parameters, unless `query` is None.
+            query: parameters.
+            headers: headers; with an iterable body, `Content-Length` among them.
+            body: the body.
+            stream: leave the response's bytes to the caller.
+
+        Raises:
+            PassingError: there was no response, or a temporary refusal.
+            OSError: there are no usable credentials.
+        """
+        given = dict(headers or {})
+        self._authorize(method, url, given)
+        target = url if query is None else f"{url}?{urlencode(query, quote_via=quote)}"
+        try:
+            answer = self._http.urlopen(
+                method,
+                target,
+                body=body,
+                headers=given,
+                retries=False,
+                redirect=False,
+                timeout=self._timeout,
+                preload_content=not stream,
+                decode_content=False,
+            )
+        except urllib3.exceptions.HTTPError as e:
+            raise PassingError(f"{type(e).__name__}: {e}") from e
+        if stream and answer.status >= 400:
+            answer.data  # noqa: B018  (read to its end, and the connection is given back)
+        if answer.status == 401 and self._credentials is not None:
+            self._renew()
+            raise PassingError(str(refused(answer)))
+        if answer.status in cloud.PASSING:
+            raise PassingError(str(refused(answer)))
+        return answer
+
+    def _authorize(self, method: str, url: str, headers: dict[str, str]) -> None:
+        """Add the access token, if there are credentials."""
+        with self._lock, _auth_errors():
+            self._find_credentials()
+            if self._lacking is not None and (method != "GET" or os.environ.get("GOOGLE_APPLICATION_CREDENTIALS")):
+                raise self._lacking
+            if self._credentials is not None:
+                self._credentials.before_request(self._transport(), method, url, headers)
+
+    def require_credentials(self) -> None:
+        """Raise OSError if there are no credentials, before anything is asked of the service that only a public bucket would answer."""
+        with self._lock, _auth_errors():
+            self._find_credentials()
+            if self._lacking is not None:
+                raise self._lacking
+
+    def _find_credentials(self) -> None:
+        if not self._found:
+            try:
+                self._credentials = _default_credentials()
+            except auth_errors.DefaultCredentialsError as e:
+                self._lacking = e
+            self._found = True
+
+    def _renew(self) -> None:
+        with self._lock, _auth_errors():
+            self._credentials.refresh(self._transport())
+
+    def _transport(self) -> Any:
+        from google.auth.transport.urllib3 import Request
+
+        return Request(self._http)  # type: ignore[no-untyped-call]
+
+
+class GcsBucket(Bucket):
+    """The objects of a bucket of Cloud Storage."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self._http = connection()
+        self._objects = f"{self._http.service}/storage/v1/b/{quote(name, safe='')}/o"
+        self._uploads = f"{self._http.service}/upload/storage/v1/b/{quote(name, safe='')}/o"
+
+    @staticmethod
+    def is_passing(error: Exception) -> bool:
+        """Whether an error of an attempt is temporary."""
+        return isinstance(error, (PassingError, urllib3.exceptions.HTTPError))
+
+    def delete_if(self, name: str, generation: bytes) -> bool:
+        """Delete an object if it has this generation; whether this call did."""
+        status = self._call("write", lambda: self._delete(name, {"ifGenerationMatch": generation.decode()}))
+        return status not in (404, 412)
+
+    def _url(self, name: str) -> str:
+        return f"{self._objects}/{quote(name, safe='')}"
+
+    def _get(self, name: str, start: int, stop: int | None) -> Body | None:
+        headers = {} if not start and stop is None else {"Range": f"bytes={start}-{'' if stop is None else stop - 1}"}
+        answer = self._http.once("GET", self._url(name), query={"alt": "media"}, headers=headers, stream=True)
+        if answer.status == 404:
+            return None
+        if answer.status == 416:
+            raise EOFError("the object ends before")
+        if answer.status not in (200, 206):
+            raise refused(answer)
+        nbytes = int(answer.headers["Content-Length"])
+        total = _RANGE.fullmatch(answer.headers.get("Content-Range", ""))
+        size = nbytes if total is None else int(total[1])
+        return Body(answer.readinto, lambda: _close(answer), nbytes, size, answer.headers["x-goog-generation"].encode())
+
+    def _stat(self, name: str) -> tuple[int | None, bytes]:
+        answer = self._http.once("GET", self._url(name), query={"fields": "generation,size"})
+        if answer.status == 404:
+            return None, ABSENT
+        found = checked(answer)
+        return int(found["size"]), found["generation"].encode()
+
+    def _put(self, name: str, parts: Sequence[memoryview], generation: bytes | None, retry: Retry) -> bytes:
+        checksum = crc32c_of(parts)
+        nbytes = sum(map(len, parts))
+        query: dict[str, object] = {"fields": "generation,crc32c,size"}
+        headers = {"Content-Type": "application/octet-stream"}
+        framed: Iterable[bytes | memoryview]
+        if generation is None and nbytes > _SMALL:
+            query |= {"uploadType": "media", "name": name}
+            headers["x-goog-hash"] = f"crc32c={checksum}"
+            framed = pieces(parts, retry)
+        else:
+            boundary = secrets.token_hex(16)
+            about = json.dumps({"name": name, "crc32c": checksum})
+            head = (
+                f"--{boundary}\r\nContent-Type: application/json\r\n\r\n{about}\r\n"
+                f"--{boundary}\r\nContent-Type: application/octet-stream\r\n\r\n"
+            ).encode()
+            tail = f"\r\n--{boundary}--\r\n".encode()
+            query |= {"uploadType": "multipart", **({} if generation is None else {"ifGenerationMatch": generation.decode()})}
+            headers["Content-Type"] = f"multipart/related; boundary={boundary}"
+            framed = chain([head], pieces(parts, retry), [tail])
+            nbytes += len(head) + len(tail)
+        answer = self._http.once("POST", self._uploads, query=query, headers={**headers, "Content-Length": str(nbytes)}, body=framed)
+        if answer.status == 412:
+            return b""
+        if answer.status == 404:
+            raise OSError(f"there is no such bucket ({refused(answer)})")
+        made = checked(answer)
+        if made["crc32c"] != checksum:
+            raise PassingError(f"bytes with CRC32C {made['crc32c']} have arrived, {checksum} were sent")
+        return str(made["generation"]).encode()
+
+    def _delete(self, name: str, query: Mapping[str, object] | None = None) -> int:  # type: ignore[override]
+        answer = self._http.once("DELETE", self._url(name), query=query or {})
+        if answer.status not in (200, 204, 404, 412):
+            raise refused(answer)
+        return answer.status
+
+    def _list(self, prefix: str, delimiter: str, token: str | None) -> Page:
+        options = {"prefix": prefix, "delimiter": delimiter, "pageToken": token, "maxResults": self.page}
+        query = {key: value for key, value in options.items() if value}
+        answer = self._http.once("GET", self._objects, query={**query, "fields": "items(name,updated,size),prefixes,nextPageToken"})
+        if answer.status == 404:
+            raise OSError(f"there is no such bucket ({refused(answer)})")
+        page = checked(answer)
+        objects = [
+            Listed(item["name"], dt.datetime.fromisoformat(item["updated"]).timestamp(), int(item["size"]))
+            for item in page.get("items", ())
+        ]
+        return Page(objects, page.get("prefixes", []), page.get("nextPageToken") or None)
+
+    def _copy(self, name: str, bucket: str, new: str) -> None:
+        """https://cloud.google.com/storage/docs/json_api/v1/objects/rewrite."""
+        target = f"{self._url(name)}/rewriteTo/b/{quote(bucket, safe='')}/o/{quote(new, safe='')}"
+        query: dict[str, object] = {}
+        while True:
+            answer = self._http.once("POST", target, query=query, headers={"Content-Type": "application/json"}, body=b"{}")
+            if answer.status in cloud.UNKNOWN:
+                raise NotImplementedError(str(refused(answer)))
+            state = checked(answer)
+            if state["done"]:
+                return
+            query = {"rewriteToken": state["rewriteToken"]}
+
+
+def connection() -> GcsConnection:
+    """The connections of this process to the endpoint that the environment names."""
+    return _connection(cloud.endpoint_of("gs"), cloud.stalled_seconds())
+
+
+@cache
+def _connection(endpoint: str | None, stalled: float) -> GcsConnection:
+    return GcsConnection(endpoint, stalled)
+
+
+def checked(answer: Response) -> dict[str, Any]:
+    """The JSON document of a response; OSError for a refusal."""
+    if answer.status not in (200, 201):
+        raise refused(answer)
+    try:
+        return dict(json.loads(answer.data))
+    except ValueError as e:
+        raise PassingError(f"the service sends no JSON: {e}") from e
+
+
+def refused(answer: Response) -> OSError:
+    """The service's error message as an OSError."""
+    text = answer.data.decode(errors="replace")
+    try:
+        text = json.loads(text)["error"]["message"]
+    except (ValueError, LookupError, TypeError):
+        text = text[:200]
+    return OSError(f"{answer.status} {answer.reason}: {text}")
+
+
+def crc32c_of(parts: Iterable[memoryview], crc: int = 0) -> str:
+    """CRC32C of the bytes of all parts, after bytes with the CRC32C `crc`, in the form of Cloud Storage and S3."""
+    for part in parts:
+        crc = crc32c(part, crc)
+    return base64.b64encode(crc.to_bytes(4)).decode()
+
+
+def _close(answer: Response) -> None:
+    """End a response: its connection is used again if all bytes were read, and closed otherwise."""
+    if answer.length_remaining == 0:
+        answer.drain_conn()
+        answer.release_conn()
+    else:
+        answer.close()
+
+
+def _pool(service: str) -> urllib3.PoolManager:
+    """Connections, through the proxy that the environment names for the service."""
+    url = urlsplit(service)
+    proxy = None if proxy_bypass(url.hostname or "") else getproxies().get(url.scheme)
+    trusted = os.environ.get("REQUESTS_CA_BUNDLE") or os.environ.get("SSL_CERT_FILE") or certifi.where()
+    if proxy is None:
+        return urllib3.PoolManager(maxsize=_CONNECTIONS, ca_certs=trusted)
+    return urllib3.ProxyManager(proxy, maxsize=_CONNECTIONS, ca_certs=trusted)
+
+
+def _default_credentials() -> Any:
+    """The application default credentials, or the token that TensorStore uses in tests."""
+    import google.auth
+    from google.oauth2.credentials import Credentials
+
+    token = os.environ.get("GOOGLE_AUTH_TOKEN_FOR_TESTING")
+    if token and token != "none":  # `cloud.prepare` sets that
+        return Credentials(token)  # type: ignore[no-untyped-call]
+    credentials, _ = google.auth.default(scopes=[_SCOPE])
+    return credentials
+
+
+class _auth_errors:  # noqa: N801  (used as a function)
+    """Turn errors of google-auth into OSErrors."""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, auth_errors.GoogleAuthError):
+            passing = error.retryable or isinstance(error, auth_errors.TransportError)
+            raise (PassingError if passing else OSError)(f"{type(error).__name__}: {error}") from error
