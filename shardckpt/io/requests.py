@@ -15,19 +15,23 @@ if TYPE_CHECKING:
 class Upload:
     """An upload on a thread of its own. The thread is a daemon: one that is given up, and hangs in the network, keeps nobody waiting."""
 
-    def __init__(self, place: str, write: Callable[[Retry], object]) -> None:
+    def __init__(self, place: str, write: Callable[[Retry], object], *, background: bool) -> None:
         """Begin.
 
         Args:
             place: the object, for messages.
             write: writes it; stops as soon as the `Retry` is given up.
+            background: whether the thread is needed; otherwise the write is made here and now.
         """
         self._place = place
         self._write = write
         self._retry = Retry()
         self._ended = threading.Event()
         self._error: BaseException | None = None
-        threading.Thread(target=self._run, name="shardckpt-upload", daemon=True).start()
+        if background:
+            threading.Thread(target=self._run, name="shardckpt-upload", daemon=True).start()
+        else:
+            self._run()
 
     def wait(self) -> None:
         """Wait until the object is durable.

@@ -248,9 +248,9 @@ class Store:
             self._write(key, data, None)
 
     def upload(self, key: str, data: Data) -> Upload:
-        """Begin to write an object on another thread, and overwrite any object there; the buffer must stay as it is until that ends."""
+        """Begin to write an object, and overwrite any object there; the buffer must stay as it is until that ends."""
         check_key(key, self)
-        return Upload(self.path_of(key), lambda retry: self._write(key, data, None, retry))
+        return Upload(self.path_of(key), lambda retry: self._write(key, data, None, retry), background=self.location.bucket is not None)
 
     def delete(self, key: str) -> None:
         """Delete an object, if there is one."""

@@ -315,7 +315,7 @@ def _default_credentials() -> Any:
     from google.oauth2.credentials import Credentials
 
     token = os.environ.get("GOOGLE_AUTH_TOKEN_FOR_TESTING")
-    if token and token != "none":  # `cloud.prepare` sets that
+    if token and token != "none":  # noqa: S105  (what `cloud.prepare` sets)
         return Credentials(token)  # type: ignore[no-untyped-call]
     credentials, _ = google.auth.default(scopes=[_SCOPE])
     return credentials
