@@ -8,6 +8,8 @@ Modules that a command needs are imported when it runs, so that `--help` and she
 
 from __future__ import annotations
 
+import sys
+
 __all__ = ["main"]
 
 
@@ -18,4 +20,5 @@ def main() -> int:
 
         return int(app(standalone_mode=False))
     except KeyboardInterrupt:  # while modules were imported; `exits` handles later ones
+        print("interrupted: nothing was begun", file=sys.stderr)
         return 130

@@ -31,13 +31,14 @@ if TYPE_CHECKING:
 
     from shardckpt.convert.export import ExportReport
 
+_OUT = "What to write. safetensors: a file, if the name ends in .safetensors, else a directory; torch: a file; dcp, orbax: a directory."
 _NAMED = 5
 """Most notes in the text output."""
 
 
 def export(
     source: Annotated[str, typer.Argument(metavar="SRC", help="The checkpoint: a path or url.")],
-    destination: Annotated[str, typer.Argument(metavar="OUT", help="What to write: a file such as model.safetensors, or a directory.")],
+    destination: Annotated[str, typer.Argument(metavar="OUT", help=_OUT)],
     *,
     to: Annotated[str, typer.Option("--to", metavar="FORMAT", help="safetensors, torch, dcp or orbax.")] = "safetensors",
     dtype: Dtypes = None,

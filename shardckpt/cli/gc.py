@@ -58,14 +58,15 @@ def rm(
     Files of unfinished saves to the same place are removed too, as gc does.
     """
     seconds = parse_duration(grace, "--grace")
+    from shardckpt.commit.collecting import check_exists, delete
+    from shardckpt.io.url import parse
+
     if not yes:
+        check_exists(url)
         if not sys.stdin.isatty():
             raise typer.BadParameter("cannot ask before deleting, because standard input is no terminal; give --yes.")
         if not typer.confirm(f"Delete {visible(url)}?", err=True):
             raise typer.Exit(1)
-    from shardckpt.commit.collecting import delete
-    from shardckpt.io.url import parse
-
     found = delete(url, grace=seconds)
     if as_json:
         write_json({"url": str(parse(url)), **_document(found)})

@@ -25,23 +25,23 @@ def pin(urls: Urls, as_json: Json = False) -> None:
 
     for url in urls:
         pinning.pin(url)
-    _tell(urls, "pinned", as_json=as_json)
+    _report(urls, "pinned", ["pinned"] * len(urls), as_json=as_json)
 
 
 def unpin(urls: Urls, as_json: Json = False) -> None:
     """Let checkpoints be deleted again."""
     from shardckpt.commit import pinning
 
-    for url in urls:
-        pinning.unpin(url)
-    _tell(urls, "unpinned", as_json=as_json)
+    said = ["unpinned" if pinning.unpin(url) else "was not pinned" for url in urls]
+    _report(urls, "unpinned", said, as_json=as_json)
 
 
-def _tell(urls: Sequence[str], done: str, *, as_json: bool) -> None:
+def _report(urls: Sequence[str], key: str, said: Sequence[str], *, as_json: bool) -> None:
+    """Print what was done with each checkpoint, or one JSON document with the urls under `key`."""
     from shardckpt.io.url import parse
 
     places = [str(parse(url)) for url in urls]
     if as_json:
-        write_json({done: places})
+        write_json({key: places})
     else:
-        Screen().show([f"{done}  {visible(place)}" for place in places])
+        Screen().show([f"{word}  {visible(place)}" for word, place in zip(said, places, strict=True)])

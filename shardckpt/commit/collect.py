@@ -54,7 +54,7 @@ _NEIGHBOUR = "another save to this place may be under way, and would fail if thi
 _COLLECTED = "no save here was finished, and what was left of them was removed"
 _AGELESS = "its age is not known: the storage keeps no times"
 _CONTENDED = "the commit record changes all the time"
-_NO_CHECKPOINT = "{}: no checkpoint there; `shardckpt gc` removes what was never committed."
+NO_CHECKPOINT = "{}: no checkpoint there; `shardckpt gc` removes what was never committed."
 _FOREIGN = "it contains something that no save has written"
 
 
@@ -202,7 +202,7 @@ def _bury(store: Store, reason: str) -> str | None:
     for _ in range(_ROUNDS):
         data, generation = store.read_versioned(RECORD)
         if data is None:
-            raise NotFoundError(_NO_CHECKPOINT.format(store))
+            raise NotFoundError(NO_CHECKPOINT.format(store))
         try:
             record = _Record.of(store, data, generation)
             named = record.attempt(store)
@@ -211,7 +211,7 @@ def _bury(store: Store, reason: str) -> str | None:
         except FormatError:
             record, named = _Record(data, generation, {}), None  # its data becomes an orphan
         if record.is_placeholder:
-            raise NotFoundError(_NO_CHECKPOINT.format(store))
+            raise NotFoundError(NO_CHECKPOINT.format(store))
         if record.is_tombstone:
             return first
         if first not in (None, named):

@@ -96,6 +96,17 @@ def delete(url: str | os.PathLike[str], *, reason: str = "on request", grace: fl
     return at_one_place.delete(store, reason=reason, grace=grace)
 
 
+def check_exists(url: str | os.PathLike[str]) -> None:
+    """Refuse a place without a commit record, before somebody is asked whether it may be deleted.
+
+    Raises:
+        NotFoundError: no checkpoint there.
+    """
+    store = Store.open(parse(url))
+    if not store.exists(RECORD):
+        raise NotFoundError(at_one_place.NO_CHECKPOINT.format(store))
+
+
 def _check_no_base(store: Store) -> None:
     """Refuse to delete a checkpoint that others in the same directory name as their base. Others elsewhere are not found."""
     location = store.location.resolved

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shardckpt.commit.collect import renew
-from shardckpt.commit.markers import PINNED, mark, unmark
+from shardckpt.commit.markers import PINNED, is_marked, mark, unmark
 from shardckpt.commit.publish import published_attempt
 from shardckpt.errors import NotFoundError
 from shardckpt.io.store import Store
@@ -39,14 +39,17 @@ def pin(url: str | os.PathLike[str]) -> None:
     raise NotFoundError(f"{store}: no checkpoint there to pin; `shardckpt ls` lists those that are.")
 
 
-def unpin(url: str | os.PathLike[str]) -> None:
-    """Allow a checkpoint to be deleted again; it need not be pinned.
+def unpin(url: str | os.PathLike[str]) -> bool:
+    """Allow a checkpoint to be deleted again; return whether it was pinned.
 
     Raises:
         NotFoundError: no checkpoint there.
         StorageError: the storage failed.
     """
     store = Store.open(parse(url))
-    if published_attempt(store) is None:
+    attempt = published_attempt(store)
+    if attempt is None:
         raise NotFoundError(f"{store}: no checkpoint there to unpin; `shardckpt ls` lists those that are.")
+    was_pinned = is_marked(store, PINNED, attempt)
     unmark(store, PINNED)
+    return was_pinned

@@ -260,6 +260,10 @@ def _write_safetensors(checkpoint: Checkpoint, location: Location, options: Safe
     shards = split({name: output.nbytes for name, output in tensors.items()}, options.max_shard_size)
     files = [lay_out([tensors[name] for name in names], options.metadata) for names in shards.files.values()]
     index = shards.index(sum(prod(output.shape) for output in outputs.tensors))
+    notes = [*outputs.notes]
+    if shards.oversized:
+        more = f" and {len(shards.oversized) - 1:,} more" if len(shards.oversized) > 1 else ""
+        notes.append(f"{shown(shards.oversized[0])}{more}: larger than max_shard_size, so in a file of its own.")
     file_names = [single] if single is not None else [*shards.files, *([INDEX] if index is not None else [])]
     configs: dict[str, bytes] = {}
     kept: list[str] = []
@@ -287,7 +291,7 @@ def _write_safetensors(checkpoint: Checkpoint, location: Location, options: Safe
         read_bytes=written.read_bytes,
         written_bytes=written.written_bytes,
         resumed_bytes=written.resumed_bytes,
-        notes=(*outputs.notes, *(f"{name} is there already, and stays as it is." for name in kept)),
+        notes=(*notes, *(f"{name} is there already, and stays as it is." for name in kept)),
         seconds=time.monotonic() - began,
         conversions=outputs.conversions,
     )

@@ -18,7 +18,7 @@ from shardckpt.io.failures import reading_takes_threads
 from shardckpt.io.store import Store
 from shardckpt.io.url import parse
 from shardckpt.options import check_flag
-from shardckpt.reshard.execute import ReshardReport, RunOptions, all_rules, run_job
+from shardckpt.reshard.execute import ExecutionOptions, ReshardReport, all_rules, run_job
 from shardckpt.reshard.options import DEFAULT_MEMORY_LIMIT, DEFAULT_TASK_BYTES, ReshardOptions
 
 if TYPE_CHECKING:
@@ -174,7 +174,7 @@ def import_checkpoint(
         for note in notes:
             on_note(note)
     with reading_takes_threads(src):
-        report = run_job(spec, dst, options, RunOptions(engine, worker, progress), source)
+        report = run_job(spec, dst, options, ExecutionOptions(engine, worker, progress), source)
     of_reshard: dict[str, Any] = {field.name: getattr(report, field.name) for field in fields(ReshardReport)}
     return ImportReport(**of_reshard, format=format_name, notes=notes)
 

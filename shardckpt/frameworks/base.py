@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
-from typing import TYPE_CHECKING, Any, Protocol, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self, TypeAlias
 
 import numpy as np
 
@@ -29,6 +29,13 @@ if TYPE_CHECKING:
 
 Array: TypeAlias = "NDArray[Any]"
 """A host array of the logical dtype, with a dtype of numpy or ml_dtypes."""
+
+
+class InPlace(NamedTuple):
+    """The tie key of a sink that fills memory which the leaf already has."""
+
+    leaf: int
+    """Identifies the leaf."""
 
 
 class Source(Protocol):
@@ -111,7 +118,10 @@ class Sink(Protocol):
 
     @property
     def tie_key(self) -> Hashable:
-        """A key that is equal for sinks that may share one restored leaf, if the tensor was one when it was saved."""
+        """A key that is equal for sinks that may share one restored leaf, if the tensor was one when it was saved.
+
+        It is an `InPlace` if the sink fills memory that the leaf already has.
+        """
 
     @property
     def placing_bytes(self) -> int:

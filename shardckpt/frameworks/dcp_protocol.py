@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardckpt.errors import LeafError
+from shardckpt.frameworks.base import InPlace
 from shardckpt.frameworks.torch import TensorSink, check_fillable, check_kind, dtype_of_tensor, host_array, is_host_memory
 from shardckpt.layout.box import Box, BoxArray
 from shardckpt.state.names import shown
@@ -125,7 +126,7 @@ def target(name: str, leaf: Any, shape: tuple[int, ...], dtype: DType) -> Sink: 
     for tensor in shards.tensors:
         check_fillable(name, tensor)
     views = tuple(tensor.detach() for tensor in shards.tensors)
-    return TensorSink(leaf, shards.shape, shards.dtype, shards.boxes, views, ("in place", id(leaf)), shards.tensors)
+    return TensorSink(leaf, shards.shape, shards.dtype, shards.boxes, views, InPlace(id(leaf)), shards.tensors)
 
 
 def _shards(name: str, leaf: Any) -> _Shards:

@@ -37,7 +37,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from shardckpt.errors import DtypeError, LeafError, ShardingError
-from shardckpt.frameworks.base import Array, Sink, Source, Target
+from shardckpt.frameworks.base import Array, InPlace, Sink, Source, Target
 from shardckpt.frameworks.torch import TensorSink, check_fillable, check_kind, dtype_of_tensor, host_array, is_host_memory
 from shardckpt.layout.mesh import Mesh
 from shardckpt.layout.placements import Placement, Placements
@@ -315,7 +315,7 @@ def target(name: str, leaf: Any, shape: tuple[int, ...], dtype: DType) -> Sink:
         DtypeError: torch has no such dtype.
         ShardingError: placements do not determine where data is.
     """
-    tie_key: Hashable = ("in place", id(leaf))
+    tie_key: Hashable = InPlace(id(leaf))
     if isinstance(leaf, Target):
         leaf = _meta(name, leaf, shape, dtype)
     local, held = _local(name, leaf)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shardckpt.errors import DtypeError, LeafError
-from shardckpt.frameworks.base import Array, Sink, Source, Target, whole
+from shardckpt.frameworks.base import Array, InPlace, Sink, Source, Target, whole
 from shardckpt.layout.dtypes import DType, of_numpy
 from shardckpt.state.names import shown
 
@@ -148,7 +148,7 @@ def target(name: str, leaf: object, shape: tuple[int, ...], dtype: DType) -> Sin
         raise LeafError(f"{shown(name)}: this numpy array is read-only, so it cannot be restored into; give a writable copy of it.")
     if overlaps_itself(array):
         raise LeafError(f"{shown(name)}: elements of this numpy array share memory, so it cannot be restored into; give a copy of it.")
-    return ArraySink(leaf, array, _dtype(name, array), ("in place", id(leaf)))
+    return ArraySink(leaf, array, _dtype(name, array), InPlace(id(leaf)))
 
 
 def overlaps_itself(array: Array) -> bool:

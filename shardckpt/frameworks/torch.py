@@ -16,7 +16,7 @@ import torch
 from numpy.lib.stride_tricks import as_strided
 
 from shardckpt.errors import DtypeError, LeafError
-from shardckpt.frameworks.base import Array, Sink, Source, Target, whole
+from shardckpt.frameworks.base import Array, InPlace, Sink, Source, Target, whole
 from shardckpt.frameworks.numpy import overlaps_itself
 from shardckpt.layout.dtypes import DType, by_name
 from shardckpt.state.names import shown
@@ -170,7 +170,7 @@ def target(name: str, leaf: Any, shape: tuple[int, ...], dtype: DType) -> Sink:
     check_kind(name, leaf)
     dtype = dtype_of_tensor(name, leaf)
     shape = tuple(leaf.shape)
-    tie_key: Hashable = ("in place", id(leaf))
+    tie_key: Hashable = InPlace(id(leaf))
     if leaf.is_meta:
         leaf, tie_key = torch.empty(shape, dtype=leaf.dtype), ("torch", shape, dtype.name)
     check_fillable(name, leaf)

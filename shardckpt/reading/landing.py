@@ -15,6 +15,7 @@ from numpy.lib.array_utils import byte_bounds
 from numpy.typing import NDArray
 
 from shardckpt.errors import DtypeMismatchError, ShapeMismatchError, StructureMismatchError
+from shardckpt.frameworks.base import InPlace
 from shardckpt.io.buffers import round_up
 from shardckpt.layout.box import BoxArray
 from shardckpt.layout.dtypes import castable
@@ -48,6 +49,11 @@ class Landing:
         lent = sink.buffer_shapes if self.destinations is None and not sink.adopts else []
         self.staged_bytes = sum(round_up(prod(shape) * sink.dtype.numpy.itemsize) for shape in lent)
         """Host bytes that it needs in addition to its own memory."""
+
+    @property
+    def fills_leaf(self) -> bool:
+        """Whether it changes memory that the leaf of `like` already has."""
+        return isinstance(self.sink.tie_key, InPlace) and len(self.boxes) > 0
 
     @property
     def view(self) -> list[object]:

@@ -339,14 +339,16 @@ def memory_of_runs(location: Location, record: CheckpointRecord, threads: int | 
 
 
 def _lookup(place: Store, record: CheckpointRecord, stats: ReadStats) -> Lookup:
-    """The table of all hosts; if it is damaged or missing, each host's own table and the committer's table of small tensors."""
+    """The table of all hosts; if it is damaged, missing or no file, each host's own table and the committer's table of small tensors."""
     of_hosts = partial(_read_host_tables, place, record, stats)
     if record.table is None:
         return of_hosts()
     try:
         return TableBlocks(place, record.table, stats.count_index, of_hosts if record.hosts else None, record.hosts)
-    except (CorruptionError, FormatError):
-        if not record.hosts:
+    except (CorruptionError, FormatError, StorageError) as e:
+        path = place.local_path(record.table.key)
+        damaged = not isinstance(e, StorageError) or (path is not None and path.is_dir())
+        if not record.hosts or not damaged:
             raise
         return of_hosts()
 

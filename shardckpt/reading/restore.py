@@ -267,7 +267,7 @@ def _read_all(
 
     staged = STAGED_BATCH if checkpoint.location.scheme == "file" else LARGEST_BATCH
     checkpoint.open_bases(job.tensor for job in jobs)
-    in_place = in_place and any(landing.destinations for job in jobs for landing in job.landings)
+    in_place = in_place and any(landing.fills_leaf for job in jobs for landing in job.landings)
     alone, shared = (list(jobs), []) if meeting is None else meeting.divide(checkpoint, jobs, limit)
     if all(job.is_in_place for job in jobs):  # nothing is staged
         read_and_place = partial(_read_in_place, placed=placed)

@@ -87,7 +87,7 @@ class ReshardReport:
 
 
 @dataclass(frozen=True, slots=True)
-class RunOptions:
+class ExecutionOptions:
     """Options of one call that are not sent to workers: the engine, this call's share, and the progress callback."""
 
     engine: Executor | str | None = None
@@ -196,34 +196,38 @@ def reshard(
     if destination.is_within(source) and destination.resolved != source.resolved:
         raise OptionError(f"{destination} lies in the checkpoint that is resharded, {source}; choose a place outside of it.")
     with reading_takes_threads(src):
-        return run_job(str(source), dst, options, RunOptions(engine, worker, progress))
+        return run_job(str(source), dst, options, ExecutionOptions(engine, worker, progress))
 
 
 def run_job(
-    source: str | SourceSpec, dst: str | os.PathLike[str], options: ReshardOptions, run: RunOptions, found: OpenSource | None = None
+    source: str | SourceSpec,
+    dst: str | os.PathLike[str],
+    options: ReshardOptions,
+    execution: ExecutionOptions,
+    found: OpenSource | None = None,
 ) -> ReshardReport:
     """Reshard any source; `found` is the source if the caller has opened it."""
     began, destination = time.monotonic(), parse(dst)
     in_one_memory = "memory" in (place_of(source).scheme, destination.scheme)
-    if isinstance(run.engine, str) and in_one_memory:
-        raise OptionError(f"engine={run.engine!r}: a memory:// url exists in this process alone, and a cluster cannot reach it.")
+    if isinstance(execution.engine, str) and in_one_memory:
+        raise OptionError(f"engine={execution.engine!r}: a memory:// url exists in this process alone, and a cluster cannot reach it.")
     # Each worker of a cluster has the memory for itself.
-    each = replace(options, workers=1) if isinstance(run.engine, str) else options
-    job = Job(source, str(destination), each, call=secrets.token_hex(8), alone=run.worker is None and run.engine is None)
+    each = replace(options, workers=1) if isinstance(execution.engine, str) else options
+    job = Job(source, str(destination), each, call=secrets.token_hex(8), alone=execution.worker is None and execution.engine is None)
     opened, done = OpenJob(job, found), None
-    if opened.reuses:
+    if opened.reuses_files:
         try:
-            done = _reuse(opened, run)
+            done = _reuse_source(opened, execution)
         except NotImplementedError:  # the object store cannot copy
             opened = OpenJob(replace(job, alone=False))
     if done is None:
-        done = _run_tasks(opened, run, options.workers, in_one_memory=in_one_memory)
-    if run.worker is None and not opened.committed:
+        done = _run_tasks(opened, execution, options.workers, in_one_memory=in_one_memory)
+    if execution.worker is None and not opened.committed:
         _commit(opened)
     return ReshardReport(
         url=str(opened.store.location),
         attempt=opened.attempt,
-        committed=run.worker is None or opened.committed,
+        committed=execution.worker is None or opened.committed,
         tasks=done.tasks,
         done_before=done.done_before,
         nbytes=opened.plan.nbytes,
@@ -234,7 +238,7 @@ def run_job(
     )
 
 
-class _Done(NamedTuple):
+class _WorkDone(NamedTuple):
     """The work of one call: the fields of `ReshardReport` with these names."""
 
     tasks: int
@@ -243,18 +247,18 @@ class _Done(NamedTuple):
     stored_bytes: int
 
 
-def _reuse(opened: OpenJob, run: RunOptions) -> _Done:
+def _reuse_source(opened: OpenJob, execution: ExecutionOptions) -> _WorkDone:
     """Reuse the source's files, where nothing in them changes."""
     hosts = len(opened.plan.source.hosts)
     if opened.committed:
-        return _Done(hosts, hosts, 0, 0)
-    done_before, read_bytes = reuse_files(opened, run.report)
-    return _Done(hosts, done_before, read_bytes, 0)
+        return _WorkDone(hosts, hosts, 0, 0)
+    done_before, read_bytes = reuse_files(opened, execution.report)
+    return _WorkDone(hosts, done_before, read_bytes, 0)
 
 
-def _run_tasks(opened: OpenJob, run: RunOptions, workers: int | None, *, in_one_memory: bool) -> _Done:
+def _run_tasks(opened: OpenJob, execution: ExecutionOptions, workers: int | None, *, in_one_memory: bool) -> _WorkDone:
     """Run the unfinished tasks of this call's share; `workers` is the option as the user gave it."""
-    plan, (number, sharing) = opened.plan, run.worker or (0, 1)
+    plan, (number, sharing) = opened.plan, execution.worker or (0, 1)
     # Workers on other machines would count their own cores.
     options = replace(opened.job.options, workers=plan.memory.workers)
     job = replace(opened.job, options=options, attempt=opened.attempt, alone=False)
@@ -264,21 +268,21 @@ def _run_tasks(opened: OpenJob, run: RunOptions, workers: int | None, *, in_one_
     total, missing = (sum(task.nbytes for task in tasks) for tasks in (mine, left))
     if plan.compression is None:
         check_space(opened.store, missing)
-    run.report(total - missing, total)
+    execution.report(total - missing, total)
     reports: list[TaskReport] = []
     if left:
         own = 1 if in_one_memory else plan.memory.workers
-        at_once = min(own if run.engine is None else workers or _ENGINE_WORKERS, len(left))
+        at_once = min(own if execution.engine is None else workers or _ENGINE_WORKERS, len(left))
         keep_open(job, opened)  # for tasks that run in this thread
         try:
-            with start_engine(run.engine, workers, at_once, plan.memory.peak // plan.memory.workers) as engine:
+            with start_engine(execution.engine, workers, at_once, plan.memory.peak // plan.memory.workers) as engine:
                 for report in _run_on_engine(engine, job, left, sharing):
                     reports.append(report)
                     missing -= report.nbytes
-                    run.report(total - missing, total)
+                    execution.report(total - missing, total)
         finally:
             free_kept()
-    return _Done(
+    return _WorkDone(
         tasks=len(plan.tasks),
         done_before=len(mine) - len(left) + sum(report.done_before for report in reports),
         read_bytes=sum(report.read_bytes for report in reports),

@@ -98,7 +98,7 @@ class OpenJob:
         self.plan: ReshardPlan = plan_reshard(self.checkpoint, job.options, location)
         self.checkpoint.limit_reading(threads=readers(self.checkpoint.location), memory=self.plan.memory.reading)
         self.store = Store.open(location)
-        self.reuses = False
+        self.reuses_files = False
         """Whether the source's files are reused unchanged (`reuse_files`)."""
         self.prior: Prior = hold_place(self.store, read_prior(self.store, overwrite=True), overwrite=True)
         self.attempt, self.committed = self._attempt()
@@ -106,7 +106,7 @@ class OpenJob:
         unchanged = isinstance(self.checkpoint, Checkpoint) and self.plan.unchanged
         if job.alone and unchanged and reuse_method(self.source_place, self.store):
             begun = self.committed or finished_hosts(self.store.sub(self.attempt))  # by workers started elsewhere: continue their attempt
-            self.reuses = not begun
+            self.reuses_files = not begun
             self.attempt, self.committed = self._attempt()
         if not self.committed and not job.options.overwrite and not self.prior.holds:
             self._refuse_to_replace()
@@ -131,12 +131,12 @@ class OpenJob:
     def described(self) -> FileReference:
         """A reference to the file that describes the new checkpoint for every host; the file is written first if necessary."""
         record, small = self.plan.source, dict[str, bytes]()
-        if self.reuses and record.small_table is not None:  # no host has these; the committer rewrites them
+        if self.reuses_files and record.small_table is not None:  # no host has these; the committer rewrites them
             assert isinstance(self.checkpoint, Checkpoint)
             written = read_table(self.source_place, record.small_table).counts
             tensors = record.structure.tensors
             small = {name: self.checkpoint.read(name).tobytes() for name in tensors if tensors[name].pieces[0].path in written}
-        saved_by = record.saved_by if self.reuses else record.processes if self.plan.values else None
+        saved_by = record.saved_by if self.reuses_files else record.processes if self.plan.values else None
         return describe(self.place, Contents(self.plan.target, small, record.metadata, processes=saved_by))
 
     def finished_tasks(self) -> set[int]:
@@ -207,7 +207,7 @@ class OpenJob:
             "target": plan.target.to_json(),
             "layout": plan.layout,
             "compression": [plan.compression, _compressor() if plan.compression is not None else None],
-            "tasks": self.reuses or [[(s.tensor, s.cells.start, s.cells.stop) for s in task.shares] for task in plan.tasks],
+            "tasks": self.reuses_files or [[(s.tensor, s.cells.start, s.cells.stop) for s in task.shares] for task in plan.tasks],
             "metadata": plan.source.metadata,
             "prior": prior,
         }

@@ -80,7 +80,7 @@ def reuse_files(opened: OpenJob, progress: Callable[[int, int], None]) -> tuple[
     """Link or copy the files of all hosts of the source that are not done yet.
 
     Args:
-        opened: a job whose source files can be reused (`OpenJob.reuses`).
+        opened: a job whose source files can be reused (`OpenJob.reuses_files`).
         progress: called with the bytes of elements done so far, and in all.
 
     Returns:
@@ -167,7 +167,9 @@ def reuse_lanes(source: Store, target: Store, lanes: Sequence[str], table: Table
             f"{source}: a host's chunk table names {foreign[0]!r}, which is in none of its databases; it was not written by shardckpt."
         )
     new = {lane: f"{folder}/{number}" for number, lane in enumerate(lanes)}
-    _reuse(source, target, ((file, f"{name}{file.removeprefix(lane)}") for lane, name in new.items() for file in _below(source, lane)))
+    _link_or_copy(
+        source, target, ((file, f"{name}{file.removeprefix(lane)}") for lane, name in new.items() for file in _below(source, lane))
+    )
     moved = [next(f"{new[lane]}{file.removeprefix(lane)}" for lane in new if file.startswith(f"{lane}/")) for file in table.files]
     return list(new.values()), replace(table, files=moved)
 
@@ -179,7 +181,7 @@ def reuse_chunks(source: Store, target: Store, table: Table, pieces: Mapping[str
         for path, rows in table.arrays().items()
         for position in rows.chunk[rows.file == OWN_OBJECT].tolist()
     )
-    _reuse(source, target, ((key, key) for key in keys), drafts)
+    _link_or_copy(source, target, ((key, key) for key in keys), drafts)
     target.delete_prefix(f"{drafts}/")
 
 
@@ -192,7 +194,7 @@ def _below(store: Store, lane: str) -> list[str]:
         return [f"{lane}/{path.relative_to(top)}" for path in sorted(top.rglob("*")) if path.is_file()]
 
 
-def _reuse(source: Store, target: Store, files: Iterable[tuple[str, str]], drafts: str | None = None) -> None:
+def _link_or_copy(source: Store, target: Store, files: Iterable[tuple[str, str]], drafts: str | None = None) -> None:
     """Link or copy files (old key, new key), durably; with `drafts`, replace existing files."""
     if target.location.bucket is not None:
         copy_objects(source, target, files)

@@ -52,7 +52,6 @@ from shardckpt.state import flatten
 from shardckpt.state.flatten import plain_state
 from shardckpt.writing.host import HostWriter
 from shardckpt.writing.save_plan import SavePlan, plan_save, skipped_names
-from shardckpt.writing.skipping import left_in_base
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -288,6 +287,8 @@ class Attempt:
         """This process's contents, with all tensors that it skips found in the base."""
         if not self._skipped:
             return contents
+        from shardckpt.writing.skipping import left_in_base  # it imports the reading of checkpoints, which other saves do not need
+
         structure = left_in_base(contents.structure, self._skipped, self.store.location, self._base)
         self.bases = tuple(str(base_location(self.store.location, base)) for base in structure.bases)
         return replace(contents, structure=structure)

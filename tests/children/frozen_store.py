@@ -6,6 +6,7 @@ python frozen_store.py torch|jax <process> <port> <directory>
 import json
 import os
 import sys
+import time
 
 import numpy as np
 
@@ -50,11 +51,17 @@ job.share("ready", None)
 tell(pid=os.getpid())
 sys.stdin.readline()
 if process:
+    questions = {
+        "peek": failure_of(lambda: job.peek("word")),
+        "announce": failure_of(lambda: job.announce("word", 1)),
+        "agree": failure_of(lambda: job.agree("step", lambda: 1, timeout=0.5)),
+    }
+    began = time.monotonic()
+    failed = failure_of(lambda: shardckpt.save(f"{place}/saved", state, options=options))
     tell(
-        peek=failure_of(lambda: job.peek("word")),
-        announce=failure_of(lambda: job.announce("word", 1)),
-        agree=failure_of(lambda: job.agree("step", lambda: 1, timeout=0.5)),
-        save=failure_of(lambda: shardckpt.save(f"{place}/saved", state, options=options)),
+        **questions,
+        save=failed,
+        save_seconds=time.monotonic() - began,
         begun=manager.save(1, state),
         waited=failure_of(manager.wait),
         begun_again=manager.save(2, state),

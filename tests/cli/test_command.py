@@ -177,6 +177,25 @@ def test_a_terminal_without_unicode_gets_ascii(checkpoint):
     assert b"\\u" not in result.stdout
 
 
+def test_an_interrupt_before_the_command_begins_says_so():
+    code = """
+import os, signal, sys, threading
+from shardckpt.cli import main
+
+class Slow:
+    def find_spec(self, name, path=None, target=None):
+        if name == "shardckpt.cli.app":
+            os.kill(os.getpid(), signal.SIGINT)
+            threading.Event().wait(30)
+
+sys.meta_path.insert(0, Slow())
+sys.argv = ["shardckpt", "reshard", "a", "b"]
+sys.exit(main())
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert (result.returncode, result.stdout, result.stderr) == (130, "", "interrupted: nothing was begun\n")
+
+
 @pytest.mark.parametrize("command", ["reshard", "import", "export"])
 def test_an_interrupt_while_long_work_imports_its_modules_is_reported(command):
     code = f"""

@@ -141,6 +141,9 @@ def test_where_no_checkpoint_is_the_status_says_so(run, tmp_path):
     leave_behind(tmp_path / "1")
     assert run("rm", "-y", tmp_path / "1").status == 3
     assert run("rm", "-y", tmp_path / "2").status == 3
+    answer = run("rm", tmp_path / "2")
+    assert answer.status == 3, "it looks before it asks"
+    assert "no checkpoint there" in answer.err
 
 
 # --- lengths of time ------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""An export that was killed, at whatever instant, has published nothing by halves, and the same call goes on where it was."""
+"""An export that was killed, at whatever instant, has published nothing by halves, and the same call continues where it stopped."""
 
 from __future__ import annotations
 

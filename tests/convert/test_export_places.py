@@ -101,3 +101,15 @@ def test_the_draft_of_a_living_writer_and_what_it_replaces_stay(tmp_path, place)
     finally:
         os.close(fd)
     assert names(tmp_path) == sorted([replaced.name, draft.name, "c", "d"])
+
+
+@pytest.mark.parametrize(
+    ("limit", "notes"),
+    [
+        (1, ("'a' and 1 more: larger than max_shard_size, so in a file of its own.",)),
+        (50, ("'a': larger than max_shard_size, so in a file of its own.",)),
+        (100, ()),
+    ],
+)
+def test_a_note_says_that_tensors_are_larger_than_files_may_be(tmp_path, place, limit, notes):
+    assert shardckpt.export(place, tmp_path / "out", max_shard_size=limit).notes == notes

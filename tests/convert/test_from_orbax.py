@@ -242,13 +242,26 @@ def test_two_leaves_that_were_stored_under_one_name_are_refused(copied):
         b'{"tree_metadata": {"a": {"key_metadata": [{"key": 1, "key_type": 2}], "value_metadata": {"value_type": "scalar"}}}}',
         b'{"tree_metadata": {"a": {"key_metadata": [{"key": "7", "key_type": 1}], "value_metadata": {"value_type": "scalar"}}}}',
         b'{"tree_metadata": {}, "value_metadata_tree": 5}',
+        b'{"tree_metadata": {}, "value_metadata_tree": "{"}',
     ],
 )
 def test_metadata_that_make_no_sense_are_refused(copied, metadata):
     path = copied("rich")
     (path / "_METADATA").write_bytes(metadata)
-    with pytest.raises(FormatError, match="_METADATA is"):
+    with pytest.raises(FormatError, match=r"^[^:]*/_METADATA is (no JSON|not what Orbax writes): ") as raised:
         opened(path)
+    assert str(raised.value).count("restore it from a copy") == 1
+
+
+@pytest.mark.parametrize("file", ["_sharding", "array_metadatas/process_0"])
+@pytest.mark.parametrize(("content", "said"), [(b"{", "is no JSON"), (b"[0]", "is not what Orbax writes")])
+def test_layouts_and_generators_that_make_no_sense_are_refused(copied, file, content, said):
+    path = copied("rich")
+    (path / file).parent.mkdir(exist_ok=True)
+    (path / file).write_bytes(content)
+    with pytest.raises(FormatError, match=rf"^[^:]*/{file} {said}: ") as raised:
+        opened(path)
+    assert str(raised.value).count("restore it from a copy") == 1
 
 
 @pytest.mark.parametrize("content", [b"", b"\x81", b"\x81\xa1a\xc7\x03\x09abc", b"\xc1", b"\x91" * 5000])

@@ -50,6 +50,11 @@ def test_sizes_are_decimal_unless_they_say_otherwise(size: int | str, files: int
     assert len(split({"a": 3 * 10**9, "b": 2 * 10**9 + 1}, size).files) == files
 
 
+def test_tensors_that_exceed_the_limit_are_named() -> None:
+    assert split({"a": 3, "b": 2, "c": 1}, 1).oversized == ("a", "b")
+    assert split({"a": 3, "b": 2, "c": 1}).oversized == ()
+
+
 @pytest.mark.parametrize("size", [0, -1, "5 XB", "much", True])
 def test_a_size_that_is_none_is_refused(size: object) -> None:
     with pytest.raises(OptionError, match="max_shard_size="):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import safetensors.torch
@@ -81,6 +83,25 @@ def test_the_index_is_never_there_beside_files_that_it_does_not_mean(tmp_path, p
     assert sorted(path.name for path in out.iterdir()) == NAMES
     assert (out / "index.json").read_bytes() == INDEX
     assert sorted(safetensors.torch.load_file(out / "a.safetensors")) == ["none", "v", "w"]
+
+
+def test_files_without_hard_links_are_replaced_by_one_rename_each(tmp_path, place, monkeypatch):
+    out, renames = tmp_path / "out", []
+    write(place, out)
+
+    def replace(path, target, really=Path.replace):
+        renames.append(Path(target).name)
+        return really(path, target)
+
+    def link(*_paths):
+        raise PermissionError(errno.EPERM, "no hard links here")
+
+    monkeypatch.setattr(os, "link", link)
+    monkeypatch.setattr(Path, "replace", replace)
+    monkeypatch.setattr(Path, "rename", replace)
+    write(place, out, overwrite=True)
+    assert sorted(name for name in renames if name in NAMES) == NAMES == sorted(path.name for path in out.iterdir())
+    assert len(renames) == len(NAMES)
 
 
 def test_progress_tells_of_all_files(tmp_path, place):

@@ -7,6 +7,7 @@ from pathlib import Path
 import flip_bits
 import numpy as np
 import pytest
+import tensorstore as ts
 from flip_bits import same, state_of_host
 from noticed import damage_of
 
@@ -39,6 +40,26 @@ def test_a_small_tensor_that_the_index_has_otherwise_is_reported(checkpoint_of, 
     reasons = [damage.reason for damage in shardckpt.open(checkpoint).verify().damage]
     assert "dtypes/float64/c/0/0 in the index is missing or not what was written" in reasons
     assert damage_of(checkpoint) == {f"{attempt}/manifest.ocdbt"}
+
+
+def test_bytes_behind_the_nodes_of_an_index_mislead_nobody_and_behind_a_manifest_are_reported(checkpoint_of):
+    checkpoint, _ = checkpoint_of("packed")
+
+    def lengthen(path):
+        path.write_bytes(path.read_bytes() + b"more")
+
+    nodes = [*checkpoint.glob("*/d/*"), *checkpoint.rglob("d/tree")]
+    assert len(nodes) >= 2
+    for node in nodes:
+        lengthen(node)
+    opened = shardckpt.open(checkpoint)
+    assert opened.verify().ok
+    name = opened.names()[0]
+    array = ts.open(opened.stock_spec(name), open=True).result()
+    assert array.read().result().tobytes() == opened.read(name).tobytes()
+    for manifest in checkpoint.rglob("manifest.ocdbt"):
+        lengthen(manifest)
+    assert damage_of(checkpoint) == {str(path.relative_to(checkpoint)) for path in checkpoint.rglob("manifest.ocdbt")}
 
 
 def test_documents_too_large_for_a_node_of_the_index_are_compared_too(tmp_path):

@@ -1,5 +1,6 @@
 """What is there twice may be lost once: the table of all or the hosts' own, and each host's files are its own loss."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -18,8 +19,14 @@ def spoil(path):
     path.write_bytes(data)
 
 
+def put_directory(path):
+    """Put a directory in place of a file."""
+    path.unlink()
+    path.mkdir()
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("spoilt", [Path.unlink, spoil], ids=["missing", "damaged"])
+@pytest.mark.parametrize("spoilt", [Path.unlink, spoil, put_directory], ids=["missing", "damaged", "a directory"])
 def test_without_the_table_of_all_the_others_do_and_everything_is_still_verified(checkpoint_of, layout, spoilt):
     checkpoint, truth = checkpoint_of(layout, 3)
     kinds = file_kinds(checkpoint, layout)
@@ -31,11 +38,15 @@ def test_without_the_table_of_all_the_others_do_and_everything_is_still_verified
     assert same(truth, shardckpt.restore(checkpoint))
     # But one of them more, and nothing is guessed.
     for other in (kinds["a host's chunk table"][2], kinds["small tensors' table"][0], kinds["host record"][1]):
-        before = other.read_bytes()
-        spoilt(other)
+        aside = other.rename(other.with_suffix(".aside"))
+        if spoilt is not Path.unlink:
+            shutil.copy(aside, other)
+            spoilt(other)
         with pytest.raises(ShardckptError, match=str(other.relative_to(checkpoint / table.parent))):
             shardckpt.restore(checkpoint)
-        other.write_bytes(before)
+        if other.is_dir():
+            other.rmdir()
+        aside.replace(other)
     assert same(truth, shardckpt.restore(checkpoint))
 
 

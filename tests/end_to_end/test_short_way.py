@@ -18,3 +18,13 @@ def test_the_second_save_and_the_second_restore_of_one_tensor_enter_few_files(tm
     found = json.loads(done.stdout)
     assert len(found["save"][1]) <= SAVE, found["save"][1]
     assert len(found["restore"][1]) <= RESTORE, found["restore"][1]
+
+
+def test_a_save_without_a_base_does_not_import_the_reading_of_checkpoints(tmp_path):
+    code = f"""
+import sys, numpy, shardckpt
+shardckpt.save({str(tmp_path / "a")!r}, {{"w": numpy.zeros(9)}})
+print([name for name in sys.modules if name.startswith("shardckpt.reading")])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True)
+    assert done.stdout.strip() == "[]"

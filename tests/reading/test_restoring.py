@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import shardckpt
-from shardckpt import SaveOptions, errors
+from shardckpt import SaveOptions, Target, errors
 from shardckpt.frameworks.base import whole
 from shardckpt.layout.dtypes import DType, by_name
 from shardckpt.reading import restore as restoring
@@ -121,9 +121,11 @@ def test_a_failure_says_that_leaves_in_place_are_undefined(tmp_path, two):
     data_file.write_bytes(data)
     with pytest.raises(errors.CorruptionError, match=r"(?s)b\[.*is damaged.*undefined now"):
         shardckpt.restore(two, {"a": np.zeros(1000), "b": np.zeros(1000)})
-    with pytest.raises(errors.CorruptionError) as raised:
-        shardckpt.restore(two)
-    assert "undefined" not in str(raised.value)  # there is no `like`
+    meta = torch.empty(1000, dtype=torch.float64, device="meta")
+    for like in (None, {"a": Target(), "b": meta}):  # neither has memory
+        with pytest.raises(errors.CorruptionError, match="is damaged") as raised:
+            shardckpt.restore(two, like)
+        assert "undefined" not in str(raised.value)
     np.testing.assert_array_equal(shardckpt.restore(two, only="a")["a"], np.arange(1000.0))
 
 

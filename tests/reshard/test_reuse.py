@@ -1,4 +1,4 @@
-"""Where no chunk changes, files are taken over as they are."""
+"""Where no chunk changes, the new checkpoint reuses the source's files."""
 
 import shutil
 import tempfile

@@ -166,15 +166,31 @@ def link_or_rename(draft: Path, path: Path) -> None:
         AlreadyExistsError: the name exists. (A plain rename would replace it.)
     """
     try:
-        os.link(draft, path)
+        if _link(draft, path):
+            return
     except FileExistsError:
         raise already_exists(path) from None
+    if os.path.lexists(path):
+        raise already_exists(path)
+    draft.rename(path)
+
+
+def link_over(draft: Path, path: Path) -> None:
+    """Replace a file by a link to a draft; rename the draft if the file system has no hard links."""
+    new = draft.with_suffix(".new")
+    new.unlink(missing_ok=True)
+    (new if _link(draft, new) else draft).replace(path)
+
+
+def _link(draft: Path, path: Path) -> bool:
+    """Make a hard link; False if the file system has none."""
+    try:
+        os.link(draft, path)
     except OSError as e:
         if e.errno not in _NO_LINKS:
             raise
-        if os.path.lexists(path):
-            raise already_exists(path) from None
-        draft.rename(path)
+        return False
+    return True
 
 
 def _holds_any(directory: Path, names: Collection[str]) -> bool:

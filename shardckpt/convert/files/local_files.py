@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 import crc32c
 
 from shardckpt.convert.files.destination import already_exists
-from shardckpt.convert.files.draft import check_export_space, link_or_rename
+from shardckpt.convert.files.draft import check_export_space, link_or_rename, link_over
 from shardckpt.convert.files.notes import Notes
 from shardckpt.convert.files.read_back import WrittenBlock, read_back
 from shardckpt.errors import AlreadyExistsError, StorageError
@@ -198,10 +198,7 @@ class LocalFiles:
         for number, (draft, path) in enumerate(zip(self._drafts, self._paths, strict=True)):
             with storage_errors("name", path):
                 if not self._has_name(number) and self._overwrite:
-                    new = draft.with_suffix(".new")
-                    new.unlink(missing_ok=True)
-                    link_or_rename(draft, new)
-                    new.replace(path)
+                    link_over(draft, path)
                 elif not self._has_name(number):
                     link_or_rename(draft, path)
                 if number >= last - 1:  # all before the last are durable when it comes

@@ -67,7 +67,7 @@ def document(found: Forecast) -> dict[str, Any]:
 def _reshard(found: Forecast) -> dict[str, Any]:
     plan = found.plan
     chunks = sum(t.num_chunks for t in plan.target.tensors.values())
-    read_back = (found.stored_bytes if found.taken_over else found.written_bytes) if found.options.verify else 0
+    read_back = (found.stored_bytes if found.reuse else found.written_bytes) if found.options.verify else 0
     return {
         "bytes_read": found.read_bytes,
         "bytes_written": found.written_bytes,
@@ -76,7 +76,7 @@ def _reshard(found: Forecast) -> dict[str, Any]:
         "requests_counted_tasks": 0 if found.reads is None else found.reads.counted,
         "files": _files(plan, chunks),
         "chunks": chunks,
-        "taken_over": found.taken_over,
+        "taken_over": found.reuse,
         "tasks": len(plan.tasks),
         "workers": plan.memory.workers,
         "peak_memory": plan.memory.peak,

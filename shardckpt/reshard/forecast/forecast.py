@@ -59,7 +59,7 @@ class Forecast:
     rates: Rates
     replaces: bool
     """Whether a checkpoint is committed at the destination; the reshard would need `overwrite` to replace it."""
-    taken_over: ReuseMethod | None
+    reuse: ReuseMethod | None
     """The method by which the reshard reuses the source's files, if nothing in them changes."""
     reads: ReshardReads | None
     """Reads of the reshard according to the chunk tables; None: the tables were not read."""
@@ -132,8 +132,8 @@ def forecast(
     after = forecast_restore(list(plan.target.tensors.values()), layouts, hosts, made)
     saved_by = Hosts.of(((placed(t.layout, len(t.shape)), len(t.shape)) for t in sources), number=max(1, len(record.hosts)))
     place = None if destination is None else Store.open(parse(destination))
-    taken_over = reuse_method(checkpoint.place, place) if place is not None and plan.unchanged else None
-    if taken_over:
+    reuse = reuse_method(checkpoint.place, place) if place is not None and plan.unchanged else None
+    if reuse:
         reads: ReshardReads | None = ReshardReads(0, 0, len(plan.tasks))
     else:
         threads = readers(location)
@@ -152,10 +152,10 @@ def forecast(
         after=after,
         rates=rates,
         replaces=place is not None and published_attempt(place) is not None,
-        taken_over=taken_over,
+        reuse=reuse,
         reads=reads,
         stored_bytes=held,
-        written_bytes=0 if taken_over else round(plan.written_bytes * compressed),
+        written_bytes=0 if reuse else round(plan.written_bytes * compressed),
     )
 
 

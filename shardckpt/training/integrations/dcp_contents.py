@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from shardckpt.errors import DtypeError, NamesMismatchError, ShapeMismatchError, StructureMismatchError
+from shardckpt.frameworks.base import InPlace
 from shardckpt.frameworks.torch import TensorSink, check_fillable, check_kind, dtype_of_tensor, tensor_of
 from shardckpt.layout.box import Box, BoxArray
 from shardckpt.state import meanings, per_process_names, unflatten
@@ -154,7 +155,7 @@ class DcpContents:
             return stored.name, None
         view = tensor.detach()
         boxes = BoxArray.of([box], box.ndim)
-        return stored.name, TensorSink(view, record.shape, dtype_of_tensor(name, view), boxes, (view,), ("dcp", key), (view,))
+        return stored.name, TensorSink(view, record.shape, dtype_of_tensor(name, view), boxes, (view,), InPlace(key), (view,))
 
 
 def _inside(value: object) -> Iterator[object]:

@@ -1,4 +1,4 @@
-"""Which layout every tensor gets: the first rule that means it decides, by its name or by what it lies below."""
+"""Which layout every tensor gets: the first rule that matches it decides, by its name or by what it lies below."""
 
 import pickle
 

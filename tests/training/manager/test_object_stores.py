@@ -89,7 +89,7 @@ def test_a_start_asks_for_what_is_kept_and_nothing_of_what_was_deleted(root, mon
     "fault",
     [
         pytest.param({"fault": "status", "status": 403}, id="refused"),
-        pytest.param({"fault": "truncate"}, id="truncated", marks=pytest.mark.slow),  # half a minute, for which the client tries again
+        pytest.param({"fault": "truncate"}, id="truncated"),
     ],
 )
 @pytest.mark.parametrize("listed", ["run/2/*", "run/2/*/records/*"])

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import base64
 import json
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -79,13 +80,22 @@ class Metadata:
             FormatError: the file is malformed.
         """
         doc = parse_json(data, where)
-        try:
+        with _naming_malformed(where):
             leaves = [Leaf.parse(entry) for entry in doc["tree_metadata"].values()]
             rich = doc.get("value_metadata_tree")
             tree = _tree(leaves, (), frozenset() if rich is None else frozenset(_tuples(parse_json(rich, where), ())))
             return cls(tree, doc.get("use_zarr3") is True, doc.get("store_array_data_equal_to_fill_value") is True)
-        except _MALFORMED as e:
-            raise FormatError(f"{where} is not what Orbax writes: {excerpt(str(e))}; restore it from a copy.") from e
+
+
+@contextmanager
+def _naming_malformed(where: str) -> Iterator[None]:
+    """Turn the errors of taking malformed JSON apart into a FormatError that names the file."""
+    try:
+        yield
+    except FormatError:
+        raise
+    except _MALFORMED as e:
+        raise FormatError(f"{where} is not what Orbax writes: {excerpt(str(e))}; restore it from a copy.") from e
 
 
 def parse_json(data: bytes | str, where: str) -> Any:
@@ -149,15 +159,13 @@ def shardings(data: bytes, where: str) -> dict[str, Sharding]:
     doc = parse_json(data, where)
     found: dict[str, Sharding] = {}
     known: dict[str, Sharding | None] = {}  # many arrays have the same text
-    try:
+    with _naming_malformed(where):
         for name, text in doc.items():
             if text not in known:
                 known[text] = _sharding(parse_json(text, where))
             sharding = known[text]
             if sharding is not None:
                 found[base64.urlsafe_b64decode(name).decode()] = sharding
-    except _MALFORMED as e:
-        raise FormatError(f"{where} is not what Orbax writes: {excerpt(str(e))}; restore it from a copy.") from e
     return found
 
 
@@ -185,9 +193,7 @@ def key_generators(data: bytes, where: str) -> dict[str, str]:
     Raises:
         FormatError: the file is malformed.
     """
-    try:
+    with _naming_malformed(where):
         entries = [entry["array_metadata"] for entry in parse_json(data, where)["array_metadatas"]]
         extras = {entry["param_name"]: entry.get("ext_metadata") or {} for entry in entries}
         return {name: extra["random_key_impl"] for name, extra in extras.items() if "random_key_impl" in extra}
-    except _MALFORMED as e:
-        raise FormatError(f"{where} is not what Orbax writes: {excerpt(str(e))}; restore it from a copy.") from e

@@ -38,6 +38,8 @@ class Split:
     """File name → names of its tensors, in order."""
     total_size: int
     """Bytes of all tensors' elements."""
+    oversized: tuple[str, ...]
+    """Tensors that are larger than the size limit, each in a file of its own."""
 
     @property
     def weight_map(self) -> dict[str, str]:
@@ -87,4 +89,5 @@ def split(sizes: Mapping[str, int], max_shard_size: int | str | None = None) -> 
     full += [filling] if filling or not full else []
     count = len(full)
     names = ["model.safetensors"] if count == 1 else [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
-    return Split({file: tuple(tensors) for file, tensors in zip(names, full, strict=True)}, sum(sizes.values()))
+    oversized = tuple(name for name, size in sizes.items() if limit is not None and size > limit)
+    return Split({file: tuple(tensors) for file, tensors in zip(names, full, strict=True)}, sum(sizes.values()), oversized)
