@@ -143,7 +143,8 @@ class ForeignReader:
         entries = [one.entry for part in wanted.part[task.begin : task.end].tolist() if (one := runs[part]) is not None]
         file, row = entries[0].span.file, task.begin
         try:
-            scratch = scratch_buffer(self._workers.local, task.nbytes, self._limits.nbytes)
+            least = task.nbytes if self._foreign.location.local is None else self._limits.nbytes
+            scratch = scratch_buffer(self._workers.local, task.nbytes, least)
             fetched, (vectors,) = lay_out(task, scratch, direct=True, checksum_bytes=0)
             file.read_into(run.start, vectors)
             for entry, some in groupby(range(len(entries)), entries.__getitem__):

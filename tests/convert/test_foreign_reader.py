@@ -198,4 +198,4 @@ def test_what_comes_from_an_object_store_is_copied_from_where_it_came(tmp_path: 
 
     assert (straight == array).all()
     assert (converted == array).all()
-    assert peak < 1.5 * array.nbytes, "one thread has one run in memory"
+    assert peak < 2.5 * array.nbytes, "one thread has one run in memory, and this storage hands out a copy of it"

@@ -17,6 +17,7 @@ import json
 import os
 import re
 import secrets
+import ssl
 import threading
 from functools import cache
 from itertools import chain
@@ -303,10 +304,11 @@ def _pool(service: str) -> urllib3.PoolManager:
     """Connections, through the proxy that the environment names for the service."""
     url = urlsplit(service)
     proxy = None if proxy_bypass(url.hostname or "") else getproxies().get(url.scheme)
-    trusted = os.environ.get("REQUESTS_CA_BUNDLE") or os.environ.get("SSL_CERT_FILE") or certifi.where()
+    context = ssl.create_default_context()  # it goes by SSL_CERT_FILE
+    context.load_verify_locations(os.environ.get("REQUESTS_CA_BUNDLE") or certifi.where())
     if proxy is None:
-        return urllib3.PoolManager(maxsize=_CONNECTIONS, ca_certs=trusted)
-    return urllib3.ProxyManager(proxy, maxsize=_CONNECTIONS, ca_certs=trusted)
+        return urllib3.PoolManager(maxsize=_CONNECTIONS, ssl_context=context)
+    return urllib3.ProxyManager(proxy, maxsize=_CONNECTIONS, ssl_context=context)
 
 
 def _default_credentials() -> Any:

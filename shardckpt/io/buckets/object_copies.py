@@ -57,6 +57,12 @@ def copy_objects(source: Store, target: Store, keys: Iterable[tuple[str, str]]) 
 
 
 def _copy(source: Store, target: Store, old: str, new: str) -> None:
+    cannot: NotImplementedError | None = None
     with storage_errors("copy", f"{source.path_of(old)} to {target.path_of(new)}"):
         names = source.location.object_prefix + old, target.location.object_prefix + new
-        open_bucket(source.location).copy(names[0], open_bucket(target.location), names[1])
+        try:
+            open_bucket(source.location).copy(names[0], open_bucket(target.location), names[1])
+        except NotImplementedError as e:
+            cannot = e
+    if cannot is not None:
+        raise NotImplementedError(f"{target}: the service cannot copy objects ({cannot})") from cannot

@@ -75,12 +75,12 @@ def test_nothing_is_left_of_steps_that_are_not_kept(root):
 
 
 def test_a_start_asks_for_what_is_kept_and_nothing_of_what_was_deleted(root, monkeypatch):
-    looks, fetch = [], Store._fetch
+    looks, read = [], Store.read_versioned
     with shardckpt.CheckpointManager(root, every=1, keep=1, coordinator=SingleProcess()) as manager:
         for step in range(6):
             manager.save(step, state(step))
         manager.wait()
-    monkeypatch.setattr(Store, "_fetch", lambda store, key, *span: looks.append(store.path_of(key)) or fetch(store, key, *span))
+    monkeypatch.setattr(Store, "read_versioned", lambda store, key, *span: looks.append(store.path_of(key)) or read(store, key, *span))
     assert shardckpt.CheckpointManager(root, coordinator=SingleProcess()).restore().step == 5
     assert {key.removeprefix(f"{root}/").partition("/")[0] for key in looks} <= {"5", "job.json"}
 
