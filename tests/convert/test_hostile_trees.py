@@ -222,12 +222,16 @@ def check(form, state):
         assert plain(shardckpt.restore(Path(folder, "after"))) == expected, report.notes
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(3600 if TORTURE else 300)
 @pytest.mark.parametrize("form", MODELS)
 @settings(max_examples=1000 if TORTURE else 20, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
 @given(states)
 def test_a_hostile_tree_comes_back_from_the_format_s_own_library_and_from_our_import(form, state):
     check(form, state)
+
+
+def test_a_tensor_that_is_named_like_a_process_s_part_comes_back_from_orbax():
+    check("orbax", {"ocdbt.process_0": {"a": np.zeros((), np.float32)}, "x": np.ones(2)})
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")

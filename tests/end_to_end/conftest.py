@@ -6,9 +6,10 @@ import os
 from contextlib import ExitStack
 
 import pytest
+from faults import TORTURE
 from processes import Processes
 
-SECONDS = 240
+SECONDS = 1200 if TORTURE else 240
 """For one job, imports included."""
 QUIET = {"PYTHONWARNINGS": "ignore", "TF_CPP_MIN_LOG_LEVEL": "3"}
 FLAGS = {"JAX training": {"XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"}}

@@ -10,10 +10,11 @@ from itertools import product
 from math import prod
 
 import pytest
+from faults import TORTURE
 
 import shardckpt
 
-pytestmark = [pytest.mark.xla, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.xla, pytest.mark.timeout(3600 if TORTURE else 400)]
 
 JOBS = {
     "torch_xla": ("torch_xla", 1),

@@ -100,7 +100,8 @@ def read_tree(place: Store, names: list[str], sources: Sources, notes: list[str]
     tree, zarr3, stores_all = _described(place, names)
     leaves = list(_leaves(tree))
     stored = [leaf.name for leaf in leaves if leaf.kind not in {*_EMPTY, "string"}]
-    if _MANIFEST not in names and stored and any(name.startswith("ocdbt.process_") for name in set(names) - set(stored)):
+    others = {name.rstrip("/") for name in names} - set(stored)
+    if _MANIFEST not in names and stored and any(name.startswith("ocdbt.process_") for name in others):
         raise UncommittedError(f"{place}: its processes' parts were never merged ({_MANIFEST}): saving it did not finish; import another.")
     twice = [name for name, count in Counter(stored).items() if count > 1]
     if twice:
