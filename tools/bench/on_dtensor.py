@@ -96,7 +96,7 @@ def subjects(state: State, directory: Path, _operation: str) -> list[Subject]:
     own.mkdir(exist_ok=True)
     meet()
     return [
-        *floors(mine, into, own),
+        *floors(mine, into, own, processes=PROCESSES),
         _ours(here, tensors, rows, cols, directory, same_rows, same_columns),
         *(_dcp(here, tensors, rows, cols, directory, same_rows, same_columns, best=best) for best in (False, True)),
     ]
