@@ -33,11 +33,12 @@ if TYPE_CHECKING:
 __all__ = ["DELAYS", "Folder", "HttpClient", "Server", "http_floors", "serve"]
 
 OBJECT_BYTES, RANGE_BYTES = 64 << 20, 4 << 20
-"""Bytes of an object that is put, and of a range that is got."""
+"""Most bytes of an object that is put, and bytes of a range that is got. Objects are smaller if streams would have none."""
 DELAYS = {"gs": 0, "gs-tls": 0, "gs-20ms": 20, "gs-100ms": 100}
 """Storage → milliseconds that a request is longer on its way."""
 STREAMS, FAR_STREAMS = (4,), (16, 32)
-"""Requests at a time that the floors have; the second where the way is long."""
+"""Requests at a time that the floors have; the second where the way is long. Of a state of 256 MiB, shardckpt has at most 4 puts of
+data under way, one for each data file of 64 MiB, and 12 gets."""
 
 
 @dataclass(frozen=True, slots=True)

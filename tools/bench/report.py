@@ -118,9 +118,10 @@ def _how(found: dict[str, Any]) -> Iterator[str]:
         yield (
             "The bucket is one of fake-gcs-server, an emulator of Cloud Storage that keeps objects in memory, on the same machine. It "
             "shares the cores with the subjects, and takes at most some hundred MB/s of puts, from any client. So seconds say less there "
-            "than the own processor time of a subject, which does not count the emulator's. Plain HTTP puts send 64 MiB from memory, and "
-            "plain HTTP gets read ranges of 4 MiB into place. Over TLS, the emulator has a certificate of the bench's own. "
-            "A bucket some ms away stands behind a proxy that delays each request by that time, and does not limit the bandwidth.\n"
+            "than the own processor time of a subject, which does not count the emulator's. Plain HTTP puts send objects of 64 MiB from "
+            "memory (smaller ones if there are more streams than that), and plain HTTP gets read ranges of 4 MiB into place. Over TLS, "
+            "the emulator has a certificate of the bench's own. A bucket some ms away stands behind a proxy that delays each request by "
+            "that time, and does not limit the bandwidth.\n"
         )
     parts = {r["part"] for r in found["results"]}
     if min(parts, default=1) > 1:

@@ -112,10 +112,11 @@ TARGETS = (
 
 
 def held(found: dict[str, Any]) -> Iterator[Held]:
-    """What became of each target whose operation was measured."""
+    """What became of each target whose operation was measured; of several floors of a kind, the fastest one counts."""
     known: dict[tuple[str, ...], float] = {}
     for key, ratio in ratios(found).items():
-        known.setdefault((*key[:-1], key[-1].partition(",")[0] if ratio.floor else key[-1]), ratio.value)
+        kind = (*key[:-1], key[-1].partition(",")[0] if ratio.floor else key[-1])
+        known[kind] = min(ratio.value, known.get(kind, ratio.value))
     ours = {(r["storage"], r["group"], r["operation"], r["state"]): r for r in found["results"] if r["subject"] == OURS}
     for target in TARGETS:
         for group in dict.fromkeys(group for storage, group, _, _ in ours if storage == target.storage and group.startswith(target.group)):
