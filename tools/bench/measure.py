@@ -5,14 +5,16 @@
 2. All subjects run in turn, once unmeasured and then `rounds` times; every other round goes backwards. So whatever else the
    machine does falls on all alike, and every buffer that a subject keeps is warm. No round begins when so many seconds are over,
    if three have been made: slow subjects get fewer, and a whole run has an end.
-3. Told are the median, least and most seconds, the peak of resident memory above what it was before (the kernel's own high-water
-   mark, reset before each run), bytes and files written, and bytes read from files (of this process: `/proc/self/io`).
+3. Told are the median, least and most seconds, the processor seconds of this process alone (user and system, all threads), the
+   peak of resident memory above what it was before (the kernel's own high-water mark, reset before each run), bytes and files
+   written, and bytes read from files (of this process: `/proc/self/io`).
 """
 
 from __future__ import annotations
 
 import gc
 import os
+import resource
 import shutil
 import statistics
 import time
@@ -23,6 +25,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+    from tools.bench.bucket import Folder
 
 __all__ = ["LEAST_ROUNDS", "OPERATIONS", "SECONDS", "Measured", "Operation", "Run", "Subject", "in_turn", "of_directory"]
 
@@ -40,20 +44,20 @@ class Operation:
     title: str
     what: str
     """In words."""
-    floor: str
-    """The subject that nobody can be much faster than: bytes that are only moved."""
 
 
+WRITE, READ, MEMCPY, PUTS, GETS, TENSORSTORE = "write(2)", "readv(2)", "memcpy", "HTTP puts", "HTTP gets", "raw TensorStore"
+"""How the names of floors begin; after a comma they say how many threads, processes or streams they have."""
 OPERATIONS = {
     operation.key: operation
     for operation in (
-        Operation("save", "Save", "everything, until it is committed", "write(2)"),
-        Operation("stall", "Stall of a save in the background", "until the call returns and the state may change", "memcpy"),
-        Operation("restore", "Restore in place", "onto the layout that it was saved from, into memory that is there", "readv(2)"),
-        Operation("other", "Restore onto another mesh", "rows become rows and columns", "readv(2)"),
-        Operation("columns", "Read an eighth of the columns", "of every matrix, as one host of eight would", "readv(2)"),
-        Operation("export", "Export to one file", "of safetensors, or torch.save", "write(2)"),
-        Operation("verify", "Verify", "every stored byte", "readv(2)"),
+        Operation("save", "Save", "everything, until it is committed"),
+        Operation("stall", "Stall of a save in the background", "until the call returns and the state may change"),
+        Operation("restore", "Restore in place", "onto the layout that it was saved from, into memory that is there"),
+        Operation("other", "Restore onto another mesh", "rows become rows and columns"),
+        Operation("columns", "Read an eighth of the columns", "of every matrix, as one host of eight would"),
+        Operation("export", "Export to one file", "of safetensors, or torch.save"),
+        Operation("verify", "Verify", "every stored byte"),
     )
 }
 
@@ -69,7 +73,7 @@ class Run:
     before: Callable[[], Any] = lambda: None
     after: Callable[[Any], None] = lambda _result: None
     """Gets what `do` returned, waits for what is under way, checks it, and removes what was written."""
-    writes: Path | None = None
+    writes: Path | Folder | None = None
     """The directory or file that it writes, to be counted and removed after each run."""
 
 
@@ -99,6 +103,8 @@ class Measured:
     checksums: bool
     floor: bool
     seconds: list[float] = field(default_factory=list)
+    cpu_seconds: list[float] = field(default_factory=list)
+    """Processor time of this process, user and system."""
     peak_bytes: int = 0
     """Resident memory at the most, above what it was before."""
     read_bytes: int = 0
@@ -114,7 +120,8 @@ class Measured:
 
     def to_json(self) -> dict[str, Any]:
         """All of it, and the rates that follow."""
-        return asdict(self) | {"median": self.median, "least": min(self.seconds), "most": max(self.seconds)}
+        cpu = {"cpu_median": statistics.median(self.cpu_seconds)}
+        return asdict(self) | cpu | {"median": self.median, "least": min(self.seconds), "most": max(self.seconds)}
 
 
 def in_turn(
@@ -155,11 +162,12 @@ def once(run: Run, measured: Measured | None, meet: Callable[[], Any]) -> None:
     gc.collect()
     meet()
     resident, read = _forget_peak(), _read_bytes()
-    began = time.perf_counter()
+    began, cpu = time.perf_counter(), _cpu_seconds()
     result = run.do()
-    seconds = time.perf_counter() - began
+    seconds, cpu = time.perf_counter() - began, _cpu_seconds() - cpu
     if measured is not None:
         measured.seconds.append(seconds)
+        measured.cpu_seconds.append(cpu)
         measured.peak_bytes = max(measured.peak_bytes, _status("VmHWM") - resident)
         measured.read_bytes = _read_bytes() - read
     run.after(result)
@@ -169,21 +177,39 @@ def once(run: Run, measured: Measured | None, meet: Callable[[], Any]) -> None:
         if measured is not None:
             measured.written_bytes, measured.files = of_directory(run.writes)
         meet()
-        with suppress(FileNotFoundError):
-            shutil.rmtree(run.writes) if run.writes.is_dir() else run.writes.unlink()
+        _remove(run.writes)
     meet()
 
 
-def of_directory(path: Path) -> tuple[int, int]:
+def of_directory(path: Path | Folder) -> tuple[int, int]:
     """Bytes and number of the files there."""
+    if not isinstance(path, Path):
+        sizes = path.objects().values()
+        return sum(sizes), len(sizes)
     files = [path] if path.is_file() else [p for p in path.rglob("*") if p.is_file()]
     return sum(p.stat().st_size for p in files), len(files)
+
+
+def _remove(path: Path | Folder) -> None:
+    with suppress(FileNotFoundError):
+        if not isinstance(path, Path):
+            path.remove()
+        elif path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
 
 
 def _forget_peak() -> int:
     """Let the high-water mark of resident memory begin anew; what is resident now."""
     Path("/proc/self/clear_refs").write_text("5")
     return _status("VmRSS")
+
+
+def _cpu_seconds() -> float:
+    """Of all threads of this process, and of no other."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
 
 
 def _status(key: str) -> int:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from tools.bench.measure import Run, Subject
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from tools.bench.states import State
@@ -96,10 +97,19 @@ def subjects(state: State, directory: Path, _operation: str) -> list[Subject]:
     own.mkdir(exist_ok=True)
     meet()
     return [
-        *floors(mine, into, own),
+        *floors(mine, into, own, processes=PROCESSES),
         _ours(here, tensors, rows, cols, directory, same_rows, same_columns),
         *(_dcp(here, tensors, rows, cols, directory, same_rows, same_columns, best=best) for best in (False, True)),
     ]
+
+
+def _save_once(path: Path, save: Callable[[Path], Any]) -> None:
+    """Make a checkpoint that is read again and again, where both processes find that it is missing."""
+    missing = not path.exists()
+    meet()  # before one makes the directory that the other looks for
+    if missing:
+        save(path)
+    meet()
 
 
 def _ours(nbytes: int, tensors: Any, rows: Any, cols: Any, directory: Path, same_rows: Any, same_columns: Any) -> Subject:
@@ -110,9 +120,7 @@ def _ours(nbytes: int, tensors: Any, rows: Any, cols: Any, directory: Path, same
     out, kept = directory / "ours-out", directory / "ours"
 
     def there() -> None:
-        if not kept.exists():
-            shardckpt.save(kept, tensors, options=options)
-        meet()
+        _save_once(kept, lambda path: shardckpt.save(path, tensors, options=options))
 
     return Subject(
         "shardckpt",
@@ -143,9 +151,7 @@ def _dcp(nbytes: int, tensors: Any, rows: Any, cols: Any, directory: Path, same_
         dcp.save(dict(tensors), storage_writer=dcp.FileSystemWriter(path, **choices))
 
     def there() -> None:
-        if not kept.exists():
-            save(kept)
-        meet()
+        _save_once(kept, save)
 
     def stall() -> Any:
         return dcp.async_save(dict(tensors), storage_writer=dcp.FileSystemWriter(out, **choices), **staging)

@@ -1,4 +1,4 @@
-"""Tensors on the CPU, one process: shardckpt, DCP, safetensors, torch.save."""
+"""Tensors on the CPU, one process: shardckpt, DCP, safetensors, torch.save; in a bucket shardckpt and DCP."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from tools.bench.bucket import Folder
 from tools.bench.floors import floors
 from tools.bench.measure import Run, Subject
 
@@ -25,7 +26,7 @@ DEVICES = 8
 """Among which columns are shared out, of which one reads its own."""
 
 
-def subjects(state: State, directory: Path, operation: str) -> list[Subject]:
+def subjects(state: State, directory: Path | Folder, operation: str) -> list[Subject]:
     """Everybody, with the same tensors and the same memory to restore into; with the tensors' own where nothing is told apart by it."""
     import torch
 
@@ -47,15 +48,11 @@ def subjects(state: State, directory: Path, operation: str) -> list[Subject]:
             array.reshape(-1)[:1] = 0  # so that the next one has to write it
 
     given = _Given(state.nbytes, tensors, places, columns, directory, same)
-    return [
-        *floors(arrays, targets, directory),
-        _ours(given),
-        _ours_not_read_back(given),
-        _dcp(given, best=False),
-        _dcp(given, best=True),
-        *_safetensors(given),
-        *_torch_save(given),
-    ]
+    found = [*floors(arrays, targets, directory), _ours(given)]
+    if isinstance(directory, Folder):
+        return [*found, *(_dcp_in_bucket(given, best=best) for best in (False, True) if directory.server.peers)]
+    dcp = [_dcp(given, best=best) for best in (False, True)]
+    return [*found, _ours_not_read_back(given), *dcp, *_safetensors(given), *_torch_save(given)]
 
 
 def _eighth(place: torch.Tensor) -> torch.Tensor:
@@ -74,7 +71,7 @@ class _Given:
     """Memory to restore them into."""
     columns: dict[str, torch.Tensor]
     """Memory for an eighth of their columns."""
-    directory: Path
+    directory: Path | Folder
     same: Callable[[Any], None]
     """Checks that the tensors are in their places."""
 
@@ -89,7 +86,7 @@ class _Given:
 
         return {name: Columns(place, self.tensors[name].shape) if place.ndim > 1 else place for name, place in self.columns.items()}
 
-    def there(self, name: str, save: Callable[[Path], Any]) -> Callable[[], None]:
+    def there(self, name: str, save: Callable[[Any], Any]) -> Callable[[], None]:
         """What makes a checkpoint that is read again and again, when it is first asked for."""
         path = self.directory / name
 
@@ -180,6 +177,27 @@ def _dcp(given: _Given, *, best: bool) -> Subject:
         "HuggingFaceStorageWriter saved, this rank being the only one, compares no checksums and reads nothing back"
     )
     return Subject(name, runs, best_settings if best else "defaults; exports: dcp_to_torch_save")
+
+
+def _dcp_in_bucket(given: _Given, *, best: bool) -> Subject:
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
+
+    name = "DCP, at its best" if best else "DCP"
+    choices: dict[str, Any] = {"thread_count": 4, "sync_files": False} if best else {}
+    out, kept = given.directory / f"{name}-out", given.directory / "DCP"
+
+    def save(path: Folder) -> None:
+        dcp.save(dict(given.tensors), storage_writer=FsspecWriter(str(path), **choices), no_dist=True)
+
+    def load() -> None:
+        dcp.load(dict(given.places), storage_reader=FsspecReader(str(kept)), no_dist=True)
+
+    there = given.there("DCP", save)
+    runs = {"save": Run(lambda: save(out), given.nbytes, writes=out)}
+    if not best:
+        runs["restore"] = Run(load, given.nbytes, before=there, after=given.same)
+    return Subject(name, runs, f"FsspecWriter{' with thread_count=4, sync_files=False' if best else ', FsspecReader'}, of gcsfs")
 
 
 def _save_for_consolidation(path: Path, tensors: dict[str, torch.Tensor]) -> None:

@@ -83,7 +83,7 @@ def subjects(state: State, directory: Path, operation: str) -> list[Subject]:
     nbytes = state.nbytes
     like, other = targets(rows, "x"), targets(both, "y", "x")
     return [
-        *floors(arrays, into, directory),
+        *floors(arrays, into, directory, devices=DEVICES),
         Subject(PLACING, {"restore": Run(place, nbytes)}, "no file is read", floor=True),
         Subject(
             "shardckpt",

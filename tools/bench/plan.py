@@ -2,11 +2,13 @@
 
 Each line is so large that the state is beyond every cache, and so small that a whole run ends in half an hour on two cores and fits
 into 20 GiB of memory, files on tmpfs included: at the most there are the state, memory to restore it into, and the checkpoint of each
-subject. At half of the Llama-like state, restoring took 11 GiB with torch and 15 with jax.
+subject. At half of the Llama-like state, restoring took 11 GiB with torch and 15 with jax. In a bucket there are 256 MiB: an
+emulator takes some hundred MB/s.
 
 Of two cores' time, estimated from single tasks and what they share, a task of half of that state takes 30 to 60 s: 8 to make the
 state, as many again for each checkpoint that is read, and the rounds. Minutes, line by line: 4 (torch), 3 (DTensor), 5 (JAX), 2
-(torch_xla), 1½ (bfloat16), 2½ (small tensors, of which Orbax takes 2), 3 and 2 (one large), 3 (disk); 26 in all.
+(torch_xla), 1½ (bfloat16), 2½ (small tensors, of which Orbax takes 2), ½ (ten), 1 (flat), 3 and 2 (one large), 3 (disk), and 5 for the
+buckets; 33 in all.
 """
 
 from __future__ import annotations
@@ -14,12 +16,24 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from tools.bench.bucket import DELAYS
 from tools.bench.measure import OPERATIONS
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
 
-__all__ = ["PLAN", "QUICK", "Line", "Task", "tasks"]
+__all__ = ["PLAN", "QUICK", "STORAGES", "Line", "Task", "tasks"]
+
+STORAGES = {
+    "tmpfs": "on tmpfs",
+    "disk": "on a disk",
+    "gs": "in a bucket",
+    "gs-tls": "in a bucket, over TLS",
+    "gs-20ms": "in a bucket 20 ms away",
+    "gs-100ms": "in a bucket 100 ms away",
+}
+"""Storage → in words; in this order."""
+assert STORAGES.keys() > DELAYS.keys()
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +74,20 @@ PLAN = (
     Line("tmpfs", "llama", ("torch", "dtensor", "jax", "xla"), tuple(OPERATIONS), part=2),
     Line("tmpfs", "bf16", ("torch", "jax"), ("save", "restore"), part=2),
     Line("tmpfs", "small", ("torch", "jax"), ("save", "restore")),
+    Line("tmpfs", "ten", ("torch",), ("save", "restore"), rounds=15),
+    Line("tmpfs", "flat", ("torch",), ("save", "restore")),
     Line("tmpfs", "one", ("torch",), ("save", "restore", "columns"), rounds=3),
     Line("tmpfs", "one", ("jax",), ("save", "restore", "columns"), part=2, rounds=3),
     Line("disk", "llama", ("torch", "jax"), ("save", "restore", "export"), part=4, rounds=3),
+    Line("gs", "flat", ("torch",), ("save", "restore"), part=4),
+    Line("gs", "matrices", ("torch", "jax"), ("save", "restore"), part=4),
+    Line("gs-tls", "flat", ("torch",), ("save", "restore"), part=4),
+    Line("gs-20ms", "matrices", ("torch",), ("restore",), part=4),
+    Line("gs-100ms", "matrices", ("torch",), ("restore",), part=4),
 )
-QUICK = tuple(replace(line, part=16, rounds=3) for line in PLAN if line.storage == "tmpfs")
+LEFT_OUT = frozenset({"disk", "gs-100ms"})
+"""Storages that a quick run does not measure."""
+QUICK = tuple(replace(line, part=16, rounds=3) for line in PLAN if line.storage not in LEFT_OUT)
 SHARDED = frozenset({"save", "stall", "restore", "other"})
 ABLE = {"torch": OPERATIONS.keys() - {"other"}, "dtensor": SHARDED, "jax": OPERATIONS.keys(), "xla": SHARDED}
 """Group → what it can be asked for."""

@@ -10,8 +10,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from tools.bench.bucket import DELAYS, serve
 
 if TYPE_CHECKING:
     from tools.bench.plan import Task
@@ -28,25 +31,32 @@ class TaskError(Exception):
     """A process of the task died, or was too slow."""
 
 
-def measured(task: Task, place: Path) -> list[dict[str, Any]]:
+def measured(task: Task, place: Path, streams: list[int]) -> list[dict[str, Any]]:
     """What a task gives.
 
     Args:
         task: what to measure.
         place: an existing directory; a fresh one in it is the task's, and is removed.
+        streams: requests at a time of the floors in a bucket; empty: those of the storage.
 
     Raises:
-        TaskError: with the end of what the process that died first said.
+        TaskError: with the end of what the process that died first said, or why there is no server.
     """
     directory = Path(tempfile.mkdtemp(prefix="bench-", dir=place))
-    request = json.dumps(
-        {"group": task.group, "state": task.state, "part": task.part, "operation": task.operation, "rounds": task.rounds}
-        | {"directory": str(directory / "files")}
-    )
     (directory / "files").mkdir()
-    (directory / "request").write_text(request)
     children: list[subprocess.Popen[bytes]] = []
-    try:
+    with ExitStack() as stack:
+        stack.callback(_end, children, directory)
+        variables: dict[str, str] = {}
+        request = {"group": task.group, "state": task.state, "part": task.part, "operation": task.operation, "rounds": task.rounds}
+        request |= {"directory": str(directory / "files"), "server": None}
+        if task.storage in DELAYS:
+            try:
+                server, variables = stack.enter_context(serve(task.storage, directory, streams))
+            except (OSError, RuntimeError, subprocess.CalledProcessError) as wrong:
+                raise TaskError(f"no server for {task.storage}: {wrong}") from wrong
+            request["server"] = server.to_json()
+        (directory / "request").write_text(json.dumps(request))
         for environment in _environments(PROCESSES.get(task.group, 1)):
             rank = len(children)
             with (
@@ -55,15 +65,18 @@ def measured(task: Task, place: Path) -> list[dict[str, Any]]:
                 (directory / f"{rank}.err").open("w") as err,
             ):
                 command = [sys.executable, "-W", "ignore", "-m", "tools.bench.group"]
-                children.append(subprocess.Popen(command, stdin=asked, stdout=out, stderr=err, cwd=ROOT, env=environment))
+                process = subprocess.Popen(command, stdin=asked, stdout=out, stderr=err, cwd=ROOT, env=environment | variables)
+                children.append(process)
         _wait(children, directory)
         found: list[dict[str, Any]] = json.loads((directory / "0.out").read_text())
         return found
-    finally:
-        for child in children:
-            child.kill()
-            child.wait()
-        shutil.rmtree(directory, ignore_errors=True)
+
+
+def _end(children: list[subprocess.Popen[bytes]], directory: Path) -> None:
+    for child in children:
+        child.kill()
+        child.wait()
+    shutil.rmtree(directory, ignore_errors=True)
 
 
 def _environments(count: int) -> list[dict[str, str]]:

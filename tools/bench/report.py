@@ -8,8 +8,9 @@ from __future__ import annotations
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
+from tools.bench.bucket import DELAYS
 from tools.bench.measure import LEAST_ROUNDS, OPERATIONS
-from tools.bench.plan import PLAN
+from tools.bench.plan import PLAN, STORAGES
 from tools.bench.ratios import is_ours, ratios, where
 from tools.bench.states import STATES
 from tools.bench.targets import held
@@ -32,8 +33,9 @@ def summary(found: dict[str, Any]) -> str:
         for r in results:
             ratio = known.get((*where(r), r["subject"]))
             beside = f"{ratio.value:8.2f}" if ratio is not None else ""
-            lines.append(f"  {r['operation']:8} {r['subject']:27} {r['median']:8.3f} s  {_rate(r):6.2f} GB/s {beside}")
-    lines += ["", *(f"  {'met ' if h.met else 'NOT '} {h.target.what}: {h.bound}: {h.ratio:.2f}" for h in held(found))]
+            rate = f"{_rate(r):>6} {_unit(r)}  {_cpu(r):>5} CPU s/GB"
+            lines.append(f"  {r['operation']:8} {r['subject']:35} {_seconds(r['median']):>8} s  {rate} {beside}")
+    lines += ["", *(f"  {'met ' if h.met else 'NOT '} {h.target.what}: {h.bound}: {h.value:.2f}" for h in held(found))]
     lines += [f"  FAILED {', '.join(_task(f))}: {_last_line(f)}" for f in found["failed"]]
     return "\n".join(lines)
 
@@ -54,12 +56,13 @@ def _summary(found: dict[str, Any]) -> Iterator[str]:
         f"shardckpt {versions['shardckpt']} beside torch.distributed.checkpoint (DCP, torch {versions['torch']}), Orbax "
         f"{versions['orbax-checkpoint']} and safetensors {versions['safetensors']}, on {found['cores']} cores of one machine: "
         f"{met} of {len(reached)} targets are met. Ratios are our rate over theirs: **above 1, we are faster**. "
-        "A floor (write(2), readv(2), memcpy, placing ready shards) only moves the bytes, without names, checksums or a commit.\n"
+        "A floor (write(2), readv(2), memcpy, HTTP puts and gets, raw TensorStore, placing ready shards) only moves the bytes, without "
+        "names, checksums or a commit. A floor on files has as many threads, and as many processes, as shardckpt; its name says so.\n"
     )
     yield "| what | target | measured | met |"
     yield "|---|---|--:|---|"
     for h in reached:
-        yield f"| {h.target.what} | {h.bound} | {h.ratio:.2f} | {h.verdict} |"
+        yield f"| {h.target.what} | {h.bound} | {h.value:.2f} | {h.verdict} |"
     yield ""
 
 
@@ -68,7 +71,9 @@ def _slower(found: dict[str, Any]) -> Iterator[str]:
     lines = []
     for (storage, state, group, operation, other), ratio in ratios(found).items():
         if ratio.value < 1 and not ratio.floor:
-            lines.append(f"| {OPERATIONS[operation].title} | {group} | {STATES[state].what}, {storage} | {other} | {ratio.value:.2f} |")
+            lines.append(
+                f"| {OPERATIONS[operation].title} | {group} | {STATES[state].what}, {STORAGES[storage]} | {other} | {ratio.value:.2f} |"
+            )
     if not lines:
         yield "Nobody but floors was faster at anything, in this run.\n"
         return
@@ -94,7 +99,7 @@ def _failures(found: dict[str, Any]) -> Iterator[str]:
 
 def _chart(found: dict[str, Any]) -> Iterator[str]:
     del found
-    yield "![GB/s of each operation, by framework: shardckpt, its peers, and the floors](performance.svg)\n"
+    yield "![GB/s of each operation, on tmpfs and in a bucket: shardckpt, its peers, and the floors](performance.svg)\n"
 
 
 def _how(found: dict[str, Any]) -> Iterator[str]:
@@ -109,6 +114,15 @@ def _how(found: dict[str, Any]) -> Iterator[str]:
         "Absolute figures are this machine's; compare ratios. `python -m tools.bench --compare docs/performance.json` measures "
         "again and names those that got worse.\n"
     )
+    if any(r["storage"] in DELAYS for r in found["results"]):
+        yield (
+            "The bucket is one of fake-gcs-server, an emulator of Cloud Storage that keeps objects in memory, on the same machine. It "
+            "shares the cores with the subjects, and takes at most some hundred MB/s of puts, from any client. So seconds say less there "
+            "than the own processor time of a subject, which does not count the emulator's. Plain HTTP puts send objects of 64 MiB from "
+            "memory (smaller ones if there are more streams than that), and plain HTTP gets read ranges of 4 MiB into place. Over TLS, "
+            "the emulator has a certificate of the bench's own. A bucket some ms away stands behind a proxy that delays each request by "
+            "that time, and does not limit the bandwidth.\n"
+        )
     parts = {r["part"] for r in found["results"]}
     if min(parts, default=1) > 1:
         yield f"**Of every state, 1/{min(parts)} at the most was measured. Fixed costs weigh more than they do in use.**\n"
@@ -117,7 +131,8 @@ def _how(found: dict[str, Any]) -> Iterator[str]:
     for (state, storage, part), results in groupby(_ordered(found), key=lambda r: (r["state"], r["storage"], r["part"])):
         rounds = {len(r["seconds"]) for r in results}
         made = str(min(rounds)) if len(rounds) == 1 else f"{min(rounds)} – {max(rounds)}"
-        yield f"| {STATES[state].what} | {STATES[state].nbytes / 1e9:.2f} GB | {storage} | {'all' if part == 1 else f'1/{part}'} | {made} |"
+        of_it = "all" if part == 1 else f"1/{part}"
+        yield f"| {STATES[state].what} | {_gigabytes(STATES[state].nbytes)} | {STORAGES[storage]} | {of_it} | {made} |"
     yield ""
 
 
@@ -138,13 +153,14 @@ def _figures(found: dict[str, Any]) -> Iterator[str]:
     known = ratios(found)
     yield "## All figures\n"
     yield (
-        "Ratio: our rate over theirs, with the least and the most of one round. Peak: resident memory at the most, above what it was "
-        "before. Read: bytes read from files, per byte needed (not what is read through memory that is mapped). Floors stand in italics."
+        "Ratio: our rate over theirs, with the least and the most of one round. CPU s/GB: processor time of the subject's process alone, "
+        "user and system, per GB moved. Peak: resident memory at the most, above what it was before. Read: bytes read from files, per "
+        "byte needed (not what is read through memory that is mapped). Floors stand in italics."
     )
     for title, results in _tables(found):
         yield f"\n### {title}\n"
-        yield "| | who | seconds (least – most) | GB/s | ours / theirs | peak MiB | read | files | checksums |"
-        yield "|---|---|--:|--:|--:|--:|--:|--:|---|"
+        yield f"| | who | seconds (least – most) | {_unit(results[0])} | ours / theirs | CPU s/GB | peak MiB | read | files | checksums |"
+        yield "|---|---|--:|--:|--:|--:|--:|--:|--:|---|"
         for operation, same in groupby(results, key=lambda r: r["operation"]):
             for number, r in enumerate(same):
                 ratio = known.get((*where(r), r["subject"]))
@@ -152,8 +168,8 @@ def _figures(found: dict[str, Any]) -> Iterator[str]:
                 name = f"*{r['subject']}*" if r["floor"] else f"**{r['subject']}**" if is_ours(r["subject"]) else r["subject"]
                 yield (
                     f"| {'' if number else OPERATIONS[operation].title} | {name} | "
-                    f"{r['median']:.3f} ({r['least']:.3f} – {r['most']:.3f}) | {_rate(r):.2f} | {beside} | {r['peak_bytes'] >> 20} | "
-                    f"{format(r['read_bytes'] / r['nbytes'], '.2f') if operation in READS else ''} | {r['files'] or ''} | "
+                    f"{_seconds(r['median'])} ({_seconds(r['least'])} – {_seconds(r['most'])}) | {_rate(r)} | {beside} | {_cpu(r)} | "
+                    f"{r['peak_bytes'] >> 20} | {_read(r)} | {r['files'] or ''} | "
                     f"{'' if r['floor'] else 'yes' if r['checksums'] else 'no'} |"
                 )
     yield ""
@@ -161,21 +177,49 @@ def _figures(found: dict[str, Any]) -> Iterator[str]:
 
 def _tables(found: dict[str, Any]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     for (storage, state, group), results in groupby(_ordered(found), key=lambda r: (r["storage"], r["state"], r["group"])):
-        yield f"{group}: {STATES[state].what}, on {'a disk' if storage == 'disk' else storage}", list(results)
+        of_table = list(results)
+        parts = {r["part"] for r in of_table} - {1}
+        some = f", 1/{max(parts)} of it" if parts else ""
+        yield f"{group}: {STATES[state].what}{some}, {STORAGES[storage]}", of_table
 
 
 def _ordered(found: dict[str, Any]) -> list[dict[str, Any]]:
     """As the plan has them, whenever they were measured."""
-    states, operations = list(STATES), list(OPERATIONS)
+    storages, states, operations = list(STORAGES), list(STATES), list(OPERATIONS)
     groups = list(dict.fromkeys(group for line in PLAN for group in line.groups))
     return sorted(
         found["results"],
-        key=lambda r: (r["storage"] == "disk", states.index(r["state"]), groups.index(r["task"]), operations.index(r["operation"])),
+        key=lambda r: (storages.index(r["storage"]), states.index(r["state"]), groups.index(r["task"]), operations.index(r["operation"])),
     )
 
 
-def _rate(result: dict[str, Any]) -> float:
-    return float(result["nbytes"] / result["median"] / 1e9)
+def _unit(result: dict[str, Any]) -> str:
+    return "MB/s" if result["storage"] in DELAYS else "GB/s"
+
+
+def _rate(result: dict[str, Any]) -> str:
+    rate = result["nbytes"] / result["median"] / 1e9
+    return f"{rate * 1e3:.0f}" if result["storage"] in DELAYS else f"{rate:.2f}"
+
+
+def _cpu(result: dict[str, Any]) -> str:
+    """Seconds per GB; of results of earlier versions of the bench nothing."""
+    return f"{result['cpu_median'] / result['nbytes'] * 1e9:.2f}" if "cpu_median" in result else ""
+
+
+def _read(result: dict[str, Any]) -> str:
+    """Bytes read from files, per byte needed; what comes from a bucket is not among them."""
+    if result["operation"] not in READS or result["storage"] in DELAYS:
+        return ""
+    return f"{result['read_bytes'] / result['nbytes']:.2f}"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.3f}" if seconds >= 0.1 else f"{seconds:.4f}"
+
+
+def _gigabytes(nbytes: int) -> str:
+    return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e7 else f"{nbytes / 1e6:.2f} MB"
 
 
 def _task(failure: dict[str, Any]) -> tuple[str, str, str, str]:

@@ -4,8 +4,10 @@ import json
 import subprocess
 import sys
 import time
+from contextlib import closing
 from xml.etree import ElementTree as ET
 
+import numpy as np
 import pytest
 from paths import ROOT
 
@@ -15,6 +17,13 @@ TORCH = "torch tensors on the CPU, one process"
 @pytest.fixture(autouse=True)
 def _tools(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT))
+
+
+def threads_to_save(nbytes):
+    from shardckpt.io.threads import cores
+
+    count = max(1, min(4, cores(), nbytes >> 25))
+    return "1 thread" if count == 1 else f"{count} threads"
 
 
 def bench(*arguments):
@@ -40,17 +49,18 @@ def test_the_bench_runs_all_subjects_in_turn_and_tells_rates_and_ratios(file):
     found = json.loads(file.read_text())
     told = {(r["operation"], r["subject"]): r for r in found["results"]}
     nbytes = told["save", "shardckpt"]["nbytes"]
-    assert {s for o, s in told if o == "save"} == {"write(2)", "shardckpt", "DCP", "DCP, at its best", "safetensors", "torch.save"}
+    save = {s for o, s in told if o == "save"}
+    assert save == {f"write(2), {threads_to_save(nbytes)}", "shardckpt", "DCP", "DCP, at its best", "safetensors", "torch.save"}
     for who in ("shardckpt", "DCP"):
         assert nbytes <= told["save", who]["written_bytes"] <= 1.03 * nbytes + (1 << 20)
         assert told["restore", who]["read_bytes"] >= nbytes
-    assert all(len(r["seconds"]) == 1 for r in told.values())
+    assert all(len(r["seconds"]) == len(r["cpu_seconds"]) == 1 for r in told.values())
 
 
 def test_a_page_with_a_chart_is_made_of_the_results(file, tmp_path):
     finished = bench("--from", file, "--compare", file, "--write", "--docs", tmp_path)
     assert finished.returncode == 0, finished.stderr
-    assert "save, torch: ≥ 0.9 × write(2)" in finished.stdout
+    assert "save, torch: ≥ 0.6 × write(2)" in finished.stdout
     page = (tmp_path / "performance.md").read_text()
     titles = [line for line in page.splitlines() if line.startswith("#")]
     assert titles[:5] == [
@@ -60,7 +70,7 @@ def test_a_page_with_a_chart_is_made_of_the_results(file, tmp_path):
         "## Who, and with which settings",
         "## All figures",
     ]
-    assert "| save, torch | ≥ 0.9 × write(2) |" in page
+    assert "| save, torch | ≥ 0.6 × write(2) |" in page
     assert f"| {TORCH} | DCP, at its best | thread_count=2, sync_files=False" in page
     for table in page.split("\n\n"):
         assert len({line.count("|") for line in table.splitlines() if line.startswith("|")}) <= 1
@@ -68,6 +78,68 @@ def test_a_page_with_a_chart_is_made_of_the_results(file, tmp_path):
     bars = [rect for rect in drawn.iter("{http://www.w3.org/2000/svg}rect") if rect.get("class") != "page"]
     results = json.loads((tmp_path / "performance.json").read_text())["results"]
     assert len(bars) == len(results) + len(("ours", "peer", "floor"))
+
+
+def test_what_is_in_a_bucket_stands_beside_floors_and_is_told_in_processor_time(file, tmp_path):
+    added = tmp_path / "found.json"
+    added.write_text(file.read_text())
+    small = ["--part", "64", "--rounds", "1", "--state", "flat", "--operation", "save", "--streams", "2"]
+    finished = bench(*small, "--storage", "gs", "--storage", "gs-tls", "--resume", added, "--write", "--docs", tmp_path)
+    assert finished.returncode == 0, finished.stderr[-3000:]
+    told = {(r["storage"], r["subject"]): r for r in json.loads(added.read_text())["results"] if r["state"] == "flat"}
+    common = {"HTTP puts, 2 streams", "raw TensorStore, 2 streams", "shardckpt"}
+    assert {s for storage, s in told if storage == "gs-tls"} == common
+    assert {s for storage, s in told if storage == "gs"} == common | {"DCP", "DCP, at its best"}
+    assert told["gs", "HTTP puts, 2 streams"]["files"] == 2
+    assert all(r["nbytes"] <= r["written_bytes"] <= 1.03 * r["nbytes"] + (1 << 20) for r in told.values())
+    assert all(r["cpu_median"] > 0 for r in told.values())
+    page = (tmp_path / "performance.md").read_text()
+    assert f"### {TORCH}: 16 flat tensors of 64 MiB, float32, 1/64 of it, in a bucket, over TLS" in page
+    assert "| save flat tensors to a bucket, torch | ≥ 0.85 × HTTP puts |" in page
+    assert "| save flat tensors to a bucket, torch | ≤ 0.45 s of own processor time per GB |" in page
+
+
+def test_a_bucket_some_way_off_answers_after_that_time():
+    from emulators import child_server, gcs_emulator
+
+    from tools.bench.bucket import Folder, HttpClient, Server
+
+    source, place = np.arange(1 << 20, dtype=np.uint32).view(np.uint8), np.zeros(4 << 20, np.uint8)
+    with gcs_emulator() as emulator:
+        command = [sys.executable, "-m", "tools.bench.delay"]
+        with child_server(lambda port: [*command, str(port), str(emulator.port), "100"]) as port:
+            server = Server("bucket", f"http://127.0.0.1:{port}", emulator.endpoint, [1], peers=False)
+            with closing(HttpClient(server, 1)) as client:
+                client.put({"far/0": [source[:100], source[100:]]})
+                assert Folder(server, "far").objects() == {"far/0": 4 << 20}
+                began = time.monotonic()
+                client.get([("far/0", at, [place[at : at + 10], place[at + 10 : at + (1 << 19)]]) for at in range(0, 4 << 20, 1 << 19)])
+                assert time.monotonic() - began >= 0.8
+    assert np.array_equal(source, place)
+
+
+def test_floors_move_all_bytes_on_all_threads(tmp_path, monkeypatch):
+    from tools.bench import floors
+
+    monkeypatch.setattr(floors, "cores", lambda: 3)
+    rng = np.random.default_rng(1)
+    arrays = {str(i): rng.integers(0, 255, (count, 1 << 20), np.uint8) for i, count in enumerate((40, 3, 61))}
+    arrays |= {f"small {i}": rng.integers(0, 255, 100, np.uint8) for i in range(5)}
+    targets = {name: np.zeros_like(array) for name, array in arrays.items()}
+    found = {s.name: s.runs for s in floors.floors(arrays, targets, tmp_path)}
+    write, export, read, copy = found
+    assert (write, export, copy) == ("write(2), 3 threads", "write(2), 1 thread", "memcpy, 3 threads")
+    found[write]["save"].do()
+    files = list((tmp_path / "floor-out").iterdir())
+    assert (len(files), sum(f.stat().st_size for f in files)) == (3, sum(a.nbytes for a in arrays.values()))
+    found[export]["export"].do()
+    assert (tmp_path / "floor-file").read_bytes() == b"".join(a.tobytes() for a in arrays.values())
+    for runs in (found[read]["restore"], found[copy]["stall"]):
+        runs.before()
+        runs.do()
+        for name, array in arrays.items():
+            assert np.array_equal(array, targets[name])
+            targets[name][:] = 0
 
 
 def test_results_of_another_machine_are_not_gone_on_with(file, tmp_path):
@@ -123,7 +195,7 @@ def test_a_task_that_dies_is_told_leaves_nothing_and_is_tried_again_by_the_next_
     place.mkdir()
     dead = Task("tmpfs", "no such state", "torch", "save", 64, 1)
     with pytest.raises(processes.TaskError, match=r"(?s)a process ended with 1: .*KeyError: 'no such state'"):
-        processes.measured(dead, place)
+        processes.measured(dead, place, [])
     assert list(place.iterdir()) == []
     results = Results(tmp_path / "found.json", resumed=False)
     results.add_failure(task, "it died")
@@ -184,6 +256,14 @@ def test_ratios_of_other_sizes_are_not_compared():
     assert worse(run([1.0], [1.0], part=4), run([9.0], [1.0], part=16)) == [
         "tmpfs, llama, torch, save: 1/4 of the bytes then, and 1/16 now; not compared: measure it with --part 4"
     ]
+
+
+def test_processor_time_above_its_target_is_told():
+    from tools.bench.targets import TARGETS, Held
+
+    target = next(t for t in TARGETS if t.most_cpu == 0.6)
+    assert Held(target, 0.6).verdict == "yes"
+    assert Held(target, 0.9).verdict == "**no**, missed by 50.0%"
 
 
 def test_a_target_that_is_missed_says_by_how_much():
