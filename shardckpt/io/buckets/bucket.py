@@ -29,9 +29,8 @@ if TYPE_CHECKING:
 ABSENT = b"0"
 """The generation of an object that does not exist."""
 PIECE = 1 << 20
-"""Bytes that are handed to a connection at a time; the timeout restarts with each piece."""
-_READ_PIECE = 1 << 18
-"""Bytes that are taken from a connection at a time: urllib3 copies them, which costs little while they are in the cache."""
+"""Bytes that are handed to a connection, or taken from it, at a time; the timeout restarts with each piece. Smaller pieces cost more
+processor time, because threads wait for the interpreter lock after each; urllib3 copies what it takes, so larger ones need memory."""
 _LONGEST = 1024
 """Most bytes of an object's name, on both services."""
 _CONTROL = re.compile(r"[\r\n]")
@@ -253,7 +252,7 @@ def _fill(body: Body, into: Sequence[memoryview], start: int) -> None:
             raise PassingError(f"the service sends {body.nbytes} bytes where {expected} were asked for")
         for rest in into:
             while len(rest):
-                got = body.readinto(rest[:_READ_PIECE])
+                got = body.readinto(rest[:PIECE])
                 if not got:
                     raise PassingError("the connection ended within the bytes of the object")
                 rest = rest[got:]  # noqa: PLW2901  (the rest of the same buffer)
