@@ -5,6 +5,7 @@
 3. `begin_use` and `check_fork` refuse a process that was forked after TensorStore was used: TensorStore's threads do not exist
    there, and a call would hang, or end the process.
 4. `forget_interrupted_write` removes the bytes that a killed process has left of a write.
+5. `DurableDirectories` creates directories that are found again after a power failure.
 
 TensorStore writes a file as `<name>.__lock`, holds a lock on it, and renames it. When the process dies, the kernel frees the
 lock, and the bytes stay. The next writer of the same file opens the existing `.__lock` file, overwrites it from
@@ -201,3 +202,36 @@ def _lock(fd: int) -> None:
         fcntl.fcntl(fd, fcntl.F_OFD_SETLK, struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
     else:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+# --- power failures
+
+
+class DurableDirectories:
+    """Creates directories durably, and remembers which are durable."""
+
+    def __init__(self, top: Path) -> None:
+        """Sync directories from `top` down even if they exist: another process may just have created them and not have synced them yet."""
+        self._top = top
+        self._synced: set[Path] = set()
+
+    def make(self, path: Path) -> None:
+        """Create a directory and its parents, if they are missing."""
+        if path in self._synced and path.is_dir():
+            return
+        if self._top not in (path, *path.parents) and path.is_dir():
+            return
+        if path.parent != path:
+            self.make(path.parent)
+        path.mkdir(exist_ok=True)
+        sync_directory(path.parent)
+        self._synced.add(path)
+
+
+def sync_directory(path: Path) -> None:
+    """Make the entries of a directory durable."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

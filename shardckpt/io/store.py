@@ -19,7 +19,6 @@ TensorStore itself (`kvstore`) reads and writes the OCDBT indexes everywhere. Al
 from __future__ import annotations
 
 import dataclasses
-import os
 import stat
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -36,12 +35,13 @@ from shardckpt.io.buckets import cloud, listing
 from shardckpt.io.buckets.bucket import Bucket, open_bucket
 from shardckpt.io.buckets.rate_limit import ALONE, RequestShare
 from shardckpt.io.deletion import delete_objects, remove_tree
-from shardckpt.io.failures import begin_use, forget_interrupted_write, storage_errors
+from shardckpt.io.failures import DurableDirectories, begin_use, forget_interrupted_write, storage_errors
 from shardckpt.io.requests import Upload
 from shardckpt.io.url import Location, parse
 
 if TYPE_CHECKING:
     import builtins
+    import os
     from collections.abc import Sequence
     from pathlib import Path
 
@@ -69,10 +69,8 @@ class Store:
     """The location that keys are relative to."""
     _opened: Any
     """The `ts.KvStore` of that location."""
-    _top: Path | None
-    """On disk: the location that was opened first; directories from here down are always synced."""
-    _synced: set[Path] = field(repr=False)
-    """Directories whose entry in their parent is durable."""
+    _directories: DurableDirectories | None = field(repr=False)
+    """On disk: creates directories."""
     _share: RequestShare = ALONE
     """This process's share of an object store's request rate."""
 
@@ -88,12 +86,12 @@ class Store:
         place = location if isinstance(location, Location) else parse(location)
         if place.bucket is not None:
             cloud.prepare(place.scheme)
-        return cls(place, _open(place.kvstore(), place), place.local, set())
+        return cls(place, _open(place.kvstore(), place), None if place.local is None else DurableDirectories(place.local))
 
     def sub(self, prefix: str) -> Store:
         """The store of a location below this one."""
         place = self.location.join(prefix.rstrip("/"))
-        return Store(place, _open(place.kvstore(), place), self._top, self._synced, self._share)
+        return Store(place, _open(place.kvstore(), place), self._directories, self._share)
 
     def among(self, process: int, processes: int) -> Store:
         """The same location for one of several processes that use it now; each keeps to its share of an object store's request rate."""
@@ -131,7 +129,7 @@ class Store:
         """
         data, _ = self.read_versioned(key, start, stop)
         if data is None:
-            raise MissingDataError(f"{self.path_of(key)} is missing; restore it from a copy.")
+            raise self._missing(key)
         return data
 
     def read_versioned(self, key: str, start: int | None = None, stop: int | None = None) -> tuple[bytes | None, bytes]:
@@ -143,7 +141,6 @@ class Store:
         span = None if start is None and stop is None else slice(start or 0, stop)
         check_key(key, self)
         self._refuse_special(key, whole=span is None)
-        data: bytes | None
         with storage_errors("read", self.path_of(key)):
             try:
                 if self.location.bucket is not None:
@@ -152,12 +149,10 @@ class Store:
             except (ValueError, EOFError) as e:
                 if isinstance(e, ValueError) and "OUT_OF_RANGE" not in str(e):
                     raise
-                raise CorruptionError(f"{self.path_of(key)} ends before byte {stop}: {e}; restore it from a copy.") from e
-        data = found.value if found.state == "value" else None
+                raise self._cut_off(key, stop, e) from e
+        data: bytes | None = found.value if found.state == "value" else None
         if data is not None and stop is not None and len(data) != stop - (start or 0):
-            raise CorruptionError(
-                f"{self.path_of(key)}: asked for bytes {start or 0} to {stop}, got {len(data)} bytes; restore it from a copy."
-            )
+            raise self._cut_off(key, stop, f"it gave {len(data)} bytes from {start or 0} on")
         return data, found.stamp.generation
 
     def read_into(self, key: str, start: int, into: Sequence[memoryview]) -> bytes:
@@ -174,7 +169,7 @@ class Store:
         if self.location.bucket is None:
             data, generation = self.read_versioned(key, start, stop)
             if data is None:
-                raise MissingDataError(f"{self.path_of(key)} is missing; restore it from a copy.")
+                raise self._missing(key)
             rest = memoryview(data)
             for part in into:
                 part[:], rest = rest[: len(part)], rest[len(part) :]
@@ -184,12 +179,12 @@ class Store:
             try:
                 return self._bucket.read_into(self._name(key), start, into, self._share)
             except FileNotFoundError as e:
-                raise MissingDataError(f"{self.path_of(key)} is missing; restore it from a copy.") from e
+                raise self._missing(key) from e
             except EOFError as e:
-                raise CorruptionError(f"{self.path_of(key)} ends before byte {stop}: {e}; restore it from a copy.") from e
+                raise self._cut_off(key, stop, e) from e
 
     def is_longer(self, key: str, nbytes: int) -> bool:
-        """Whether the object exists and has more than `nbytes` bytes; reads at most one byte."""
+        """Whether the object exists and has more than `nbytes` bytes; reads none of them, except from memory."""
         if self.location.bucket is not None:
             check_key(key, self)
             with storage_errors("look for", self.path_of(key)):
@@ -201,10 +196,7 @@ class Store:
                     return path.stat().st_size > nbytes
                 except FileNotFoundError:
                     return False
-        try:
-            return bool(self.read(key, nbytes, nbytes + 1))
-        except CorruptionError:
-            return False
+        return len(self.read_versioned(key)[0] or b"") > nbytes
 
     def exists(self, key: str) -> bool:
         """Whether the object exists; reads none of its bytes."""
@@ -313,7 +305,8 @@ class Store:
         path = self.local_path(key)
         if path is not None:
             with storage_errors("make a directory for", path):
-                self._make_directory(path.parent)
+                assert self._directories is not None
+                self._directories.make(path.parent)
 
     def forget_interrupted_write(self, key: str) -> None:
         """On disk: make sure that the next write of an object contains no bytes of a killed write. Object stores keep no such bytes."""
@@ -340,20 +333,11 @@ class Store:
                         f"{path} has {found.st_size} bytes, at most {LARGEST_WHOLE} are expected; it was not written by shardckpt."
                     )
 
-    def _make_directory(self, path: Path) -> None:
-        """Create a directory, and make its entry in the parent durable."""
-        if path in self._synced and path.is_dir():
-            return
-        assert self._top is not None
-        # Below the top, another process may just have created the directory and not have synced it yet.
-        creates = self._top in (path, *path.parents) or not path.is_dir()
-        if not creates:
-            return
-        if path.parent != path:
-            self._make_directory(path.parent)
-        path.mkdir(exist_ok=True)
-        sync_directory(path.parent)
-        self._synced.add(path)
+    def _missing(self, key: str) -> MissingDataError:
+        return MissingDataError(f"{self.path_of(key)} is missing; restore it from a copy.")
+
+    def _cut_off(self, key: str, stop: int | None, why: object) -> CorruptionError:
+        return CorruptionError(f"{self.path_of(key)} ends before byte {stop}: {why}; restore it from a copy.")
 
     @property
     def _bucket(self) -> Bucket:
@@ -392,15 +376,6 @@ def byte_view(data: Data) -> memoryview:
     """A flat byte view of contiguous bytes of any kind, without a copy."""
     view = memoryview(data)  # type: ignore[arg-type]  # an ndarray is a buffer; its types say so from Python 3.12 on
     return view.cast("B") if view.nbytes else memoryview(b"")
-
-
-def sync_directory(path: Path) -> None:
-    """Make the entries of a directory durable."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def _open(spec: dict[str, Any], place: object) -> Any:

@@ -44,7 +44,7 @@ def test_the_defaults_are_those_of_the_code():
     assert f"| {settings.BUCKET['write']:g} / hosts of the save |" in DOCUMENT
     assert f"| {settings.BUCKET['read']:g} / hosts of the save |" in DOCUMENT
     assert f"`SHARDCKPT_RETRY_SECONDS` | {settings._RETRY_SECONDS:g} |" in DOCUMENT
-    assert f"`TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS` | {settings._STALLED_SECONDS} |" in DOCUMENT
+    assert f"`TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS` | {settings._STALLED_SECONDS:g}, or" in DOCUMENT
 
 
 def test_the_policy_names_the_actions_that_are_needed():

@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from shardckpt.commit import assemble
+from shardckpt.io.buckets.bucket import Bucket
 from shardckpt.io.buckets.cloud import BUCKET
-from shardckpt.io.buckets.listing import PAGE
 from shardckpt.io.buckets.rate_limit import ALONE, RateLimiter, RequestShare
 from shardckpt.io.threads import AT_ONCE
 from shardckpt.writing.packed import MOST_UPLOADS, OBJECT_BYTES
@@ -144,7 +144,7 @@ class _Host:
         records = np.sort(finished)
         while True:
             looked = self.clock.now
-            for _ in range(max(1, -(-int(np.searchsorted(records, looked)) // PAGE))):
+            for _ in range(max(1, -(-int(np.searchsorted(records, looked)) // Bucket.page))):
                 self._one(Request("list", "records/"))
             if looked >= everybody:
                 break

@@ -25,8 +25,8 @@ Both:
   408, 429 or 5xx, or a broken connection. A connection without traffic counts as broken after
   `TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS` (30, unless it is set), or after `SHARDCKPT_RETRY_SECONDS` if that is less,
   but not within `LEAST_STALLED` seconds.
-- `HTTPS_PROXY`, `HTTP_PROXY` and `NO_PROXY`; `REQUESTS_CA_BUNDLE` or `SSL_CERT_FILE` (Cloud Storage) and `AWS_CA_BUNDLE` (S3)
-  for a certificate authority of your own.
+- `HTTPS_PROXY`, `HTTP_PROXY` and `NO_PROXY`; `REQUESTS_CA_BUNDLE` or `SSL_CERT_FILE` (Cloud Storage), `AWS_CA_BUNDLE` (S3) and
+  `TENSORSTORE_CA_BUNDLE` (indexes on both) for a certificate authority of your own.
 - `SHARDCKPT_READS_PER_SECOND`, `SHARDCKPT_WRITES_PER_SECOND`: most reads and listings, and most writes
   and deletions, that this process begins per second. By default 4000 and 800 (`BUCKET`), of which each process of a save has
   its share. Retries are not counted, because their pauses spread them; nor are the few requests for an OCDBT index.
