@@ -40,6 +40,36 @@ MOST_VECTORS = 1000
 """Memory pieces per system call, below the kernel's IOV_MAX of 1024."""
 
 
+class KeptBuffers:
+    """Buffers that are kept for their next users, so that the kernel need not clear fresh memory. Safe to use from several threads."""
+
+    def __init__(self, most: int) -> None:
+        """Keep at most `most` bytes that nobody uses."""
+        self._most = most
+        self._free: list[NDArray[np.uint8]] = []
+        self._lock = threading.Lock()
+
+    def take(self, nbytes: int) -> NDArray[np.uint8]:
+        """A buffer of exactly that many bytes, with undefined contents."""
+        with self._lock:
+            for i, buffer in enumerate(self._free):
+                if buffer.nbytes == nbytes:
+                    return self._free.pop(i)
+        return np.empty(nbytes, np.uint8)
+
+    def give_back(self, buffer: NDArray[np.uint8]) -> None:
+        """Keep a buffer that its user does not need any more, in place of older ones if there are too many."""
+        with self._lock:
+            self._free.append(buffer)
+            while sum(free.nbytes for free in self._free) > self._most:
+                del self._free[0]
+
+    def clear(self) -> None:
+        """Free all buffers that nobody uses."""
+        with self._lock:
+            self._free.clear()
+
+
 class Lease:
     """Bytes leased from a pool; a context manager that gives them back."""
 

@@ -11,8 +11,8 @@
 4. TensorStore then reads the leaf back, and must find every key at its place.
 
 Memory: none of the data on a local disk. Elsewhere: a buffer for the file that is filled, and one for each file in flight, which
-are used again and again. All of them are within `memory_limit`: files are at most a fifth of it. The index takes some 300 bytes per
-chunk until `finish`.
+are used again and again, and kept for the next save. All of them are within `memory_limit`: files are at most a fifth of it. The index
+takes some 300 bytes per chunk until `finish`.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ import tensorstore as ts
 
 from shardckpt.errors import CommitError, ShardckptError
 from shardckpt.io import ocdbt
+from shardckpt.io.buffers import KeptBuffers
 from shardckpt.io.datafile import DataFile, create_data_file
 from shardckpt.io.failures import storage_errors
 from shardckpt.io.store import Data, Store, byte_view, shared_context
@@ -47,6 +48,8 @@ OBJECT_BYTES = 64 << 20
 """Bytes of a data file on an object store: several uploads are faster than one, and a failed one is sent again from its start."""
 MOST_UPLOADS = 15
 """Most files in flight; one stream to an object store uses a small part of a host's bandwidth."""
+object_buffers = KeptBuffers(256 << 20)
+"""Memory of data files that are objects: four of the largest are kept from save to save. Fresh memory costs as much as sending it."""
 _LEAST_BUFFERS = 5
 """Least buffers that `memory_limit` has room for."""
 LANE_KEYS = 1 << 16
@@ -168,8 +171,6 @@ class PackedWriter:
         self._failed = False
         self._buffer: NDArray[np.uint8] | None = None
         """The memory of the file that is filled, if it is an object."""
-        self._free: list[NDArray[np.uint8]] = []
-        """Buffers of files that are durable."""
         self._background = ThreadPoolExecutor(self._most_waiting, "shardckpt-packed")
         self._waiting: deque[tuple[Future[None], DataFile, NDArray[np.uint8] | None]] = deque()
 
@@ -237,7 +238,6 @@ class PackedWriter:
         self._begin()
         self._end_lane()
         self._background.shutdown()
-        self._free.clear()
         return self._log.extents()
 
     def abort(self) -> None:
@@ -248,7 +248,6 @@ class PackedWriter:
         for file in [*(file for _, file, _ in self._waiting), *([self._file] if self._file is not None else [])]:
             file.abandon()
         self._waiting.clear()
-        self._free.clear()
         self._file = self._buffer = None
         self._lane = None
         with contextlib.suppress(ShardckptError):  # the caller reports the error that made it give up
@@ -271,7 +270,7 @@ class PackedWriter:
         if self._file is None:
             name = self._lane.next_file()
             if self._store.location.local is None:
-                self._buffer = self._free.pop() if self._free else np.empty(self._data_file_bytes, np.uint8)
+                self._buffer = object_buffers.take(self._data_file_bytes)
             self._file, self._size = create_data_file(self._lane.store, name, self._buffer), 0
             self._log.files.append(f"{self.lanes[-1]}/{name}")
         return self._lane, self._file
@@ -298,7 +297,7 @@ class PackedWriter:
         waiting, _, buffer = self._waiting.popleft()
         waiting.result()
         if buffer is not None:
-            self._free.append(buffer)
+            object_buffers.give_back(buffer)
 
 
 class _Lane:

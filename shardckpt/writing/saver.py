@@ -28,6 +28,7 @@ from shardckpt.io.store import Store
 from shardckpt.io.url import parse
 from shardckpt.options import DEFAULT_MEMORY_LIMIT, LEAST_MEMORY_LIMIT, checked_options, parse_bytes
 from shardckpt.writing.attempt import Attempt
+from shardckpt.writing.packed import object_buffers
 from shardckpt.writing.plan_cache import PlanCache
 from shardckpt.writing.save import MOST_COPIES, are_own, read, take_steps
 from shardckpt.writing.save_handle import SaveHandle, SaveProgress, SaveReport
@@ -118,6 +119,7 @@ class Saver:
             if save.pool is self.pool:
                 save.join(None)
         self.pool.clear()
+        object_buffers.clear()
 
 
 class _Save:

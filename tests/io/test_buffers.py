@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardckpt.io.buffers import BufferPool, round_up
+from shardckpt.io.buffers import BufferPool, KeptBuffers, round_up
 
 
 @given(st.lists(st.integers(0, 9000), max_size=40))
@@ -160,3 +160,17 @@ def test_buffers_that_are_kept_can_be_freed():
     assert len(pool.kept) == 1
     pool.clear()
     assert pool.kept == []
+
+
+def test_kept_buffers_are_used_again_and_the_oldest_go():
+    kept = KeptBuffers(300)
+    first, second = kept.take(100), kept.take(100)
+    assert first is not second
+    kept.give_back(first)
+    assert kept.take(50).nbytes == 50
+    assert kept.take(100) is first
+    for buffer in (first, second, np.empty(150, np.uint8)):
+        kept.give_back(buffer)
+    assert kept.take(100) is second, "the first went, because 350 bytes are too many"
+    kept.clear()
+    assert kept.take(150) is not buffer
