@@ -54,6 +54,7 @@ _ADVICE = {
     "input/output error": "the device failed; check it before you trust what it holds",
     "unable to locate credentials": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE",
     "default credentials were not found": "set GOOGLE_APPLICATION_CREDENTIALS, or run `gcloud auth application-default login`",
+    "certificate_verify_failed": "name the file of its certificate authority in SSL_CERT_FILE (for S3 in AWS_CA_BUNDLE)",
     "permission_denied": "give these credentials permission for it, or use others",
     "forbidden": "give these credentials permission for it, or use others",
     "accessdenied": "give these credentials permission for it, or use others",

@@ -102,7 +102,8 @@ class GcsConnection:
                 decode_content=False,
             )
         except urllib3.exceptions.HTTPError as e:
-            raise PassingError(f"{type(e).__name__}: {e}") from e
+            final = "CERTIFICATE_VERIFY_FAILED" in str(e)
+            raise (OSError if final else PassingError)(f"{type(e).__name__}: {e}") from e
         if stream and answer.status >= 400:
             answer.data  # noqa: B018  (read to its end, and the connection is given back)
         if answer.status == 401 and self._credentials is not None:

@@ -169,7 +169,8 @@ class S3Bucket(Bucket):
         except ClientError as e:
             raise RefusedError(e) from e
         except (HTTPClientError, NoConnection, ResponseParserError) as e:
-            raise PassingError(f"{type(e).__name__}: {e}") from e
+            final = "CERTIFICATE_VERIFY_FAILED" in str(e)
+            raise (OSError if final else PassingError)(f"{type(e).__name__}: {e}") from e
         except BotoCoreError as e:  # for example no credentials; it is not an OSError
             raise OSError(f"{type(e).__name__}: {e}") from e
         return answer

@@ -100,8 +100,7 @@ def test_an_authority_of_one_s_own_is_named_by_the_environment(gcs_server, secur
 
 
 def test_an_authority_that_nobody_named_is_not_trusted(gcs_server, secure):
-    variables = {**gcs_server.env(secure), "SHARDCKPT_RETRY_SECONDS": "0.05"}
-    with environment(variables), pytest.raises(StorageError, match="CERTIFICATE_VERIFY_FAILED"):
+    with environment(gcs_server.env(secure)), pytest.raises(StorageError, match=r"CERTIFICATE_VERIFY_FAILED.*in SSL_CERT_FILE"):
         Store.open(gcs_server.url("untrusted")).exists("key")
 
 
