@@ -133,7 +133,7 @@ def assemble(place: Store, said: Mapping[FileReference, Contents] | None = None)
     _check_coverage(place, parts, structure.tensors.values(), table)
     _check_counts(place, hosts, tables)
 
-    documents = dict(zarr_documents(structure, first.compression))
+    documents = zarr_documents(structure, first.compression)
     if first.layout == "packed":
         lanes = [lane for host in hosts for lane in host.files.lanes]
         if small:
@@ -145,7 +145,7 @@ def assemble(place: Store, said: Mapping[FileReference, Contents] | None = None)
     else:
         for piece, position, stored, _ in small:
             place.write(plain_key(chunk_object_key(piece, position)), stored)
-        index.write_plain_documents(place, documents)
+        index.write_plain_documents(place, dict(documents))
     return CheckpointRecord(
         attempt=first.attempt,
         created=dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),

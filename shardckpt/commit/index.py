@@ -13,6 +13,7 @@ and none of this.
 from __future__ import annotations
 
 import json
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
@@ -43,7 +44,7 @@ _MOST_HEIGHT = 16
 def merge_lanes(
     attempt: Store,
     lanes: Sequence[str],
-    documents: Mapping[str, Mapping[str, Any]],
+    documents: Iterable[tuple[str, Mapping[str, Any]]],
     *,
     values: Mapping[str, bytes] | None = None,
     expected_chunks: int,
@@ -54,7 +55,7 @@ def merge_lanes(
     Args:
         attempt: the attempt's place.
         lanes: OCDBT databases relative to it.
-        documents: array path → its `zarr.json`; the groups' documents are made here.
+        documents: array path and `zarr.json` of each array, made one by one; the groups' documents are made here.
         values: key → chunk, for chunks that no lane has; None: there are none.
         expected_chunks: number of chunks in all lanes together.
         expected_bytes: their stored bytes.
@@ -63,7 +64,6 @@ def merge_lanes(
         CommitError: two lanes have the same chunk, or chunks are missing.
         StorageError: the storage failed.
     """
-    written = {**dict(packed_documents(documents.items())), **(values or {})}
     attempt.make_parents("d/x")
     attempt.forget_interrupted_write("manifest.ocdbt")
     with storage_errors("merge the index of", attempt):
@@ -72,24 +72,26 @@ def merge_lanes(
         # The few documents come first, because the second transaction rewrites the nodes that it touches.
         with ts.Transaction() as writes:
             within = database.with_transaction(writes)
-            _await(within.write(key, data) for key, data in written.items())
+            written = _await(within.write(key, data) for key, data in chain(packed_documents(documents), (values or {}).items()))
         with ts.Transaction() as copies:
             within = database.with_transaction(copies)
             _await(_database(attempt.sub(lane)).experimental_copy_range_to(within) for lane in lanes)
         found = _versions(attempt)[-1]
     # A document of more than 1 MiB is stored outside the nodes, like a chunk.
-    if found.num_keys != expected_chunks + len(written) or found.num_indirect_value_bytes < expected_bytes:
+    if found.num_keys != expected_chunks + written or found.num_indirect_value_bytes < expected_bytes:
         raise CommitError(
             f"{attempt}: the hosts wrote {expected_chunks} chunks of {expected_bytes} bytes, the merged index has "
-            f"{found.num_keys - len(written)} of {found.num_indirect_value_bytes}; two hosts wrote the same chunk, or an array's "
+            f"{found.num_keys - written} of {found.num_indirect_value_bytes}; two hosts wrote the same chunk, or an array's "
             f"path is another's chunk. Nothing was published."
         )
 
 
-def _await(futures: Iterable[Any]) -> None:
-    """Start all futures, then wait for each: a write whose future is dropped may be left out of the commit."""
-    for future in list(futures):
+def _await(futures: Iterable[Any]) -> int:
+    """Start all futures, then wait for each: a write whose future is dropped may be left out of the commit. Their number."""
+    started = list(futures)
+    for future in started:
         future.result()
+    return len(started)
 
 
 def write_plain_documents(attempt: Store, documents: Mapping[str, Mapping[str, Any]]) -> None:

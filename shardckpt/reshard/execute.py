@@ -351,7 +351,8 @@ def _lost(task: Task, times: int, error: BaseException) -> CommitError:
 def _commit(opened: OpenJob) -> None:
     """Publish the output of all tasks."""
     try:
-        record = assemble(opened.place)
+        contents, _ = opened.contents.seal()
+        record = assemble(opened.place, {contents: opened.contents})  # which saves parsing them
         publish(opened.store, record, opened.prior)
     except ShardckptError:
         if published_attempt(opened.store) != opened.attempt:

@@ -128,8 +128,8 @@ class OpenJob:
         return Store.open(self.checkpoint.location).sub(self.plan.source.attempt)
 
     @cached_property
-    def described(self) -> FileReference:
-        """A reference to the file that describes the new checkpoint for every host; the file is written first if necessary."""
+    def contents(self) -> Contents:
+        """What the new checkpoint contains; every host says the same."""
         record, small = self.plan.source, dict[str, bytes]()
         if self.reuses_files and record.small_table is not None:  # no host has these; the committer rewrites them
             assert isinstance(self.checkpoint, Checkpoint)
@@ -137,7 +137,12 @@ class OpenJob:
             tensors = record.structure.tensors
             small = {name: self.checkpoint.read(name).tobytes() for name in tensors if tensors[name].pieces[0].path in written}
         saved_by = record.saved_by if self.reuses_files else record.processes if self.plan.values else None
-        return describe(self.place, Contents(self.plan.target, small, record.metadata, processes=saved_by))
+        return Contents(self.plan.target, small, record.metadata, processes=saved_by)
+
+    @cached_property
+    def described(self) -> FileReference:
+        """A reference to the file of the `contents`; the file is written first if necessary."""
+        return describe(self.place, self.contents)
 
     def finished_tasks(self) -> set[int]:
         """Numbers of the tasks whose record exists, with all files that it names.

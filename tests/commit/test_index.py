@@ -52,7 +52,7 @@ def write(encoded_chunks):
             writer.finish()
         if layout == "packed":
             lanes = [lane for writer in writers for lane in writer.lanes]
-            merge_lanes(store, lanes, documents, expected_chunks=count, expected_bytes=total)
+            merge_lanes(store, lanes, documents.items(), expected_chunks=count, expected_bytes=total)
         else:
             write_plain_documents(store, documents)
 
@@ -161,7 +161,7 @@ def test_the_merged_index_adds_a_manifest_and_one_directory(tmp_path, write, ran
 
 
 def test_a_state_without_arrays_has_an_index_all_the_same(store):
-    merge_lanes(store, [], {}, expected_chunks=0, expected_bytes=0)
+    merge_lanes(store, [], (), expected_chunks=0, expected_bytes=0)
     assert dump_index(store) == {}
 
 
@@ -177,7 +177,7 @@ def test_the_merged_index_refers_to_the_very_places_where_hosts_put_their_chunks
         expected |= {key: (extents.files[f], o, n) for key, f, o, n in zip(keys, *columns, strict=True)}
         lanes += writer.lanes
     documents = {"w": array_json((20, 3), DTYPES["uint8"], (1, 1))}
-    merge_lanes(store, lanes, documents, expected_chunks=60, expected_bytes=3 * 210)
+    merge_lanes(store, lanes, documents.items(), expected_chunks=60, expected_bytes=3 * 210)
     assert dump_index(store) == expected
     assert [key for key, _ in index_entries(store)] == sorted(expected)
 
@@ -189,7 +189,7 @@ def test_an_index_of_several_levels_is_walked_whole(store):
     for key in keys:
         writer.put(key, b"x")
     writer.finish()
-    merge_lanes(store, writer.lanes, {}, expected_chunks=len(keys), expected_bytes=len(keys))
+    merge_lanes(store, writer.lanes, (), expected_chunks=len(keys), expected_bytes=len(keys))
     root = ts.ocdbt.dump(store.kvstore()).result()["versions"][-1]
     assert root["root_height"] > 0
     assert [key for key, _ in index_entries(store)] == keys
@@ -203,7 +203,7 @@ def test_a_chunk_that_two_hosts_wrote_fails_the_commit(store):
         writer.finish()
         lanes += writer.lanes
     with pytest.raises(CommitError, match="two hosts wrote the same chunk"):
-        merge_lanes(store, lanes, {}, expected_chunks=2, expected_bytes=2)
+        merge_lanes(store, lanes, (), expected_chunks=2, expected_bytes=2)
 
 
 def test_a_lane_that_lacks_chunks_fails_the_commit(store):
@@ -211,7 +211,7 @@ def test_a_lane_that_lacks_chunks_fails_the_commit(store):
     writer.put("w/c/0", b"1")
     writer.finish()
     with pytest.raises(CommitError, match="wrote 2 chunks"):
-        merge_lanes(store, writer.lanes, {}, expected_chunks=2, expected_bytes=2)
+        merge_lanes(store, writer.lanes, (), expected_chunks=2, expected_bytes=2)
 
 
 def test_large_documents_do_not_disturb_the_count(store):
@@ -219,7 +219,7 @@ def test_large_documents_do_not_disturb_the_count(store):
     writer.put("w/c", b"12345")
     writer.finish()
     document = array_json((), DTYPES["uint8"], (), None, {"shardckpt": "x" * (2 << 20)})
-    merge_lanes(store, writer.lanes, {"w": document}, expected_chunks=1, expected_bytes=5)
+    merge_lanes(store, writer.lanes, [("w", document)], expected_chunks=1, expected_bytes=5)
     assert dump_index(store)["w/c"] == ("hosts/00000/0/d/00000", 0, 5)
 
 
