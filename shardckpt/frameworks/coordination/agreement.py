@@ -13,7 +13,7 @@ an earlier round can have used:
 5. Process p is done when it finds these. Until then it follows a welcome that changes, because process 0 may be restarted.
 
 All later keys are under the run id. One assumption is needed: when a round's processes start, the processes of the
-round before have ended; launchers ensure this. A process that is restarted after its round has agreed gets no answer,
+round before have ended; launchers ensure this. A process that is restarted after it has set its value may get no answer,
 but never a wrong one.
 
 Each process does a few operations per look at the store, and process 0 a few per process, so that an agreement costs
