@@ -23,7 +23,7 @@ $(STAMP): pyproject.toml constraints.txt
 demo: setup ## train, save, be killed, restore onto another mesh, train on
 	$(BIN)/python tools/demo.py
 
-test: setup ## the tests, but for sweeps over all faults, flips and interleavings, and those in a browser
+test: setup ## the tests, but for sweeps over all faults, flips and interleavings, the programs in tools/, and those in a browser
 	$(PYTEST) -m "not slow and not browser and not ray"
 
 sweeps: setup ## those sweeps

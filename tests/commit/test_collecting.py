@@ -163,7 +163,7 @@ def kill_at_every_operation(root, action):
     return json.loads(result.stdout)
 
 
-@pytest.mark.parametrize("committed", [False, True])
+@pytest.mark.parametrize("committed", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_collection_killed_at_any_operation_loses_nothing_and_the_next_one_ends_it(tmp_path, committed):
     base = tmp_path / "base"
     if committed:

@@ -196,7 +196,7 @@ def ranks():
         yield run
 
 
-@pytest.mark.parametrize("flat", [False, True], ids=["names", "flat"])
+@pytest.mark.parametrize("flat", [pytest.param(False, id="names"), pytest.param(True, id="flat", marks=pytest.mark.slow)])
 def test_trainings_under_fsdp2_go_both_ways(ranks, tmp_path, flat):
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"
     expected = ranks("saves", "FSDP2", ours, theirs, flat)

@@ -38,7 +38,9 @@ def test_the_readme_is_short():
 
 @pytest.mark.xla
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("document", "sections"), [(README, 3), (FRAMEWORKS, 4)], ids=["README", "frameworks"])
+@pytest.mark.parametrize(
+    ("document", "sections"), [pytest.param(README, 3, id="README"), pytest.param(FRAMEWORKS, 4, id="frameworks", marks=pytest.mark.slow)]
+)
 def test_the_code_of_each_section_can_be_pasted_into_a_fresh_interpreter(tmp_path, document, sections):
     """A section may use the checkpoints of those before it, in the same directory."""
     env = {key: value for key, value in os.environ.items() if key not in {"PJRT_DEVICE", "CPU_NUM_DEVICES", "PYTHONSTARTUP"}}

@@ -44,7 +44,14 @@ def whole(ranks):
 
 
 @pytest.mark.parametrize("kind", ["FSDP2", "DDP"])
-@pytest.mark.parametrize("saved", [3, 5, 10], ids=["in an epoch", "at the end of one", "at the end of another"])
+@pytest.mark.parametrize(
+    "saved",
+    [
+        pytest.param(3, id="in an epoch"),
+        pytest.param(5, id="at the end of one", marks=pytest.mark.slow),
+        pytest.param(10, id="at the end of another", marks=pytest.mark.slow),
+    ],
+)
 def test_a_training_killed_and_resumed_is_the_one_never_interrupted_bit_by_bit(ranks, whole, tmp_path, kind, saved):
     url = tmp_path / "run"
     killed = ranks("train", 2, kind, LAST, {"save": [saved, url], "kill": saved + 2})

@@ -423,12 +423,14 @@ def test_a_save_takes_no_more_memory_than_its_limit(tmp_path, job, mebibytes, li
     assert_holds(tmp_path / "c", mebibytes)
 
 
+@pytest.mark.slow
 def test_a_hundred_saves_take_no_more_memory_than_the_first_ones(tmp_path, job):
     ((sizes, high_water),) = job.run("growth", 1, tmp_path / "c", 110)
     assert (sizes[-1] - sizes[0]) / 100 < MiB // 8
     assert high_water < MiB
 
 
+@pytest.mark.slow
 def test_the_stall_is_measured_beside_a_copy_of_the_same_bytes():
     command = [
         sys.executable,

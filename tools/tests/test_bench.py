@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from paths import ROOT
 
+pytestmark = pytest.mark.slow
 TORCH = "torch tensors on the CPU, one process"
 
 

@@ -8,7 +8,7 @@ import sys
 import pytest
 from paths import TOOLS
 
-pytestmark = [pytest.mark.xla, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.xla, pytest.mark.slow, pytest.mark.timeout(400)]
 
 
 def python(script, *arguments):
@@ -42,7 +42,6 @@ def test_the_demo_trains_is_killed_restores_onto_another_mesh_and_proves_that_no
     assert max(map(len, printed.splitlines())) <= 100
 
 
-@pytest.mark.slow
 def test_the_demo_would_notice_a_tensor_that_came_back_different(demo):
     directory, _ = demo
     saved = json.loads((directory / "digests.json").read_text())

@@ -13,6 +13,8 @@ from tools.scale.growth import exponent, per_each
 from tools.scale.points import FULL, QUICK
 from tools.scale.report import page
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
