@@ -323,7 +323,8 @@ def _run_on_engine(engine: Engine, job: Job, tasks: Sequence[Task], sharing: int
             while waiting and len(under_way) < engine.ahead * places:
                 task = waiting.popleft()
                 under_way[engine.executor.submit(run_task, job, task.number, sharing * places)] = task
-            for future in wait(under_way, _LOOK_EVERY if engine.changes else None, FIRST_COMPLETED).done:
+            done = wait(under_way, _LOOK_EVERY if engine.changes else None, FIRST_COMPLETED).done
+            for future in [future for future in under_way if future in done]:  # the error of the first call explains those of later ones
                 task = under_way.pop(future)
                 try:
                     report = future.result()
