@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --max-worker-restart 0
 TORTURE := SHARDCKPT_TORTURE=1 $(BIN)/python -m pytest -vv -o timeout=3600 -o faulthandler_timeout=0
 STAMP := $(VENV)/.installed
+# The tests start hundreds of processes: each would compile all that it imports again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test sweeps browser ray torture soak bench bench-quick scale scale-quick check format lint types layers examples clean
@@ -17,7 +19,7 @@ setup: $(STAMP) ## create .venv and install everything into it
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	test -x $(BIN)/uv || $(BIN)/python -m pip install --quiet --disable-pip-version-check uv
-	$(BIN)/uv pip install --quiet --python $(BIN)/python --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python --constraint constraints.txt --editable '.[dev]'
 	@touch $(STAMP)
 
 demo: setup ## train, save, be killed, restore onto another mesh, train on
