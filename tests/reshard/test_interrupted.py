@@ -137,7 +137,7 @@ def test_a_worker_that_is_killed_is_replaced_and_its_task_done_again(source, tmp
     report = shardckpt.reshard(source, tmp_path / "b", mesh=MESH, workers=2, progress=kill_one, **TASKS)
 
     assert killed
-    assert report.done_before == 0
+    assert report.done_before <= 1, "only what the killed worker had completed and not reported"
     assert shardckpt.open(tmp_path / "b").verify().ok
 
 
