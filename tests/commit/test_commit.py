@@ -60,7 +60,7 @@ def child(script, *arguments):
 # --- a process that dies --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ["packed", pytest.param("zarr", marks=pytest.mark.slow)])
 def test_a_first_save_killed_at_any_operation_leaves_no_checkpoint_and_a_place_to_save_to(tmp_path, layout):
     died_before = json.loads(child("kill_at_every_operation.py", tmp_path, layout, "first"))
     assert {"mkdir", "open", "write", "the second half of a write", "fsync", "tensorstore write"} <= set(died_before)
@@ -77,7 +77,7 @@ def test_a_first_save_killed_at_any_operation_leaves_no_checkpoint_and_a_place_t
     assert value_of(tmp_path / "base" / "earlier") == 1
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ["packed", pytest.param("zarr", marks=pytest.mark.slow)])
 def test_an_overwrite_killed_at_any_operation_leaves_the_old_checkpoint_or_the_new_one(tmp_path, layout):
     died_before = json.loads(child("kill_at_every_operation.py", tmp_path, layout, "overwrite"))
     found = [value_of(tmp_path / str(k) / "checkpoint") for k in range(len(died_before))]

@@ -114,7 +114,7 @@ def test_a_commit_from_the_records_alone_writes_what_the_save_s_own_commit_write
     assert shardckpt.open(tmp_path / "late").verify().damage == []
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ["packed", pytest.param("zarr", marks=pytest.mark.slow)])
 def test_what_a_killed_committer_leaves_the_command_line_commits(tmp_path, job, layout):
     killed, *others = job.run("save_and_be_killed", 3, tmp_path / "c", {"layout": layout})
     assert killed == {"signal": signal.SIGKILL}

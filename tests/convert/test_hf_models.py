@@ -64,7 +64,7 @@ def assert_same(ours: Arrays, theirs: Arrays) -> None:
         assert (ours[name].dtype, ours[name].shape, ours[name].tobytes()) == (array.dtype, array.shape, array.tobytes()), name
 
 
-@pytest.mark.parametrize("name", ["llama", "llama-tied", "gpt2", "t5"])
+@pytest.mark.parametrize("name", ["llama-tied", "gpt2", "t5", pytest.param("llama", marks=pytest.mark.slow)])
 def test_tensors_tied_names_and_files_are_those_of_save_pretrained(models, name: str) -> None:
     folder = models[0] / name
     plan, ours = planned(folder)

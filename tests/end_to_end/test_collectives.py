@@ -18,7 +18,9 @@ WORDS = {"torch": {"set", "check", "get"}, "JAX": {"key_value_set", "key_value_t
 """Operations on a store that return at once."""
 
 
-@pytest.fixture(scope="module", params=[pytest.param(name, marks=[pytest.mark.slow] if "4" in name else []) for name in JOBS])
+@pytest.fixture(
+    scope="module", params=[pytest.param(name, marks=[pytest.mark.slow] if "4" in name or "xla" in name else []) for name in JOBS]
+)
 def job(request, run_job, tmp_path_factory):
     """The framework, the checkpoints' place, and what each process has counted."""
     framework, processes = JOBS[request.param]

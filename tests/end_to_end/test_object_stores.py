@@ -61,7 +61,7 @@ def attempts(url):
 
 
 @pytest.mark.timeout(300)  # a few seconds on a machine of its own
-@pytest.mark.parametrize(("processes", "layout"), [(1, "zarr"), (3, "packed")])
+@pytest.mark.parametrize(("processes", "layout"), [pytest.param(1, "zarr", marks=pytest.mark.slow), (3, "packed")])
 def test_a_checkpoint_is_saved_verified_restored_replaced_collected_around_and_deleted(cloud, layout, processes):
     url, options = cloud.place(), {"layout": layout}
 

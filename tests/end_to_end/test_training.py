@@ -37,8 +37,8 @@ RESUMED = {
 }
 """On what else, by what was interrupted."""
 TORTURES = {("JAX, 2 processes", "on 3 processes")}
-NAMES = [pytest.param(name, marks=[pytest.mark.slow] if name == "DDP" else []) for name in JOBS]
-"""`make sweeps` has DDP; `make test` resumes under it what FSDP2 saved."""
+NAMES = [pytest.param(name, marks=[] if name == "FSDP2 and TP" else [pytest.mark.slow]) for name in JOBS]
+"""`make sweeps` has DDP and JAX; `make test` resumes under DDP what FSDP2 saved."""
 RESUMES = [
     pytest.param(n, p, marks=[pytest.mark.slow] if n == "DDP" or p == "on 6 processes" else [])
     for n in JOBS

@@ -255,7 +255,7 @@ def test_replicated_targets_may_have_any_number_of_dimensions(answers):
     assert answers["refusals"][0]["six whole"] is None
 
 
-@pytest.mark.parametrize(("spmd", "layout"), [(False, "None"), (True, "{replicated}")])
+@pytest.mark.parametrize(("spmd", "layout"), [pytest.param(False, "None", marks=pytest.mark.slow), (True, "{replicated}")])
 def test_one_device_needs_no_sharding(spmd, layout):
     found = ask("xla_single.py", {"spmd": spmd}, devices=1)
     assert found == {"layout": layout, "fetched": True, "restored": True, "device": "xla", "boxes": 1, "target": spmd}

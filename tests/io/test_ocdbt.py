@@ -40,7 +40,7 @@ def test_varints_have_no_needless_bytes(value, encoded):
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.dictionaries(st.binary(min_size=1, max_size=12), places, min_size=1, max_size=40))
+@given(st.dictionaries(st.binary(min_size=1, max_size=12).map(lambda key: key.replace(b"\0", b"\1")), places, min_size=1, max_size=40))
 def test_tensorstore_reads_every_key_and_place(entries):
     files = ["d/00000", "d/00001", "d/other"]
     keys = sorted(entries)

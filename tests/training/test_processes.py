@@ -117,6 +117,7 @@ def test_one_process_takes_the_generators_of_the_first(ranks, saved):
     assert alone["drawn"] == first["drawn"]
 
 
+@pytest.mark.slow
 def test_a_training_over_a_mesh_of_two_dimensions_goes_on_over_the_same_and_over_others(ranks, tmp_path):
     """FSDP2 over tensor parallelism; optimizers are new and have made no step. Digests are of what torch itself puts together."""
     url = tmp_path / "run"

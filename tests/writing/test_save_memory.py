@@ -115,7 +115,7 @@ print(peak() - before)
 """
 
 
-@pytest.mark.parametrize("work", ["verify", "export", "reshard"])
+@pytest.mark.parametrize("work", ["verify", *(pytest.param(work, marks=pytest.mark.slow) for work in ("export", "reshard"))])
 def test_work_on_10_000_tensors_takes_less_than_10_kib_for_each(tmp_path, work):
     shardckpt.save(tmp_path / "many", {"model": {f"layers.{i}.w": np.full(10, i, np.float32) for i in range(10_000)}})
     run = subprocess.run([sys.executable, "-c", MANY_TENSORS, tmp_path, work], capture_output=True, text=True, check=False, timeout=100)

@@ -86,6 +86,7 @@ def measured(tmp_path_factory):
     return tool.measure(REAL_SIZES, pairs=80, seed=1, read_one_in=0, directory=tmp_path_factory.mktemp("unused"))
 
 
+@pytest.mark.slow
 def test_layout_changes_of_up_to_8_ways_read_at_most_half_again_of_what_is_needed(measured):
     for found in (tool.summary(measured.hosts["powers of two", "a"]), tool.summary(measured.tensors["powers of two", "a"])):
         assert found["n"] > 1000
@@ -93,12 +94,14 @@ def test_layout_changes_of_up_to_8_ways_read_at_most_half_again_of_what_is_neede
         assert found["worst"] <= 1.5
 
 
+@pytest.mark.slow
 def test_changes_by_up_to_a_factor_of_8_read_a_tenth_too_much_at_the_median(measured):
     for kind in ("powers of two", "any"):
         assert tool.summary(measured.hosts[kind, "b"])["median"] <= 1.10
     assert tool.summary(measured.hosts["powers of two", "b"])["p90"] <= 1.5
 
 
+@pytest.mark.slow
 def test_meshes_of_any_size_read_a_tenth_too_much_at_the_median(measured):
     found = tool.summary(measured.hosts["any", "a"])
 
@@ -106,6 +109,7 @@ def test_meshes_of_any_size_read_a_tenth_too_much_at_the_median(measured):
     assert found["p90"] <= 1.5
 
 
+@pytest.mark.slow
 def test_low_amplification_is_not_bought_with_tiny_chunks(measured):
     """Of tensors of 8 MiB to 2 GiB, laid out over 8 to 64 devices."""
     assert min(measured.chunk_bytes) >= 128 << 10

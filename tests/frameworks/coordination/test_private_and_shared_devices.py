@@ -1,5 +1,7 @@
 """Devices of frameworks that run in each rank of a torch.distributed job for itself."""
 
+import pytest
+
 SCRIPT = "coordination_torch.py"
 
 
@@ -12,6 +14,7 @@ def test_jax_devices_that_every_rank_has_for_itself_are_private_and_asking_sets_
         assert answer == {"devices": [{}, {}], "set up by asking": False, "ids": [0]}
 
 
+@pytest.mark.slow
 def test_torch_xla_devices_are_shared_out_as_the_ranks_are_told(run_job, tmp_path):
     for rank, answer in enumerate(run_job(SCRIPT, job("torch_xla_beside", tmp_path), PJRT_DEVICE="CPU", CPU_NUM_DEVICES="8")):
         own = [4 * rank + i for i in range(4)]

@@ -32,6 +32,7 @@ def uninterrupted(job, tmp_path_factory):
     return job("train", 2, tmp_path_factory.mktemp("uninterrupted"), EPOCHS)
 
 
+@pytest.mark.slow
 def test_a_killed_training_resumes_with_the_losses_of_one_that_was_not(job, killed, uninterrupted, tmp_path):
     there = shutil.copytree(killed, tmp_path / "there")
     resumed = job("train", 2, there, EPOCHS, None, there / "last.ckpt")

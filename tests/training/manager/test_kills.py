@@ -55,7 +55,7 @@ def latest_after_a_rollback(root, step):
     return latest
 
 
-@pytest.mark.parametrize("step", [3, 7])
+@pytest.mark.parametrize("step", [3, pytest.param(7, marks=pytest.mark.slow)])
 def test_a_rollback_whose_first_save_somebody_else_commits_is_a_rollback_all_the_same(job, tmp_path, step):
     """A run with steps 0 to 4 goes back to 2 and dies anywhere in its first save; then who commits what it left dies anywhere."""
     base = tmp_path / "base"
@@ -88,7 +88,7 @@ def test_it_is_too_where_the_other_processes_of_the_job_live_on(job, tmp_path):
     assert listed(tmp_path) == [1, 2, 7]
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_trainings_that_lose_a_process_anywhere_go_on_from_what_was_committed_last(job, tmp_path, seed):
     """Each time on another number of processes, by another policy; the victim and its last operation are drawn."""
     draw = random.Random(seed)
