@@ -22,7 +22,7 @@ from shardckpt.errors import CorruptionError, FormatError, MissingDataError, Not
 from shardckpt.io.store import Store
 from shardckpt.io.url import parse
 
-pytestmark = pytest.mark.xla
+pytestmark = [pytest.mark.xla, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

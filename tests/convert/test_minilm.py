@@ -17,7 +17,10 @@ import shardckpt
 from shardckpt import Mesh, PartitionSpec, Sharding
 
 CHILD = CHILDREN / "minilm.py"
-pytestmark = pytest.mark.timeout(300)  # the model's library imports half of torch, which takes its time on a busy machine
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(300),
+]  # the model's library imports half of torch, which takes its time on a busy machine
 
 
 @pytest.fixture(scope="module")

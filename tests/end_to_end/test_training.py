@@ -40,7 +40,7 @@ TORTURES = {("JAX, 2 processes", "on 3 processes")}
 NAMES = [pytest.param(name, marks=[] if name == "FSDP2 and TP" else [pytest.mark.slow]) for name in JOBS]
 """`make sweeps` has DDP and JAX; `make test` resumes under DDP what FSDP2 saved."""
 RESUMES = [
-    pytest.param(n, p, marks=[pytest.mark.slow] if n == "DDP" or p == "on 6 processes" else [])
+    pytest.param(n, p, marks=[pytest.mark.slow] if n != "FSDP2 and TP" or p == "on 6 processes" else [])
     for n in JOBS
     for p in RESUMED[n]
     if TORTURE or (n, p) not in TORTURES

@@ -21,6 +21,7 @@ def test_another_group_in_the_same_processes_is_another_round(run_job, tmp_path)
     assert not answers[0]["same object"]
 
 
+@pytest.mark.slow
 def test_a_round_sees_nothing_of_the_rounds_before_it_in_a_store_that_outlived_them(run_job, port):
     rounds = [run_job(SCRIPT, job("same_store", port)) for _ in range(2)]
     assert len({answers[0]["run_id"] for answers in rounds}) == 2

@@ -41,6 +41,7 @@ def test_a_killed_training_resumes_with_the_losses_of_one_that_was_not(job, kill
         assert (one["best"], one["kept"]) == (whole["best"], whole["kept"])
 
 
+@pytest.mark.slow
 def test_another_number_of_processes_resumes_with_the_same_bits(job, killed, tmp_path):
     path = killed / f"step={2 * STEPS}.ckpt"
     (found,) = job("train", 1, tmp_path, 3, None, path)
