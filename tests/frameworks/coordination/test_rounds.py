@@ -3,6 +3,7 @@
 import subprocess
 import sys
 
+import pytest
 from paths import CHILDREN
 
 SCRIPT = "coordination_torch.py"
