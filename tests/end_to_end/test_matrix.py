@@ -14,7 +14,7 @@ from faults import TORTURE
 
 import shardckpt
 
-pytestmark = [pytest.mark.xla, pytest.mark.timeout(3600 if TORTURE else 400)]
+pytestmark = [pytest.mark.xla, pytest.mark.timeout(3600 if TORTURE else 400), pytest.mark.slow]
 
 JOBS = {
     "torch_xla": ("torch_xla", 1),
@@ -41,7 +41,7 @@ def rounds(torture):
     return range(8 if torture else 1)
 
 
-@pytest.fixture(scope="module", params=[pytest.param(kind, marks=[pytest.mark.slow] if i else []) for i, kind in enumerate(KINDS)])
+@pytest.fixture(scope="module", params=KINDS)
 def kind(request):
     """A way to store all checkpoints."""
     return request.param

@@ -18,6 +18,9 @@ from sleeping import asleep
 
 import shardckpt
 
+pytestmark = pytest.mark.slow
+
+
 HOUR = 3600
 PROCESSES = 3
 CLOCKS = [(HOUR, 0, -HOUR), (-HOUR, HOUR, 0)]

@@ -10,6 +10,9 @@ from collections import Counter
 import pytest
 from killing import CASE_IDS, CASES, kill, operations_of
 
+pytestmark = pytest.mark.slow
+
+
 STRIDE = 97
 STRIDE_IN_FULL = 5
 """Every so many-th operation, with another beginning in each case: at it one process kills the others, then itself."""

@@ -12,20 +12,16 @@ from collections import Counter
 import pytest
 from killing import CASE_IDS, CASES, kill, operations_of
 
+pytestmark = pytest.mark.slow
+
+
 STRIDE = 19
 """Unless in full, every so many-th operation, with another beginning in each case."""
 MOMENTS = 50
 """In full, at so many moments in each case: also within what is one operation elsewhere."""
 
 
-SOME = [
-    pytest.param(case, id=name, marks=[pytest.mark.slow] if i % 2 else [])
-    for i, (case, name) in enumerate(zip(CASES, CASE_IDS, strict=True))
-]
-"""`make test` has every other case."""
-
-
-@pytest.mark.parametrize("case", SOME)
+@pytest.mark.parametrize("case", CASES, ids=CASE_IDS)
 def test_a_process_killed_at_any_operation(tmp_path, jobs, full, case, record_property):
     """In full every operation of every process; else every so many-th."""
     counts = operations_of(jobs, tmp_path / "base", case)

@@ -14,6 +14,9 @@ import shardckpt
 from shardckpt import errors
 from shardckpt.commit import collecting
 
+pytestmark = pytest.mark.slow
+
+
 PROCESSES = 3
 SHORT, LONG = 0.7, 30
 """Timeouts of saves that fail, and of those that do not."""

@@ -20,6 +20,9 @@ import shardckpt
 from shardckpt import errors
 from shardckpt.commit import collecting
 
+pytestmark = pytest.mark.slow
+
+
 MEANWHILE = ("nothing", "collect", "save", "commit", "collect and save", "delete")
 CASES = [(layout, overwrite) for layout in LAYOUTS for overwrite in (False, True)]
 CASE_IDS = [f"{layout}-{'overwrite' if overwrite else 'first'}" for layout, overwrite in CASES]

@@ -15,6 +15,9 @@ from aftermath import LAYOUTS, attempts, value_of
 import shardckpt
 from shardckpt.commit import collecting
 
+pytestmark = pytest.mark.slow
+
+
 PROCESSES = 2
 LOSSES = ("AlreadyExistsError: ", "CommitError: ")
 """A process is refused by the storage, or told by another one of its job which was."""

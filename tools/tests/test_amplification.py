@@ -18,6 +18,9 @@ from shardckpt.format.zarr_arrays import CHECKSUM_BYTES
 from shardckpt.layout.world import World
 from shardckpt.writing import save_plan
 
+pytestmark = pytest.mark.slow
+
+
 REAL_SIZES = tool.llama_shapes(1)
 SMALL_SIZES = {**tool.llama_shapes(8, vocabularies=(128256,)), "uneven": (5027, 512), "prime": (4001, 331), "vector": (300_007,)}
 
@@ -86,7 +89,6 @@ def measured(tmp_path_factory):
     return tool.measure(REAL_SIZES, pairs=80, seed=1, read_one_in=0, directory=tmp_path_factory.mktemp("unused"))
 
 
-@pytest.mark.slow
 def test_layout_changes_of_up_to_8_ways_read_at_most_half_again_of_what_is_needed(measured):
     for found in (tool.summary(measured.hosts["powers of two", "a"]), tool.summary(measured.tensors["powers of two", "a"])):
         assert found["n"] > 1000
@@ -94,14 +96,12 @@ def test_layout_changes_of_up_to_8_ways_read_at_most_half_again_of_what_is_neede
         assert found["worst"] <= 1.5
 
 
-@pytest.mark.slow
 def test_changes_by_up_to_a_factor_of_8_read_a_tenth_too_much_at_the_median(measured):
     for kind in ("powers of two", "any"):
         assert tool.summary(measured.hosts[kind, "b"])["median"] <= 1.10
     assert tool.summary(measured.hosts["powers of two", "b"])["p90"] <= 1.5
 
 
-@pytest.mark.slow
 def test_meshes_of_any_size_read_a_tenth_too_much_at_the_median(measured):
     found = tool.summary(measured.hosts["any", "a"])
 
@@ -109,7 +109,6 @@ def test_meshes_of_any_size_read_a_tenth_too_much_at_the_median(measured):
     assert found["p90"] <= 1.5
 
 
-@pytest.mark.slow
 def test_low_amplification_is_not_bought_with_tiny_chunks(measured):
     """Of tensors of 8 MiB to 2 GiB, laid out over 8 to 64 devices."""
     assert min(measured.chunk_bytes) >= 128 << 10

@@ -7,6 +7,9 @@ import sys
 import pytest
 from paths import TOOLS
 
+pytestmark = pytest.mark.slow
+
+
 TOOL = TOOLS / "soak.py"
 
 

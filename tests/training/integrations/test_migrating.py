@@ -45,6 +45,7 @@ def public(definition):
     return {name for name in methods(definition) if not name.startswith("_")}
 
 
+@pytest.mark.slow
 def test_the_script_for_dcp_runs(tmp_path):
     script = "\n".join(blocks(DCP))
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=100)

@@ -9,6 +9,9 @@ import pytest
 from tools.scale.bucket import INITIAL, Job, simulate
 from tools.scale.counted import emulated_save
 
+pytestmark = pytest.mark.slow
+
+
 MiB = 1 << 20
 LOOKS = 9
 """Most that a host takes until it sees the placeholder of process 0, or has put its own there."""
@@ -29,7 +32,7 @@ def counts(requests):
     return Counter((r.kind, r.what) for r in requests)
 
 
-@pytest.mark.parametrize(("hosts", "tensors", "mebibytes"), [pytest.param(2, 1, 8, marks=pytest.mark.slow), (4, 24, 1)])
+@pytest.mark.parametrize(("hosts", "tensors", "mebibytes"), [(2, 1, 8), (4, 24, 1)])
 def test_what_a_host_asks_besides_its_data_depends_on_neither_hosts_nor_tensors(packed, hosts, tensors, mebibytes):
     """But for what describes the checkpoint: of hosts that say the same, one or more write it."""
     described = ("upload", "contents/#")

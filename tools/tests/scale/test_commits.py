@@ -12,6 +12,8 @@ import shardckpt
 from shardckpt.io.store import Store
 from tools.scale.commits import CHUNKS_PER_TENSOR, commit, contents_of, floor, forget_commit, measure, write_attempt
 
+pytestmark = pytest.mark.slow
+
 
 def written(top, hosts, chunks, layout="packed"):
     """What so many hosts leave, of so many chunks each; the checkpoint's place and the attempt's."""

@@ -11,6 +11,9 @@ from tools.scale.host import MEASURED, Job
 from tools.scale.layouts import KINDS
 from tools.scale.targets import TARGETS
 
+pytestmark = pytest.mark.slow
+
+
 SMALL, LARGE = 1024, 100_000
 TENSORS = 60
 """Some layers of it: all shapes that there are."""

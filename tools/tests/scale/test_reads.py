@@ -11,6 +11,8 @@ from tools.scale.layouts import KINDS
 from tools.scale.reads import MEASURED
 from tools.scale.tables import owners
 
+pytestmark = pytest.mark.slow
+
 
 def requests(kind, devices, tensors=120, **onto):
     return MEASURED["requests"](tree="405B", kind=kind, devices=devices, tensors=tensors, **onto)()

@@ -7,6 +7,8 @@ import sys
 import pytest
 from paths import ROOT
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.slow
 def test_planning_for_a_thousand_tensors_and_sixteen_thousand_devices_takes_less_than_half_a_gibibyte(tmp_path):
