@@ -19,7 +19,7 @@ from shardckpt.convert.importing import import_checkpoint
 from shardckpt.errors import NotFoundError, OptionError
 from shardckpt.io.url import parse
 
-pytestmark = pytest.mark.xla
+pytestmark = [pytest.mark.xla, pytest.mark.slow]
 CHILD = CHILDREN / "torch_xla_manager.py"
 SHAPES = {
     "both": ((8, 6), np.float32),

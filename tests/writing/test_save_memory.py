@@ -27,7 +27,14 @@ def measured(to, *options):
     return json.loads(run.stdout)
 
 
-@pytest.mark.parametrize(("to", "layout"), [("a disk", "packed"), ("a disk", "zarr"), ("gs", "packed"), ("gs", "zarr")])
+@pytest.mark.parametrize(
+    ("to", "layout"),
+    [
+        ("a disk", "packed"),
+        ("gs", "zarr"),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("a disk", "zarr"), ("gs", "packed"))),
+    ],
+)
 def test_a_save_larger_than_its_memory_limit_stays_inside_it(tmp_path, to, layout):
     place = str(tmp_path) if to == "a disk" else to
     found = measured(place, "--gibibytes", "0.25", "--memory-limit", "128MiB", "--layout", layout)

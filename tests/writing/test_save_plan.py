@@ -62,7 +62,7 @@ PLANS = {
 }
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", [pytest.param(plan, marks=[pytest.mark.slow] if i else []) for i, plan in enumerate(PLANS)])
 def test_64_hosts_of_a_llama_write_equal_shares_each_chunk_once(plan):
     counts, per_host = written_chunks(Hosts(64, 4), llama(PLANS[plan], layers=4))
     assert all((c == 1).all() for c in counts.values())

@@ -59,7 +59,8 @@ def go_on(process):
     process.stdin.flush()
 
 
-@pytest.mark.parametrize("framework", [pytest.param(name, marks=[pytest.mark.slow] if name == "jax" else []) for name in PARTS])
+@pytest.mark.slow
+@pytest.mark.parametrize("framework", PARTS)
 def test_while_process_0_is_stopped_every_wait_for_it_ends_with_an_error_that_names_it(job, framework):
     leader, other = job(framework)
     said(leader), said(other)
