@@ -26,7 +26,7 @@ import numpy as np
 from shardckpt._version import __version__
 from shardckpt.commit import index
 from shardckpt.errors import CommitError, FormatError
-from shardckpt.excerpt import numbered
+from shardckpt.excerpt import few, numbered
 from shardckpt.format.documents import FORMAT_VERSION, FileReference, TableReference, format_version, open_envelope
 from shardckpt.format.record import CheckpointRecord, Contents, HostFiles, HostRecord, host_record_key
 from shardckpt.format.table import OWN_OBJECT, ROW, ArrayChunks, Table, TableHeader, check_sizes
@@ -37,9 +37,9 @@ from shardckpt.plan.pieces import chunk_boxes
 from shardckpt.state.names import shown
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from shardckpt.format.structure import TensorRecord
+    from shardckpt.format.structure import Structure, TensorRecord
     from shardckpt.io.store import Store
     from shardckpt.plan.pieces import Piece
 
@@ -139,9 +139,11 @@ def assemble(place: Store, said: Mapping[FileReference, Contents] | None = None)
         if small:
             place.write(SMALL, data)
         values = {chunk_object_key(piece, position): stored.tobytes() for piece, position, stored, _ in small}
-        # Chunks that hosts wrote are merged by reference; those of small tensors are values in the index itself.
+        # Chunks that hosts wrote are there by reference; those of small tensors are values in the index itself.
         chunks, nbytes = sum(host.chunks for host in hosts), sum(host.stored_bytes for host in hosts)
-        index.merge_lanes(place, lanes, documents, values=values, expected_chunks=chunks, expected_bytes=nbytes)
+        few_chunks = chunks + len(values) + len(structure.tensors) <= index.MOST_IN_A_LEAF
+        if not (few_chunks and index.write_index(place, _places(table, structure), zarr_documents(structure, first.compression), values)):
+            index.merge_lanes(place, lanes, documents, values=values, expected_chunks=chunks, expected_bytes=nbytes)
     else:
         for piece, position, stored, _ in small:
             place.write(plain_key(chunk_object_key(piece, position)), stored)
@@ -221,13 +223,18 @@ def _tables(place: Store, hosts: Sequence[HostRecord]) -> list[Table]:
 
 
 def _check_counts(place: Store, hosts: Sequence[HostRecord], tables: Sequence[Table]) -> None:
-    """Check that every host's chunk table is as long as its record says."""
+    """Check that every host's chunk table is as long as its record says, and lies in the indexes that it names."""
     for host, table in zip(hosts, tables, strict=True):
+        what = f"{place}: the chunk table of host {host.host} has"
         if len(table.rows) != host.chunks:
-            raise CommitError(
-                f"{place}: the chunk table of host {host.host} has {len(table.rows)} chunks, its record says {host.chunks}; "
-                f"nothing was published."
-            )
+            raise CommitError(f"{what} {len(table.rows)} chunks, its record says {host.chunks}; nothing was published.")
+        nbytes = int(table.rows.length.sum())
+        if nbytes != host.stored_bytes:
+            raise CommitError(f"{what} chunks of {nbytes} bytes, its record says {host.stored_bytes}; nothing was published.")
+        lanes = {file.rpartition("/d/")[0] for file in table.files}
+        if lanes != set(host.files.lanes):
+            named = few(sorted(host.files.lanes)) if host.files.lanes else "no index"
+            raise CommitError(f"{what} chunks in {few(sorted(lanes))}, its record names {named}; nothing was published.")
 
 
 def _merged(place: Store, tables: Sequence[Table], parts: _Parts, tensors: Iterable[TensorRecord]) -> Table:
@@ -281,6 +288,17 @@ def _lacking(parts: _Parts, *suspects: TensorRecord) -> str:
                 f"{numbered('process', without)}: give it to all, or save what one process has alone with host_tensors='local'."
             )
     return ""
+
+
+def _places(table: Table, structure: Structure) -> Iterator[tuple[str, str, int, int]]:
+    """Key, data file, offset and bytes of each chunk that a host wrote into a data file."""
+    pieces = {piece.path: piece for tensor in structure.tensors.values() for piece in tensor.pieces}
+    paths = chain.from_iterable([path] * count for path, count in table.counts.items())
+    rows = table.rows
+    columns = (column.tolist() for column in (rows.chunk, rows.file, rows.offset, rows.length))
+    for path, chunk, file, offset, length in zip(paths, *columns, strict=True):
+        if table.files[file] != SMALL:
+            yield chunk_object_key(pieces[path], chunk), table.files[file], offset, length
 
 
 def _small_chunks(contents: Contents, compression: str | None) -> tuple[list[tuple[Piece, int, Any, int]], bytes]:

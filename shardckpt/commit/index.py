@@ -1,8 +1,8 @@
 """Metadata for all other zarr readers, built after all hosts have written.
 
-Packed layout: one OCDBT database over the complete attempt. Each host's lanes are databases below it. Merging them
-copies references, not chunks; the `zarr.json` documents are written in a transaction of their own. A key that two lanes have
-would be lost silently, so the keys are counted afterwards.
+Packed layout: one OCDBT database over the complete attempt. Few chunks and documents make one leaf (`write_index`). For many, the hosts'
+lanes, which are databases below it, are merged by TensorStore (`merge_lanes`). Merging copies references, not chunks; the `zarr.json`
+documents are written in a transaction of their own. A key that two lanes have would be lost silently, so the keys are counted afterwards.
 
 Plain layout: the `zarr.json` files of arrays and groups, the root with consolidated metadata.
 
@@ -17,6 +17,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
+import numpy as np
 import tensorstore as ts
 
 from shardckpt.errors import CommitError, FormatError
@@ -31,12 +32,16 @@ if TYPE_CHECKING:
     from shardckpt.io.ocdbt import Place, Version
     from shardckpt.io.url import Location
 
+_MOST_INSIDE = 1 << 20
+"""Most bytes of a value inside a node, the format's limit. A document inside is covered by the node's checksum; one outside is not."""
 _CONFIG = {
-    # A document inside a node is covered by the node's checksum; one outside is not. 1 MiB is the format's limit.
-    "max_inline_value_bytes": 1 << 20,
+    "max_inline_value_bytes": _MOST_INSIDE,
     "compression": {"id": "zstd"},
 }
 _MANIFEST = "manifest.ocdbt"
+_LEAF = "d/leaf"
+MOST_IN_A_LEAF = 1 << 12
+"""Most chunks and documents of an index that `write_index` makes. TensorStore takes five requests, one after another, to merge indexes."""
 _MOST_HEIGHT = 16
 """Height that a tree of valid nodes never exceeds; a damaged tree might have cycles."""
 
@@ -84,6 +89,48 @@ def merge_lanes(
             f"{found.num_keys - written} of {found.num_indirect_value_bytes}; two hosts wrote the same chunk, or an array's "
             f"path is another's chunk. Nothing was published."
         )
+
+
+def write_index(
+    attempt: Store,
+    chunks: Iterable[tuple[str, str, int, int]],
+    documents: Iterable[tuple[str, Mapping[str, Any]]],
+    values: Mapping[str, bytes],
+) -> bool:
+    """Build the merged index of an attempt with few chunks, as one leaf; if one is there already, the result is the same.
+
+    Returns False, and writes nothing, if a document is too large for a node.
+
+    Args:
+        attempt: the attempt's place.
+        chunks: the chunks in data files: key, file relative to the attempt, offset and bytes.
+        documents: as for `merge_lanes`.
+        values: as for `merge_lanes`.
+
+    Raises:
+        CommitError: TensorStore does not find every key.
+        StorageError: the storage failed.
+    """
+    inside = {key.encode(): data for key, data in chain(packed_documents(documents), values.items())}
+    if max(map(len, inside.values()), default=0) > _MOST_INSIDE:
+        return False
+    places = {key.encode(): (file, offset, length) for key, file, offset, length in chunks}
+    files = {file: i for i, file in enumerate(dict.fromkeys(file for file, _, _ in places.values()))}
+    keys = sorted([*inside, *places])
+    rows = np.zeros((len(keys), 3), np.int64)
+    for row, key in zip(rows, keys, strict=True):
+        if key in places:
+            file, *row[1:] = places[key]
+            row[0] = files[file]
+    file_number, offset, length = (rows[:, i] for i in range(3))
+    node = ocdbt.leaf_node(keys, list(files), file_number, offset, length, [inside.get(key) for key in keys])
+    attempt.write(_LEAF, node)
+    attempt.write(_MANIFEST, ocdbt.manifest(_LEAF, len(node), len(keys), int(length.sum())))
+    with storage_errors("read back the index of", attempt):
+        found = _database(attempt).list().result()
+    if found != keys:
+        raise CommitError(f"{attempt}: TensorStore finds {len(found)} keys in the merged index where {len(keys)} were written.")
+    return True
 
 
 def _await(futures: Iterable[Any]) -> int:

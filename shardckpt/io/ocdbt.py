@@ -5,7 +5,7 @@ driver). A value outside the tree is `(data file, offset, length)`, and any file
 data file. So chunks can be appended to files straight from the caller's buffer, in the caller's order and
 without a transaction that holds them all in memory. Then only the index must be written:
 
-1. `leaf_node`: all keys and places of a lane in one B+tree leaf (at most 2**20 keys, TensorStore's limit).
+1. `leaf_node`: all keys and places in one B+tree leaf (at most 2**20 keys, TensorStore's limit), maybe with some values.
 2. `manifest`: one version whose root is that leaf.
 
 Integers are unsigned LEB128; complete columns are encoded at once. Nodes and manifest end in their crc32c.
@@ -17,7 +17,7 @@ import secrets
 import time
 from dataclasses import dataclass
 from itertools import compress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import crc32c
 import numpy as np
@@ -48,8 +48,15 @@ _MAX_DECODED_NODE_BYTES = 8 << 20
 """TensorStore's default; a hint to writers that readers do not enforce."""
 
 
-def leaf_node(keys: Sequence[bytes], files: Sequence[str], file: ArrayLike, offset: ArrayLike, length: ArrayLike) -> bytes:
-    """The B+tree leaf that maps each key to its place, as bytes.
+def leaf_node(
+    keys: Sequence[bytes],
+    files: Sequence[str],
+    file: ArrayLike,
+    offset: ArrayLike,
+    length: ArrayLike,
+    inside: Sequence[bytes | None] | None = None,
+) -> bytes:
+    """The B+tree leaf that maps each key to its value, as bytes.
 
     Args:
         keys: n different keys, in ascending order.
@@ -57,8 +64,14 @@ def leaf_node(keys: Sequence[bytes], files: Sequence[str], file: ArrayLike, offs
         file: (n,) index into `files`.
         offset: (n,) offset of the first byte.
         length: (n,) bytes.
+        inside: n entries: a value that the node itself contains, or None for a value in a file. None: all are in files. A node
+            with values is compressed.
     """
     assert 0 < len(keys) <= MOST_KEYS, "a leaf holds between one and 2**20 keys"
+    values = [value for value in inside or () if value is not None]
+    in_file = np.ones(len(keys), bool) if inside is None else np.array([value is None for value in inside])
+    lengths, files_of, offsets = (np.array(column, np.int64) for column in (length, file, offset))
+    lengths[~in_file] = list(map(len, values))
     paths = [name.encode() for name in files]
     shared = shared_prefixes(keys)
     rest = [keys[0], *(key[n:] for key, n in zip(keys[1:], shared.tolist(), strict=True))]
@@ -68,19 +81,20 @@ def leaf_node(keys: Sequence[bytes], files: Sequence[str], file: ArrayLike, offs
             # Data file table: prefix lengths, suffix lengths, base path lengths (0 here), suffixes.
             *(
                 varints([len(paths)]),
-                varints(np.zeros(len(paths) - 1)),
+                varints(np.zeros(max(0, len(paths) - 1))),
                 varints([len(p) for p in paths]),
                 varints(np.zeros(len(paths))),
                 *paths,
             ),
             *(varints([len(keys)]), varints(shared), varints([len(r) for r in rest]), *rest),
-            varints(length),
-            b"\1" * len(keys),  # every value lies outside the node
-            varints(file),
-            varints(offset),
+            varints(lengths),
+            in_file.astype(np.uint8).tobytes(),
+            varints(files_of[in_file]),
+            varints(offsets[in_file]),
+            *values,
         ]
     )
-    return _framed(_NODE_MAGIC, body)
+    return _framed(_NODE_MAGIC, body, compress=bool(values))
 
 
 def manifest(node: str, node_bytes: int, num_keys: int, value_bytes: int) -> bytes:
@@ -121,9 +135,9 @@ def varints(values: ArrayLike) -> bytes:
     return coded[used].tobytes()
 
 
-def _framed(magic: int, body: bytes) -> bytes:
-    """Magic, length of everything, version 0, no compression, body, crc32c."""
-    rest = b"\0\0" + body
+def _framed(magic: int, body: bytes, *, compress: bool = False) -> bytes:
+    """Magic, length of everything, version 0, kind of compression, body, crc32c."""
+    rest = b"\0" + (bytes([_ZSTD]) + _zstd().encode(body) if compress else b"\0" + body)
     head = magic.to_bytes(4, "big") + (4 + 8 + len(rest) + 4).to_bytes(8, "little")
     framed = head + rest
     checksum: int = crc32c.crc32c(framed)
@@ -292,10 +306,14 @@ def _unframed(magic: int, encoded: bytes) -> bytes:
         raise ValueError(f"version {version} with compression {compression} is not known here")
     if not compression:
         return body
-    from numcodecs import Zstd
-
     try:
-        decoded: bytes = Zstd().decode(body)
+        decoded: bytes = _zstd().decode(body)
     except RuntimeError as e:
         raise ValueError(f"it cannot be decompressed ({e})") from e
     return decoded
+
+
+def _zstd() -> Any:
+    from numcodecs import Zstd
+
+    return Zstd()

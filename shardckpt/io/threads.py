@@ -143,21 +143,22 @@ class Workers:
         """Use at most `threads` threads, whose names begin with `name`."""
         self.local = threading.local()
         """Data local to each pool thread, and to each calling thread."""
-        self._most = threads
+        self.at_once = threads
+        """Most threads that work for one caller."""
         self._pool = ThreadPoolExecutor(threads, name)
 
     def do(self, work: Callable[[T], object], tasks: Iterable[T]) -> None:
         """Call `work` for each task; the first error stops the rest, and is raised.
 
-        The calling thread does the work itself if there is only one task, or if the pool has only one thread. When this returns or raises,
-        no thread is at work on any of the tasks.
+        The calling thread does the work itself if there is only one task, or if only one thread works at a time. When this returns or
+        raises, no thread is at work on any of the tasks.
         """
         listed = list(tasks)
-        if len(listed) < 2 or self._most == 1:
+        if len(listed) < 2 or self.at_once == 1:
             for task in listed:
                 work(task)
             return
-        _run(listed, self._pool.submit, [work] * min(self._most, len(listed)))
+        _run(listed, self._pool.submit, [work] * min(self.at_once, len(listed)))
 
 
 def map_on_threads(read: Callable[[T], R], items: Iterable[T]) -> list[R]:

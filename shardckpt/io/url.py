@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
@@ -55,6 +55,8 @@ class Location:
     path: str
     """`file`: an absolute, normalised path. `gs` and `s3`: the bucket, and names below it after slashes. `memory`:
     slash-separated names. It has no slash at the end."""
+    local: Path | None = field(init=False, repr=False, compare=False)
+    """The path on this machine's file system; None on other storages."""
 
     def __post_init__(self) -> None:
         """Refuse unknown schemes, and names that the storage could not keep unchanged."""
@@ -76,6 +78,7 @@ class Location:
         why = unfit(self.path.removeprefix("/") if self.scheme == "file" else self.path)
         if why and self.path != "/":
             raise UrlError(f"{self.path!r} cannot be stored to: {why}. Choose another name.")
+        object.__setattr__(self, "local", Path(self.path) if self.scheme == "file" else None)
 
     def join(self, *parts: str) -> Location:
         """The location below this one; each part is one or more names separated by slashes.
@@ -120,11 +123,6 @@ class Location:
         """On an object store: prefix of the names of all objects at this location, "" or ending in a slash."""
         below = self.path.partition("/")[2]
         return f"{below}/" if below else ""
-
-    @property
-    def local(self) -> Path | None:
-        """The path on this machine's file system; None on other storages."""
-        return Path(self.path) if self.scheme == "file" else None
 
     @property
     def url(self) -> str:

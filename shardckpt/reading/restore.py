@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 from contextlib import closing, nullcontext
 from functools import partial
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from shardckpt import frameworks
@@ -30,7 +31,7 @@ from shardckpt.frameworks.coordination import Coordinator, check_coordinator
 from shardckpt.frameworks.per_process import choose_value, decode_value
 from shardckpt.io.buffers import Arena, BufferPool, Lease
 from shardckpt.io.failures import reading_takes_threads
-from shardckpt.io.threads import read_ahead
+from shardckpt.io.threads import read_ahead, run_on_threads
 from shardckpt.io.url import parse
 from shardckpt.options import DEFAULT_MEMORY_LIMIT, check_flag, parse_bytes
 from shardckpt.plan.pieces import batches
@@ -270,7 +271,8 @@ def _read_all(
     in_place = in_place and any(landing.fills_leaf for job in jobs for landing in job.landings)
     alone, shared = (list(jobs), []) if meeting is None else meeting.divide(checkpoint, jobs, limit)
     if all(job.is_in_place for job in jobs):  # nothing is staged
-        read_and_place = partial(_read_in_place, placed=placed)
+        # In a bucket the requests for a batch begin while the last ones for the batch before are under way.
+        read_and_place = partial(_read_in_place, at_once=1 if checkpoint.location.bucket is None else 2, placed=placed)
     else:
         pool = BufferPool(limit - exchange_bytes(limit) if shared else limit)
         read_and_place = partial(_stage_and_place, pool=pool, staged=staged, placed=placed)
@@ -281,14 +283,19 @@ def _read_all(
 
 
 def _read_in_place(
-    jobs: Sequence[RestoreJob], fetch: Callable[[Sequence[RestoreJob]], None], *, placed: Callable[[int], None]
+    jobs: Sequence[RestoreJob], fetch: Callable[[Sequence[RestoreJob]], None], *, at_once: int, placed: Callable[[int], None]
 ) -> dict[str, object]:
-    """Read some tensors straight into the memory of their leaves; arguments and result as for `_stage_and_place`."""
+    """Read some tensors straight into the memory of their leaves, so many batches at a time; the rest as for `_stage_and_place`."""
     restored: dict[str, object] = {}
-    for batch in batches(jobs, lambda job: (job.nbytes,), (LARGEST_BATCH,)):
+    placing = Lock()
+
+    def read(batch: Sequence[RestoreJob]) -> None:
         fetch(batch)
-        restored |= _place(batch)
-        placed(sum(job.nbytes for job in batch))
+        with placing:
+            restored.update(_place(batch))
+            placed(sum(job.nbytes for job in batch))
+
+    run_on_threads(batches(jobs, lambda job: (job.nbytes,), (LARGEST_BATCH,)), [read] * at_once, "shardckpt-restore")
     return restored
 
 

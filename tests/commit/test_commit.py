@@ -225,9 +225,9 @@ def test_an_interrupt_while_publishing_deletes_nothing(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("failing", ["_host_records", "_check_coverage", "merge_lanes", "write_plain_documents"])
+@pytest.mark.parametrize("failing", ["_host_records", "_check_coverage", "write_index", "write_plain_documents"])
 def test_a_save_that_fails_before_it_publishes_leaves_nothing(tmp_path, monkeypatch, layout, failing):
-    if failing not in {"packed": {"write_plain_documents"}, "zarr": {"merge_lanes"}}[layout]:
+    if failing not in {"packed": {"write_plain_documents"}, "zarr": {"write_index"}}[layout]:
         place = assemble if failing.startswith("_") else index
         monkeypatch.setattr(place, failing, lambda *_, **__: 1 / 0)
         with pytest.raises(ZeroDivisionError):

@@ -57,6 +57,33 @@ def test_tensorstore_reads_every_key_and_place(entries):
     assert ts.KvStore.open({"driver": "ocdbt", "base": "memory://"}, context=context).result().list().result() == keys
 
 
+texts = st.binary(min_size=1, max_size=12).map(lambda key: key.replace(b"\0", b"\1"))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.dictionaries(texts, st.one_of(places, st.binary(max_size=3000)), min_size=1, max_size=40))
+def test_tensorstore_reads_values_in_the_node_beside_those_in_files(entries):
+    files, keys = ["d/00000", "d/00001", "d/other"], sorted(entries)
+    inside = [value if isinstance(value, bytes) else None for value in map(entries.__getitem__, keys)]
+    rows = [(0, 0, 0) if isinstance(value, bytes) else value for value in map(entries.__getitem__, keys)]
+    node = leaf_node(keys, files, *zip(*rows, strict=True), inside)
+    context = ts.Context()
+    base = ts.KvStore.open({"driver": "memory"}, context=context).result()
+    base.write("d/leaf", node).result()
+    outside = sum(n for _, _, n in rows)
+    base.write("manifest.ocdbt", manifest("d/leaf", len(node), len(keys), outside)).result()
+
+    database = ts.KvStore.open({"driver": "ocdbt", "base": "memory://"}, context=context).result()
+    assert database.list().result() == keys
+    for key, value in zip(keys, inside, strict=True):
+        assert value is None or database.read(key).result().value == value
+    found = dict(ocdbt.read_node(node).values)
+    assert found == {key: (files[f], o, n) for key, (f, o, n), value in zip(keys, rows, inside, strict=True) if value is None}
+    root = ts.ocdbt.dump(base).result()["versions"][-1]["root"]
+    for entry in ts.ocdbt.dump(base, root["location"]).result()["entries"]:
+        assert ("indirect_value" in entry) == (entries[entry["key"]].__class__ is tuple)
+
+
 def test_a_damaged_leaf_is_refused_by_tensorstore():
     node = bytearray(leaf_node([b"a", b"ab"], ["d/0"], [0, 0], [0, 5], [5, 5]))
     base = ts.KvStore.open({"driver": "memory"}).result()

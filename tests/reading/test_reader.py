@@ -114,7 +114,7 @@ def test_whole_files_are_read_in_requests_of_8_mib_and_more(proxied):
     proxy, store = proxied
     rows = np.random.default_rng(0).integers(0, 1 << 62, (32, 1 << 17), np.int64)  # chunks of 1 MiB
     piece, table = written(store, rows)
-    for memory, most, requests in ((160 << 20, 10 << 20, 4), (256 << 20, 16 << 20, 3), (1 << 20, 10 << 20, 4)):
+    for memory, most, requests in ((256 << 20, 10 << 20, 4), (512 << 20, 16 << 20, 3), (1 << 20, 10 << 20, 4)):
         proxy.traffic.reset()
         assert np.array_equal(read_all(ChunkReader(store, WholeTable(FILES, {"w": table}), memory=memory), piece, np.int64), rows)
         sizes = [e.bytes_down for e in proxy.traffic.exchanges()]

@@ -19,6 +19,7 @@ import re
 import secrets
 import ssl
 import threading
+import time
 from functools import cache
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -45,6 +46,8 @@ _SMALL = 1 << 20
 """Most bytes of an unconditional object that is uploaded with its checksum in one body."""
 _CONNECTIONS = 64
 """Connections that are kept for the next requests."""
+_NEW_SECONDS = 60
+"""Seconds in which an access token does not expire."""
 _RANGE = re.compile(r"bytes \d+-\d+/(\d+)")
 
 
@@ -60,6 +63,8 @@ class GcsConnection:
         self._credentials: Any = None
         self._lacking: Exception | None = None
         """Why there are no credentials; a public bucket can be read without."""
+        self._renewed = "", 0.0
+        """The access token that was made because another one was refused, and the time."""
         self._found = self.service.startswith("http:")  # an emulator: no credentials are sent
 
     def once(
@@ -107,7 +112,7 @@ class GcsConnection:
         if stream and answer.status >= 400:
             answer.data  # noqa: B018  (read to its end, and the connection is given back)
         if answer.status == 401 and self._credentials is not None:
-            self._renew()
+            self._renew(given["authorization"], refused(answer))
             raise PassingError(str(refused(answer)))
         if answer.status in cloud.PASSING:
             raise PassingError(str(refused(answer)))
@@ -137,9 +142,20 @@ class GcsConnection:
                 self._lacking = e
             self._found = True
 
-    def _renew(self) -> None:
+    def _renew(self, used: str, refusal: OSError) -> None:
+        """Get a new access token, unless another thread has done so; raise `refusal` if the one that was used is new itself."""
         with self._lock, _auth_errors():
-            self._credentials.refresh(self._transport())
+            token, at = self._renewed
+            if used == token and time.monotonic() - at < _NEW_SECONDS:
+                raise refusal
+            if used == self._token():
+                self._credentials.refresh(self._transport())
+                self._renewed = self._token(), time.monotonic()
+
+    def _token(self) -> str:
+        headers: dict[str, str] = {}
+        self._credentials.apply(headers)
+        return headers["authorization"]
 
     def _transport(self) -> Any:
         from google.auth.transport.urllib3 import Request

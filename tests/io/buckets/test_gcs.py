@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import datetime as dt
 import ipaddress
+import json
 import selectors
 import socket
 import ssl
 import threading
 from contextlib import contextmanager, suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
 import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from cryptography.x509.oid import NameOID
 from emulators import environment
 from fault_proxy import FaultProxy
@@ -121,6 +123,58 @@ def test_requests_go_through_the_proxy_that_the_environment_names(gcs_server, se
         with environment({**gcs_server.env(secure), "SSL_CERT_FILE": str(certificate[0]), **through}):
             GcsBucket(gcs_server.bucket).write("proxied", [memoryview(b"data")])
     assert [head.rpartition(b" ")[0].decode() for head in asked] == [f"CONNECT {secure.removeprefix('https://')}"]
+
+
+@pytest.mark.parametrize("accepted", [pytest.param("Bearer token 2", id="the next one is good"), pytest.param("", id="all are refused")])
+def test_a_token_that_is_refused_is_renewed_once(tmp_path, certificate, accepted):
+    issued = []
+
+    class Service(BaseHTTPRequestHandler):
+        """Cloud Storage, and the service that issues tokens."""
+
+        def do_POST(self):
+            self.rfile.read(int(self.headers["Content-Length"]))
+            issued.append(f"token {len(issued) + 1}")
+            self.answer(200, {"access_token": issued[-1], "expires_in": 3600})
+
+        def do_GET(self):
+            good = self.headers["Authorization"] == accepted
+            self.answer(*((200, {"size": "5", "generation": "7"}) if good else (401, {"error": {"message": "Invalid Credentials"}})))
+
+        def answer(self, status, document):
+            body = json.dumps(document).encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Service)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(*certificate)
+    server.socket = context.wrap_socket(server.socket, server_side=True)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    url = f"https://127.0.0.1:{server.server_port}"
+    key = rsa.generate_private_key(65537, 2048)
+    text = key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()).decode()
+    account = {"type": "service_account", "client_email": "a@b.c", "private_key": text, "private_key_id": "1", "token_uri": f"{url}/token"}
+    (tmp_path / "account.json").write_text(json.dumps({**account, "project_id": "p"}))
+    authority = dict.fromkeys(("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE"), str(certificate[0]))
+    named = {"GOOGLE_APPLICATION_CREDENTIALS": str(tmp_path / "account.json"), "GOOGLE_AUTH_TOKEN_FOR_TESTING": "none"}
+    try:
+        with environment({"STORAGE_EMULATOR_HOST": url, "TENSORSTORE_GCS_HTTP_URL": url, **authority, **named}):
+            bucket = GcsBucket("bucket")
+            if accepted:
+                assert bucket.stat("object") == (5, b"7")
+            else:
+                with pytest.raises(OSError, match=r"401.*Invalid Credentials"):
+                    bucket.stat("object")
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert issued == ["token 1", "token 2"]
 
 
 def test_a_server_that_says_nothing_is_given_up_at_the_deadline(gcs_server, monkeypatch):
