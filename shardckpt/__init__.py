@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from shardckpt.state.leaves import register_leaf
     from shardckpt.state.per_process import PerProcess
     from shardckpt.training import CheckpointManager, Restored, TrainState, train_state
+    from shardckpt.views.model_view import safetensors_view
+    from shardckpt.views.safe_open import safe_open
     from shardckpt.writing.save import save
     from shardckpt.writing.save_handle import SaveHandle, SaveReport
     from shardckpt.writing.saver import save_async
@@ -72,6 +74,8 @@ __all__ = [
     "register_leaf",
     "reshard",
     "restore",
+    "safe_open",
+    "safetensors_view",
     "save",
     "save_async",
     "train_state",
@@ -107,6 +111,8 @@ _HOME = {
     "register_leaf": "state.leaves",
     "reshard": "reshard",
     "restore": "reading.restore",
+    "safe_open": "views.safe_open",
+    "safetensors_view": "views.model_view",
     "save": "writing.save",
     "save_async": "writing.saver",
     "train_state": "training",

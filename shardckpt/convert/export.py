@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from math import prod
 from typing import TYPE_CHECKING, Any, Literal
 
 from shardckpt.convert.export_options import DEFAULT_MEMORY_LIMIT, SafetensorsOptions, StateOptions
 from shardckpt.convert.files.local_files import LocalFiles
 from shardckpt.convert.files.object_files import ObjectFiles, begun
-from shardckpt.convert.formats.safetensors.hf_configs import config_files, without_others
-from shardckpt.convert.formats.safetensors.hf_index import INDEX, is_of_a_model, split
-from shardckpt.convert.formats.safetensors.layout import lay_out
+from shardckpt.convert.formats.safetensors.hf_configs import without_others
+from shardckpt.convert.formats.safetensors.hf_index import INDEX, is_of_a_model
+from shardckpt.convert.formats.safetensors.model_files import plan_model_files
 from shardckpt.convert.formats.safetensors.target import write_safetensors
-from shardckpt.convert.naming.apply import outputs_of
 from shardckpt.convert.naming.choose import NameOptions
 from shardckpt.convert.whole_state import FORMATS, write_state
 from shardckpt.errors import AlreadyExistsError, OptionError, out_of_memory_is_typed
@@ -23,7 +21,6 @@ from shardckpt.io.failures import reading_takes_threads
 from shardckpt.io.store import Store
 from shardckpt.io.url import parse
 from shardckpt.reading.checkpoint import Checkpoint
-from shardckpt.reshard.rules.hf_config import read_config
 from shardckpt.state.names import shown
 
 if TYPE_CHECKING:
@@ -255,51 +252,49 @@ def _write_safetensors(checkpoint: Checkpoint, location: Location, options: Safe
     began = time.monotonic()
     _refuse_within(location, checkpoint)
     directory, single = _place(location, split_up=options.max_shard_size is not None)
-    outputs = outputs_of(checkpoint.record.structure, options.names, str(checkpoint.location))
-    tensors = {output.name: output for output in outputs.tensors}
-    shards = split({name: output.nbytes for name, output in tensors.items()}, options.max_shard_size)
-    files = [lay_out([tensors[name] for name in names], options.metadata) for names in shards.files.values()]
-    index = shards.index(sum(prod(output.shape) for output in outputs.tensors))
-    notes = [*outputs.notes]
-    if shards.oversized:
-        more = f" and {len(shards.oversized) - 1:,} more" if len(shards.oversized) > 1 else ""
-        notes.append(f"{shown(shards.oversized[0])}{more}: larger than max_shard_size, so in a file of its own.")
-    file_names = [single] if single is not None else [*shards.files, *([INDEX] if index is not None else [])]
+    model = plan_model_files(
+        checkpoint.record.structure,
+        checkpoint.metadata,
+        options.names,
+        where=str(checkpoint.location),
+        max_shard_size=options.max_shard_size,
+        header_metadata=options.metadata,
+    )
+    file_names = [single] if single is not None else [*model.weights, *([] if model.index is None else [INDEX])]
     configs: dict[str, bytes] = {}
     kept: list[str] = []
     if single is None:
-        config = options.names.config
-        configs = config_files(checkpoint.metadata, None if config is None else read_config(config)[1])
+        configs = dict(model.configs)
         configs, kept = (configs, []) if options.overwrite else without_others(configs, directory, file_names[-1])
     file_names = [*configs, *file_names]
     obsolete = [] if single is not None else _obsolete(directory, file_names, overwrite=options.overwrite)
     written = write_safetensors(
         checkpoint,
-        files,
+        list(model.weights.values()),
         _destination(directory, file_names, obsolete, options),
         limit=options.budget,
         verify=options.verify,
         first=list(configs.values()),
-        last=None if index is None else index.encode(),
+        last=model.index,
         progress=options.report_progress,
     )
     return ExportReport(
         url=str(location),
         files=tuple(file_names),
-        tensors=len(outputs.tensors),
-        nbytes=sum(output.nbytes for output in outputs.tensors),
+        tensors=len(model.outputs.tensors),
+        nbytes=sum(output.nbytes for output in model.outputs.tensors),
         read_bytes=written.read_bytes,
         written_bytes=written.written_bytes,
         resumed_bytes=written.resumed_bytes,
-        notes=(*notes, *(f"{name} is there already, and stays as it is." for name in kept)),
+        notes=(*model.notes, *(f"{name} is there already, and stays as it is." for name in kept)),
         seconds=time.monotonic() - began,
-        conversions=outputs.conversions,
+        conversions=model.outputs.conversions,
     )
 
 
 def _place(location: Location, *, split_up: bool) -> tuple[Location, str | None]:
     """The directory to write into, and the file's name if `location` names a file."""
-    if location.local is None and location.bucket is None:
+    if location.local is None and (location.bucket is None or location.is_web):
         raise OptionError(f"{location}: safetensors files are written to a local disk, gs:// or s3://.")
     above = location.parent
     if not location.name.endswith(_SUFFIX):

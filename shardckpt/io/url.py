@@ -1,7 +1,7 @@
 """Locations: a user's path or url, and TensorStore's form of it.
 
 A location is a scheme and a path. Users write a path (`ckpt/100`, a `pathlib.Path`), `file:///data/ckpt`,
-`gs://bucket/ckpt`, `s3://bucket/ckpt` or `memory://name/ckpt`. TensorStore always gets a JSON spec,
+`gs://bucket/ckpt`, `s3://bucket/ckpt`, `memory://name/ckpt`, or `https://host/ckpt`, to read only. TensorStore always gets a JSON spec,
 `{"driver": …, "path": …}`, never a url string, so a space, `%`, `?`, `#` or a non-ASCII letter in a
 name has no special meaning.
 
@@ -25,7 +25,7 @@ from shardckpt.errors import UrlError
 from shardckpt.format.documents import unfit
 from shardckpt.io.buckets import cloud
 
-_SCHEMES = ("file", "gs", "s3", "memory")
+_SCHEMES = ("file", "gs", "s3", "memory", "http", "https")
 _LABEL = r"[a-z0-9](?:[a-z0-9{}]{{0,61}}[a-z0-9])?"
 _BUCKETS = {
     "gs": (re.compile(r"(?=.{3,222}\Z)LABEL(?:\.LABEL)*\Z".replace("LABEL", _LABEL.format("_-"))), "dots, dashes and underscores"),
@@ -35,6 +35,9 @@ _BUCKETS = {
 
 https://cloud.google.com/storage/docs/buckets#naming, https://docs.aws.amazon.com/AmazonS3/latest/userguide/bucketnamingrules.html
 """
+_WEB = ("http", "https")
+_HOST = re.compile(r"(?:[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?|\[[0-9A-Fa-f:.]+\])(?::[0-9]{1,5})?\Z")
+"""The host of a web server: a name or an address, and a port."""
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 _PERCENT = re.compile(r"%(?![0-9A-Fa-f]{2})")
@@ -51,9 +54,9 @@ class Location:
     """
 
     scheme: str
-    """`file`, `gs`, `s3` or `memory`."""
+    """`file`, `gs`, `s3`, `memory`, `http` or `https`."""
     path: str
-    """`file`: an absolute, normalised path. `gs` and `s3`: the bucket, and names below it after slashes. `memory`:
+    """`file`: an absolute, normalised path. `gs` and `s3`: the bucket (`http`: the host), and names below it after slashes. `memory`:
     slash-separated names. It has no slash at the end."""
     local: Path | None = field(init=False, repr=False, compare=False)
     """The path on this machine's file system; None on other storages."""
@@ -62,7 +65,12 @@ class Location:
         """Refuse unknown schemes, and names that the storage could not keep unchanged."""
         if self.scheme not in _SCHEMES:
             raise UrlError(_unknown(self.scheme, f"{self.scheme}://{self.path}"))
-        if self.bucket is not None:
+        if self.is_web:
+            if not _HOST.match(self.path.partition("/")[0]):
+                raise UrlError(
+                    f"{self.scheme}://{self.path}: it names no host; write {self.scheme}://host/path, without user and password."
+                )
+        elif self.bucket is not None:
             names, besides = _BUCKETS[self.scheme]
             if not names.match(self.bucket):
                 raise UrlError(
@@ -114,9 +122,14 @@ class Location:
         return self.path.rpartition("/")[2]
 
     @property
+    def is_web(self) -> bool:
+        """Whether it is on a web server, where nothing can be written or listed."""
+        return self.scheme in _WEB
+
+    @property
     def bucket(self) -> str | None:
-        """The bucket on an object store, None elsewhere."""
-        return self.path.partition("/")[0] if self.scheme in _BUCKETS else None
+        """The bucket on an object store, or the host of a web server; None elsewhere."""
+        return self.path.partition("/")[0] if self.scheme in _BUCKETS or self.is_web else None
 
     @property
     def object_prefix(self) -> str:

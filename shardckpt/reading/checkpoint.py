@@ -40,6 +40,7 @@ from shardckpt.io.store import Store
 from shardckpt.io.url import parse
 from shardckpt.layout.box import Box, BoxArray
 from shardckpt.reading.based_reader import BasedReader
+from shardckpt.reading.lazy_array import LazyArray
 from shardckpt.reading.locate import Request
 from shardckpt.reading.reader import OBJECT_MEMORY, ChunkReader, open_reader
 from shardckpt.reading.verification import verify
@@ -50,7 +51,7 @@ from shardckpt.state.names import array_path, piece_path
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
@@ -183,6 +184,21 @@ class Checkpoint:
         with self.reading():
             self.reader.read([Request(t.name, t.dtype.storage, t.pieces, BoxArray.of([box], box.ndim), [out])])
         return out.view(t.dtype.numpy)
+
+    def __getitem__(self, name: str) -> LazyArray:
+        """A tensor, by any of its names, of which indexing reads the selected part: `checkpoint["model/w"][8:16]`.
+
+        Raises:
+            NamesMismatchError: no such tensor. OptionError: `name` is not a str.
+        """
+        t = self.tensor(name)
+
+        def read(boxes: Sequence[Box], memory: Sequence[NDArray[Any]]) -> None:
+            views = [part.view(t.dtype.storage) for part in memory]
+            with self.reading():
+                self.reader.read([Request(t.name, t.dtype.storage, t.pieces, BoxArray.of(list(boxes), len(t.shape)), views)])
+
+        return LazyArray(name, t.shape, t.dtype, t.layout, read)
 
     @cached_property
     def _names_of(self) -> dict[str, list[str]]:

@@ -1,43 +1,30 @@
 """A zarr-python store over a checkpoint of either layout; it verifies each chunk before zarr-python sees it.
 
-zarr-python reads keys and bytes through a `Store`. `CheckpointStore` differs from others:
-
-1. `zarr.json` documents are made from the commit record, never read from the storage.
-2. Chunks come from a `ChunkReader`: found with the chunk table, compared with its checksums.
-3. Missing chunks are errors. A store returns None for a key without bytes, and zarr-python then fills with zeros.
-   This store returns None only for keys that belong to no chunk.
-
-Names become nested groups at their slashes. A tensor that is stored in pieces appears as the arrays of its pieces.
+zarr-python reads keys and bytes through a `Store`. `CheckpointStore` takes them from `ZarrKeys`. Missing chunks are errors. (Other stores
+return None for a key without bytes, and zarr-python then fills with zeros. This store returns None only for keys that belong to no chunk.)
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
-from math import prod
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from zarr.abc.store import ByteRequest, OffsetByteRequest, RangeByteRequest, Store, SuffixByteRequest
 
 from shardckpt.errors import OptionError
-from shardckpt.format.zarr_arrays import CHECKSUM_BYTES, chunk_object_key, group_json, parent_groups, zarr_documents
 from shardckpt.io.store import Store as Place
 from shardckpt.reading.reader import open_reader
+from shardckpt.reading.zarr_keys import ZarrKeys
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+    from collections.abc import AsyncIterator, Callable, Iterable
 
     from zarr.core.buffer import Buffer, BufferPrototype
 
     from shardckpt.format.record import CheckpointRecord
-    from shardckpt.format.structure import TensorRecord
     from shardckpt.io.url import Location
-    from shardckpt.plan.pieces import Piece
     from shardckpt.reading.based_reader import BasedReader
     from shardckpt.reading.reader import ChunkReader
-
-
-DOCUMENT = "zarr.json"
 
 
 class CheckpointStore(Store):
@@ -52,16 +39,7 @@ class CheckpointStore(Store):
         super().__init__(read_only=True)
         self._record = record
         self._reader = reader
-        self._arrays: dict[str, tuple[TensorRecord, Piece]] = {p.path: (t, p) for t in record.structure.tensors.values() for p in t.pieces}
-        documents = dict(zarr_documents(record.structure, record.compression, in_bases=True))
-        groups = {path: group_json() for path in parent_groups(documents)}
-        self._documents = {**groups, **documents}
-        self._documents[""] = group_json(members={path: document for path, document in self._documents.items() if path})
-        self._children: dict[str, list[str]] = {path: [] for path in groups}
-        for path in self._documents:
-            if path:
-                parent, _, name = path.rpartition("/")
-                self._children[parent].append(name)
+        self._keys = ZarrKeys(record, reader)
 
     def with_read_only(self, read_only: bool = False) -> CheckpointStore:
         """Return the store itself; OptionError if a writable one is requested."""
@@ -97,16 +75,10 @@ class CheckpointStore(Store):
             MissingDataError: a chunk is gone.
             CorruptionError: a chunk is damaged; checked for parts of chunks too.
         """
-        document = self._document(key)
-        if document is not None:
-            data = json.dumps(document).encode()
-        else:
-            found = self._chunk(key)
-            if found is None:
-                return None
-            tensor, piece, position = found
-            data = await asyncio.to_thread(self._reader.stored_chunk, tensor.name, tensor.dtype.storage, piece, position)
-        return prototype.buffer.from_bytes(_part(data, byte_range))
+        data = self._keys.document(key)
+        if data is None:
+            data = await asyncio.to_thread(self._keys.read, key)
+        return None if data is None else prototype.buffer.from_bytes(_part(data, byte_range))
 
     async def get_partial_values(
         self, prototype: BufferPrototype, key_ranges: Iterable[tuple[str, ByteRequest | None]]
@@ -116,92 +88,31 @@ class CheckpointStore(Store):
 
     async def exists(self, key: str) -> bool:
         """Whether the checkpoint has such a document or chunk, according to its record, in which every chunk of a grid exists."""
-        return self._document(key) is not None or self._chunk(key) is not None
+        return self._keys.exists(key)
 
     async def getsize(self, key: str) -> int:
         """Bytes of a document or chunk; a compressed chunk is read for that. FileNotFoundError if there is none."""
-        found = self._chunk(key)
-        compression = found and (self._record if found[0].base is None else found[0].base.base).compression
-        if found is None or compression is not None:
-            return await super().getsize(key)
-        tensor, piece, _ = found
-        return prod(piece.chunks) * tensor.dtype.storage.itemsize + CHECKSUM_BYTES
+        found = await asyncio.to_thread(self._keys.size, key)
+        if found is None:
+            raise FileNotFoundError(key)
+        return found
 
     # --- listing ----------------------------------------------------------------------------------------------------
 
     async def list(self) -> AsyncIterator[str]:
         """All keys."""
-        for key in self._keys(""):
+        for key in self._keys.starting_with():
             yield key
 
     async def list_prefix(self, prefix: str) -> AsyncIterator[str]:
         """All keys that start with `prefix`."""
-        for key in self._keys(prefix):
+        for key in self._keys.starting_with(prefix):
             yield key
 
     async def list_dir(self, prefix: str) -> AsyncIterator[str]:
         """The names directly below a path."""
-        path = prefix.strip("/")
-        if path in self._children:
-            yield DOCUMENT
-            for name in self._children[path]:
-                yield name
-            return
-        found = self._array(path)
-        if found is None:
-            return
-        _, piece, rest = found
-        if not rest:
-            yield DOCUMENT
-            if piece.num_chunks:
-                yield "c"
-            return
-        index = _index(rest, piece.grid[: len(rest) - 1])
-        if index is not None and len(index) < len(piece.grid):
-            for i in range(piece.grid[len(index)]):
-                yield str(i)
-
-    def _keys(self, prefix: str) -> Iterator[str]:
-        """All keys that start with `prefix`."""
-        for path in self._documents:
-            key = _join(path, DOCUMENT)
-            if key.startswith(prefix):
-                yield key
-        for path, (_, piece) in self._arrays.items():
-            chunks = f"{path}/c"
-            if chunks.startswith(prefix) or prefix.startswith(chunks):
-                keys = (chunk_object_key(piece, position) for position in range(piece.num_chunks))
-                yield from (key for key in keys if key.startswith(prefix))
-
-    # --- keys -------------------------------------------------------------------------------------------------------
-
-    def _document(self, key: str) -> dict[str, Any] | None:
-        """The document with that key, or None."""
-        path, _, name = key.rpartition("/")
-        return self._documents.get(path) if name == DOCUMENT else None
-
-    def _array(self, path: str) -> tuple[TensorRecord, Piece, Sequence[str]] | None:
-        """The array that a path leads into, and the rest of the path. Arrays are never nested."""
-        parts = path.split("/")
-        for end in range(1, len(parts) + 1):
-            found = self._arrays.get("/".join(parts[:end]))
-            if found is not None:
-                return *found, parts[end:]
-        return None
-
-    def _chunk(self, key: str) -> tuple[TensorRecord, Piece, int] | None:
-        """The chunk with that key: tensor, array, position in grid order; None if there is none."""
-        found = self._array(key)
-        if found is None:
-            return None
-        tensor, piece, rest = found
-        index = _index(rest, piece.grid)
-        if index is None:
-            return None
-        position = 0
-        for i, n in zip(index, piece.grid, strict=True):
-            position = position * n + i
-        return tensor, piece, position
+        for name in self._keys.children(prefix.strip("/")) or ():
+            yield name
 
     # --- refusing to write ------------------------------------------------------------------------------------------
 
@@ -222,19 +133,6 @@ class CheckpointStore(Store):
 def _reopened(place: Location, record: CheckpointRecord) -> CheckpointStore:
     """Open a store of the attempt at a place, after unpickling."""
     return CheckpointStore(record, open_reader(Place.open(place), record))
-
-
-def _join(path: str, name: str) -> str:
-    return f"{path}/{name}" if path else name
-
-
-def _index(parts: Sequence[str], grid: tuple[int, ...]) -> list[int] | None:
-    """The coordinates in `c/0/1`, in zarr's form and inside the grid; None if the parts are invalid."""
-    if not parts or parts[0] != "c" or len(parts) != len(grid) + 1:
-        return None
-    index = [int(part) if part.isdecimal() and len(part) < 20 else -1 for part in parts[1:]]
-    inside = all(0 <= i < n and str(i) == part for i, n, part in zip(index, grid, parts[1:], strict=True))
-    return index if inside else None
 
 
 def _part(data: bytes, wanted: ByteRequest | None) -> bytes:

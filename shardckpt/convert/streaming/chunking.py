@@ -107,6 +107,23 @@ def cut_into_blocks(output: OutputTensor, stored: Sequence[Piece], room: int) ->
     return found
 
 
+def cut_into_slabs(output: OutputTensor, stored: Sequence[Piece], most: int) -> list[Piece]:
+    """Blocks of complete rows, as tall as stored chunks, so that most chunks are needed for one block only; in row-major order.
+
+    Args:
+        output: the output; it has elements.
+        stored: the arrays from which it is made, in the output's indices.
+        most: most bytes of a block, unless a row has more.
+    """
+    itemsize, found = output.dtype.itemsize, []
+    for (path, start, shape), near in _parts(output, stored):
+        row = [prod(shape[d + 1 :]) * itemsize for d in range(len(shape))]
+        along = next((d for d in range(len(shape)) if row[d] <= most), 0)
+        tall = [min(_tallest(near, d, shape[d]), max(1, most // row[d])) for d in range(len(shape))]
+        found.append(Piece(path, start, shape, (*[1] * along, *tall[along : along + 1], *shape[along + 1 :])))
+    return found
+
+
 def find_runs(shape: Sequence[int], box: Box, itemsize: int) -> tuple[NDArray[np.int64], int]:
     """The runs of bytes of a box in a tensor that is one run of bytes, row by row.
 

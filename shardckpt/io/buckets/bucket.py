@@ -34,7 +34,12 @@ processor time, because threads wait for the interpreter lock after each; urllib
 _LONGEST = 1024
 """Most bytes of an object's name, on both services."""
 _CONTROL = re.compile(r"[\r\n]")
-_CLIENTS = {"gs": ("shardckpt.io.buckets.gcs", "GcsBucket"), "s3": ("shardckpt.io.buckets.s3_client", "S3Bucket")}
+_CLIENTS = {
+    "gs": ("shardckpt.io.buckets.gcs", "GcsBucket"),
+    "s3": ("shardckpt.io.buckets.s3_client", "S3Bucket"),
+    "http": ("shardckpt.io.buckets.web", "HttpServer"),
+    "https": ("shardckpt.io.buckets.web", "HttpsServer"),
+}
 
 
 def open_bucket(location: Location) -> Bucket:

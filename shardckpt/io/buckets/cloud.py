@@ -19,7 +19,12 @@ S3 and compatible services (`s3://`, needs the extra `shardckpt[s3]`):
   enforce `If-Match` and `If-None-Match` on PUT; otherwise two concurrent saves can both report that they have committed.
 - `AWS_REGION` or `AWS_DEFAULT_REGION` is the bucket's region. Without it AWS is asked, and another endpoint gets us-east-1.
 
-Both:
+Web servers (`http://` and `https://`, read-only, need the extra `shardckpt[http]`):
+
+- `SHARDCKPT_HTTP_HEADERS`: headers to send, one a line, after the origin that may get them:
+  `https://models.example Authorization: Bearer …`. A redirect to another origin does not get them.
+
+All:
 
 - `SHARDCKPT_RETRY_SECONDS` (300): how long a request is retried, with growing pauses, after a response
   408, 429 or 5xx, or a broken connection. A connection without traffic counts as broken after
@@ -37,17 +42,25 @@ Set them before a process first uses shardckpt: the values for retries, rates an
 from __future__ import annotations
 
 import os
+import re
 from configparser import ConfigParser, ParsingError
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import quote
 
 from shardckpt.errors import MissingExtraError, OptionError
 from shardckpt.io.buckets.rate_limit import ALONE, RateLimiter, RequestShare
 
-_EXTRAS = {"gs": ("google.auth", "google-auth", "gcs"), "s3": ("botocore", "botocore", "s3")}
+_EXTRAS = {
+    "gs": ("google.auth", "google-auth", "gcs"),
+    "s3": ("botocore", "botocore", "s3"),
+    "http": ("urllib3", "urllib3", "http"),
+    "https": ("urllib3", "urllib3", "http"),
+}
 """Scheme → the module and the package that its requests need, and the extra that installs it."""
+_HEADER = re.compile(r"(https?://[^\s/]+/?)\s+([A-Za-z0-9-]+):\s*(.+)")
 _RETRY_SECONDS = 300.0
 _STALLED_SECONDS = 30.0
 LEAST_STALLED = 10.0
@@ -88,7 +101,15 @@ def prepare(scheme: str) -> None:
 
 
 def kvstore(scheme: str, bucket: str, path: str) -> dict[str, Any]:
-    """TensorStore's spec of the objects in a bucket whose names begin with `path`."""
+    """TensorStore's spec of the objects in a bucket, or the files of a web server, whose names begin with `path`."""
+    if scheme in ("http", "https"):
+        base = f"{scheme}://{bucket}"
+        return {
+            "driver": "http",
+            "base_url": base,
+            "path": "/" + quote(path),
+            "headers": [f"{k}: {v}" for k, v in web_headers(base).items()],
+        }
     spec: dict[str, Any] = {"driver": "gcs" if scheme == "gs" else "s3", "bucket": bucket, "path": path}
     if scheme == "s3":
         endpoint, region = endpoint_of(scheme), region_of_s3()
@@ -120,6 +141,22 @@ def endpoint_of(scheme: str) -> str | None:
     if endpoint is None:
         return None
     return (endpoint if "://" in endpoint else f"http://{endpoint}").rstrip("/")
+
+
+def web_headers(origin: str) -> dict[str, str]:
+    """The headers in `SHARDCKPT_HTTP_HEADERS` for an origin, such as "https://host:8443".
+
+    Raises:
+        OptionError: a line is no origin and header.
+    """
+    found = {}
+    for line in filter(None, map(str.strip, os.environ.get("SHARDCKPT_HTTP_HEADERS", "").splitlines())):
+        match = _HEADER.fullmatch(line)
+        if match is None:
+            raise OptionError("SHARDCKPT_HTTP_HEADERS: write an origin and a header in each line, https://host Authorization: Bearer ….")
+        if match[1].rstrip("/").lower() == origin.lower():
+            found[match[2]] = match[3]
+    return found
 
 
 def region_of_s3() -> str | None:

@@ -17,16 +17,13 @@ import json
 import os
 import re
 import secrets
-import ssl
 import threading
 import time
 from functools import cache
 from itertools import chain
 from typing import TYPE_CHECKING, Any
-from urllib.parse import quote, urlencode, urlsplit
-from urllib.request import getproxies, proxy_bypass
+from urllib.parse import quote, urlencode
 
-import certifi
 import urllib3
 from crc32c import crc32c
 from google.auth import exceptions as auth_errors
@@ -34,6 +31,7 @@ from google.auth import exceptions as auth_errors
 from shardckpt.io.buckets import cloud
 from shardckpt.io.buckets.bucket import ABSENT, Body, Bucket, Listed, Page, pieces
 from shardckpt.io.buckets.retry import PassingError, Retry
+from shardckpt.io.buckets.web import close_response, open_pool
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -44,8 +42,6 @@ _SERVICE = "https://storage.googleapis.com"
 _SCOPE = "https://www.googleapis.com/auth/devstorage.read_write"
 _SMALL = 1 << 20
 """Most bytes of an unconditional object that is uploaded with its checksum in one body."""
-_CONNECTIONS = 64
-"""Connections that are kept for the next requests."""
 _NEW_SECONDS = 60
 """Seconds in which an access token does not expire."""
 _RANGE = re.compile(r"bytes \d+-\d+/(\d+)")
@@ -57,7 +53,7 @@ class GcsConnection:
     def __init__(self, endpoint: str | None, stalled: float) -> None:
         """Connect to an endpoint (None: Google's) when the first request is made; give up a connection without traffic."""
         self.service = endpoint or _SERVICE
-        self._http = _pool(self.service)
+        self._http = open_pool(self.service)
         self._timeout = urllib3.Timeout(connect=stalled, read=stalled)
         self._lock = threading.Lock()
         self._credentials: Any = None
@@ -197,7 +193,7 @@ class GcsBucket(Bucket):
         nbytes = int(answer.headers["Content-Length"])
         total = _RANGE.fullmatch(answer.headers.get("Content-Range", ""))
         size = nbytes if total is None else int(total[1])
-        return Body(answer.readinto, lambda: _close(answer), nbytes, size, answer.headers["x-goog-generation"].encode())
+        return Body(answer.readinto, lambda: close_response(answer), nbytes, size, answer.headers["x-goog-generation"].encode())
 
     def _stat(self, name: str) -> tuple[int | None, bytes]:
         answer = self._http.once("GET", self._url(name), query={"fields": "generation,size"})
@@ -306,26 +302,6 @@ def crc32c_of(parts: Iterable[memoryview], crc: int = 0) -> str:
     for part in parts:
         crc = crc32c(part, crc)
     return base64.b64encode(crc.to_bytes(4)).decode()
-
-
-def _close(answer: Response) -> None:
-    """End a response: its connection is used again if all bytes were read, and closed otherwise."""
-    if answer.length_remaining == 0:
-        answer.drain_conn()
-        answer.release_conn()
-    else:
-        answer.close()
-
-
-def _pool(service: str) -> urllib3.PoolManager:
-    """Connections, through the proxy that the environment names for the service."""
-    url = urlsplit(service)
-    proxy = None if proxy_bypass(url.hostname or "") else getproxies().get(url.scheme)
-    context = ssl.create_default_context()  # it goes by SSL_CERT_FILE
-    context.load_verify_locations(os.environ.get("REQUESTS_CA_BUNDLE") or certifi.where())
-    if proxy is None:
-        return urllib3.PoolManager(maxsize=_CONNECTIONS, ssl_context=context)
-    return urllib3.ProxyManager(proxy, maxsize=_CONNECTIONS, ssl_context=context)
 
 
 def _default_credentials() -> Any:

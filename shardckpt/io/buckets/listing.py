@@ -36,7 +36,7 @@ PROBE = ".now-"
 def children(store: Store, prefix: str = "") -> list[str]:
     """The names directly below `prefix` ("" or ending in a slash), sorted; a name that has keys below it ends in a slash.
 
-    On disk, one directory is read, and the name of an empty directory ends in a slash too.
+    On disk, one directory is read, and the name of an empty directory ends in a slash too. A web server shows nothing.
 
     Raises:
         StorageError: the storage failed or refused.
@@ -45,6 +45,8 @@ def children(store: Store, prefix: str = "") -> list[str]:
         path = store.local_path(prefix)
         if path is not None:
             return _directory(path)
+        if store.location.is_web:
+            return []
         if store.location.bucket is None:
             heads = (key.removeprefix(prefix).partition("/") for key in store.list(prefix))
             return sorted({head + slash for head, slash, _ in heads})
@@ -95,7 +97,9 @@ def modification_times(store: Store, prefix: str = "") -> Iterator[tuple[str, fl
 
 
 def sizes(store: Store, prefix: str) -> dict[str, int]:
-    """Bytes of every object whose key starts with `prefix`, which may be a complete key; on disk, of the files in one directory.
+    """Bytes of every object whose key starts with `prefix`, which may be a complete key.
+
+    On disk, those of the files in one directory; on a web server, that of the file whose key is `prefix`.
 
     Raises:
         StorageError: the storage failed or refused.
@@ -106,6 +110,9 @@ def sizes(store: Store, prefix: str) -> dict[str, int]:
         if path is not None:
             names = [above + "/" * bool(above) + name for name in _directory(path) if not name.endswith("/")]
             return {name: (store.location.local / name).stat().st_size for name in names if name.startswith(prefix)}  # type: ignore[operator]
+        if store.location.is_web:
+            nbytes, _ = open_bucket(store.location).stat(store.location.object_prefix + prefix)
+            return {} if nbytes is None else {prefix: nbytes}
         if store.location.bucket is None:
             return {key: len(store.read(key)) for key in store.list(prefix)}
         return {found.name: found.nbytes for page in _pages(store.location, prefix) for found in page.objects}

@@ -1,0 +1,175 @@
+"""Files of a web server, read by ranges: urllib3 makes the requests. Nothing can be written or listed there.
+
+1. A server must answer a request for a range with that range (nginx, a public bucket, a CDN; not Python's `http.server`).
+2. Redirects are followed, at most `_REDIRECTS`, but not from https to http. Headers from the environment go to their own origin alone.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import ssl
+from functools import cache
+from typing import TYPE_CHECKING, ClassVar, NoReturn
+from urllib.parse import quote, urljoin, urlsplit
+from urllib.request import getproxies, proxy_bypass
+
+import certifi
+import urllib3
+
+from shardckpt.io.buckets import cloud
+from shardckpt.io.buckets.bucket import ABSENT, Body, Bucket
+from shardckpt.io.buckets.retry import PassingError
+
+if TYPE_CHECKING:
+    Response = urllib3.BaseHTTPResponse
+
+_CONNECTIONS = 64
+"""Connections that are kept for the next requests."""
+_REDIRECTS = 5
+_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
+
+
+class HttpServer(Bucket):
+    """The files of a web server."""
+
+    scheme: ClassVar = "http"
+
+    def __init__(self, name: str) -> None:
+        """Make requests to the host of that name, which may end in a port."""
+        super().__init__(name)
+        self._origin = f"{self.scheme}://{name}"
+
+    @staticmethod
+    def is_passing(error: Exception) -> bool:
+        """Whether an error of an attempt is temporary."""
+        return isinstance(error, (PassingError, urllib3.exceptions.HTTPError))
+
+    def delete_if(self, name: str, generation: bytes) -> NoReturn:
+        """Refuse."""
+        del generation
+        self._refuse(name)
+
+    def _get(self, name: str, start: int, stop: int | None) -> Body | None:
+        headers = {} if not start and stop is None else {"Range": f"bytes={start}-{'' if stop is None else stop - 1}"}
+        answer = self._request("GET", name, headers)
+        if answer is None:
+            return None
+        if answer.status == 416:
+            answer.close()
+            raise EOFError("the file ends before")
+        if headers and answer.status != 206:
+            answer.close()
+            raise OSError("the server does not send ranges of files; use one that does, such as nginx or a bucket")
+        found = _RANGE.fullmatch(answer.headers.get("Content-Range", ""))
+        length = answer.headers.get("Content-Length")
+        if length is None or (headers and found is None):
+            answer.close()
+            raise OSError("the server does not say which bytes it sends")
+        size = int(length) if found is None else int(found[3])
+        return Body(answer.readinto, lambda: close_response(answer), int(length), size, _generation(answer))
+
+    def _stat(self, name: str) -> tuple[int | None, bytes]:
+        answer = self._request("HEAD", name, {})
+        if answer is None:
+            return None, ABSENT
+        close_response(answer)
+        if "Content-Length" not in answer.headers:
+            raise OSError("the server does not say how long the file is")
+        return int(answer.headers["Content-Length"]), _generation(answer)
+
+    def _request(self, method: str, name: str, headers: dict[str, str]) -> Response | None:
+        """The response after redirects; None if there is no such file."""
+        url = f"{self._origin}/{quote(name)}"
+        for _ in range(_REDIRECTS + 1):
+            answer = _once(method, url, {**headers, "Accept-Encoding": "identity", **cloud.web_headers(_origin_of(url))})
+            if answer.status in (404, 410):
+                answer.drain_conn()
+                return None
+            if answer.status in cloud.PASSING:
+                answer.close()
+                raise PassingError(f"{answer.status} {answer.reason}")
+            target = answer.get_redirect_location()
+            if not target:
+                if answer.status not in (200, 206, 416):
+                    answer.close()
+                    raise OSError(f"{answer.status} {answer.reason}")
+                return answer
+            answer.close()
+            before, url = url, urljoin(url, target)
+            if urlsplit(url).scheme not in ("https", urlsplit(before).scheme):
+                raise OSError(f"{before} redirects to {url}, which is not encrypted")
+        raise OSError(f"more than {_REDIRECTS} redirects, the last one to {url}")
+
+    def _refuse(self, name: str) -> NoReturn:
+        raise OSError(f"{self._origin}/{name}: files of web servers are only read here; write to a disk, gs:// or s3://")
+
+    def _put(self, name: str, *_: object) -> NoReturn:
+        self._refuse(name)
+
+    def _delete(self, name: str) -> NoReturn:
+        self._refuse(name)
+
+    def _copy(self, name: str, *_: object) -> NoReturn:
+        self._refuse(name)
+
+    def _list(self, prefix: str, *_: object) -> NoReturn:
+        raise OSError(f"{self._origin}/{prefix}: web servers do not list their files")
+
+
+class HttpsServer(HttpServer):
+    """The files of a web server, over TLS."""
+
+    scheme: ClassVar = "https"
+
+
+@cache
+def _connections(origin: str) -> urllib3.PoolManager:
+    return open_pool(origin)
+
+
+def _once(method: str, url: str, headers: dict[str, str]) -> Response:
+    stalled = cloud.stalled_seconds()
+    try:
+        return _connections(_origin_of(url)).urlopen(
+            method,
+            url,
+            headers=headers,
+            retries=False,
+            redirect=False,
+            timeout=urllib3.Timeout(connect=stalled, read=stalled),
+            preload_content=False,
+            decode_content=False,
+        )
+    except urllib3.exceptions.HTTPError as e:
+        final = "CERTIFICATE_VERIFY_FAILED" in str(e)
+        raise (OSError if final else PassingError)(f"{type(e).__name__}: {e}") from e
+
+
+def _origin_of(url: str) -> str:
+    parts = urlsplit(url)
+    return f"{parts.scheme}://{parts.netloc}"
+
+
+def _generation(answer: Response) -> bytes:
+    return (answer.headers.get("ETag") or answer.headers.get("Last-Modified") or "unknown").encode()
+
+
+def close_response(answer: Response) -> None:
+    """End a response: its connection is used again if all bytes were read, and closed otherwise."""
+    if answer.length_remaining == 0:
+        answer.drain_conn()
+        answer.release_conn()
+    else:
+        answer.close()
+
+
+def open_pool(service: str) -> urllib3.PoolManager:
+    """Connections, through the proxy that the environment names for the service."""
+    url = urlsplit(service)
+    proxy = None if proxy_bypass(url.hostname or "") else getproxies().get(url.scheme)
+    context = ssl.create_default_context()  # it goes by SSL_CERT_FILE
+    context.load_verify_locations(os.environ.get("REQUESTS_CA_BUNDLE") or certifi.where())
+    if proxy is None:
+        return urllib3.PoolManager(maxsize=_CONNECTIONS, ssl_context=context)
+    return urllib3.ProxyManager(proxy, maxsize=_CONNECTIONS, ssl_context=context)

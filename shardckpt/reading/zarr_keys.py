@@ -1,0 +1,140 @@
+"""The keys and bytes of a checkpoint as a zarr hierarchy, in either layout.
+
+1. `zarr.json` documents are made from the commit record, never read from the storage.
+2. Chunks come from a `ChunkReader`: found with the chunk table, compared with its checksums.
+
+Names become nested groups at their slashes. A tensor that is stored in pieces appears as the arrays of its pieces.
+"""
+
+from __future__ import annotations
+
+import json
+from math import prod
+from typing import TYPE_CHECKING
+
+from shardckpt.format.zarr_arrays import CHECKSUM_BYTES, chunk_object_key, group_json, parent_groups, zarr_documents
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from shardckpt.format.record import CheckpointRecord
+    from shardckpt.format.structure import TensorRecord
+    from shardckpt.plan.pieces import Piece
+    from shardckpt.reading.based_reader import BasedReader
+    from shardckpt.reading.reader import ChunkReader
+
+
+DOCUMENT = "zarr.json"
+
+
+class ZarrKeys:
+    """Documents and chunks by key. Safe to use from several threads."""
+
+    def __init__(self, record: CheckpointRecord, reader: ChunkReader | BasedReader) -> None:
+        """Show the checkpoint of a commit record; `reader` reads its chunks, also those in bases."""
+        self._record = record
+        self._reader = reader
+        self._arrays: dict[str, tuple[TensorRecord, Piece]] = {p.path: (t, p) for t in record.structure.tensors.values() for p in t.pieces}
+        documents = dict(zarr_documents(record.structure, record.compression, in_bases=True))
+        groups = {path: group_json() for path in parent_groups(documents)}
+        self._documents = {**groups, **documents}
+        self._documents[""] = group_json(members={path: document for path, document in self._documents.items() if path})
+        self._children: dict[str, list[str]] = {path: [] for path in groups}
+        for path in self._documents:
+            if path:
+                parent, _, name = path.rpartition("/")
+                self._children[parent].append(name)
+
+    def document(self, key: str) -> bytes | None:
+        """The document with that key; None if there is none. Nothing is read."""
+        path, _, name = key.rpartition("/")
+        found = self._documents.get(path) if name == DOCUMENT else None
+        return None if found is None else json.dumps(found).encode()
+
+    def read(self, key: str) -> bytes | None:
+        """The bytes of a document or of a chunk; None for a key that names neither.
+
+        Raises:
+            MissingDataError: a chunk is gone. CorruptionError: it is damaged.
+        """
+        document = self.document(key)
+        if document is not None:
+            return document
+        found = self._chunk(key)
+        if found is None:
+            return None
+        tensor, piece, position = found
+        return self._reader.stored_chunk(tensor.name, tensor.dtype.storage, piece, position)
+
+    def exists(self, key: str) -> bool:
+        """Whether the checkpoint has such a document or chunk, according to its record, in which every chunk of a grid exists."""
+        return self.document(key) is not None or self._chunk(key) is not None
+
+    def size(self, key: str) -> int | None:
+        """Bytes of a document or chunk; None if there is none. A compressed chunk is read for that."""
+        found = self._chunk(key)
+        compression = found and (self._record if found[0].base is None else found[0].base.base).compression
+        if found is None or compression is not None:
+            data = self.read(key)
+            return None if data is None else len(data)
+        tensor, piece, _ = found
+        return prod(piece.chunks) * tensor.dtype.storage.itemsize + CHECKSUM_BYTES
+
+    def children(self, path: str) -> list[str] | None:
+        """The names directly below a path; None if the path is no group, array, or directory of chunks."""
+        if path in self._children:
+            return [DOCUMENT, *self._children[path]]
+        found = self._array(path)
+        if found is None:
+            return None
+        _, piece, rest = found
+        if not rest:
+            return [DOCUMENT, *(["c"] if piece.num_chunks else [])]
+        index = _index(rest, piece.grid[: len(rest) - 1])
+        if index is None or len(index) >= len(piece.grid):
+            return None
+        return [str(i) for i in range(piece.grid[len(index)])]
+
+    def starting_with(self, prefix: str = "") -> Iterator[str]:
+        """All keys that start with `prefix`."""
+        for path in self._documents:
+            key = f"{path}/{DOCUMENT}" if path else DOCUMENT
+            if key.startswith(prefix):
+                yield key
+        for path, (_, piece) in self._arrays.items():
+            chunks = f"{path}/c"
+            if chunks.startswith(prefix) or prefix.startswith(chunks):
+                keys = (chunk_object_key(piece, position) for position in range(piece.num_chunks))
+                yield from (key for key in keys if key.startswith(prefix))
+
+    def _array(self, path: str) -> tuple[TensorRecord, Piece, Sequence[str]] | None:
+        """The array that a path leads into, and the rest of the path. Arrays are never nested."""
+        parts = path.split("/")
+        for end in range(1, len(parts) + 1):
+            found = self._arrays.get("/".join(parts[:end]))
+            if found is not None:
+                return *found, parts[end:]
+        return None
+
+    def _chunk(self, key: str) -> tuple[TensorRecord, Piece, int] | None:
+        """The chunk with that key: tensor, array, position in grid order; None if there is none."""
+        found = self._array(key)
+        if found is None:
+            return None
+        tensor, piece, rest = found
+        index = _index(rest, piece.grid)
+        if index is None:
+            return None
+        position = 0
+        for i, n in zip(index, piece.grid, strict=True):
+            position = position * n + i
+        return tensor, piece, position
+
+
+def _index(parts: Sequence[str], grid: tuple[int, ...]) -> list[int] | None:
+    """The coordinates in `c/0/1`, in zarr's form and inside the grid; None if the parts are invalid."""
+    if not parts or parts[0] != "c" or len(parts) != len(grid) + 1:
+        return None
+    index = [int(part) if part.isdecimal() and len(part) < 20 else -1 for part in parts[1:]]
+    inside = all(0 <= i < n and str(i) == part for i, n, part in zip(index, grid, parts[1:], strict=True))
+    return index if inside else None

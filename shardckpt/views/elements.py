@@ -1,0 +1,206 @@
+"""The bytes of outputs, read on demand.
+
+An output is a run of bytes, row by row. It is cut into blocks of complete rows, as tall as stored chunks (`cut_into_slabs`), so that a
+sequential read needs most chunks once. Blocks that a read covers completely are read straight into the caller's memory, all with one
+call of the checkpoint's reader. Others go through a cache, because the next read is likely to need them as well. A read that continues
+where the last one ended also reads the blocks that follow.
+
+Every stored chunk is verified before any of its bytes is returned.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import OrderedDict
+from dataclasses import dataclass
+from math import prod
+from threading import Lock
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from shardckpt.convert.streaming.chunking import cut_into_slabs
+from shardckpt.convert.streaming.outputs import check
+from shardckpt.layout.box import BoxArray
+from shardckpt.plan.pieces import chunk_boxes
+from shardckpt.reading.locate import Request
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from numpy.typing import NDArray
+
+    from shardckpt.convert.streaming.outputs import OutputTensor
+    from shardckpt.format.structure import TensorRecord
+    from shardckpt.layout.box import Box
+    from shardckpt.reading.checkpoint import Checkpoint
+
+    Bytes = NDArray[np.uint8]
+    Key = tuple[int, int]
+    """Index of an output, and number of a block in it."""
+
+CACHE_BYTES = 128 << 20
+"""Bytes of blocks that are kept; the last one is kept even if it is larger."""
+AHEAD_BYTES = 16 << 20
+"""Most bytes that are read ahead of a sequential reader."""
+LARGEST_BLOCK = 64 << 20
+"""Most bytes of a block, unless a row has more. Of a larger slab, chunks are read for several blocks."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Blocks:
+    """The blocks of an output."""
+
+    edges: list[int]
+    """First byte of each block, and the bytes of the output."""
+    boxes: BoxArray
+
+
+class OutputReader:
+    """Reads bytes of outputs. Safe to use from several threads."""
+
+    def __init__(self, checkpoint: Checkpoint, outputs: Sequence[OutputTensor], cache_bytes: int = CACHE_BYTES) -> None:
+        """Read outputs of a checkpoint; nothing is read yet.
+
+        Args:
+            checkpoint: the source.
+            outputs: the outputs, in the order of their bytes.
+            cache_bytes: most bytes of blocks that are kept.
+
+        Raises:
+            NamesMismatchError, ShapeMismatchError, DtypeMismatchError: an output cannot be made of the checkpoint's tensors.
+        """
+        self._checkpoint = checkpoint
+        self._outputs = outputs
+        self._tensors = {view.tensor: checkpoint.tensor(view.tensor) for output in outputs for view in output.sources}
+        for output in outputs:
+            check(output, self._tensors)
+        self._most = cache_bytes
+        self._blocks: dict[int, _Blocks] = {}
+        self._cache: OrderedDict[Key, Bytes] = OrderedDict()
+        self._expected: tuple[int, int] | None = None
+        """Output and byte at which a sequential reader continues."""
+        self._lock = Lock()
+
+    def read_into(self, ranges: Sequence[tuple[int, int, memoryview]]) -> None:
+        """Fill memory with bytes of outputs.
+
+        Args:
+            ranges: consecutive ranges of bytes, at most one of each output: index of the output, first byte, and memory for the range.
+
+        Raises:
+            CorruptionError, MissingDataError, ReplacedError: stored bytes are damaged or gone.
+            StorageError: they cannot be read.
+        """
+        direct: list[tuple[Key, Bytes]] = []
+        parts: list[tuple[Key, int, memoryview]] = []
+        for number, begin, into in ranges:
+            edges, end = self._blocks_of(number).edges, begin + len(into)
+            block, at = bisect_right(edges, begin) - 1, begin
+            while at < end:
+                stop = min(edges[block + 1], end)
+                part = into[at - begin : stop - begin]
+                if (at, stop) == (edges[block], edges[block + 1]) and (number, block) not in self._cache:
+                    direct.append(((number, block), np.frombuffer(part, np.uint8)))
+                else:
+                    parts.append(((number, block), at - edges[block], part))
+                at, block = stop, block + 1
+        blocks, new = self._kept(ranges, parts)
+        self._read_blocks([*direct, *new.items()])
+        for key, begin, part in parts:
+            part[:] = (blocks[key] if key in blocks else new[key])[begin : begin + len(part)].data
+        self._keep(new)
+
+    def _kept(
+        self, ranges: Sequence[tuple[int, int, memoryview]], parts: Sequence[tuple[Key, int, memoryview]]
+    ) -> tuple[dict[Key, Bytes], dict[Key, Bytes]]:
+        """The blocks in the cache that parts are taken from, and memory for those that must be read, with blocks to read ahead."""
+        with self._lock:
+            blocks = {key: self._cache[key] for key, *_ in parts if key in self._cache}
+            for key in blocks:
+                self._cache.move_to_end(key)
+            continues = ranges[0][:2] == self._expected
+            number, begin, into = ranges[-1]
+            self._expected = number, begin + len(into)
+            if len(into) + begin == self._outputs[number].nbytes:
+                self._expected = next(((n, 0) for n in range(number + 1, len(self._outputs)) if self._outputs[n].nbytes), None)
+        missing = list(dict.fromkeys(key for key, *_ in parts if key not in blocks))
+        if missing and continues:
+            missing += self._following(missing[-1])
+        return blocks, {key: np.empty(self._nbytes(key), np.uint8) for key in missing}
+
+    def _following(self, key: Key) -> Iterator[Key]:
+        """The blocks after a block, up to one that is kept."""
+        nbytes, (number, block) = 0, key
+        while True:
+            block += 1
+            while block + 1 >= len(self._blocks_of(number).edges):
+                number, block = number + 1, 0
+                if number == len(self._outputs):
+                    return
+            nbytes += self._nbytes((number, block))
+            if nbytes > min(AHEAD_BYTES, self._most // 2) or (number, block) in self._cache:
+                return
+            yield number, block
+
+    def _keep(self, new: dict[Key, Bytes]) -> None:
+        with self._lock:
+            self._cache.update(new)
+            while len(self._cache) > 1 and sum(block.nbytes for block in self._cache.values()) > self._most:
+                self._cache.popitem(last=False)
+
+    def _nbytes(self, key: Key) -> int:
+        number, block = key
+        edges = self._blocks_of(number).edges
+        return edges[block + 1] - edges[block]
+
+    def _blocks_of(self, number: int) -> _Blocks:
+        found = self._blocks.get(number)
+        if found is None:
+            found = self._blocks[number] = self._cut(self._outputs[number])
+        return found
+
+    def _cut(self, output: OutputTensor) -> _Blocks:
+        if not output.nbytes:
+            return _Blocks([0], BoxArray.of([], len(output.shape)))
+        stored = [piece for view in output.sources if prod(view.shape) for piece in view.pieces(self._tensors[view.tensor].pieces)]
+        cut = [chunk_boxes(piece, np.arange(piece.num_chunks)) for piece in cut_into_slabs(output, stored, LARGEST_BLOCK)]
+        boxes = BoxArray(np.concatenate([b.start for b in cut]), np.concatenate([b.stop for b in cut]))
+        strides = np.array([prod(output.shape[d + 1 :]) * output.dtype.itemsize for d in range(len(output.shape))], np.int64)
+        return _Blocks([*(boxes.start @ strides).tolist(), output.nbytes], boxes)
+
+    def read_boxes(self, wanted: Sequence[tuple[int, Box, NDArray[Any]]]) -> None:
+        """Read boxes of outputs into memory, all with one call; nothing goes through the cache.
+
+        Args:
+            wanted: index of the output, a box of it, and an array of the box's shape and the output's dtype.
+
+        Raises:
+            CorruptionError, MissingDataError, ReplacedError, StorageError: as in `read_into`.
+        """
+        found: dict[tuple[str, bool], tuple[list[BoxArray], list[NDArray[Any]]]] = {}
+        for number, box, elements in wanted:
+            output = self._outputs[number]
+            for view in output.sources:
+                common = view.inside.overlap(box)
+                if common is None:
+                    continue
+                converts = output.dtype != self._tensors[view.tensor].dtype
+                sides = zip(common.start, common.stop, box.start, strict=True)
+                inside: Any = (*(slice(a - first, b - first) for a, b, first in sides), ...)
+                boxes, buffers = found.setdefault((view.tensor, converts), ([], []))
+                boxes.append(view.back(BoxArray.of([common], common.ndim)))
+                buffers.append(view.part((elements if converts else elements.view(output.dtype.storage))[inside]))
+        if found:
+            with self._checkpoint.reading():
+                self._checkpoint.reader.read([self._request(*key, *some) for key, some in found.items()])
+
+    def _read_blocks(self, wanted: Iterable[tuple[Key, Bytes]]) -> None:
+        boxes = [(number, self._blocks_of(number).boxes[block], memory) for (number, block), memory in wanted]
+        self.read_boxes([(number, box, memory.view(self._outputs[number].dtype.numpy).reshape(box.shape)) for number, box, memory in boxes])
+
+    def _request(self, name: str, converts: bool, boxes: list[BoxArray], buffers: list[NDArray[Any]]) -> Request:
+        tensor: TensorRecord = self._tensors[name]
+        joined = BoxArray(np.concatenate([b.start for b in boxes]), np.concatenate([b.stop for b in boxes]))
+        meaning = tensor.dtype.numpy if converts else None
+        return Request(name, tensor.dtype.storage, tensor.pieces, joined, buffers, convert_from=meaning)

@@ -1,0 +1,142 @@
+"""An fsspec file system of checkpoints: their virtual files, and their arrays as a zarr hierarchy.
+
+    fsspec.open("shardckpt://runs/100/model.safetensors")
+    fsspec.open("shardckpt://model.safetensors::gs://bucket/runs/100")
+    zarr.open_group("shardckpt://runs/100/zarr", mode="r")
+
+A path is the place of a checkpoint, and a name below it: of a file of `ModelView`, or `zarr/` and a key. In the second form the place comes
+after `::`, as any url of shardckpt's. fsspec finds the class by the entry point `fsspec.specs`.
+"""
+
+from __future__ import annotations
+
+import io
+from threading import Lock
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from fsspec.spec import AbstractFileSystem
+
+from shardckpt.errors import NotFoundError, UrlError
+from shardckpt.reading.checkpoint import Checkpoint
+from shardckpt.reading.zarr_keys import ZarrKeys
+from shardckpt.views.model_view import ModelView
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+_ZARR = "zarr"
+
+
+class CheckpointFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec has no types
+    """Read-only files of checkpoints."""
+
+    protocol: ClassVar = "shardckpt"
+    root_marker: ClassVar = ""
+    _options: Mapping[str, Any]
+
+    def __init__(
+        self,
+        fo: str | None = None,
+        target_protocol: str | None = None,
+        target_options: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        """Show checkpoints by their paths, or one checkpoint.
+
+        Args:
+            fo: path of the one checkpoint, as fsspec gives it for a chain of urls; None: paths name checkpoints.
+            target_protocol: protocol of that path.
+            target_options: ignored: shardckpt reads storages by itself, with settings from the environment.
+            options: options of `ModelView`; fsspec's own, such as `skip_instance_cache`, are accepted.
+        """
+        del target_options
+        own = {name: options.pop(name) for name in ("asynchronous", "loop", "use_listings_cache", "skip_instance_cache") if name in options}
+        super().__init__(**own)
+        scheme = None if target_protocol in (None, "file", "local") else target_protocol
+        self._one = None if fo is None else (str(fo) if scheme is None or "://" in str(fo) else f"{scheme}://{fo}")
+        self._options = options
+        self._opened: dict[str, tuple[ModelView, ZarrKeys]] = {}
+        self._opening = Lock()
+
+    @classmethod
+    def _strip_protocol(cls, path: Any) -> Any:
+        """The path without `shardckpt://` and slashes at its end."""
+        if isinstance(path, list):
+            return [cls._strip_protocol(one) for one in path]
+        return str(path).removeprefix("shardckpt://").partition("::")[0].rstrip("/")
+
+    def info(self, path: str, **_options: Any) -> dict[str, Any]:
+        """Name, type and size of a file or directory, and a tag that differs for other bytes."""
+        path = self._strip_protocol(path)
+        view, keys, name = self._find(path)
+        if name in view.sizes:
+            return {"name": path, "type": "file", "size": view.sizes[name], "ETag": view.identity}
+        if name in ("", _ZARR):
+            return {"name": path, "type": "directory", "size": 0}
+        if name.startswith(f"{_ZARR}/"):
+            key = name.removeprefix(f"{_ZARR}/")
+            if keys.children(key) is not None:
+                return {"name": path, "type": "directory", "size": 0}
+            size = keys.size(key)
+            if size is not None:
+                return {"name": path, "type": "file", "size": size}
+        raise FileNotFoundError(path)
+
+    def ls(self, path: str, detail: bool = True, **_options: Any) -> list[Any]:
+        """The files and directories directly below a path; a file itself."""
+        path = self._strip_protocol(path)
+        view, keys, name = self._find(path)
+        below: list[str] | None
+        if name == "":
+            below = [*view.sizes, _ZARR]
+        elif name == _ZARR or name.startswith(f"{_ZARR}/"):
+            below = keys.children(name[len(_ZARR) + 1 :])
+        else:
+            below = None
+        paths = [path] if below is None else [f"{path}/{child}" if path else child for child in below]
+        return [self.info(one) for one in paths] if detail else paths
+
+    def cat_file(self, path: str, start: int | None = None, end: int | None = None, **_options: Any) -> bytes:
+        """A file's bytes, or those from `start` to `end`; negative ones count from its end."""
+        path = self._strip_protocol(path)
+        view, keys, name = self._find(path)
+        if name in view.sizes:
+            first, last, _ = slice(start, end).indices(view.sizes[name])
+            return view.open(name).pread(first, max(0, last - first))
+        data = keys.read(name.removeprefix(f"{_ZARR}/")) if name.startswith(f"{_ZARR}/") else None
+        if data is None:
+            raise FileNotFoundError(path)
+        return data[start:end]
+
+    def _open(self, path: str, mode: str = "rb", **_options: Any) -> io.BufferedReader | io.BytesIO:
+        if mode != "rb":
+            raise NotImplementedError(f"{path}: checkpoints are read-only; open it with mode 'rb'")
+        view, _, name = self._find(path)
+        return io.BufferedReader(view.open(name), 1 << 20) if name in view.sizes else io.BytesIO(self.cat_file(path))
+
+    def invalidate_cache(self, path: str | None = None) -> None:
+        """Forget the checkpoints that are open; one that was replaced meanwhile is opened anew."""
+        super().invalidate_cache(path)
+        with self._opening:
+            self._opened.clear()
+
+    def _find(self, path: str) -> tuple[ModelView, ZarrKeys, str]:
+        """The checkpoint of a path, and the name below it; FileNotFoundError if there is none."""
+        if self._one is not None:
+            return *self._checkpoint(self._one), path.lstrip("/")
+        parts = path.split("/")
+        cuts = [i for i, part in enumerate(parts) if part == _ZARR]  # a name below `zarr` may itself be `zarr`
+        for cut in (*cuts, len(parts) - 1, len(parts)):
+            place = "/".join(parts[:cut])
+            try:
+                return *self._checkpoint(place), "/".join(parts[cut:])
+            except (NotFoundError, UrlError):
+                continue
+        raise FileNotFoundError(path)
+
+    def _checkpoint(self, place: str) -> tuple[ModelView, ZarrKeys]:
+        with self._opening:
+            if place not in self._opened:
+                checkpoint = Checkpoint(place)
+                self._opened[place] = ModelView(checkpoint, **self._options), ZarrKeys(checkpoint.record, checkpoint.reader)
+            return self._opened[place]

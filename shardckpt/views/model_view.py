@@ -1,0 +1,248 @@
+"""Virtual files: what `export_safetensors` would write, readable at any offset without writing it.
+
+`safetensors_view` opens one file, `ModelView` all files of a model: weights, the index, and the small files that an import keeps. A header
+is known as soon as the checkpoint is open; elements are read on demand.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+from bisect import bisect_left, bisect_right
+from functools import partial
+from typing import TYPE_CHECKING
+
+from shardckpt.convert.export_options import SafetensorsOptions
+from shardckpt.convert.formats.safetensors.model_files import plan_model_files
+from shardckpt.convert.naming.choose import NameOptions
+from shardckpt.errors import NotFoundError, OptionError
+from shardckpt.excerpt import few
+from shardckpt.reading.checkpoint import Checkpoint
+from shardckpt.reading.lazy_array import LazyArray
+from shardckpt.views.elements import CACHE_BYTES, OutputReader
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Mapping, Sequence
+    from typing import Any
+
+    from _typeshed import WriteableBuffer
+    from numpy.typing import NDArray
+
+    from shardckpt.convert.formats.safetensors.layout import SafetensorsFile
+    from shardckpt.convert.streaming.outputs import OutputTensor
+    from shardckpt.layout.box import Box
+
+
+class ModelView:
+    """The files of a model, readable at any offset. Safe to use from several threads."""
+
+    def __init__(self, source: str | os.PathLike[str] | Checkpoint, *, cache_bytes: int = CACHE_BYTES, **options: Any) -> None:
+        """Plan the files; no element is read.
+
+        Args:
+            source: path or url of the checkpoint, or an open one.
+            cache_bytes: most bytes of blocks that are kept for the next reads.
+            options: `include`, `exclude`, `dtype`, `mapping` and others of `export_safetensors` that determine the files' bytes.
+
+        Raises:
+            OptionError, NamesMismatchError, ShapeMismatchError, DtypeError, DtypeMismatchError: as in `export_safetensors`.
+            NotFoundError: there is no committed checkpoint.
+        """
+        self.checkpoint = source if isinstance(source, Checkpoint) else Checkpoint(source)
+        chosen = _options(options)
+        self._model = plan_model_files(
+            self.checkpoint.record.structure,
+            self.checkpoint.metadata,
+            chosen.names,
+            where=str(self.checkpoint.location),
+            max_shard_size=chosen.max_shard_size,
+            header_metadata=chosen.metadata,
+        )
+        self._starts: dict[str, int] = {}
+        self._header_metadata = {"format": "pt", **dict(chosen.metadata or {})}
+        self._outputs: list[OutputTensor] = []
+        for name, file in self._model.weights.items():
+            self._starts[name] = len(self._outputs)
+            self._outputs += file.tensors
+        self._reader = OutputReader(self.checkpoint, self._outputs, cache_bytes)
+        self.sizes = {name: file.nbytes for name, file in self._model.weights.items()} | {
+            name: len(data) for name, data in self._model.small.items()
+        }
+        """Name → bytes of each file, weights first."""
+        digest = hashlib.sha256(json.dumps([self.checkpoint.record.attempt]).encode())
+        for name, size in self.sizes.items():
+            digest.update(f"{name} {size} ".encode() + (self._model.small.get(name) or self._model.weights[name].header))
+        self.identity = digest.hexdigest()
+        """A digest that differs for other bytes: of the attempt, the headers and the small files. Hexadecimal."""
+
+    @property
+    def weights(self) -> list[str]:
+        """Names of the files of weights."""
+        return list(self._model.weights)
+
+    def layout(self, name: str) -> SafetensorsFile | None:
+        """The layout of a file of weights; None for another file.
+
+        Raises:
+            NotFoundError: there is no such file.
+        """
+        if name not in self.sizes:
+            raise NotFoundError(f"{self.checkpoint.location}: there is no file {name!r}; there are {few(list(self.sizes))}.")
+        return self._model.weights.get(name)
+
+    @property
+    def header_metadata(self) -> dict[str, str]:
+        """Texts in the headers."""
+        return self._header_metadata
+
+    def arrays(self) -> list[LazyArray]:
+        """The tensors of all files, in the order of their bytes; indexing reads a part."""
+        return [
+            LazyArray(output.name, output.shape, output.dtype, None, partial(self._read_boxes, number))
+            for number, output in enumerate(self._outputs)
+        ]
+
+    def _read_boxes(self, number: int, boxes: Sequence[Box], memory: Sequence[NDArray[Any]]) -> None:
+        self._reader.read_boxes([(number, box, part) for box, part in zip(boxes, memory, strict=True)])
+
+    def open(self, name: str = "model.safetensors") -> VirtualFile:
+        """Open a file.
+
+        Raises:
+            NotFoundError: there is no such file.
+        """
+        self.layout(name)
+        return VirtualFile(self, name)
+
+    def read_into(self, name: str, offset: int, into: memoryview) -> int:
+        """Fill memory with a file's bytes from an offset on; return their number, which is less at the end of the file.
+
+        Raises:
+            NotFoundError: there is no such file.
+            CorruptionError, MissingDataError, ReplacedError: stored bytes are damaged or gone.
+            StorageError: they cannot be read.
+        """
+        file = self.layout(name)
+        end = min(self.sizes[name], offset + len(into))
+        if end <= offset:
+            return 0
+        head = self._model.small[name] if file is None else file.header
+        n = min(len(head), end) - offset
+        if n > 0:
+            into[:n] = head[offset : offset + n]
+        if file is None or end <= len(head):
+            return end - offset
+        # The tensors that the range meets are next to each other.
+        stops = [*file.offsets[1:], file.nbytes]
+        ranges = []
+        for i in range(bisect_right(stops, offset), bisect_left(file.offsets, end)):
+            begin, stop = max(offset, file.offsets[i]), min(end, stops[i])
+            if begin < stop:
+                ranges.append((self._starts[name] + i, begin - file.offsets[i], into[begin - offset : stop - offset]))
+        if ranges:
+            self._reader.read_into(ranges)
+        return end - offset
+
+    def __repr__(self) -> str:
+        """Location and files."""
+        return f"<shardckpt.ModelView of {self.checkpoint.location}: {few(list(self.sizes))}>"
+
+
+class VirtualFile(io.RawIOBase):
+    """A read-only file of a `ModelView`. Positions of `read` and `seek` are for one thread; `pread` may be called from several."""
+
+    def __init__(self, view: ModelView, name: str) -> None:
+        """Open the file of that name at its beginning."""
+        self.view = view
+        self.name = name
+        self._size = view.sizes[name]
+        self._at = 0
+
+    def __len__(self) -> int:
+        """Bytes of the file."""
+        return self._size
+
+    def readable(self) -> bool:
+        """True."""
+        return True
+
+    def seekable(self) -> bool:
+        """True."""
+        return True
+
+    def tell(self) -> int:
+        """The position."""
+        self._check_open()
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """Move the position; return it."""
+        self._check_open()
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}
+        if whence not in base:
+            raise ValueError(f"whence={whence}: give 0, 1 or 2")
+        if base[whence] + offset < 0:
+            raise ValueError(f"position {base[whence] + offset} lies before the beginning")
+        self._at = base[whence] + offset
+        return self._at
+
+    def readinto(self, buffer: WriteableBuffer) -> int:
+        """Fill a buffer from the position on; return the number of bytes, 0 at the end."""
+        self._check_open()
+        n = self.view.read_into(self.name, self._at, memoryview(buffer).cast("B"))
+        self._at += n
+        return n
+
+    def readall(self) -> bytes:
+        """All bytes from the position on."""
+        self._check_open()
+        data = self.pread(self._at, max(0, self._size - self._at))
+        self._at = max(self._at, self._size)
+        return data
+
+    def pread(self, offset: int, n: int) -> bytes:
+        """At most `n` bytes from an offset on; fewer at the end of the file. The position stays."""
+        if offset < 0 or n < 0:
+            raise ValueError(f"pread({offset}, {n}): give numbers from 0 on")
+        data = bytearray(max(0, min(n, self._size - offset)))
+        self.view.read_into(self.name, offset, memoryview(data))
+        return bytes(data)
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise ValueError("I/O operation on closed file.")
+
+
+def _options(options: Mapping[str, Any]) -> SafetensorsOptions:
+    own = {name: options[name] for name in ("max_shard_size", "metadata") if name in options}
+    names = {name: value for name, value in options.items() if name not in own}
+    known = [*NameOptions.__dataclass_fields__, "max_shard_size", "metadata"]
+    odd = next((name for name in names if name not in known), None)
+    if odd is not None:
+        raise OptionError(f"a view takes no {odd}=; its options are those of export_safetensors that change bytes: {', '.join(known)}.")
+    return SafetensorsOptions(names=NameOptions(**names), **own)
+
+
+def safetensors_view(source: str | os.PathLike[str] | Checkpoint, file: str | None = None, **options: Any) -> VirtualFile:
+    """Open the safetensors file that `export_safetensors` would write, without writing it.
+
+    Args:
+        source: path or url of the checkpoint, or an open one.
+        file: name of one of the files, if `max_shard_size` makes several; None: the only one.
+        options: `include`, `exclude`, `dtype`, `mapping` and others of `export_safetensors` that determine the file's bytes.
+
+    Returns:
+        A read-only binary file. Its header is there at once; elements are read, and verified, on demand.
+
+    Raises:
+        OptionError: an option is invalid; or there are several files, and `file` names none.
+        NotFoundError: there is no committed checkpoint, or no such file.
+        NamesMismatchError, ShapeMismatchError, DtypeError, DtypeMismatchError: as in `export_safetensors`.
+    """
+    view = ModelView(source, **options)
+    weights = view.weights
+    if file is None and len(weights) > 1:
+        raise OptionError(f"{view.checkpoint.location}: max_shard_size makes {len(weights)} files; name one with file=: {few(weights)}.")
+    return view.open(file or weights[0])

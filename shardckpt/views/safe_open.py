@@ -1,0 +1,121 @@
+"""The interface of `safetensors.safe_open` over a checkpoint."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+import numpy as np
+
+from shardckpt.convert.formats.safetensors.layout import DTYPES
+from shardckpt.errors import NamesMismatchError, OptionError
+from shardckpt.excerpt import excerpt
+from shardckpt.layout.dtypes import by_name
+from shardckpt.state.names import did_you_mean
+from shardckpt.views.model_view import ModelView
+
+if TYPE_CHECKING:
+    import os
+    from types import TracebackType
+
+    from shardckpt.reading.checkpoint import Checkpoint
+    from shardckpt.reading.lazy_array import LazyArray
+
+_FRAMEWORKS = {"np": "np", "numpy": "np", "pt": "pt", "torch": "pt", "pytorch": "pt", "jax": "jax", "flax": "jax"}
+
+
+class safe_open:  # noqa: N801  (the name in safetensors)
+    """Tensors of a checkpoint as `safetensors.safe_open` gives those of a file: `with safe_open(url, "pt") as f: f.get_tensor(name)`."""
+
+    def __init__(
+        self,
+        source: str | os.PathLike[str] | Checkpoint,
+        framework: Literal["np", "numpy", "pt", "torch", "pytorch", "jax", "flax"] = "pt",
+        device: Any = "cpu",
+        **options: Any,
+    ) -> None:
+        """Open a checkpoint.
+
+        Args:
+            source: path or url of the checkpoint, or an open one.
+            framework: numpy, torch or JAX.
+            device: where torch and JAX put tensors: a torch device, or a JAX device; "cpu" is the default.
+            options: options of `safetensors_view`.
+
+        Raises:
+            OptionError: an option is invalid. NotFoundError: there is no committed checkpoint.
+        """
+        if framework not in _FRAMEWORKS:
+            raise OptionError(f"safe_open(framework={excerpt(framework)}): give one of {', '.join(map(repr, _FRAMEWORKS))}.")
+        self._framework = _FRAMEWORKS[framework]
+        self._device = device
+        self._view = ModelView(source, **options)
+        self._arrays = {array.name: array for array in self._view.arrays()}
+
+    def __enter__(self) -> Self:
+        """Return itself."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Nothing stays open."""
+
+    def keys(self) -> list[str]:
+        """Names of the tensors, sorted."""
+        return sorted(self._arrays)
+
+    def offset_keys(self) -> list[str]:
+        """Names of the tensors, in the order of their bytes."""
+        return list(self._arrays)
+
+    def metadata(self) -> dict[str, str]:
+        """Texts in the header."""
+        return self._view.header_metadata
+
+    def get_tensor(self, name: str) -> Any:
+        """A tensor of the framework, on the device.
+
+        Raises:
+            NamesMismatchError: there is no such tensor.
+            CorruptionError, MissingDataError, StorageError: stored bytes are damaged, gone, or cannot be read.
+        """
+        return self.get_slice(name)[...]
+
+    def get_slice(self, name: str) -> TensorSlice:
+        """A tensor of which indexing reads a part.
+
+        Raises:
+            NamesMismatchError: there is no such tensor.
+        """
+        if name not in self._arrays:
+            raise NamesMismatchError(f"{self._view.checkpoint.location}: no tensor {name!r}{did_you_mean(name, self._arrays)}.")
+        return TensorSlice(self._arrays[name], self._framework, self._device)
+
+
+class TensorSlice:
+    """A tensor of which indexing reads a part, as a tensor of the framework."""
+
+    def __init__(self, array: LazyArray, framework: str, device: Any) -> None:
+        """See `safe_open.get_slice`."""
+        self._array = array
+        self._framework = framework
+        self._device = device
+
+    def get_shape(self) -> list[int]:
+        """Shape of the tensor."""
+        return list(self._array.shape)
+
+    def get_dtype(self) -> str:
+        """The format's name of the dtype, such as "BF16"."""
+        return DTYPES[self._array.dtype_name]
+
+    def __getitem__(self, index: Any) -> Any:
+        """Read a part; see `LazyArray`."""
+        found = np.asarray(self._array[index])
+        if self._framework == "np":
+            return found
+        if self._framework == "jax":
+            import jax
+
+            return jax.device_put(found) if self._device == "cpu" else jax.device_put(found, self._device)
+        from shardckpt.frameworks.torch import tensor_of
+
+        return tensor_of(found, by_name(self._array.dtype_name)).to(self._device)

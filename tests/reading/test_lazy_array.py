@@ -1,0 +1,72 @@
+"""Indexing a stored tensor reads what numpy would select."""
+
+from __future__ import annotations
+
+import tempfile
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+import shardckpt
+from shardckpt.reading import lazy_array
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("lazy")
+    rng = np.random.default_rng(0)
+    state = {f"w{n}": rng.integers(0, 1 << 30, shape, np.int32) for n, shape in enumerate([(), (7,), (6, 5), (4, 3, 9), (0, 4)])}
+    shardckpt.save(folder / "c", state)
+    return shardckpt.open(folder / "c"), state
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_any_basic_index_selects_what_numpy_selects(checkpoint, data):
+    opened, state = checkpoint
+    name = data.draw(st.sampled_from(sorted(state)))
+    index = data.draw(hnp.basic_indices(state[name].shape))
+    lazy_array.MOST_BOXES = data.draw(st.sampled_from([1, 4, 1 << 16]))
+    found, expected = opened[name][index], state[name][index]
+    assert type(found) is type(expected) or found.shape == expected.shape
+    assert np.array_equal(found, expected)
+
+
+def test_it_reads_that_and_no_more(tmp_path):
+    w = np.arange(1 << 20, dtype=np.float32).reshape(1024, 1024)
+    shardckpt.save(tmp_path / "c", {"w": w})
+    opened = shardckpt.open(tmp_path / "c")
+    assert np.array_equal(opened["w"][128:256], w[128:256])
+    assert opened.stats.bytes_read <= 1.1 * w[128:256].nbytes
+    assert opened.stats.bytes_needed == w[128:256].nbytes
+    assert np.array_equal(opened["w"][::512, ::-1], w[::512, ::-1])
+
+
+def test_it_is_an_array_for_others(checkpoint):
+    opened, state = checkpoint
+    lazy = opened["w3"]
+    assert (lazy.shape, lazy.dtype, lazy.ndim, lazy.size, lazy.nbytes, len(lazy)) == ((4, 3, 9), np.dtype(np.int32), 3, 108, 432, 4)
+    assert np.array_equal(np.asarray(lazy), state["w3"])
+    assert np.array_equal(np.from_dlpack(lazy), state["w3"])
+    assert np.array_equal(np.asarray(lazy, np.float64), state["w3"].astype(np.float64))
+    with pytest.raises(ValueError, match="a copy"):
+        np.asarray(lazy, copy=False)
+    assert [row.tolist() for row in opened["w2"]] == state["w2"].tolist()
+
+
+@pytest.mark.parametrize("index", [7, (0, 0, 0, 0), "a", [1, 2], True, (..., ...), 1.5])
+def test_other_indices_are_errors(checkpoint, index):
+    with pytest.raises(IndexError, match="w3"):
+        checkpoint[0]["w3"][index]
+
+
+def test_dtypes_of_ml_dtypes_and_layouts_are_kept():
+    import torch
+
+    with tempfile.TemporaryDirectory() as folder:
+        shardckpt.save(f"{folder}/c", {"w": torch.arange(6, dtype=torch.bfloat16)})
+        lazy = shardckpt.open(f"{folder}/c")["w"]
+        assert (lazy.dtype.name, lazy[2:4].tolist(), lazy.sharding) == ("bfloat16", [2, 3], None)

@@ -1,0 +1,86 @@
+"""A web server of a directory, with ranges, redirects, authorization, and answers that are wrong on purpose."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import unquote
+
+
+@dataclass
+class WebServer:
+    """What a test sets, and what was asked."""
+
+    folder: Path
+    port: int = 0
+    authorization: str | None = None
+    """What requests must say; None: nothing."""
+    moved: dict[str, str] = field(default_factory=dict)
+    """Beginning of paths → beginning of the urls that they are redirected to."""
+    ranges: bool = True
+    failures: list[int] = field(default_factory=list)
+    """Statuses of the next answers."""
+    asked: list[tuple[str, str, str | None]] = field(default_factory=list)
+    """Method, path and authorization of each request."""
+    sent: int = 0
+    """Bytes of files."""
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+
+@contextmanager
+def web_server(folder):
+    """Serve a directory."""
+    state = WebServer(Path(folder))
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self):
+            state.asked.append((self.command, self.path, self.headers["Authorization"]))
+            if state.failures:
+                return self.answer(state.failures.pop(0))
+            for begin, target in state.moved.items():
+                if self.path.startswith(begin):
+                    return self.answer(302, {"Location": target + self.path.removeprefix(begin)})
+            if state.authorization is not None and self.headers["Authorization"] != state.authorization:
+                return self.answer(401)
+            file = state.folder / unquote(self.path).lstrip("/")
+            if not file.is_file():
+                return self.answer(404)
+            data, headers, status = file.read_bytes(), {"ETag": '"1"'}, 200
+            if self.headers["Range"] and state.ranges:
+                first, _, last = self.headers["Range"].removeprefix("bytes=").partition("-")
+                total, status = len(data), 206
+                if int(first) >= total:
+                    return self.answer(416)
+                data = data[int(first) : int(last) + 1 if last else None]
+                headers["Content-Range"] = f"bytes {first}-{int(first) + len(data) - 1}/{total}"
+            return self.answer(status, headers, data)
+
+        do_HEAD = do_GET  # noqa: N815
+
+        def answer(self, status, headers=None, data=b""):
+            self.send_response(status)
+            for name, value in {**(headers or {}), "Content-Length": str(len(data))}.items():
+                self.send_header(name, value)
+            self.end_headers()
+            if self.command != "HEAD":
+                state.sent += len(data)
+                self.wfile.write(data)
+
+        def log_message(self, *_):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        state.port = server.server_port
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            yield state
+        finally:
+            server.shutdown()

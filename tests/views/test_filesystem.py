@@ -1,0 +1,76 @@
+"""Checkpoints through fsspec, and what reads through fsspec."""
+
+from __future__ import annotations
+
+from urllib.parse import quote
+
+import fsspec
+import numpy as np
+import pytest
+import zarr
+from convert_states import random, saved, sharded
+from emulators import environment
+from safetensors.numpy import load
+from web_server import web_server
+
+import shardckpt
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("fs")
+    state = {"model": {"w": random((96, 60)), "b": random((60,), "int32", 1)}}
+    saved(folder / "runs/100", state, {"model/w": sharded("a", "b")}, metadata={"config.json": {"model_type": "x"}})
+    shardckpt.export_safetensors(folder / "runs/100", folder / "out.safetensors")
+    return folder
+
+
+def test_files_have_the_exports_bytes(place):
+    expected = (place / "out.safetensors").read_bytes()
+    with fsspec.open(f"shardckpt://{place}/runs/100/model.safetensors") as file:
+        assert file.read() == expected
+    with fsspec.open(f"shardckpt://model.safetensors::file://{place}/runs/100") as file:
+        file.seek(-5, 2)
+        assert file.read() == expected[-5:]
+    fs, path = fsspec.url_to_fs(f"shardckpt://{place}/runs/100/model.safetensors")
+    assert fs.size(path) == len(expected)
+    assert fs.cat_ranges([path, path], [0, -7], [9, -2]) == [expected[:9], expected[-7:-2]]
+    assert fs.cat(f"{place}/runs/100/config.json") == b'{\n  "model_type": "x"\n}\n'
+    assert load(fs.cat(path))["model.b"].tobytes() == random((60,), "int32", 1).tobytes()
+
+
+def test_options_are_those_of_the_view(place):
+    fs = fsspec.filesystem("shardckpt", dtype="bfloat16", include=["model/w"])
+    whole = fsspec.filesystem("shardckpt").size(f"{place}/runs/100/model.safetensors")
+    assert fs.size(f"{place}/runs/100/model.safetensors") < whole / 2
+    assert shardckpt.safe_open(place / "runs/100", "np", dtype="bfloat16").get_slice("model.w").get_dtype() == "BF16"
+
+
+def test_directories_are_listed(place):
+    fs = fsspec.filesystem("shardckpt")
+    root = f"{place}/runs/100"
+    assert fs.ls(root, detail=False) == [f"{root}/model.safetensors", f"{root}/config.json", f"{root}/zarr"]
+    assert fs.isdir(root)
+    assert fs.isfile(f"{root}/zarr/model/w/zarr.json")
+    assert sorted(fs.find(root)) == sorted([f"{root}/model.safetensors", f"{root}/config.json", *(f for f in fs.find(f"{root}/zarr"))])
+    assert not fs.exists(f"{root}/nothing")
+    assert not fs.exists(f"{place}/nothing/model.safetensors")
+    with pytest.raises(NotImplementedError, match="read-only"):
+        fs.open(f"{root}/new", "wb")
+
+
+@pytest.mark.parametrize("form", ["shardckpt://{place}/runs/100/zarr", "shardckpt://zarr::file://{place}/runs/100"])
+def test_zarr_opens_the_arrays(place, form):
+    group = zarr.open_group(form.format(place=place), mode="r")
+    assert np.array_equal(group["model/w"][10:20], random((96, 60))[10:20], equal_nan=True)
+    assert sorted(group["model"].array_keys()) == ["b", "w"]
+
+
+def test_other_storages_are_chained(place, gcs_server):
+    url = gcs_server.url("fs")
+    with environment(gcs_server.env()):
+        shardckpt.save(url, {"w": np.arange(5)})
+        with fsspec.open(f"shardckpt://model.safetensors::{url}") as file:
+            assert load(file.read())["w"].tolist() == list(range(5))
+    with web_server(place) as server, fsspec.open(f"shardckpt://model.safetensors::{server.url}/{quote('runs/100')}") as file:
+        assert file.read() == (place / "out.safetensors").read_bytes()
