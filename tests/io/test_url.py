@@ -162,7 +162,7 @@ def test_of_s3_bucket_names_we_take_those_that_aws_documents(name):
         ("memory://", "''"),
         ("memory://a//b", "''"),
         ("memory://a/../b", "'..'"),
-        ("http://host/x", "unknown scheme http://; known are file://, gs://, s3://, memory:// and plain paths"),
+        ("ftp://host/x", "unknown scheme ftp://; known are file://, gs://, s3://, memory://, http://, https:// and plain paths"),
         ("gs://", "is not a bucket name"),
         ("s3://B/x", "is not a bucket name"),
         ("gs://bucket//x", "''"),
