@@ -77,8 +77,6 @@ def test_a_committer_asks_the_same_few_things_about_every_host(packed):
         assert counts(r for r in packed[0] if r.host == host) == {
             ("read", "records/#.json"): 1,
             ("read", "hosts/#/table"): 1,
-            ("read", "hosts/#/#/manifest.ocdbt"): 1,
-            ("read", "hosts/#/#/d/tree"): 1,
         }
     assert {r.key for r in packed[0] if r.kind == "list"} == {"records/"}
 
