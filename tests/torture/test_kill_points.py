@@ -31,7 +31,7 @@ def test_a_process_killed_at_any_operation(tmp_path, jobs, full, case, record_pr
     found = jobs.map(lambda job, *point: kill(job, tmp_path / "base", case, *point), *zip(*points, strict=True))
     record_property("outcomes", dict(Counter(found)))
     # Which of two processes writes what both would write is decided by chance: there may be some operations fewer.
-    assert found.count("got through") <= max(1, len(points) // 10)
+    assert found.count("got through") <= max(2, len(points) // 10)
     assert len(set(found)) > 2 or not full
 
 
