@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
@@ -181,8 +181,7 @@ class Checkpoint:
         if box.ndim != len(t.shape) or not Box.full(t.shape).contains(box) or any(b > n for b, n in zip(box.stop, t.shape, strict=True)):
             raise ShapeMismatchError(f"{name}: the box {box} lies outside its shape {t.shape} in {self.location}.")
         out = empty(name, box.shape, t.dtype.storage)
-        with self.reading():
-            self.reader.read([Request(t.name, t.dtype.storage, t.pieces, BoxArray.of([box], box.ndim), [out])])
+        self._read_boxes(t, [box], [out])
         return out.view(t.dtype.numpy)
 
     def __getitem__(self, name: str) -> LazyArray:
@@ -192,13 +191,13 @@ class Checkpoint:
             NamesMismatchError: no such tensor. OptionError: `name` is not a str.
         """
         t = self.tensor(name)
+        return LazyArray(name, t.shape, t.dtype, t.layout, partial(self._read_boxes, t))
 
-        def read(boxes: Sequence[Box], memory: Sequence[NDArray[Any]]) -> None:
-            views = [part.view(t.dtype.storage) for part in memory]
-            with self.reading():
-                self.reader.read([Request(t.name, t.dtype.storage, t.pieces, BoxArray.of(list(boxes), len(t.shape)), views)])
-
-        return LazyArray(name, t.shape, t.dtype, t.layout, read)
+    def _read_boxes(self, t: TensorRecord, boxes: Sequence[Box], memory: Sequence[NDArray[Any]]) -> None:
+        """Read boxes of a tensor into arrays of their shapes, of the tensor's dtype or its storage type."""
+        views = [part.view(t.dtype.storage) for part in memory]
+        with self.reading():
+            self.reader.read([Request(t.name, t.dtype.storage, t.pieces, BoxArray.of(list(boxes), len(t.shape)), views)])
 
     @cached_property
     def _names_of(self) -> dict[str, list[str]]:

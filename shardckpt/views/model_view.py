@@ -14,6 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from shardckpt.convert.export_options import SafetensorsOptions
+from shardckpt.convert.formats.safetensors.header import LENGTH_BYTES
 from shardckpt.convert.formats.safetensors.model_files import plan_model_files
 from shardckpt.convert.naming.choose import NameOptions
 from shardckpt.errors import NotFoundError, OptionError
@@ -61,7 +62,6 @@ class ModelView:
             header_metadata=chosen.metadata,
         )
         self._starts: dict[str, int] = {}
-        self._header_metadata = {"format": "pt", **dict(chosen.metadata or {})}
         self._outputs: list[OutputTensor] = []
         for name, file in self._model.weights.items():
             self._starts[name] = len(self._outputs)
@@ -95,7 +95,9 @@ class ModelView:
     @property
     def header_metadata(self) -> dict[str, str]:
         """Texts in the headers."""
-        return self._header_metadata
+        header = next(iter(self._model.weights.values())).header
+        found: dict[str, str] = json.loads(header[LENGTH_BYTES:])["__metadata__"]
+        return found
 
     def arrays(self) -> list[LazyArray]:
         """The tensors of all files, in the order of their bytes; indexing reads a part."""
@@ -135,10 +137,9 @@ class ModelView:
         if file is None or end <= len(head):
             return end - offset
         # The tensors that the range meets are next to each other.
-        stops = [*file.offsets[1:], file.nbytes]
         ranges = []
-        for i in range(bisect_right(stops, offset), bisect_left(file.offsets, end)):
-            begin, stop = max(offset, file.offsets[i]), min(end, stops[i])
+        for i in range(max(0, bisect_right(file.offsets, offset) - 1), bisect_left(file.offsets, end)):
+            begin, stop = max(offset, file.offsets[i]), min(end, file.offsets[i] + file.tensors[i].nbytes)
             if begin < stop:
                 ranges.append((self._starts[name] + i, begin - file.offsets[i], into[begin - offset : stop - offset]))
         if ranges:
