@@ -31,7 +31,7 @@ from shardckpt.format.documents import FORMAT_VERSION, FileReference, TableRefer
 from shardckpt.format.record import CheckpointRecord, Contents, HostFiles, HostRecord, host_record_key
 from shardckpt.format.table import OWN_OBJECT, ROW, ArrayChunks, Table, TableHeader, check_sizes
 from shardckpt.format.zarr_arrays import chunk_object_key, encode, plain_key, zarr_documents
-from shardckpt.io.store import LARGEST_WHOLE
+from shardckpt.io.files import LARGEST_WHOLE
 from shardckpt.io.threads import map_on_threads
 from shardckpt.plan.pieces import chunk_boxes
 from shardckpt.state.names import shown

@@ -24,7 +24,8 @@ from shardckpt.errors import CommitError, FormatError
 from shardckpt.format.zarr_arrays import PLAIN_ROOT, group_json, parent_groups, plain_key
 from shardckpt.io import ocdbt
 from shardckpt.io.failures import storage_errors
-from shardckpt.io.store import LARGEST_WHOLE, Store, shared_context
+from shardckpt.io.files import LARGEST_WHOLE, clear
+from shardckpt.io.store import Store, shared_context
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -70,7 +71,9 @@ def merge_lanes(
         StorageError: the storage failed.
     """
     attempt.make_parents("d/x")
-    attempt.forget_interrupted_write("manifest.ocdbt")
+    manifest = attempt.local_path(_MANIFEST)
+    if manifest is not None:
+        clear(manifest)
     with storage_errors("merge the index of", attempt):
         database = _database(attempt, _CONFIG)
         # Two transactions: if one transaction copies and writes, TensorStore 0.1.86 stores the copied values empty.

@@ -33,7 +33,8 @@ from shardckpt.format.documents import seal
 from shardckpt.format.record import CheckpointRecord, Tombstone, parse_checkpoint
 from shardckpt.format.table import check_sizes
 from shardckpt.io.failures import storage_errors
-from shardckpt.io.store import LARGEST_WHOLE
+from shardckpt.io.files import LARGEST_WHOLE
+from shardckpt.io.threads import collector_paused
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -219,9 +220,11 @@ def publish(store: Store, record: CheckpointRecord, prior: Prior) -> bool:
         CommitError: readers would refuse the record; or another process failed to publish the attempt, and has removed it.
         StorageError: the storage failed, or contradicts itself.
     """
-    data, place = seal(record.to_json(), record.version), store.sub(record.attempt)
+    place = store.sub(record.attempt)
     try:
-        _check_readable(store, record, data)
+        with collector_paused():
+            data = seal(record.to_json(), record.version)
+            _check_readable(store, record, data)
     except CommitError:
         discard(place)
         raise

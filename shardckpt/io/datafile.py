@@ -20,7 +20,8 @@ import numpy as np
 from shardckpt.errors import StorageError
 from shardckpt.excerpt import file_size
 from shardckpt.io.buffers import MOST_VECTORS, after
-from shardckpt.io.failures import storage_errors, sync_directory
+from shardckpt.io.failures import storage_errors
+from shardckpt.io.files import sync_directory
 from shardckpt.io.store import Data, byte_view
 
 if TYPE_CHECKING:

@@ -1,27 +1,16 @@
-"""Failures of a storage: its errors, threads that cannot start, forks, and writes of killed processes.
+"""Failures of a storage: its errors, threads that cannot start, and forks.
 
 1. `storage_errors` turns errors of TensorStore and the system into our errors, which say what to do.
 2. `saving_takes_threads` and `reading_takes_threads` do the same for threads that cannot be started.
 3. `begin_use` and `check_fork` refuse a process that was forked after TensorStore was used: TensorStore's threads do not exist
    there, and a call would hang, or end the process.
-4. `forget_interrupted_write` removes the bytes that a killed process has left of a write.
-5. `DurableDirectories` creates directories that are found again after a power failure.
-
-TensorStore writes a file as `<name>.__lock`, holds a lock on it, and renames it. When the process dies, the kernel frees the
-lock, and the bytes stay. The next writer of the same file opens the existing `.__lock` file, overwrites it from
-the start, and does not truncate it (TensorStore 0.1.86): if the old file was longer, the new file ends in old bytes. So before
-a write the `.__lock` file is locked, in the same manner as TensorStore does, without waiting. If that fails, a living process is
-writing. If the file still has that name (a writer that has just ended has renamed it), it is truncated. Another process may die
-between this and the write, and leave bytes again. A caller that must exclude that checks the length after the write.
 """
 
 from __future__ import annotations
 
-import fcntl
 import os
-import struct
 import threading
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import shardckpt.io.shutdown  # noqa: F401  (saves in the background need it, and it cannot be imported during the shutdown)
@@ -30,7 +19,6 @@ from shardckpt.errors import CommitError, CoordinationError, ShardckptError, Sto
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from contextlib import AbstractContextManager
-    from pathlib import Path
 
 _DENIED = ("permission denied", "permission_denied", "read-only file system", "forbidden", "accessdenied")
 """Parts of storages' messages about missing permissions, in lower case."""
@@ -171,68 +159,3 @@ def check_fork(place: object) -> None:
             f"{place}: this process was forked from one that had used shardckpt, whose threads are not here; start it with "
             f'multiprocessing.get_context("spawn"), or fork before the first checkpoint is read or written.'
         )
-
-
-# --- writes of killed processes
-
-LOCK_SUFFIX = ".__lock"
-"""Suffix of the name of a file while TensorStore's file driver writes it."""
-
-
-def forget_interrupted_write(path: Path) -> None:
-    """Truncate the remains of a killed write to this file, if there are any; leave a file alone that a process is writing.
-
-    Args:
-        path: the file. Neither it nor its directory need exist.
-    """
-    lock = f"{path}{LOCK_SUFFIX}"
-    with suppress(OSError):  # no such file, or another process's; if that is an error, the write itself reports it
-        fd = os.open(lock, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-        try:
-            _lock(fd)
-            found = os.fstat(fd)
-            if found.st_size and os.path.samestat(found, os.lstat(lock)):
-                os.ftruncate(fd, 0)
-        finally:
-            os.close(fd)
-
-
-def _lock(fd: int) -> None:
-    """Take the same kind of lock as TensorStore on an open file; closing the file releases it. Raises OSError if another holder has it."""
-    if hasattr(fcntl, "F_OFD_SETLK"):  # of the open file, not of the process: it excludes other threads, too
-        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
-    else:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-
-# --- power failures
-
-
-class DurableDirectories:
-    """Creates directories durably, and remembers which are durable."""
-
-    def __init__(self, top: Path) -> None:
-        """Sync directories from `top` down even if they exist: another process may just have created them and not have synced them yet."""
-        self._top = top
-        self._synced: set[Path] = set()
-
-    def make(self, path: Path) -> None:
-        """Create a directory and its parents, if they are missing."""
-        if path in self._synced and path.is_dir():
-            return
-        if self._top not in (path, *path.parents) and path.is_dir():
-            return
-        if path.parent != path:
-            self.make(path.parent)
-        path.mkdir(exist_ok=True)
-        sync_directory(path.parent)
-        self._synced.add(path)
-
-
-def sync_directory(path: Path) -> None:
-    """Make the entries of a directory durable."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

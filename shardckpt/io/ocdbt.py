@@ -124,7 +124,9 @@ def varints(values: ArrayLike) -> bytes:
     column: NDArray[np.uint64] = np.asarray(values).astype(np.uint64)
     if not len(column):
         return b""
-    most = max(1, -(-int(column.max()).bit_length() // 7))
+    most = -(-int(column.max()).bit_length() // 7)
+    if most <= 1:
+        return column.astype(np.uint8).tobytes()
     shifts = np.arange(most, dtype=np.uint64) * np.uint64(7)
     groups = column[:, None] >> shifts
     used = groups > 0

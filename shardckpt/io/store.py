@@ -1,16 +1,12 @@
 """Keys and bytes at one location, with typed errors: the only storage interface of shardckpt.
 
-A `Store` asks TensorStore's key-value stores for what is on disk and in memory, and `buckets` for objects. It adds:
+A `Store` asks `files` for what is on disk, `buckets` for objects, and a TensorStore key-value store for what is in memory. It adds:
 
 1. *Reliable conditional writes.* Create-if-absent passes the generation that reading the missing key returned
    (an empty `if_equal` overwrites silently). A lost race shows as an empty generation in the result. If a network
    loses the response to a successful write, the retry finds an object there and looks like a lost race. So after
    a lost race the store reads the object, and counts the write as successful if the bytes are its own.
-2. *Durability on a local disk.* TensorStore syncs each file and its directory, but not the parent directories
-   that it creates. The store creates those itself and syncs the parent of each, so that after a power failure
-   a file is complete and can be found. (An object store responds when an object is durable.)
-3. *No bytes of a killed write in the next write*, see `failures`.
-4. *Typed errors.* A message has the url, then the text of the storage or the system, then what to do.
+2. *Typed errors.* A message has the url, then the text of the storage or the system, then what to do.
 
 TensorStore itself (`kvstore`) reads and writes the OCDBT indexes everywhere. All stores of a process share one `ts.Context`. So
 `memory://` is one memory, and OCDBT databases can be merged by reference.
@@ -19,7 +15,6 @@ TensorStore itself (`kvstore`) reads and writes the OCDBT indexes everywhere. Al
 from __future__ import annotations
 
 import dataclasses
-import stat
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
@@ -29,13 +24,15 @@ import numpy as np
 import tensorstore as ts
 from numpy.typing import NDArray
 
-from shardckpt.errors import CorruptionError, FormatError, MissingDataError
+from shardckpt.errors import CorruptionError, MissingDataError
 from shardckpt.format.documents import check_key
+from shardckpt.io import files
 from shardckpt.io.buckets import cloud, listing
 from shardckpt.io.buckets.bucket import Bucket, open_bucket
 from shardckpt.io.buckets.rate_limit import ALONE, RequestShare
 from shardckpt.io.deletion import delete_objects, remove_tree
-from shardckpt.io.failures import DurableDirectories, begin_use, forget_interrupted_write, storage_errors
+from shardckpt.io.failures import begin_use, storage_errors
+from shardckpt.io.files import DurableDirectories
 from shardckpt.io.requests import Upload
 from shardckpt.io.url import Location, parse
 
@@ -50,9 +47,6 @@ if TYPE_CHECKING:
 
 Data = bytes | bytearray | memoryview | NDArray[np.uint8]
 """Contiguous bytes of any kind."""
-LARGEST_WHOLE = 1 << 30
-"""Most bytes of a file on disk that is read completely: a record, table or index. TensorStore aborts the process when it cannot
-allocate memory, and a sparse file can have any size."""
 
 
 @cache
@@ -67,8 +61,6 @@ class Store:
 
     location: Location
     """The location that keys are relative to."""
-    _opened: Any
-    """The `ts.KvStore` of that location."""
     _directories: DurableDirectories | None = field(repr=False)
     """On disk: creates directories."""
     _share: RequestShare = ALONE
@@ -84,23 +76,25 @@ class Store:
             OptionError: an environment variable that configures an object store has an invalid value.
         """
         place = location if isinstance(location, Location) else parse(location)
+        store = cls(place, None if place.local is None else DurableDirectories(place.local))
         if place.bucket is not None:
             cloud.prepare(place.scheme)
-        return cls(place, _open(place.kvstore(), place), None if place.local is None else DurableDirectories(place.local))
+            store.kvstore()  # for its errors: indexes are written last
+        return store
 
     def sub(self, prefix: str) -> Store:
         """The store of a location below this one."""
-        place = self.location.join(prefix.rstrip("/"))
-        return Store(place, _open(place.kvstore(), place), self._directories, self._share)
+        return Store(self.location.join(prefix.rstrip("/")), self._directories, self._share)
 
     def among(self, process: int, processes: int) -> Store:
         """The same location for one of several processes that use it now; each keeps to its share of an object store's request rate."""
         return dataclasses.replace(self, _share=RequestShare(process, processes))
 
     def kvstore(self) -> Any:
-        """The `ts.KvStore` itself, for operations that only TensorStore has (OCDBT)."""
+        """The location as a `ts.KvStore`: for memory, and for operations that only TensorStore has (OCDBT)."""
         begin_use(self.location)
-        return self._opened
+        with storage_errors("open", self.location):
+            return ts.KvStore.open(self.location.kvstore(), context=shared_context()).result()
 
     def __str__(self) -> str:
         """The location, as a user recognises it."""
@@ -125,7 +119,7 @@ class Store:
         Raises:
             MissingDataError: there is no such object.
             CorruptionError: the object ends before `stop`.
-            FormatError: the complete object was requested, and the file on disk has more than `LARGEST_WHOLE` bytes.
+            FormatError: the complete object was requested, and the file on disk has more than `files.LARGEST_WHOLE` bytes.
         """
         data, _ = self.read_versioned(key, start, stop)
         if data is None:
@@ -138,22 +132,24 @@ class Store:
         Raises:
             CorruptionError, FormatError: as for `read`.
         """
-        span = None if start is None and stop is None else slice(start or 0, stop)
         check_key(key, self)
-        self._refuse_special(key, whole=span is None)
         with storage_errors("read", self.path_of(key)):
             try:
-                if self.location.bucket is not None:
+                if (path := self._file(key)) is not None:
+                    data, generation = files.read(path, start or 0, stop)
+                elif self.location.bucket is not None:
                     return self._bucket.read(self._name(key), start or 0, stop, self._share)
-                found = self.kvstore().read(key, byte_range=span).result()
+                else:
+                    span = None if start is None and stop is None else slice(start or 0, stop)
+                    found = self.kvstore().read(key, byte_range=span).result()
+                    data, generation = found.value if found.state == "value" else None, found.stamp.generation
             except (ValueError, EOFError) as e:
                 if isinstance(e, ValueError) and "OUT_OF_RANGE" not in str(e):
                     raise
                 raise self._cut_off(key, stop, e) from e
-        data: bytes | None = found.value if found.state == "value" else None
         if data is not None and stop is not None and len(data) != stop - (start or 0):
             raise self._cut_off(key, stop, f"it gave {len(data)} bytes from {start or 0} on")
-        return data, found.stamp.generation
+        return data, generation
 
     def read_into(self, key: str, start: int, into: Sequence[memoryview]) -> bytes:
         """Fill buffers, one after another, with the bytes of an object from `start` on; without a copy on object stores.
@@ -204,6 +200,8 @@ class Store:
         with storage_errors("look for", self.path_of(key)):
             if self.location.bucket is not None:
                 return self._bucket.stat(self._name(key), self._share)[0] is not None
+            if (path := self._file(key)) is not None:
+                return path.is_file()
             return bool(self.kvstore().list(ts.KvStore.KeyRange(key.encode(), key.encode() + b"\0")).result())
 
     def create(self, key: str, data: Data) -> bool:
@@ -227,10 +225,7 @@ class Store:
         """
         assert generation, "an empty generation would overwrite whatever is there"
         with storage_errors("write", self.path_of(key)):
-            written = self._write(key, data, generation)
-            while written and self._has_a_foreign_end(key, data, written):
-                written = self._write(key, data, written)
-            if written:
+            if self._write(key, data, generation):
                 return True
         return _same(self.read_versioned(key)[0], data)
 
@@ -262,6 +257,8 @@ class Store:
         with storage_errors("delete", self.path_of(key)):
             if self.location.bucket is not None:
                 return self._bucket.delete_if(self._name(key), generation)
+            if (path := self._file(key)) is not None:
+                return files.remove(path, generation)
             return bool(self.kvstore().write(key, None, if_equal=generation).result().generation)
 
     def remove_empty(self) -> None:
@@ -291,6 +288,8 @@ class Store:
         if self.location.bucket is not None:
             return sorted(listing.keys(self.location, prefix))
         with storage_errors("list", self.path_of(prefix)):
+            if (top := self._file("")) is not None:
+                return sorted(files.names(top, prefix))
             return sorted(key.decode() for key in self.kvstore().list(_starting_with(prefix)).result())
 
     def list_children(self, prefix: str = "") -> builtins.list[str]:
@@ -308,31 +307,6 @@ class Store:
                 assert self._directories is not None
                 self._directories.make(path.parent)
 
-    def forget_interrupted_write(self, key: str) -> None:
-        """On disk: make sure that the next write of an object contains no bytes of a killed write. Object stores keep no such bytes."""
-        path = self.local_path(key)
-        if path is not None:
-            forget_interrupted_write(path)
-
-    def _has_a_foreign_end(self, key: str, data: Data, generation: bytes) -> bool:
-        """On disk: whether the written file ends in bytes of another write that was killed at the same moment."""
-        if self.location.local is None or not self.is_longer(key, len(byte_view(data))):
-            return False
-        return self.read_versioned(key)[1] == generation  # otherwise another writer has replaced the file
-
-    def _refuse_special(self, key: str, *, whole: bool) -> None:
-        """On disk: raise StorageError for a special file such as a pipe, whose read may never end; FormatError for too large a file."""
-        path = self.local_path(key)
-        if path is not None:
-            with storage_errors("read", path), suppress(FileNotFoundError, NotADirectoryError):
-                found = path.stat()
-                if not stat.S_ISREG(found.st_mode):
-                    raise OSError(f"{path} is no file, but a directory, pipe or device")
-                if whole and found.st_size > LARGEST_WHOLE:
-                    raise FormatError(
-                        f"{path} has {found.st_size} bytes, at most {LARGEST_WHOLE} are expected; it was not written by shardckpt."
-                    )
-
     def _missing(self, key: str) -> MissingDataError:
         return MissingDataError(f"{self.path_of(key)} is missing; restore it from a copy.")
 
@@ -345,6 +319,11 @@ class Store:
         begin_use(self.location)
         return open_bucket(self.location)
 
+    def _file(self, key: str) -> Path | None:
+        """The path of a file that is about to be used; None if it is not on disk."""
+        begin_use(self.location)
+        return self.local_path(key)
+
     def _name(self, key: str) -> str:
         """An object's name in its bucket."""
         return self.location.object_prefix + key
@@ -355,8 +334,9 @@ class Store:
         if self.location.bucket is not None:
             view = byte_view(data)
             return self._bucket.write(self._name(key), [view], generation=generation, share=self._share, retry=retry)
-        self.make_parents(key)
-        self.forget_interrupted_write(key)
+        if (path := self._file(key)) is not None:
+            self.make_parents(key)
+            return files.replace(path, byte_view(data), generation)
         value = data if isinstance(data, (bytes, bytearray)) else bytes(byte_view(data))
         return bytes(self.kvstore().write(key, value, if_equal=generation).result().generation)
 
@@ -364,6 +344,8 @@ class Store:
         """Delete an object, if there is one."""
         if self.location.bucket is not None:
             self._bucket.delete(self._name(key), self._share)
+        elif (path := self._file(key)) is not None:
+            files.delete(path)
         else:
             self.kvstore().write(key, None).result()
 
@@ -376,12 +358,6 @@ def byte_view(data: Data) -> memoryview:
     """A flat byte view of contiguous bytes of any kind, without a copy."""
     view = memoryview(data)  # type: ignore[arg-type]  # an ndarray is a buffer; its types say so from Python 3.12 on
     return view.cast("B") if view.nbytes else memoryview(b"")
-
-
-def _open(spec: dict[str, Any], place: object) -> Any:
-    """Open a TensorStore key-value store in the shared context."""
-    with storage_errors("open", place):
-        return ts.KvStore.open(spec, context=shared_context()).result()
 
 
 def _starting_with(prefix: str) -> Any:

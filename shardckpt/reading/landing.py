@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from shardckpt.errors import DtypeMismatchError, ShapeMismatchError, StructureMismatchError
 from shardckpt.frameworks.base import InPlace
 from shardckpt.io.buffers import round_up
+from shardckpt.io.threads import collector_paused
 from shardckpt.layout.box import BoxArray
 from shardckpt.layout.dtypes import castable
 from shardckpt.reading.locate import Request
@@ -112,6 +113,7 @@ class RestoreJob:
         return Request(self.tensor.name, storage, self.tensor.pieces, together, [buffer.view(storage) for buffer in buffers])
 
 
+@collector_paused()
 def restore_jobs(checkpoint: Checkpoint, places: Iterable[tuple[str, Iterable[tuple[str, Sink]]]], *, cast: bool) -> list[RestoreJob]:
     """The restore jobs for some tensors, after a check of every shape and dtype.
 

@@ -31,7 +31,7 @@ from shardckpt.frameworks.coordination import Coordinator, check_coordinator
 from shardckpt.frameworks.per_process import choose_value, decode_value
 from shardckpt.io.buffers import Arena, BufferPool, Lease
 from shardckpt.io.failures import reading_takes_threads
-from shardckpt.io.threads import read_ahead, run_on_threads
+from shardckpt.io.threads import collector_paused, read_ahead, run_on_threads
 from shardckpt.io.url import parse
 from shardckpt.options import DEFAULT_MEMORY_LIMIT, check_flag, parse_bytes
 from shardckpt.plan.pieces import batches
@@ -122,8 +122,10 @@ def restore(
             limit = parse_bytes(memory_limit, "memory_limit")
             if limit <= 0:
                 raise OptionError(f"restore(memory_limit={limit}): must be positive.")
-            checkpoint = source if isinstance(source, Checkpoint) else Checkpoint(source)
-            tree, run = checkpoint.parsed_tree, partial(_read_all, checkpoint, limit=limit, meeting=meeting, progress=progress)
+            with collector_paused():
+                checkpoint = source if isinstance(source, Checkpoint) else Checkpoint(source)
+                tree = checkpoint.parsed_tree
+            run = partial(_read_all, checkpoint, limit=limit, meeting=meeting, progress=progress)
             return _restore_tree(checkpoint, tree, like, run, only=only, strict=strict, cast=cast, coordinator=coordinator)
     except MemoryError as e:
         raise out_of_memory(str(place), e) from e
@@ -170,7 +172,8 @@ def _restore_tree(
         like.load_state_dict(_restore_tree(checkpoint, tree, into, run, only=only, strict=strict, cast=cast, coordinator=coordinator))
         return like
     try:
-        matched = match(like, tree, frameworks.is_tensor, only=wanted, strict=strict, meaning=frameworks.meaning)
+        with collector_paused():
+            matched = match(like, tree, frameworks.is_tensor, only=wanted, strict=strict, meaning=frameworks.meaning)
         chosen = chosen_values(checkpoint, matched.per_process, coordinator)
     except MismatchError as e:
         raise type(e)(f"{checkpoint.location}: {e}") from None
@@ -277,9 +280,10 @@ def _read_all(
         pool = BufferPool(limit - exchange_bytes(limit) if shared else limit)
         read_and_place = partial(_stage_and_place, pool=pool, staged=staged, placed=placed)
     restored: dict[str, object] = {}
-    for group in shared:
-        restored |= read_and_place(group.jobs, partial(fetch, group.read))
-    return restored | read_and_place(alone, partial(fetch, read_alone))
+    with collector_paused() if total <= LARGEST_BATCH else nullcontext():  # a larger state takes longer, and other threads go on
+        for group in shared:
+            restored |= read_and_place(group.jobs, partial(fetch, group.read))
+        return restored | read_and_place(alone, partial(fetch, read_alone))
 
 
 def _read_in_place(

@@ -32,7 +32,8 @@ from shardckpt.format.record import HostFiles, HostRecord
 from shardckpt.format.table import OWN_OBJECT
 from shardckpt.format.zarr_arrays import chunk_object_key, plain_key
 from shardckpt.io.buckets.object_copies import can_copy, copy_objects
-from shardckpt.io.failures import storage_errors, sync_directory
+from shardckpt.io.failures import storage_errors
+from shardckpt.io.files import sync_directory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence

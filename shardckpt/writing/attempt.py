@@ -47,6 +47,7 @@ from shardckpt.frameworks.coordination import SilentStoreError
 from shardckpt.frameworks.per_process import encode_values
 from shardckpt.io.datafile import check_space
 from shardckpt.io.failures import is_shutting_down
+from shardckpt.io.threads import collector_paused
 from shardckpt.io.url import parse
 from shardckpt.state import flatten
 from shardckpt.state.flatten import plain_state
@@ -131,6 +132,7 @@ class Attempt:
             self.give_up(error)  # so that other processes do not wait for this one
             raise error
 
+    @collector_paused()
     def take(self, state: Any, plan: Callable[[Mapping[str, Source], SaveOptions, World], SavePlan] = plan_save) -> StateShare:
         """Take this process's share of a state. When this returns, everything is copied except the elements of large tensors.
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import time
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardckpt import frameworks
@@ -15,12 +16,13 @@ from shardckpt.errors import out_of_memory
 from shardckpt.frameworks.coordination import Coordinator, check_coordinator
 from shardckpt.io.failures import saving_takes_threads
 from shardckpt.io.store import Store
-from shardckpt.io.threads import cores
+from shardckpt.io.threads import collector_paused, cores
 from shardckpt.io.url import parse
 from shardckpt.options import SaveOptions, checked_options
 from shardckpt.plan.blocks import parts_of, smaller
 from shardckpt.plan.pieces import batches
 from shardckpt.writing.attempt import Attempt, stored
+from shardckpt.writing.plan_cache import PlanCache
 from shardckpt.writing.save_handle import SaveReport
 
 if TYPE_CHECKING:
@@ -52,6 +54,10 @@ _LEAST_SHARE = 32 << 20
 _LEAST_MEAN = 512 << 10
 """Least mean bytes of a block for which several threads pay off: copying and writing, which release the interpreter lock, then take
 far longer than the Python code."""
+_SMALL_STATE = 256 << 20
+"""Most bytes of a state that is written faster than the collector of reference cycles visits the objects that this makes."""
+
+_plans = PlanCache()
 
 
 def save(
@@ -101,9 +107,10 @@ def _save(attempt: Attempt, state: Any, began: float) -> SaveReport:
 
     def write() -> HostRecord:
         nonlocal planned, share
-        share = attempt.take(state)
+        share = attempt.take(state, _plans.plan)
         planned = time.monotonic()
-        return _write(attempt, share)
+        with collector_paused() if share.plan.nbytes <= _SMALL_STATE else nullcontext():
+            return _write(attempt, share)
 
     steps = take_steps(attempt, write)
     assert share is not None

@@ -11,19 +11,19 @@ import sys
 import threading
 
 import numpy as np
-import tensorstore as ts
 
 import shardckpt
 from shardckpt.commit.publish import RECORD
+from shardckpt.io import files
 
 
-def write(store, key, *arguments, **options):
-    if key == RECORD and b'"tombstone"' not in arguments[0]:
+def replace(path, data, generation):
+    if path.name == RECORD and b'"tombstone"' not in bytes(data):
         signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)  # of the process this thread might go on for a moment
-    return original(store, key, *arguments, **options)
+    return original(path, data, generation)
 
 
-original, ts.KvStore.write = ts.KvStore.write, write
+original, files.replace = files.replace, replace
 url, action, *value = sys.argv[1:]
 try:
     if action == "commit":

@@ -1,8 +1,8 @@
 """The operations by which a process changes the storage, counted; at one of them it dies or falls asleep.
 
-An operation is making, writing, syncing, renaming or removing a file or directory, and every write, copy and commit of
-TensorStore's. Of a write there are two: before it, and in the middle, when half of the bytes are there. TensorStore writes
-a file under another name (`….__lock`) and renames it, so half of its bytes are there under that name; of its commits the
+An operation is making, writing, syncing, renaming or removing a file or directory, the whole write of a file, and every write, copy
+and commit of TensorStore's. Of a write there are two: before it, and in the middle, when half of the bytes are there. TensorStore
+writes a file under another name (`….__lock`) and renames it, so half of its bytes are there under that name; of its commits the
 middle is wherever it is a moment after it began. What the processes tell each other counts, too: it is a renamed file here.
 """
 
@@ -14,6 +14,8 @@ import struct
 import threading
 
 import tensorstore as ts
+
+from shardckpt.io import files
 
 FILES = ("open", "write", "ftruncate", "fsync", "mkdir", "rename", "replace", "unlink", "rmdir")
 TENSORSTORE = ("write", "delete_range", "experimental_copy_range_to")
@@ -33,6 +35,7 @@ class Operations:
         self._armed = True
         for name in FILES:
             setattr(os, name, self._file_operation(name, getattr(os, name)))
+        files.replace = self._whole_write(files.replace)
         for name in TENSORSTORE:
             setattr(ts.KvStore, name, self._tensorstore_operation(name, getattr(ts.KvStore, name)))
         ts.Transaction.__exit__ = self._commit(ts.Transaction.__exit__)
@@ -69,19 +72,25 @@ class Operations:
 
         return wrapped
 
+    def _whole_write(self, function):
+        @functools.wraps(function)
+        def wrapped(path, *arguments):
+            self._count("a whole write", chosen=_ends(str(path), self._before))
+            written = function(path, *arguments)
+            if _ends(str(path), self._after):
+                self._count("after a whole write", chosen=True)
+            return written
+
+        return wrapped
+
     def _tensorstore_operation(self, name, function):
         @functools.wraps(function)
         def wrapped(store, *arguments, **options):
-            path = store.path + _text(arguments[0]) if name == "write" else ""
-            self._count(f"tensorstore {name}", chosen=_ends(path, self._before))
+            self._count(f"tensorstore {name}")
             if name == "write" and arguments[1] is not None and store.spec().to_json()["driver"] == "file":
-                value = bytes(arguments[1])
+                path, value = store.path + _text(arguments[0]), bytes(arguments[1])
                 self._count("the second half of a tensorstore write", half=lambda: _write_half(path, value))
-            future = function(store, *arguments, **options)
-            if _ends(path, self._after):
-                future.result()
-                self._count(f"after tensorstore {name}", chosen=True)
-            return future
+            return function(store, *arguments, **options)
 
         return wrapped
 

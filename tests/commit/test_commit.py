@@ -63,8 +63,10 @@ def child(script, *arguments):
 @pytest.mark.parametrize("layout", ["packed", pytest.param("zarr", marks=pytest.mark.slow)])
 def test_a_first_save_killed_at_any_operation_leaves_no_checkpoint_and_a_place_to_save_to(tmp_path, layout):
     died_before = json.loads(child("kill_at_every_operation.py", tmp_path, layout, "first"))
-    assert {"mkdir", "open", "write", "the second half of a write", "fsync", "tensorstore write"} <= set(died_before)
-    for k in range(len(died_before)):
+    assert {"mkdir", "open", "write", "the second half of a write", "fsync", "rename"} <= set(died_before)
+    assert died_before[-2:] == ["rename", "fsync"]
+    assert value_of(tmp_path / str(len(died_before) - 1) / "checkpoint") == 2
+    for k in range(len(died_before) - 1):
         url = tmp_path / str(k) / "checkpoint"
         # Its parts are there, under a name that nothing refers to; before there are any, there is just nothing.
         begun = any(is_attempt(Store.open(url), name) for name in attempts(url))
@@ -83,9 +85,9 @@ def test_an_overwrite_killed_at_any_operation_leaves_the_old_checkpoint_or_the_n
     found = [value_of(tmp_path / str(k) / "checkpoint") for k in range(len(died_before))]
     published = found.index(2)
     assert found == [1] * published + [2] * (len(found) - published)
-    # Published by the last write; what follows removes the old one, and only then anything is removed.
-    assert died_before[published - 1] == "tensorstore write"
-    assert set(died_before[published:]) == {"unlink", "rmdir"}
+    # Published by the last renaming; what follows makes it durable and removes the old one, and only then anything is removed.
+    assert died_before[published - 1 : published + 1] == ["rename", "fsync"]
+    assert set(died_before[published + 1 :]) == {"unlink", "rmdir"}
     assert not {"unlink", "rmdir"} & set(died_before[:published])
     for k in (0, published - 1, published, len(found) - 1):
         shardckpt.save(tmp_path / str(k) / "checkpoint", state(3), options=SaveOptions(layout=layout, overwrite=True))

@@ -10,7 +10,7 @@ from shardckpt import Mesh, SaveOptions, Sharding
 from shardckpt import PartitionSpec as P
 from shardckpt.commit import assemble
 from shardckpt.format.table import ROW
-from shardckpt.io import store
+from shardckpt.io import files
 from shardckpt.io.store import Store
 from shardckpt.reading.reader import ReadStats
 
@@ -25,7 +25,7 @@ def checkpoint(tmp_path, monkeypatch):
     shardckpt.save(tmp_path / "c", STATE, options=options)
     (table,) = (tmp_path / "c").glob("*/table")
     monkeypatch.setattr(assemble, "PART_BLOCKS", 2)
-    for module in (store, assemble):
+    for module in (files, assemble):
         monkeypatch.setattr(module, "LARGEST_WHOLE", table.stat().st_size - 1)
     return tmp_path / "c", table
 

@@ -349,9 +349,10 @@ def test_every_directory_on_the_way_is_made_durable(tmp_path, monkeypatch):
     store = Store.open(tmp_path / "runs" / "7")
     store.sub("attempt").write("hosts/00000/table", b"")
     steps = ["runs", "runs/7", "runs/7/attempt", "runs/7/attempt/hosts", "runs/7/attempt/hosts/00000"]
-    assert synced == [(tmp_path / step).parent for step in steps]
+    directory = tmp_path / steps[-1]
+    assert synced == [*((tmp_path / step).parent for step in steps), directory / "table.__lock", directory]
     store.write("attempt/hosts/00000/record", b"")
-    assert len(synced) == len(steps)
+    assert synced[len(steps) + 2 :] == [directory / "record.__lock", directory]
 
 
 def test_a_directory_that_was_deleted_is_made_again(tmp_path):

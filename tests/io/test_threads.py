@@ -14,11 +14,12 @@ from contextlib import closing
 from itertools import chain, count
 from threading import Event
 
+import numpy as np
 import pytest
 from interrupting import interrupted
 
-import shardckpt.io.threads
-from shardckpt.io.threads import Workers, read_ahead, run_on_threads
+import shardckpt
+from shardckpt.io.threads import Workers, collector_paused, read_ahead, run_on_threads
 
 SECONDS = 20.0
 
@@ -184,3 +185,33 @@ def test_an_interrupt_at_any_instant_leaves_no_thread_at_work(run, items):
             break
         assert len(done) == left, f"interrupted at instant {at}"
     assert at > 20
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_pause_of_the_collector_ends_as_it_was_found(enabled):
+    was = gc.isenabled()
+    try:
+        (gc.enable if enabled else gc.disable)()
+        with collector_paused():
+            with collector_paused():
+                assert not gc.isenabled()
+            assert not gc.isenabled()
+        assert gc.isenabled() == enabled
+        with pytest.raises(KeyError), collector_paused():
+            raise KeyError
+        assert gc.isenabled() == enabled
+    finally:
+        (gc.enable if was else gc.disable)()
+
+
+def test_a_save_and_a_restore_of_many_small_tensors_begin_no_full_collection(tmp_path):
+    """Each would visit all objects of the program."""
+    state = {f"t{i}": np.zeros(10) for i in range(500)}
+    shardckpt.save(tmp_path / "first", state)
+    shardckpt.restore(tmp_path / "first", state)
+    gc.collect()
+    before = gc.get_stats()[2]["collections"]
+    for i in range(10):
+        shardckpt.save(tmp_path / str(i), state)
+        shardckpt.restore(tmp_path / str(i), state)
+    assert gc.get_stats()[2]["collections"] == before

@@ -10,7 +10,7 @@ import numpy as np
 import shardckpt
 from shardckpt import errors
 from shardckpt.commit import collecting
-from shardckpt.io.failures import LOCK_SUFFIX
+from shardckpt.io.files import LOCK_SUFFIX
 
 __all__ = ["LAYOUTS", "assert_goes_on", "attempts", "contents", "copied", "prepare", "saved", "value_of"]
 

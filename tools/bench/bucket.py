@@ -38,7 +38,7 @@ DELAYS = {"gs": 0, "gs-tls": 0, "gs-20ms": 20, "gs-100ms": 100}
 """Storage → milliseconds that a request is longer on its way."""
 STREAMS, FAR_STREAMS = (4,), (16, 32)
 """Requests at a time that the floors have; the second where the way is long. Of a state of 256 MiB, shardckpt has at most 4 puts of
-data under way, one for each data file of 64 MiB, and 12 gets."""
+data under way, one for each data file of 64 MiB, and 4 gets where the way is short, 25 where it is long."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,8 @@ from shardckpt.convert.files.destination import already_exists
 from shardckpt.errors import AlreadyExistsError, OptionError, StorageError
 from shardckpt.excerpt import file_size
 from shardckpt.io.datafile import lack_of_space
-from shardckpt.io.failures import storage_errors, sync_directory
+from shardckpt.io.failures import storage_errors
+from shardckpt.io.files import sync_directory
 from shardckpt.io.store import Store
 
 if TYPE_CHECKING:

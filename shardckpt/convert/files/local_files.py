@@ -27,7 +27,8 @@ from shardckpt.convert.files.notes import Notes
 from shardckpt.convert.files.read_back import WrittenBlock, read_back
 from shardckpt.errors import AlreadyExistsError, StorageError
 from shardckpt.io.buffers import gather_write
-from shardckpt.io.failures import storage_errors, sync_directory
+from shardckpt.io.failures import storage_errors
+from shardckpt.io.files import sync_directory
 from shardckpt.io.store import Store
 
 if TYPE_CHECKING:

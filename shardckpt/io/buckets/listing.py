@@ -20,7 +20,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from shardckpt.io.buckets.bucket import Page, open_bucket
-from shardckpt.io.failures import LOCK_SUFFIX, storage_errors
+from shardckpt.io.failures import storage_errors
+from shardckpt.io.files import LOCK_SUFFIX
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

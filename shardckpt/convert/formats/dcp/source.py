@@ -36,7 +36,8 @@ from shardckpt.convert.span import Span
 from shardckpt.convert.strided import read_box, run_of, strided_chunks
 from shardckpt.errors import CorruptionError, DtypeError, FormatError, OptionError
 from shardckpt.excerpt import excerpt, few
-from shardckpt.io.store import LARGEST_WHOLE, Store
+from shardckpt.io.files import LARGEST_WHOLE
+from shardckpt.io.store import Store
 from shardckpt.io.threads import map_on_threads
 from shardckpt.layout.dtypes import by_name
 from shardckpt.state.names import shown

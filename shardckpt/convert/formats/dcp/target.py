@@ -33,7 +33,8 @@ from shardckpt.convert.streaming.chunking import SMALLEST, choose_block_shape, c
 from shardckpt.convert.tree_back import check_tree
 from shardckpt.errors import MissingDataError, NamesMismatchError, StructureMismatchError
 from shardckpt.excerpt import excerpt
-from shardckpt.io.failures import storage_errors, sync_directory
+from shardckpt.io.failures import storage_errors
+from shardckpt.io.files import sync_directory
 from shardckpt.io.url import parse as parse_url
 from shardckpt.state import parse, unflatten
 from shardckpt.state.document import Branch, Tensor, Tied, leaves_of
