@@ -12,7 +12,8 @@ Types of fewer than eight bits take one byte per element, in memory and stored a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cache
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -60,19 +61,17 @@ class DType:
     """Dtype of the stored array: `numpy`, or an unsigned integer of the same width that holds its bits."""
     zarr: str
     """The `data_type` of the stored array in zarr v3."""
+    itemsize: int = field(init=False, repr=False, compare=False)
+    """Bytes per element, in memory and stored."""
 
     def __post_init__(self) -> None:
         """Refuse a storage type that could not hold the bits."""
+        object.__setattr__(self, "itemsize", self.numpy.itemsize)
         if self.numpy.itemsize != self.storage.itemsize:
             raise DtypeError(
                 f"DType {self.name}: {self.numpy.itemsize} bytes an element cannot be stored as {self.storage}; "
                 f"give a storage type of the same width."
             )
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes per element, in memory and stored."""
-        return self.numpy.itemsize
 
     @property
     def as_bits(self) -> bool:
@@ -98,6 +97,7 @@ DTYPES: Mapping[str, DType] = MappingProxyType(_table())
 """Every dtype that can be stored, by name."""
 
 
+@cache
 def by_name(name: str) -> DType:
     """The dtype called `name`.
 
@@ -112,6 +112,7 @@ def by_name(name: str) -> DType:
     return found
 
 
+@cache
 def of_numpy(dtype: np.dtype[Any]) -> DType:
     """The dtype of a numpy array, whatever its byte order.
 
@@ -129,6 +130,7 @@ def of_numpy(dtype: np.dtype[Any]) -> DType:
     return found
 
 
+@cache
 def castable(stored: DType, wanted: DType) -> bool:
     """Whether elements can be converted as by `numpy.astype`, without losing imaginary parts."""
     if stored == wanted:

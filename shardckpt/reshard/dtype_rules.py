@@ -174,7 +174,7 @@ def _rules(requested: DtypeOption) -> dict[str, DType]:
 
 def _named(name: object) -> DType:
     try:
-        return by_name(SHORT_NAMES.get(name, name) if isinstance(name, str) else name)  # type: ignore[arg-type]  # `by_name` checks the type
+        return by_name(SHORT_NAMES.get(name, name) if isinstance(name, str) else repr(name))
     except DtypeError as e:
         if not isinstance(name, str) or "unknown" in str(e):
             raise OptionError(f"dtype=…: {e}") from e

@@ -22,7 +22,6 @@ from shardckpt.options import SaveOptions, checked_options
 from shardckpt.plan.blocks import parts_of, smaller
 from shardckpt.plan.pieces import batches
 from shardckpt.writing.attempt import Attempt, stored
-from shardckpt.writing.plan_cache import PlanCache
 from shardckpt.writing.save_handle import SaveReport
 
 if TYPE_CHECKING:
@@ -56,8 +55,6 @@ _LEAST_MEAN = 512 << 10
 far longer than the Python code."""
 _SMALL_STATE = 256 << 20
 """Most bytes of a state that is written faster than the collector of reference cycles visits the objects that this makes."""
-
-_plans = PlanCache()
 
 
 def save(
@@ -107,7 +104,7 @@ def _save(attempt: Attempt, state: Any, began: float) -> SaveReport:
 
     def write() -> HostRecord:
         nonlocal planned, share
-        share = attempt.take(state, _plans.plan)
+        share = attempt.take(state)
         planned = time.monotonic()
         with collector_paused() if share.plan.nbytes <= _SMALL_STATE else nullcontext():
             return _write(attempt, share)

@@ -126,7 +126,7 @@ def test_the_command_and_its_plan_say_what_is_converted_and_what_is_left(source,
         ("zzz", "unknown dtype 'zzz'; known are bool, int8"),
         ("int32", "a dtype alone converts floating-point tensors, to a floating-point dtype; give a pattern"),
         (3, "dtype=3: give a dtype's name"),
-        ({"model/w": 3}, "dtype 3 cannot be stored"),
+        ({"model/w": 3}, "dtype '3' cannot be stored"),
         ({"modle/*": "bf16"}, r"'modle/\*' matches no tensor"),
     ],
 )
