@@ -107,7 +107,18 @@ class ModelView:
         ]
 
     def _read_boxes(self, number: int, boxes: Sequence[Box], memory: Sequence[NDArray[Any]]) -> None:
-        self._reader.read_boxes([(number, box, part) for box, part in zip(boxes, memory, strict=True)])
+        self.read_boxes([(number, box, part) for box, part in zip(boxes, memory, strict=True)])
+
+    def read_boxes(self, wanted: Sequence[tuple[int, Box, NDArray[Any]]]) -> None:
+        """Read boxes of tensors into memory, all with one call.
+
+        Args:
+            wanted: position in `arrays()`, a box, and an array of the box's shape and the tensor's dtype.
+
+        Raises:
+            CorruptionError, MissingDataError, ReplacedError, StorageError: as in `read_into`.
+        """
+        self._reader.read_boxes(wanted)
 
     def open(self, name: str = "model.safetensors") -> VirtualFile:
         """Open a file.

@@ -1,0 +1,215 @@
+"""Placeholders for stored tensors, which note what a model copies of them.
+
+An inference engine's model takes an iterator of (name, tensor), and keeps of each tensor what its rank needs: it narrows, splits,
+transposes, reshapes, and at last copies into a parameter. A `Placeholder` has the shape and dtype of a stored tensor and no
+elements. Views of it are placeholders; a copy into a parameter is noted. `Recorder.fill` then reads just the noted parts, many at a
+time, most of them straight into the parameters.
+
+An operation that is neither a view nor such a copy gets the elements, which are read at once. So it sees what it would see of a
+tensor; these reads are counted (`Recorder.read_at_once`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+from shardckpt.frameworks.torch import array_of, torch_dtype
+from shardckpt.layout.box import Box
+from shardckpt.layout.dtypes import by_name
+from shardckpt.plan.pieces import batches
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from typing import Self
+
+    from shardckpt.views.model_view import ModelView
+
+_BATCH_BYTES = 256 << 20
+"""Bytes that are read at a time; also those of memory for parts that are not read straight into a parameter."""
+_aten = torch.ops.aten
+_VIEWS = {
+    *(_aten.alias, _aten.as_strided, _aten.detach, _aten.diagonal, _aten.expand, _aten.lift_fresh, _aten.permute, _aten.select),
+    *(_aten.slice, _aten.split, _aten.split_with_sizes, _aten.squeeze, _aten.t, _aten.transpose, _aten.unbind, _aten.unfold),
+    *(_aten.unsqueeze, _aten.view, _aten._reshape_alias, _aten._unsafe_view),  # noqa: SLF001  (what `reshape` becomes)
+}
+"""Operations whose result is a view of their argument."""
+_log = logging.getLogger("shardckpt")
+
+
+class Placeholder(torch.Tensor):  # type: ignore[misc]  # torch's types are not checked
+    """A stored tensor, or a view of one, without elements."""
+
+    @staticmethod
+    def __new__(cls: type[Self], _recorder: Recorder, _number: int, place: torch.Tensor) -> Self:
+        """A tensor on the CPU, of the size, strides and dtype of `place`."""
+        made: Self = torch.Tensor._make_wrapper_subclass(  # noqa: SLF001  (torch's documented way to make one)
+            cls, place.size(), strides=place.stride(), storage_offset=place.storage_offset(), dtype=place.dtype, device="cpu"
+        )
+        return made
+
+    def __init__(self, recorder: Recorder, number: int, place: torch.Tensor) -> None:
+        """See `Recorder.placeholders`; `place` is a view of a meta tensor with the shape of the stored one."""
+        self.recorder = recorder
+        self.number = number
+        self.place = place
+
+    def __repr__(self) -> str:
+        """Shape and dtype."""
+        return f"<shardckpt placeholder of {self.dtype} {tuple(self.shape)}>"
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Note a copy, view the place, or read the elements."""
+        kwargs = kwargs or {}
+        packet = func.overloadpacket
+        if packet is _aten.copy_ and not isinstance(args[0], Placeholder):
+            args[1].recorder.note(args[0], args[1])
+            return args[0]
+        if packet in _VIEWS:
+            one = args[0]
+            places = func(one.place, *args[1:], **kwargs)
+            return tree_map_only(torch.Tensor, lambda place: cls(one.recorder, one.number, place), places)
+        found, spec = tree_flatten((args, kwargs))
+        args, kwargs = spec.unflatten([leaf.recorder.read(leaf, str(packet)) if isinstance(leaf, Placeholder) else leaf for leaf in found])
+        return func(*args, **kwargs)
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A box of a stored tensor, and how a view lies in it."""
+
+    number: int
+    """Position of the tensor in the view of the model."""
+    box: Box
+    size: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the view is the box's elements in their order."""
+        return prod(self.size) == self.box.size and self.strides == _row_major(self.size) and self.offset == 0
+
+    @classmethod
+    def of(cls, source: Placeholder, shape: Sequence[int]) -> _Part:
+        """The smallest box that has what a placeholder stands for; or some complete rows, of a view that is no box."""
+        place = source.place
+        size, strides, offset = tuple(place.shape), place.stride(), place.storage_offset()
+        apart = _row_major(shape)
+        steps = [_index(stride, apart) for stride in strides]
+        start = _index(offset, apart)
+        last = [a + sum((n - 1) * step[d] for n, step in zip(size, steps, strict=True)) for d, a in enumerate(start)]
+        if all(at < n for at, n in zip(last, shape, strict=True)):  # no index is carried over to the dimension before
+            box = Box(tuple(start), tuple(at + 1 for at in last))
+            inside = _row_major(box.shape)
+            return cls(source.number, box, size, tuple(sum(a * b for a, b in zip(step, inside, strict=True)) for step in steps), 0)
+        end = offset + sum((n - 1) * stride for n, stride in zip(size, strides, strict=True))
+        rows = offset // apart[0], end // apart[0] + 1
+        box = Box((rows[0], *[0] * (len(shape) - 1)), (rows[1], *shape[1:]))
+        return cls(source.number, box, size, strides, offset - rows[0] * apart[0])
+
+
+class Recorder:
+    """Gives placeholders of a model's tensors, and fills what was copied of them. For one thread."""
+
+    def __init__(self, view: ModelView) -> None:
+        """Note copies of the tensors of `view`."""
+        self._view = view
+        self._arrays = view.arrays()
+        self._noted: list[tuple[torch.Tensor, _Part]] = []
+        self.read_at_once: Counter[str] = Counter()
+        """Operation → how often it needed elements while the model loaded."""
+
+    def placeholders(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Name and placeholder of each tensor, in the order of their bytes."""
+        for number, array in enumerate(self._arrays):
+            place = torch.empty(array.shape, dtype=torch_dtype(by_name(array.dtype_name)), device="meta")
+            yield array.name, Placeholder(self, number, place)
+
+    def note(self, into: torch.Tensor, source: Placeholder) -> None:
+        """Note a copy; nothing is read yet."""
+        if source.numel():
+            self._noted.append((into, _Part.of(source, self._arrays[source.number].shape)))
+
+    def read(self, source: Placeholder, operation: str) -> torch.Tensor:
+        """The elements that a placeholder stands for, for an operation that needs them now."""
+        name = self._arrays[source.number].name
+        self.read_at_once[operation] += 1
+        _log.info("%s: %s needs all elements of %s at once", self._view.checkpoint.location, operation, name)
+        if source.numel() == 0:
+            return torch.empty(source.shape, dtype=source.dtype)
+        part = _Part.of(source, self._arrays[source.number].shape)
+        buffer = torch.empty(part.box.shape, dtype=source.dtype)
+        self._read([(part, buffer)])
+        return buffer.as_strided(part.size, part.strides, part.offset).clone()
+
+    def fill(self) -> None:
+        """Read all noted parts into the places that they were copied to.
+
+        Raises:
+            CorruptionError, MissingDataError, StorageError: stored bytes are damaged, gone, or cannot be read.
+        """
+        noted, self._noted = self._noted, []
+        alone = _alone([into for into, _ in noted])
+        with torch.no_grad():
+            for batch in batches(enumerate(noted), lambda one: (self._nbytes(one[1][1]),), (_BATCH_BYTES,)):
+                reads, copies = [], []
+                for i, (into, part) in batch:
+                    dtype = torch_dtype(by_name(self._arrays[part.number].dtype_name))
+                    straight = into.device.type == "cpu" and into.dtype == dtype and into.shape == part.size and into.is_contiguous()
+                    if straight and part.is_whole and alone[i]:
+                        reads.append((part, into.detach().view(part.box.shape)))
+                    else:
+                        buffer = torch.empty(part.box.shape, dtype=dtype)
+                        reads.append((part, buffer))
+                        copies.append((into, buffer.as_strided(part.size, part.strides, part.offset)))
+                self._read(reads)
+                for into, elements in copies:  # in the order in which the model made them
+                    into.copy_(elements)
+
+    def _nbytes(self, part: _Part) -> int:
+        return part.box.size * self._arrays[part.number].dtype.itemsize
+
+    def _read(self, reads: Sequence[tuple[_Part, torch.Tensor]]) -> None:
+        """Read boxes into contiguous tensors of their shapes."""
+        self._view.read_boxes(
+            [(part.number, part.box, array_of(into, by_name(self._arrays[part.number].dtype_name))) for part, into in reads]
+        )
+
+
+def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides of a contiguous tensor, in elements."""
+    return tuple(prod(shape[d + 1 :]) for d in range(len(shape)))
+
+
+def _index(offset: int, strides: Sequence[int]) -> list[int]:
+    """The index of the element at an offset of a contiguous tensor."""
+    index = []
+    for stride in strides:
+        at, offset = divmod(offset, stride)
+        index.append(at)
+    return index
+
+
+def _alone(places: Sequence[torch.Tensor]) -> list[bool]:
+    """For each place whether no other one shares memory with it: then they may be filled in any order."""
+    bounds = []
+    for i, place in enumerate(places):
+        last = sum((n - 1) * stride for n, stride in zip(place.shape, place.stride(), strict=True)) if place.numel() else 0
+        bounds.append((place.data_ptr(), place.data_ptr() + (last + 1) * place.itemsize, i))
+    found = [True] * len(places)
+    bounds.sort()
+    end, holder = -1, -1
+    for begin, stop, i in bounds:
+        if begin < end:
+            found[i] = found[holder] = False
+        if stop > end:
+            end, holder = stop, i
+    return found

@@ -1,0 +1,137 @@
+"""What a model copies of placeholders arrives as it would of tensors, and little else is read."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import shardckpt
+from shardckpt.views.model_view import ModelView
+from shardckpt.views.placeholders import Placeholder, Recorder
+
+SHAPE = (12, 8, 6)
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model") / "c"
+    rng = np.random.default_rng(0)
+    state = {
+        "w": torch.from_numpy(rng.standard_normal(SHAPE, np.float32)),
+        "m": torch.from_numpy(rng.standard_normal((1024, 512), np.float32)).bfloat16(),
+        "scalar": torch.tensor(3.5),
+        "none": torch.zeros(0, 4),
+    }
+    shardckpt.save(path, state)
+    return path, state
+
+
+def recorder(url):
+    found = Recorder(ModelView(url))
+    return found, dict(found.placeholders())
+
+
+VIEWS = {
+    "narrow": lambda t, d, n: t.narrow(d, n % t.shape[d], 1 + (n // 3) % (t.shape[d] - n % t.shape[d])),
+    "chunk": lambda t, d, n: t.chunk(1 + n % 3, d)[-1],
+    "split": lambda t, d, n: t.split(1 + n % t.shape[d], d)[0],
+    "transpose": lambda t, d, n: t.transpose(d, n % t.dim()),
+    "step": lambda t, d, n: t.movedim(d, 0)[n % t.shape[d] :: 1 + n % 3],
+    "select": lambda t, d, n: t.select(d, n % t.shape[d]),
+    "unsqueeze": lambda t, d, _: t.unsqueeze(d),
+    "flatten": lambda t, d, _: t.flatten(d),
+    "reshape": lambda t, d, n: t.reshape(*t.shape[:d], -1, *([2] if t.shape[d] % 2 == 0 and n % 2 else [1]), *t.shape[d + 1 :]),
+    "permute": lambda t, d, _: t.permute(*range(d, t.dim()), *range(d)),
+    "expand": lambda t, _d, n: t.expand(1 + n % 3, *t.shape),
+    "ellipsis": lambda t, _d, n: t[..., n % t.shape[-1] :],
+}
+
+
+@settings(deadline=None, max_examples=400)
+@given(
+    st.lists(st.tuples(st.sampled_from([*VIEWS]), st.integers(0, 2), st.integers(0, 50)), max_size=5),
+    st.sampled_from(["same", "double", "strided"]),
+)
+def test_any_chain_of_views_copies_what_it_would_copy_of_the_tensor(url, steps, into):
+    place, state = url
+    recorded, placeholders = recorder(place)
+    real, stand_in = state["w"], placeholders["w"]
+    for name, d, n in steps:
+        if real.dim() and real.numel() and real.dim() < 6:
+            real, stand_in = (VIEWS[name](t, d % real.dim(), n) for t in (real, stand_in))
+    assert real.shape == stand_in.shape
+    if into == "strided" and real.dim() > 1:
+        target = torch.zeros(real.shape[::-1]).permute(*range(real.dim())[::-1])
+    else:
+        target = torch.zeros(real.shape, dtype=torch.float64 if into == "double" else torch.float32)
+    target.copy_(stand_in)
+    if isinstance(stand_in, Placeholder):
+        assert not target.any()
+    recorded.fill()
+    assert torch.equal(target, real.to(target.dtype))
+
+
+def test_fused_parameters_of_one_rank_read_hardly_more_than_they_keep(url):
+    place, state = url
+    view = ModelView(place)
+    recorded = Recorder(view)
+    m = dict(recorded.placeholders())["m"]
+    fused, rows, transposed = (
+        torch.zeros(512, 512, dtype=torch.bfloat16),
+        torch.zeros(256, 512),
+        torch.zeros(512, 128, dtype=torch.bfloat16),
+    )
+    fused[:256].copy_(m.narrow(0, 256, 256))
+    fused.narrow(0, 256, 256).copy_(m[768:])
+    rows.copy_(m[:256])  # converted
+    transposed.copy_(m.t()[:, 512:640])
+    assert not fused.any()
+    recorded.fill()
+    whole = state["m"]
+    assert torch.equal(fused, torch.cat([whole[256:512], whole[768:]]))
+    assert torch.equal(rows, whole[:256].float())
+    assert torch.equal(transposed, whole.t()[:, 512:640])
+    assert not recorded.read_at_once
+    kept = 2 * (fused.numel() + rows.numel() + transposed.numel())
+    assert view.checkpoint.stats.bytes_read <= 1.05 * kept
+
+
+def test_an_operation_on_elements_reads_them_and_is_counted(url):
+    place, state = url
+    recorded, found = recorder(place)
+    assert torch.equal(found["w"][2:4] * 2, state["w"][2:4] * 2)
+    assert float(found["scalar"]) == 3.5
+    assert torch.equal(torch.cat([found["m"][:2], found["m"][4:6]]), torch.cat([state["m"][:2], state["m"][4:6]]))
+    assert sum(recorded.read_at_once.values()) == 4
+    assert found["none"].sum() == 0
+    target = torch.zeros(0, 4)
+    target.copy_(found["none"])
+    recorded.fill()
+
+
+def test_of_two_copies_to_one_place_the_later_stays(url):
+    place, state = url
+    recorded, found = recorder(place)
+    target = torch.zeros(8, 6)
+    for i in (3, 7, 5):
+        target.copy_(found["w"][i])
+    target[2:4].copy_(found["w"][0, 2:4])
+    recorded.fill()
+    assert torch.equal(target[:2], state["w"][5, :2])
+    assert torch.equal(target[2:4], state["w"][0, 2:4])
+
+
+def test_a_parameter_is_filled_as_a_module_loads_it(url):
+    place, state = url
+    recorded, found = recorder(place)
+    module = torch.nn.Linear(512, 1024, bias=False, dtype=torch.bfloat16)
+    module.weight.data.copy_(found["m"])
+    other = torch.nn.Linear(512, 1024, bias=False, dtype=torch.bfloat16)
+    with torch.no_grad():
+        other.load_state_dict({"weight": found["m"]})
+    recorded.fill()
+    assert torch.equal(module.weight, state["m"])
+    assert torch.equal(other.weight, state["m"])
