@@ -49,6 +49,8 @@ class SaveOptions:
     """Replace a committed checkpoint, atomically; otherwise an existing one is an AlreadyExistsError."""
     memory_limit: int | str = DEFAULT_MEMORY_LIMIT
     """Bytes, or a string such as "512MiB": host memory for staging and for chunks on their way to storage."""
+    fingerprint: bool = False
+    """Record the fingerprint of the tensors (`Checkpoint.fingerprint`), which costs a tenth of a second per GB and thread."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """Any JSON object, kept with the checkpoint: `shardckpt.open(url).metadata`."""
     base: str | os.PathLike[str] | None = None
@@ -68,6 +70,7 @@ class SaveOptions:
             raise OptionError(f'SaveOptions(host_tensors={self.host_tensors!r}): use "replicated" or "local".')
         check_flag(self.overwrite, "overwrite")
         check_flag(self.reduce_partial, "reduce_partial")
+        check_flag(self.fingerprint, "fingerprint")
         seconds = self.commit_timeout
         if not isinstance(seconds, int | float) or isinstance(seconds, bool) or not 0 < seconds < math.inf:
             raise OptionError(f"SaveOptions(commit_timeout={seconds!r}): give a positive number of seconds.")

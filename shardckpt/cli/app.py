@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from shardckpt.cli import commit, diff, exits, export, gc, import_, ls, pin, reshard, verify
+from shardckpt.cli import commit, diff, exits, export, fingerprint, gc, import_, ls, pin, reshard, verify
 from shardckpt.cli.info import command as info
 from shardckpt.cli.plan import command as plan
 from shardckpt.cli.project import project_url
@@ -93,6 +93,7 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "info": info.info,
     "verify": verify.verify,
     "diff": diff.diff,
+    "fingerprint": fingerprint.fingerprint,
     "plan": plan.plan,
     "reshard": reshard.reshard,
     "export": export.export,

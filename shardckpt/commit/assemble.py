@@ -25,6 +25,7 @@ import numpy as np
 
 from shardckpt._version import __version__
 from shardckpt.commit import index
+from shardckpt.commit.fingerprints import write_fingerprint
 from shardckpt.errors import CommitError, FormatError
 from shardckpt.excerpt import few, numbered
 from shardckpt.format.documents import FORMAT_VERSION, FileReference, TableReference, format_version, open_envelope
@@ -163,6 +164,7 @@ def assemble(place: Store, said: Mapping[FileReference, Contents] | None = None)
             "stored_bytes": sum(host.stored_bytes for host in hosts) + len(data),
             "chunks": len(table.rows),
         },
+        fingerprint=write_fingerprint(place, hosts, contents) if all(host.files.sums for host in hosts) else None,
         table=write_table(place, TABLE, table),
         small_table=write_table(place, SMALL_TABLE, small_table) if small else None,
         saved_by=contents.processes,

@@ -48,6 +48,8 @@ class HostFiles:
     """The host's contents; hosts with the same contents refer to the same file."""
     values: FileReference | None
     """The values that the host's process owns by itself (`PerProcess`); None: it has none."""
+    sums: FileReference | None = None
+    """What the host's chunks add to the sums of the tensors (`format.fingerprint`); None: nobody asked for a fingerprint."""
 
     @classmethod
     def from_json(cls, doc: Any, where: str) -> HostFiles:
@@ -58,6 +60,7 @@ class HostFiles:
             lanes=tuple(read.keys("lanes")),
             contents=FileReference.from_fields(read, "contents"),
             values=None if read.value("values") is None else FileReference.from_fields(read, "values"),
+            sums=FileReference.from_fields(read, "sums") if "sums" in read.doc else None,
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -67,6 +70,7 @@ class HostFiles:
             "table": self.table.to_json(),
             "lanes": list(self.lanes),
             "values": None if self.values is None else self.values.to_json(),
+            **({} if self.sums is None else {"sums": self.sums.to_json()}),
         }
 
 
@@ -151,6 +155,8 @@ class CheckpointRecord:
     fence: str | None = field(default=None, compare=False)
     """A unique mark. A new value makes a new version of the same record, and committers that have seen the earlier version
     can no longer replace it."""
+    fingerprint: FileReference | None = None
+    """The fingerprint of the tensors that are not in a base; None: none was recorded."""
     saved_by: int | None = None
     """Number of processes that saved the state, if hosts are not processes (but tasks of a reshard): the first so many hosts have those
     processes' own values. None: every host is a process."""
@@ -176,6 +182,7 @@ class CheckpointRecord:
             "hosts": [h.to_json() for h in self.hosts],
             **({} if self.table is None else {"table": self.table.to_json()}),
             **({} if self.small_table is None else {"small_table": self.small_table.to_json()}),
+            **({} if self.fingerprint is None else {"fingerprint": self.fingerprint.to_json()}),
             **({} if self.saved_by is None else {"processes": self.saved_by}),
             **({} if self.fence is None else {"fence": self.fence}),
             "totals": self.totals,
@@ -201,6 +208,7 @@ class CheckpointRecord:
             totals={k: totals.integer(k) for k in ("tensors", "bytes", "stored_bytes", "chunks")},
             table=TableReference.from_fields(read, "table") if "table" in read.doc else None,
             small_table=TableReference.from_fields(read, "small_table") if "small_table" in read.doc else None,
+            fingerprint=FileReference.from_fields(read, "fingerprint") if "fingerprint" in read.doc else None,
             saved_by=_processes(read, len(hosts)) if "processes" in read.doc else None,
             fence=read.string("fence") if "fence" in read.doc else None,
         )

@@ -98,9 +98,12 @@ def catalog(root: str | os.PathLike[str], *, everything: bool = False) -> list[C
     Raises:
         UrlError: `root` is not a valid path or url.
         NotFoundError: There is no such directory.
+        StorageError: The storage failed, or is a web server.
     """
     location = parse(root)
     store = Store.open(location)
+    if location.is_web:
+        raise StorageError(f"{location}: a web server does not list what it has; give the url of a checkpoint to `shardckpt info`.")
     children = store.list_children()
     if not children and (location.local is None or not location.local.exists()):
         raise NotFoundError(f"{location}: no such directory.")

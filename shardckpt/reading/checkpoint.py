@@ -55,6 +55,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from shardckpt.format.fingerprint import Fingerprint
     from shardckpt.format.structure import StoredLayout, TensorRecord
     from shardckpt.io.url import Location
     from shardckpt.layout.dtypes import DType
@@ -64,7 +65,8 @@ if TYPE_CHECKING:
 
 
 _FOR_USERS = (
-    "bases", "info", "location", "metadata", "names", "read", "record", "stats", "stock_spec", "stock_url", "tree", "verify", "zarr_store",
+    "bases", "fingerprint", "info", "location", "metadata", "names", "read", "record", "stats", "stock_spec", "stock_url", "tree", "verify",
+    "zarr_store",
 )  # fmt: skip
 """Members of a `Checkpoint` that docs and users refer to."""
 _opened: WeakSet[Checkpoint] = WeakSet()
@@ -312,6 +314,22 @@ class Checkpoint:
         check_fork(self.location)  # its errors would be reported as damage
         with reading_takes_threads(self.location):
             return verify(self._store, self.record, progress)
+
+    @out_of_memory_is_typed
+    def fingerprint(self, *, recorded: bool = True, progress: Callable[[int, int], None] | None = None) -> Fingerprint:
+        """The fingerprint of the tensors, equal to `shardckpt.fingerprint` of the state that was saved.
+
+        Args:
+            recorded: take what `SaveOptions(fingerprint=True)` recorded, and read only tensors of which nothing was recorded. False: read
+                and verify everything.
+            progress: called with bytes read so far, and in all.
+
+        Raises:
+            CorruptionError, MissingDataError, ReplacedError, StorageError: as for `read`.
+        """
+        from shardckpt.reading.stored_fingerprint import stored_fingerprint
+
+        return stored_fingerprint(self, recorded=recorded, progress=progress)
 
     def process_values(self, process: int) -> dict[str, Any]:
         """A process's own values (`PerProcess`) at the save, by name, not decoded."""

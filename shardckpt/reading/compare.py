@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from shardckpt.commit.fingerprints import recorded_fingerprint
 from shardckpt.errors import OptionError, ShardingError
 from shardckpt.excerpt import file_size
 from shardckpt.io.failures import reading_takes_threads
@@ -87,8 +88,8 @@ def compare(
     Args:
         a: One.
         b: The other.
-        values: Also read and compare the tensors' elements, bit by bit: NaNs with the same payload are equal, 0.0
-            and -0.0 are not.
+        values: Also compare the tensors' elements, bit by bit: NaNs with the same payload are equal, 0.0 and -0.0 are not. Tensors whose
+            recorded fingerprints are equal are not read.
         memory_limit: Bytes (or text such as "512MiB") for elements of both in memory at once, at least 1 MiB.
             Reader threads need a few MiB each in addition.
         progress: Called with bytes compared so far and in all.
@@ -104,8 +105,9 @@ def compare(
     structure = _Structure(a, b)
     structure.compare()
     pairs = list(structure.pairs.values()) if values else []
+    compared = _unlike(a, b, pairs)
     with reading_takes_threads(a.location):
-        differing = tuple(compare_values(a.reader, b.reader, pairs, limit, progress) if pairs else ())
+        differing = tuple(compare_values(a.reader, b.reader, compared, limit, progress) if compared else ())
     return Comparison(
         only_a=tuple(structure.only_a),
         only_b=tuple(structure.only_b),
@@ -115,6 +117,14 @@ def compare(
         tensors_compared=len(pairs),
         bytes_compared=sum(pair.a.nbytes for pair in pairs),
     )
+
+
+def _unlike(a: Checkpoint, b: Checkpoint, pairs: list[Pair]) -> list[Pair]:
+    """The pairs that no recorded fingerprints show to be equal: their elements have to be read."""
+    if a.record.fingerprint is None or b.record.fingerprint is None:
+        return pairs
+    one, other = (recorded_fingerprint(of.place, of.record) for of in (a, b))
+    return [pair for pair in pairs if pair.a.name not in one or one[pair.a.name] != other.get(pair.b.name)]
 
 
 class _Structure:

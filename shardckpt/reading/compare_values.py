@@ -67,7 +67,9 @@ class ValueChange:
 
 
 @dataclass(frozen=True, slots=True)
-class _Block:
+class BlockOfPair:
+    """A box of both tensors of a pair."""
+
     pair: Pair
     box: Box
     last: bool
@@ -75,6 +77,7 @@ class _Block:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of its elements, in one of the tensors."""
         return self.box.size * self.pair.a.dtype.itemsize
 
 
@@ -97,10 +100,10 @@ def compare_values(
     total = sum(pair.a.nbytes for pair in pairs)
     done = 0
     tally: _Tally | None = None
-    for batch in batches(_blocks(pairs, limit // 2), lambda block: (block.nbytes, 1), (limit // 2, MOST_BLOCKS)):
+    for batch in batches(cut(pairs, limit // 2), lambda block: (block.nbytes, 1), (limit // 2, MOST_BLOCKS)):
         if progress is not None:
             progress(done, total)
-        for block, one, other in zip(batch, _read(a, batch, "a"), _read(b, batch, "b"), strict=True):
+        for block, one, other in zip(batch, read_blocks(a, batch, "a"), read_blocks(b, batch, "b"), strict=True):
             if tally is None:
                 tally = _Tally(block.pair)
             tally.add(block.box, one, other)
@@ -141,7 +144,7 @@ def block_shape(shape: Sequence[int], steps: Sequence[Sequence[int]], most: int)
     return tuple(block)
 
 
-def _blocks(pairs: Sequence[Pair], nbytes: int) -> Iterator[_Block]:
+def cut(pairs: Sequence[Pair], nbytes: int) -> Iterator[BlockOfPair]:
     """All blocks of all pairs, each at most `nbytes` in one of the tensors."""
     for pair in pairs:
         pieces = [piece for piece in pair.a.pieces if prod(piece.shape)]
@@ -151,7 +154,7 @@ def _blocks(pairs: Sequence[Pair], nbytes: int) -> Iterator[_Block]:
             grid = [-(-n // side) for n, side in zip(piece.shape, sides, strict=True)]
             count = prod(grid)
             for k in range(count):
-                yield _Block(pair, _block_box(piece, sides, grid, k), last=piece is pieces[-1] and k == count - 1)
+                yield BlockOfPair(pair, _block_box(piece, sides, grid, k), last=piece is pieces[-1] and k == count - 1)
 
 
 def _block_box(piece: Piece, sides: Sequence[int], grid: Sequence[int], k: int) -> Box:
@@ -163,7 +166,7 @@ def _block_box(piece: Piece, sides: Sequence[int], grid: Sequence[int], k: int) 
     return Box(tuple(start), tuple(min(a + side, end) for a, side, end in zip(start, sides, piece.box.stop, strict=True)))
 
 
-def _read(reader: ChunkReader | BasedReader, batch: Sequence[_Block], side: str) -> list[NDArray[Any]]:
+def read_blocks(reader: ChunkReader | BasedReader, batch: Sequence[BlockOfPair], side: str) -> list[NDArray[Any]]:
     """The elements of a batch's blocks, in the stored dtype."""
     requests = []
     for block in batch:

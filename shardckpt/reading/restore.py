@@ -17,7 +17,7 @@ import logging
 from contextlib import closing, nullcontext
 from functools import partial
 from threading import Lock
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from shardckpt import frameworks
 from shardckpt.errors import (
@@ -52,6 +52,7 @@ if TYPE_CHECKING:
 
 
 _log = logging.getLogger("shardckpt")
+T = TypeVar("T")
 LARGEST_BATCH = 256 << 20
 """Most bytes of a batch without staging; smaller batches join fewer adjacent chunks."""
 STAGED_BATCH = 64 << 20
@@ -59,6 +60,32 @@ STAGED_BATCH = 64 << 20
 memory for most of a state. From an object store many requests at a time matter more."""
 
 
+@overload
+def restore(
+    source: str | os.PathLike[str] | Checkpoint,
+    like: None = None,
+    *,
+    only: Only | None = ...,
+    strict: bool = ...,
+    cast: bool = ...,
+    memory_limit: int | str = ...,
+    cooperative: Choice = ...,
+    coordinator: Coordinator | None = ...,
+    progress: Callable[[int, int], None] | None = ...,
+) -> Any: ...
+@overload
+def restore(
+    source: str | os.PathLike[str] | Checkpoint,
+    like: T,
+    *,
+    only: Only | None = ...,
+    strict: bool = ...,
+    cast: bool = ...,
+    memory_limit: int | str = ...,
+    cooperative: Choice = ...,
+    coordinator: Coordinator | None = ...,
+    progress: Callable[[int, int], None] | None = ...,
+) -> T: ...
 def restore(
     source: str | os.PathLike[str] | Checkpoint,
     like: Any = None,

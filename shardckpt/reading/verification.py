@@ -167,7 +167,9 @@ class _Verification:
                 host = read_host_files(self.place, reference)
                 self.lanes += host.lanes
                 own.append(host.table)
-                others |= dict.fromkeys(part for part in (host.contents, host.values) if part is not None)
+                others |= dict.fromkeys(part for part in (host.contents, host.values, host.sums) if part is not None)
+        if self.record.fingerprint is not None:
+            others[self.record.fingerprint] = None
         for part in others:
             with self._reporting(part.key):
                 data = self.place.read(part.key)

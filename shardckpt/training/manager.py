@@ -257,6 +257,7 @@ class CheckpointManager(RunSteps):
         cast: bool = False,
         cooperative: Choice = False,
         fallback: bool | None = None,
+        check: bool = False,
     ) -> Restored | None:
         """Restore the latest step, or a given one; training continues after it.
 
@@ -273,12 +274,13 @@ class CheckpointManager(RunSteps):
             cooperative: as for `shardckpt.restore`; the same on all processes.
             fallback: whether to go back to earlier steps, one by one and on all processes, where a step is damaged; an event gives
                 the reason. None: the manager's own `fallback`.
+            check: compare the restored tensors, where they lie now, with the fingerprint that `SaveOptions(fingerprint=True)` recorded.
 
         Returns:
             The restored state and its step; None if there is no step, so that training starts from the beginning.
 
         Raises:
-            NotFoundError: there is no such step.
+            NotFoundError: there is no such step. OptionError: `check` is set, and no fingerprint was recorded.
             CorruptionError, FormatError: the step is damaged, on any process; with `fallback`: and so are all earlier steps.
             MismatchError, LeafError, ReplacedError, StorageError: as for `shardckpt.restore`.
             CoordinationError: another process failed with another error, or does not answer.
@@ -313,6 +315,7 @@ class CheckpointManager(RunSteps):
             together=cooperative is not False,
             rolled_back=self._lineage.later,
             fallback=self._fallback if fallback is None else fallback,
+            check=check,
             fell_back=lambda damaged, reason: self._background.emit(events.FellBack, damaged, reason=reason),
         )
         if found is None:

@@ -20,9 +20,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from shardckpt import errors
 from shardckpt.commit.committing import commit_places
-from shardckpt.errors import CorruptionError, FormatError, NotFoundError, ReplacedError, ShardckptError, VersionError
+from shardckpt.commit.fingerprints import recorded_fingerprint
+from shardckpt.errors import CorruptionError, FormatError, NotFoundError, OptionError, ReplacedError, ShardckptError, VersionError
+from shardckpt.excerpt import few
 from shardckpt.reading.checkpoint import Checkpoint
 from shardckpt.training.steps import list_steps, step_numbers
+from shardckpt.writing.fingerprint import fingerprint
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -73,6 +76,7 @@ def resume(
     rolled_back: dict[int, str | None],
     fallback: bool = False,
     fell_back: Callable[[int, str], None],
+    check: bool = False,
 ) -> Resumed | None:
     """Agree on a step, and restore it.
 
@@ -85,6 +89,7 @@ def resume(
         rolled_back: steps that this run has superseded without recording it in the storage, with their attempts.
         fallback: whether to try earlier steps where one is damaged.
         fell_back: called with each damaged step and a description of the damage.
+        check: compare the restored tensors with the recorded fingerprint.
 
     Returns:
         The restored step; None if there is no step to restore.
@@ -92,6 +97,7 @@ def resume(
     Raises:
         NotFoundError: there is no such step.
         CorruptionError, FormatError: the step is damaged; with `fallback`: and so are all earlier steps.
+        OptionError: `check` is set, and no fingerprint was recorded.
         CoordinationError: another process failed, or does not answer.
         ShardckptError: an error of `read`.
     """
@@ -117,6 +123,8 @@ def resume(
         worst = worst or _first_failure(coordinator, failure)
         if worst is None:
             assert checkpoint is not None
+            if check:
+                check_restored(checkpoint, restored, coordinator)
             later = {int(s): attempt for s, attempt in chosen["later"]}
             return Resumed(chosen["step"], restored, checkpoint.metadata, chosen["superseded"], later, frozenset(chosen["kept"]))
         error, all_damage = failure or worst[0], worst[1]
@@ -129,6 +137,30 @@ def resume(
             ) from error
         fell_back(chosen["step"], str(error))
         damaged, below = damaged or error, chosen["step"]
+
+
+def check_restored(checkpoint: Checkpoint, state: Any, coordinator: Coordinator) -> None:
+    """Compare the tensors of a restored state, where they lie now, with the fingerprint that the save recorded; all processes call it.
+
+    Tensors that lie in a base, and tensors that are only in one of the two, are not compared.
+
+    Raises:
+        OptionError: the save recorded no fingerprint.
+        CorruptionError: tensors differ; names them.
+        CoordinationError: another process does not answer.
+    """
+    recorded = recorded_fingerprint(checkpoint.place, checkpoint.record)
+    if not recorded:
+        raise OptionError(
+            f"{checkpoint.location} has no fingerprint to check= with: save with SaveOptions(fingerprint=True), or restore without check=."
+        )
+    found = fingerprint(state, coordinator=coordinator).tensors
+    wrong = [name for name in found if found[name] != recorded.get(name, found[name])]
+    if wrong:
+        raise CorruptionError(
+            f"{checkpoint.location}: {few(wrong)} differ from what was saved, although all that was read was as written: the restore "
+            f"converted them (cast=), or memory or a device changed them. Restore again; if that fails, too, check the hardware."
+        )
 
 
 def _tried(act: Callable[[], T]) -> tuple[T, None] | tuple[None, Exception]:

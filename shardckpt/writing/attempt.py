@@ -183,6 +183,7 @@ class Attempt:
             compression=self.options.compression,
             memory_limit=memory,
             threads=threads,
+            summed=contents.structure.tensors.values() if self.options.fingerprint else None,
         )
         try:
             if not self.alone and self.commits:

@@ -23,6 +23,7 @@ import numpy as np
 from shardckpt.commit.assemble import write_table
 from shardckpt.errors import CommitError
 from shardckpt.format.documents import FileReference, seal
+from shardckpt.format.fingerprint import StateSums
 from shardckpt.format.record import HostFiles, HostRecord
 from shardckpt.format.table import OWN_OBJECT, ArrayChunks, Table
 from shardckpt.format.zarr_arrays import chunk_object_key, close, lay_out_all, room_for
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from shardckpt.format.record import Contents
+    from shardckpt.format.structure import TensorRecord
     from shardckpt.io.store import Store
     from shardckpt.layout.box import Box
     from shardckpt.plan.pieces import Piece
@@ -68,6 +70,7 @@ class HostWriter:
         memory_limit: int,
         run: str | None = None,
         threads: int = 1,
+        summed: Iterable[TensorRecord] | None = None,
     ) -> None:
         """Write below `place`, the attempt.
 
@@ -81,6 +84,7 @@ class HostWriter:
             run: a suffix that separates this writer's files from other writers' files, if several writers may work as the same
                 host. In the plain layout each chunk has only one name, and the last writer's chunk stays.
             threads: threads that `put_all` may use for data files on a local disk; each thread writes files of its own.
+            summed: tensors whose sums are written beside the chunks, for a fingerprint; None: no sums.
         """
         self._place = place
         self._attempt = attempt
@@ -95,7 +99,8 @@ class HostWriter:
             writers = [PackedWriter(place, host, folder=self.folder, memory_limit=memory_limit, among=(i, several)) for i in range(several)]
         else:
             writers = [PlainWriter(place, in_flight_bytes=memory_limit, drafts=None if run is None else f"{self.folder}/drafts")]
-        self._encoders = [Encoder(writer, compression) for writer in writers]
+        tensors = None if summed is None else list(summed)
+        self._encoders = [Encoder(writer, compression, None if tensors is None else StateSums(tensors)) for writer in writers]
         self.vouches = False
         """Whether the host's record may exist. Then other processes may commit what it refers to, so none of that may be deleted."""
 
@@ -174,11 +179,22 @@ class HostWriter:
                 table=write_table(self._place, f"{self.folder}/table", table),
                 lanes=tuple(lane for e in self._encoders if isinstance(e.writer, PackedWriter) for lane in e.writer.lanes),
                 values=None if values is None else self._write_own("values.json", values),
+                sums=self._write_sums(),
             ),
             chunks=len(order),
             stored_bytes=int(extents.length.sum()),
         )
         return record, table
+
+    def _write_sums(self) -> FileReference | None:
+        """Write what the chunks of all encoders add to the tensors' sums."""
+        first, *others = (encoder.sums for encoder in self._encoders)
+        if first is None:
+            return None
+        for other in others:
+            assert other is not None
+            first.merge(other)
+        return self._write_own("sums.json", seal({"sums": first.to_json()}))
 
     def _write_own(self, name: str, data: bytes) -> FileReference:
         """Write a file of this host's own."""
@@ -216,9 +232,10 @@ class Written:
 class Encoder:
     """Encodes chunks and hands them to a writer; for one thread."""
 
-    def __init__(self, writer: PackedWriter | PlainWriter, compression: str | None) -> None:
-        """Write with `writer`; `finish`, or the writer's `abort`, ends it."""
+    def __init__(self, writer: PackedWriter | PlainWriter, compression: str | None, sums: StateSums | None = None) -> None:
+        """Write with `writer`; `finish`, or the writer's `abort`, ends it. All elements are added to `sums`."""
         self.writer = writer
+        self.sums = sums
         self._compression = compression
         self._room = np.empty(0, np.uint8)
         """Reused memory in which blocks are laid out, unless the writer has memory for them."""
@@ -231,7 +248,9 @@ class Encoder:
         """Write the chunks of boxes of arrays; their elements are copied before this returns."""
         alike: dict[object, list[Elements]] = {}
         for block in blocks:
-            piece, _, elements = block
+            piece, box, elements = block
+            if self.sums is not None:
+                self.sums.add_box(piece, box.start, elements)
             alike.setdefault((piece.chunks, elements.shape, elements.dtype), []).append(block)
         for some in alike.values():
             self._put_alike(some)
@@ -273,6 +292,9 @@ class Encoder:
             chunks: for each chunk the array, its position in the grid, and the laid-out bytes.
         """
         together = [chunks] if self._compression is None else [[chunk] for chunk in chunks]  # one compressed chunk in memory at a time
+        if self.sums is not None:
+            for piece, position, raw in chunks:
+                self.sums.add_chunk(piece, position, raw)
         for some in together:
             closed = [close(raw[None], self._compression) for _, _, raw in some]
             keys = [chunk_object_key(piece, position) for piece, position, _ in some]

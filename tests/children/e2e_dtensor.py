@@ -4,7 +4,7 @@ from functools import cache
 
 import torch
 from e2e_counts import account, torch_controls, torch_counter
-from e2e_state import NAMES, TENSORS, compare, expected, placements, rng_of, state
+from e2e_state import NAMES, TENSORS, compare, differing, expected, placements, rng_of, state
 from e2e_torch import bits_of, join, leave, tensor_of
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_default_store
@@ -88,7 +88,9 @@ def restore(coordinator, places, seed):
             return [tuple(bits_of(x._local_tensor, whole.dtype) for x in (right, leaf))]
 
         restored = shardckpt.restore(url, state(wanted, lambda name: torch.ones_like(tensor_of(name)), 0, rest=False))
+        unlike = differing(url, restored)
         found[saver] = compare(restored, processes, shards) | {"layouts": cases}
+        found[saver]["wrong"] += unlike
     leave(coordinator)
     return found
 

@@ -5,7 +5,7 @@ import socket
 import jax
 import numpy as np
 from e2e_counts import account, jax_controls, jax_counter
-from e2e_state import NAMES, TENSORS, begin, compare, expected, layout, rng_of, sharding, state
+from e2e_state import NAMES, TENSORS, begin, compare, differing, expected, layout, rng_of, sharding, state
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import shardckpt
@@ -83,7 +83,9 @@ def restore(coordinator, places, seed):
             return [(whole[shard.index], shard.data) for shard in leaf.addressable_shards]
 
         restored = shardckpt.restore(url, state(wanted, lambda name: np.ones_like(expected(name)), 0, rest=False))
+        unlike = differing(url, restored)
         found[saver] = compare(restored, processes, shards) | {"layouts": cases}
+        found[saver]["wrong"] += unlike
     leave()
     return found
 

@@ -1,7 +1,7 @@
 """numpy's part in the end-to-end matrix: one process, whole arrays, laid out on paper when saved."""
 
 import numpy as np
-from e2e_state import TENSORS, begin, compare, expected, layout, rng_of, sharding, state
+from e2e_state import TENSORS, begin, compare, differing, expected, layout, rng_of, sharding, state
 
 import shardckpt
 from shardckpt import SaveOptions
@@ -43,7 +43,9 @@ def restore(coordinator, places, _seed):
     for saver, (url, processes) in places.items():
         like = state(lambda name: np.zeros_like(expected(name)), lambda name: np.ones_like(expected(name)), 0, rest=False)
         restored = shardckpt.restore(url, like, coordinator=coordinator)
+        unlike = differing(url, restored, coordinator)
         found[saver] = compare(restored, processes, shards) | {"layouts": {}}
+        found[saver]["wrong"] += unlike
         if restored["model"]["embed"] is not like["model"]["embed"]:
             found[saver]["wrong"].append("not in place")
         bare = shardckpt.restore(url, coordinator=coordinator)

@@ -17,7 +17,7 @@ from jax_cases import NAMES, elements, parts, same_bits
 import shardckpt
 from shardckpt import PerProcess
 
-__all__ = ["NAMES", "TENSORS", "begin", "compare", "expected", "layout", "placements", "rng_of", "sharding", "state"]
+__all__ = ["NAMES", "TENSORS", "begin", "compare", "differing", "expected", "layout", "placements", "rng_of", "sharding", "state"]
 
 SECONDS = 230
 """After which a process of a job ends itself, saying where it was."""
@@ -136,6 +136,12 @@ def compare(restored, processes, shards):
         wrong += [name for right, found in pairs if not same_bits(right, found)]
         compared[name] = sum(found.size for _, found in pairs)
     return {"wrong": wrong, "compared": compared}
+
+
+def differing(url, restored, coordinator=None):
+    """Names of tensors whose fingerprint, from all processes' shards, is not what the save recorded from its own."""
+    found = shardckpt.fingerprint(restored, coordinator=coordinator)
+    return [f"fingerprint of {name}" for name in found.differing(shardckpt.open(url).fingerprint())]
 
 
 def _at(whole, path):

@@ -14,7 +14,7 @@ import torch_xla
 import torch_xla.distributed.spmd as xs
 import torch_xla.runtime as xr
 from e2e_counts import account, torch_controls, torch_counter, xla_counter
-from e2e_state import NAMES, TENSORS, compare, expected, layout, rng_of, sharding, state
+from e2e_state import NAMES, TENSORS, compare, differing, expected, layout, rng_of, sharding, state
 from e2e_torch import bits_of, join, leave, tensor_of
 from torch.distributed.distributed_c10d import _get_default_store
 from torch_xla import _XLAC
@@ -77,7 +77,9 @@ def restore(coordinator, places, seed):
             return Target(sharding(cases[name])) if len(name) % 3 == 1 else marked(torch.zeros_like(tensor_of(name)), cases[name])
 
         restored = shardckpt.restore(url, state(wanted, lambda name: torch.ones_like(tensor_of(name)), 0, rest=False))
+        unlike = differing(url, restored)
         found[saver] = compare(restored, processes, shards) | {"layouts": cases}
+        found[saver]["wrong"] += unlike
     leave(coordinator)
     return found
 

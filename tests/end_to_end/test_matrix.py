@@ -26,9 +26,9 @@ JOBS = {
     "numpy": ("numpy", 1),
 }
 KINDS = {
-    "packed": {"layout": "packed"},
-    "zarr": {"layout": "zarr"},
-    "packed, zstd": {"layout": "packed", "compression": "zstd"},
+    "packed": {"layout": "packed", "fingerprint": True},
+    "zarr": {"layout": "zarr", "fingerprint": True},
+    "packed, zstd": {"layout": "packed", "compression": "zstd", "fingerprint": True},
 }
 """Ways to store a checkpoint. `make test` has the first, `make sweeps` the others."""
 TENSORS = 29
@@ -85,6 +85,13 @@ def restored(rounds, kind, saved, flipped, run_job):
 def test_what_one_saved_another_restores_bit_by_bit(rounds, restored, saver, restorer, kind):
     for seed in rounds:
         assert [found["wrong"] for found in restored[seed, saver, kind, restorer]] == [[]] * JOBS[restorer][1]
+
+
+def test_all_savers_recorded_one_fingerprint(saved, kind):
+    """Of the same tensors, on other meshes and in other numbers of processes."""
+    checkpoints = [shardckpt.open(url) for url, _ in saved.values()]
+    assert all(checkpoint.record.fingerprint is not None for checkpoint in checkpoints)
+    assert len({checkpoint.fingerprint().total for checkpoint in checkpoints}) == 1
 
 
 @pytest.mark.parametrize("restorer", JOBS)

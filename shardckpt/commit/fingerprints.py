@@ -1,0 +1,73 @@
+"""The recorded fingerprint of a checkpoint: made from the sums that the hosts have written beside their chunks, and read back."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from shardckpt.format.documents import Fields, FileReference, open_envelope, seal
+from shardckpt.format.fingerprint import StateSums
+from shardckpt.io.threads import map_on_threads
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from shardckpt.format.record import CheckpointRecord, Contents, HostRecord
+    from shardckpt.io.store import Store
+
+FINGERPRINT = "fingerprint.json"
+"""The file, relative to the attempt."""
+
+
+def write_fingerprint(place: Store, hosts: Sequence[HostRecord], contents: Contents) -> FileReference:
+    """Write the fingerprint of the tensors that are not in a base.
+
+    Args:
+        place: the attempt.
+        hosts: all host records; each refers to its part of the sums.
+        contents: the union of the hosts' contents.
+
+    Raises:
+        FormatError, StructureMismatchError: a host's sums are damaged.
+    """
+    tensors = contents.structure.tensors
+
+    def read(host: HostRecord) -> StateSums:
+        assert host.files.sums is not None
+        return StateSums.from_json(*_document(place, host.files.sums, "sums"))
+
+    sums = StateSums(tensors.values())
+    for part in map_on_threads(read, hosts):
+        sums.merge(part)
+    for name, elements in contents.small.items():  # no host wrote chunks of these
+        tensor = tensors[name]
+        sums.add(name, (0,) * len(tensor.shape), np.frombuffer(elements, tensor.dtype.storage).reshape(tensor.shape))
+    own = {name: digest for name, digest in sums.fingerprint().tensors.items() if tensors[name].base is None}
+    data = seal({"tensors": own})
+    place.write(FINGERPRINT, data)
+    return FileReference.of(FINGERPRINT, data)
+
+
+def recorded_fingerprint(place: Store, record: CheckpointRecord) -> dict[str, str]:
+    """Name → digest, of the tensors whose fingerprint a checkpoint has recorded; empty if it has none.
+
+    Args:
+        place: the attempt.
+        record: the commit record.
+
+    Raises:
+        FormatError, MissingDataError: the file is damaged or missing.
+    """
+    if record.fingerprint is None:
+        return {}
+    document, where = _document(place, record.fingerprint, "tensors")
+    read = Fields(dict(document), where)
+    return {name: read.string(name) for name in document}
+
+
+def _document(place: Store, reference: FileReference, member: str) -> tuple[Mapping[str, Any], str]:
+    """A member of a file, after a check of the file's digest; and the file's path."""
+    data, where = place.read(reference.key), f"{place}/{reference.key}"
+    reference.check(data, where)
+    return Fields(open_envelope(data, where), where).mapping(member), where

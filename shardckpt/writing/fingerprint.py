@@ -1,0 +1,48 @@
+"""`fingerprint`: what identifies the tensors of a state, computed where they are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shardckpt import frameworks
+from shardckpt.format.fingerprint import Fingerprint, StateSums
+from shardckpt.frameworks.coordination import Coordinator, check_coordinator
+from shardckpt.options import SaveOptions
+from shardckpt.state.flatten import flatten, plain_state
+from shardckpt.writing.attempt import COMMITTER, stored
+from shardckpt.writing.save import MOST_COPIES, read
+from shardckpt.writing.save_plan import plan_save
+
+
+def fingerprint(state: Any, *, coordinator: Coordinator | None = None) -> Fingerprint:
+    """The fingerprint of a state's tensors: the same on any mesh and in any framework, and another one if a single bit differs.
+
+    In a job of several processes all of them call it, each with its own view of the state, and all get the same result. Small leaves
+    such as step numbers are not part of it.
+
+    Args:
+        state: as in `save`.
+        coordinator: connects the processes of the job; by default detected once.
+
+    Raises:
+        LeafError, ShardingError: as in `save`.
+        StructureMismatchError: processes have different tensors under one name.
+        CoordinationError: another process did not call it in time.
+    """
+    check_coordinator(coordinator)
+    coordinator = Coordinator.current() if coordinator is None else coordinator
+    world = coordinator.world
+    sources = frameworks.sources(flatten(plain_state(state), frameworks.is_tensor, frameworks.identity).tensors, world)
+    plan = plan_save(sources, SaveOptions(), world)  # it deals out all elements, so that each is added once
+    sums = StateSums(plan.tensors.values())
+    for batch in read(plan, sources, MOST_COPIES):
+        for block, elements, _ in batch:
+            sums.add_box(block.piece, block.box.start, elements)
+    if world.process == COMMITTER:
+        for name, arrays in zip(plan.small, frameworks.fetch([sources[name] for name in plan.small]), strict=True):
+            for i, array in enumerate(arrays):
+                sums.add(name, sources[name].boxes[i].start, stored(array, plan.tensors[name]))
+    together = sums if world.processes == 1 else StateSums()
+    for process, said in enumerate(coordinator.share("fingerprint", sums.to_json()) if world.processes > 1 else ()):
+        together.merge(StateSums.from_json(said, f"process {process}"))
+    return together.fingerprint()
