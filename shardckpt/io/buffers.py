@@ -55,6 +55,7 @@ class KeptBuffers:
             for i, buffer in enumerate(self._free):
                 if buffer.nbytes == nbytes:
                     return self._free.pop(i)
+            self._free.clear()  # others were for a save with another memory limit, and are not counted in this one's
         return np.empty(nbytes, np.uint8)
 
     def give_back(self, buffer: NDArray[np.uint8]) -> None:
