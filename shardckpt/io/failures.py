@@ -142,7 +142,7 @@ os.register_at_fork(after_in_child=_note_fork)
 
 
 def begin_use(place: object) -> None:
-    """Note that TensorStore is about to be used; raises what `check_fork` raises."""
+    """Note that a storage is about to be used; raises what `check_fork` raises."""
     global _used  # noqa: PLW0603  (of this process)
     check_fork(place)
     _used = True

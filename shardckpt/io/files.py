@@ -1,9 +1,9 @@
-"""Whole files on this machine's file systems: read, replaced completely and durably, listed.
+"""Small files on this machine's file systems: read, replaced as one and durably, listed.
 
-A file is written as `<name>.__lock` under a lock on that file, which is then renamed. TensorStore's file driver, which writes merged
-indexes, has the same protocol, so either may write a file that the other one reads or replaces. When a process dies in the
-middle, the kernel frees its lock, and its bytes stay; the next writer here truncates them. TensorStore 0.1.86 does not: if they are
-more than its own, its file ends in them. So `clear` comes before a write of TensorStore's.
+A writer locks `<name>.__lock`, writes the bytes into it, and renames it to `<name>`. TensorStore's file driver follows the same protocol,
+so both may write the same file. If a writer is killed, the kernel releases its lock, and `<name>.__lock` keeps the bytes written so far;
+the next writer here truncates them. TensorStore 0.1.86 does not: a shorter new file then ends in the old bytes. So call `clear`
+before TensorStore writes a file.
 
 TensorStore syncs each file and its directory, but not the parent directories that it creates. `DurableDirectories` creates
 those, and syncs the parent of each, so that after a power failure a file is complete and can be found.
@@ -11,12 +11,13 @@ those, and syncs the parent of each, so that after a power failure a file is com
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import stat
 import struct
 import time
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from shardckpt.errors import FormatError
@@ -30,7 +31,7 @@ LOCK_SUFFIX = ".__lock"
 LARGEST_WHOLE = 1 << 30
 """Most bytes of a file that is read completely: a record, table or index. A sparse file can have any size."""
 _LOCK_SECONDS = 60.0
-"""Seconds that a writer waits for another one of the same file, which needs milliseconds."""
+"""Seconds that a writer waits for another writer of the same file. A write takes milliseconds."""
 _LEAST_PAUSE, _MOST_PAUSE = 0.001, 0.1
 """Least and most seconds between two tries to lock a file."""
 
@@ -40,82 +41,99 @@ _ABSENT = b"absent"
 
 
 def read(path: Path, start: int = 0, stop: int | None = None) -> tuple[bytes | None, bytes]:
-    """A file's bytes (None if it does not exist) from `start` to `stop`, or as many as there are, and its generation.
+    """Bytes `start` to `stop` of a file (fewer at its end; None: no such file), and the file's generation.
 
     Raises:
         FormatError: no `stop` is given, and the file has more than `LARGEST_WHOLE` bytes.
         OSError: it cannot be read, or is a directory, pipe or device.
     """
-    with _opened(path) as fd:
-        if fd is None:
-            return None, _ABSENT
-        found = os.fstat(fd)
-        if stop is None and found.st_size - start > LARGEST_WHOLE:
-            raise FormatError(f"{path} has {found.st_size} bytes, at most {LARGEST_WHOLE} are expected; it was not written by shardckpt.")
-        end = found.st_size if stop is None else min(stop, found.st_size)
-        data = bytearray(max(0, end - start))
-        filled = _fill(fd, start, memoryview(data))
-        return bytes(memoryview(data)[:filled]), _generation(found)
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # without O_NONBLOCK it might wait for the writer of a pipe
+    except (FileNotFoundError, NotADirectoryError):
+        return None, _ABSENT
+    try:
+        status = _regular(fd, path)
+        if stop is None and status.st_size - start > LARGEST_WHOLE:
+            raise FormatError(f"{path} has {status.st_size} bytes, at most {LARGEST_WHOLE} are expected; it was not written by shardckpt.")
+        length = max(0, (status.st_size if stop is None else min(stop, status.st_size)) - start)
+        data = os.pread(fd, length, start)
+        while len(data) < length and (more := os.pread(fd, length - len(data), start + len(data))):
+            data += more
+        return data, _generation(status)
+    finally:
+        os.close(fd)
 
 
 def replace(path: Path, data: bytes | bytearray | memoryview, generation: bytes | None) -> bytes:
-    """Write a file whose directory exists, and replace any file there; durable when this returns.
+    """Write a file, or replace it, in an existing directory; durable when this returns.
 
     Args:
         path: the file.
         data: its bytes.
-        generation: write only if the file still has this generation (a missing file has one, too); None: in any case.
+        generation: write only if the file still has this generation (`read` returns one for a missing file, too); None: write always.
 
     Returns:
-        The new generation; b"" if the file had another one than `generation`, and was not written.
+        The new generation; b"" if the file has another generation: nothing was written.
 
     Raises:
-        OSError: it cannot be written; TimeoutError: another process had locked it for too long.
+        OSError: it cannot be written; TimeoutError: another writer held its lock for too long.
     """
+    lock = _lock_of(path)
     try:
-        with _locked(path) as (fd, lock):
+        fd = _open_locked(lock)
+        renamed = False
+        try:
             if generation not in (None, _generation_now(path)):
-                lock.unlink()
                 return b""
             os.ftruncate(fd, 0)
             rest = memoryview(data)
             while rest:
                 rest = rest[os.write(fd, rest) :]
             os.fsync(fd)
+            if not _is_at(fd, lock):
+                raise FileNotFoundError(errno.ENOENT, "its directory was removed while it was written", str(path))
             lock.rename(path)
+            renamed = True
             sync_directory(path.parent)
             return _generation(os.fstat(fd))
-    except FileNotFoundError:  # the directory was removed just now
+        finally:
+            _release(fd, None if renamed else lock)
+    except FileNotFoundError:  # the directory was removed, or everything in it
         if generation in (None, _ABSENT):
             raise
         return b""
 
 
 def remove(path: Path, generation: bytes) -> bool:
-    """Delete a file if it still has the generation; whether it had.
+    """Delete a file if it still has this generation; return whether this call deleted it.
 
     Raises:
         OSError: as for `replace`.
     """
-    same = False
-    with suppress(FileNotFoundError), _locked(path) as (_, lock):  # if the directory was removed just now, the file was, too
-        same = generation == _generation_now(path)
-        if same:
+    lock = _lock_of(path)
+    try:
+        fd = _open_locked(lock)
+        try:
+            if generation != _generation_now(path):
+                return False
             path.unlink()
-        lock.unlink()
-        sync_directory(path.parent)
-    return same
+            sync_directory(path.parent)
+            return True
+        finally:
+            _release(fd, lock)
+    except FileNotFoundError:  # the file, or its directory, is gone
+        return False
 
 
 def delete(path: Path) -> None:
-    """Delete a file, if it exists."""
+    """Delete a file, if it exists. It takes no lock: a `replace` at the same moment may succeed, and the file may stay."""
     with suppress(FileNotFoundError, NotADirectoryError):
         path.unlink()
         sync_directory(path.parent)
 
 
 def names(top: Path, prefix: str = "") -> Iterator[str]:
-    """The names, relative to `top`, of all files below it that start with `prefix`; a file that is deleted meanwhile may be missing."""
+    """The names, relative to `top`, of all files below it that start with `prefix`; a file deleted during the listing may be left out."""
     above = prefix.rpartition("/")[0]
     try:
         with os.scandir(top / above) as found:
@@ -134,9 +152,12 @@ def names(top: Path, prefix: str = "") -> Iterator[str]:
 
 def clear(path: Path) -> None:
     """Truncate the remains of a killed write of this file, if there are any; leave the file alone while a process writes it."""
-    # There are none, or a living process's; if it is an error, the write itself reports it.
-    with suppress(OSError), _locked(path, create=False, seconds=0) as (fd, _):
-        os.ftruncate(fd, 0)
+    with suppress(OSError):  # nothing to truncate, or a process is writing it; the write that follows reports any other error
+        fd = _open_locked(_lock_of(path), create=False, seconds=0)
+        try:
+            os.ftruncate(fd, 0)
+        finally:
+            _release(fd, None)
 
 
 def sync_directory(path: Path) -> None:
@@ -152,7 +173,7 @@ class DurableDirectories:
     """Creates directories durably, and remembers which are durable."""
 
     def __init__(self, top: Path) -> None:
-        """Sync directories from `top` down even if they exist: another process may just have created them and not have synced them yet."""
+        """Begin at `top`: directories from there down are synced even if they exist, as another process may just have created them."""
         self._top = top
         self._synced: set[Path] = set()
 
@@ -164,68 +185,91 @@ class DurableDirectories:
             return
         if path.parent != path:
             self.make(path.parent)
+        existed = path.is_dir()
         path.mkdir(exist_ok=True)
-        sync_directory(path.parent)
+        try:
+            sync_directory(path.parent)
+        except PermissionError:  # a directory that only others may list, above one of our own
+            if not existed:
+                raise
         self._synced.add(path)
 
 
-@contextmanager
-def _opened(path: Path) -> Iterator[int | None]:
-    """Open a regular file to read; None if it does not exist."""
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # without O_NONBLOCK it might wait for the writer of a pipe
-    except (FileNotFoundError, NotADirectoryError):
-        yield None
-        return
-    try:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise OSError(f"{path} is no file, but a directory, pipe or device")
-        yield fd
-    finally:
-        os.close(fd)
+def _regular(fd: int, path: Path) -> os.stat_result:
+    """The status of an open file; raises OSError for a special file, whose read may never end."""
+    status = os.fstat(fd)
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(f"{path} is not a regular file")
+    return status
 
 
-def _fill(fd: int, start: int, into: memoryview) -> int:
-    """Read as many bytes as there are, at most `into` has; their number."""
-    filled = 0
-    while filled < len(into) and (count := os.preadv(fd, [into[filled:]], start + filled)):
-        filled += count
-    return filled
+def _lock_of(path: Path) -> Path:
+    return path.with_name(f"{path.name}{LOCK_SUFFIX}")
 
 
-@contextmanager
-def _locked(path: Path, *, create: bool = True, seconds: float | None = None) -> Iterator[tuple[int, Path]]:
-    """Lock the file that a write of `path` goes to; yields it open, and its path.
+_held: set[int] = set()
+"""Descriptors of locked files. A fork has them, too, and would hold the locks as long as it lives."""
+
+
+def _close_held() -> None:
+    while _held:
+        os.close(_held.pop())
+
+
+os.register_at_fork(after_in_child=_close_held)
+
+
+def _open_locked(lock: Path, *, create: bool = True, seconds: float | None = None) -> int:
+    """Open and lock a lock file; `_release` ends that.
 
     Raises:
-        TimeoutError: another process has locked it, and did not end within `seconds` (None: within `_LOCK_SECONDS`).
-        OSError: it cannot be created or locked, or is no regular file.
+        TimeoutError: another writer did not release it within `seconds` (None: within `_LOCK_SECONDS`).
+        OSError: it cannot be created or locked, or is not a regular file.
     """
-    lock, most = path.with_name(f"{path.name}{LOCK_SUFFIX}"), _LOCK_SECONDS if seconds is None else seconds
+    most = _LOCK_SECONDS if seconds is None else seconds
     flags = os.O_WRONLY | (os.O_CREAT if create else 0) | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     deadline, pause = time.monotonic() + most, _LEAST_PAUSE
     while True:
-        fd = os.open(lock, flags, 0o666)
+        fd, keep = os.open(lock, flags, 0o666), False
         try:
-            if not stat.S_ISREG(os.fstat(fd).st_mode):
-                raise OSError(f"{lock} is no file, but a directory, pipe or device")
-            try:
-                _lock(fd)
-            except (BlockingIOError, PermissionError):
-                if time.monotonic() >= deadline:
-                    raise TimeoutError(
-                        f"another process has locked {lock} for {most:g} s; if it is stopped, let it go on, or end it"
-                    ) from None
-            else:
+            links = _regular(fd, lock).st_nlink
+            _lock(fd)
+            if links > 1:  # a copy of the directory by hard links: writing here would change the other one's file
                 with suppress(FileNotFoundError):
-                    if os.path.samestat(os.fstat(fd), lock.lstat()):
-                        yield fd, lock
-                        return
-                continue  # the writer before has just renamed or removed it
+                    lock.unlink()
+            elif _is_at(fd, lock):  # otherwise the writer before has just renamed or removed it
+                keep = True
+                _held.add(fd)
+                return fd
+        except (BlockingIOError, PermissionError) as e:
+            if time.monotonic() >= deadline:
+                raise TimeoutError(
+                    f"waited {most:g} s for the lock on {lock}, which another process holds; if that is stopped, let it go on, or end it"
+                ) from e
+            time.sleep(pause)
+            pause = min(2 * pause, _MOST_PAUSE)
         finally:
-            os.close(fd)
-        time.sleep(pause)
-        pause = min(2 * pause, _MOST_PAUSE)
+            if not keep:
+                os.close(fd)
+
+
+def _release(fd: int, lock: Path | None) -> None:
+    """Unlock a file that `_open_locked` returned, and delete it first, if it is still at `lock`."""
+    try:
+        if lock is not None and _is_at(fd, lock):
+            with suppress(OSError):
+                lock.unlink()
+    finally:
+        _held.discard(fd)
+        os.close(fd)
+
+
+def _is_at(fd: int, path: Path) -> bool:
+    """Whether an open file is the one at a path."""
+    try:
+        return os.path.samestat(os.fstat(fd), path.lstat())
+    except (FileNotFoundError, NotADirectoryError):
+        return False
 
 
 def _lock(fd: int) -> None:

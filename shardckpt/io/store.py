@@ -1,6 +1,6 @@
 """Keys and bytes at one location, with typed errors: the only storage interface of shardckpt.
 
-A `Store` asks `files` for what is on disk, `buckets` for objects, and a TensorStore key-value store for what is in memory. It adds:
+A `Store` uses `files` on disk, `buckets` on object stores, and a TensorStore key-value store for `memory://`. It adds:
 
 1. *Reliable conditional writes.* Create-if-absent passes the generation that reading the missing key returned
    (an empty `if_equal` overwrites silently). A lost race shows as an empty generation in the result. If a network
@@ -320,7 +320,7 @@ class Store:
         return open_bucket(self.location)
 
     def _file(self, key: str) -> Path | None:
-        """The path of a file that is about to be used; None if it is not on disk."""
+        """Note the use (`begin_use`), and return the key's path; None if the location is not on disk."""
         begin_use(self.location)
         return self.local_path(key)
 

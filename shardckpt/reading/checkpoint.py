@@ -37,6 +37,7 @@ from shardckpt.format.documents import Fields, open_envelope
 from shardckpt.format.record import CheckpointRecord, Tombstone, parse_checkpoint
 from shardckpt.io.failures import check_fork, reading_takes_threads
 from shardckpt.io.store import Store
+from shardckpt.io.threads import collector_paused
 from shardckpt.io.url import parse
 from shardckpt.layout.box import Box, BoxArray
 from shardckpt.reading.based_reader import BasedReader
@@ -370,7 +371,9 @@ def empty(name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[An
 def _read_record(store: Store) -> CheckpointRecord:
     """The commit record; an error with the reason if there is none."""
     try:
-        found = parse_checkpoint(store.read(RECORD), f"{store}/{RECORD}")
+        data = store.read(RECORD)
+        with collector_paused():
+            found = parse_checkpoint(data, f"{store}/{RECORD}")
     except MissingDataError:
         found = None
     if isinstance(found, CheckpointRecord):

@@ -149,10 +149,8 @@ def restore(
             limit = parse_bytes(memory_limit, "memory_limit")
             if limit <= 0:
                 raise OptionError(f"restore(memory_limit={limit}): must be positive.")
-            with collector_paused():
-                checkpoint = source if isinstance(source, Checkpoint) else Checkpoint(source)
-                tree = checkpoint.parsed_tree
-            run = partial(_read_all, checkpoint, limit=limit, meeting=meeting, progress=progress)
+            checkpoint = source if isinstance(source, Checkpoint) else Checkpoint(source)
+            tree, run = checkpoint.parsed_tree, partial(_read_all, checkpoint, limit=limit, meeting=meeting, progress=progress)
             return _restore_tree(checkpoint, tree, like, run, only=only, strict=strict, cast=cast, coordinator=coordinator)
     except MemoryError as e:
         raise out_of_memory(str(place), e) from e
@@ -307,7 +305,8 @@ def _read_all(
         pool = BufferPool(limit - exchange_bytes(limit) if shared else limit)
         read_and_place = partial(_stage_and_place, pool=pool, staged=staged, placed=placed)
     restored: dict[str, object] = {}
-    with collector_paused() if total <= LARGEST_BATCH else nullcontext():  # a larger state takes longer, and other threads go on
+    short = total <= LARGEST_BATCH and not shared and checkpoint.location.local is not None  # waits for no network
+    with collector_paused() if short else nullcontext():
         for group in shared:
             restored |= read_and_place(group.jobs, partial(fetch, group.read))
         return restored | read_and_place(alone, partial(fetch, read_alone))

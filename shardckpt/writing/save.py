@@ -106,7 +106,8 @@ def _save(attempt: Attempt, state: Any, began: float) -> SaveReport:
         nonlocal planned, share
         share = attempt.take(state)
         planned = time.monotonic()
-        with collector_paused() if share.plan.nbytes <= _SMALL_STATE else nullcontext():
+        short = share.plan.nbytes <= _SMALL_STATE and attempt.store.location.local is not None  # waits for no network
+        with collector_paused() if short else nullcontext():
             return _write(attempt, share)
 
     steps = take_steps(attempt, write)

@@ -204,6 +204,20 @@ def test_a_pause_of_the_collector_ends_as_it_was_found(enabled):
         (gc.enable if was else gc.disable)()
 
 
+def test_of_pauses_that_overlap_the_last_one_counts():
+    one, other = collector_paused(), collector_paused()
+    one.__enter__()
+    other.__enter__()
+    one.__exit__(None, None, None)
+    assert not gc.isenabled()
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if gc.isenabled() else 1)
+    assert os.waitpid(child, 0)[1] == 0, "other threads and their pauses do not exist in a fork"
+    other.__exit__(None, None, None)
+    assert gc.isenabled()
+
+
 def test_a_save_and_a_restore_of_many_small_tensors_begin_no_full_collection(tmp_path):
     """Each would visit all objects of the program."""
     state = {f"t{i}": np.zeros(10) for i in range(500)}

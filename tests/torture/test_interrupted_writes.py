@@ -5,8 +5,10 @@ TensorStore by itself makes it one: bytes that were longer stay at the end of th
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
+import shutil
 import struct
 import threading
 
@@ -72,7 +74,7 @@ def test_a_write_waits_for_another_one_of_the_same_file_and_says_so_when_it_has_
     locked = leave(tmp_path / "key")
     with locked.open("rb+") as file:
         lock(file)
-        with pytest.raises(StorageError, match=r"another process has locked .*key\.__lock for 0\.2 s"):
+        with pytest.raises(StorageError, match=r"waited 0\.2 s for the lock on .*key\.__lock"):
             Store.open(tmp_path).write("key", NEW)
         writing = threading.Thread(target=Store.open(tmp_path).write, args=("key", NEW))
         monkeypatch.setattr(files, "_LOCK_SECONDS", 60)
@@ -115,6 +117,86 @@ def test_what_is_no_file_is_neither_cut_off_nor_written(tmp_path):
             with pytest.raises(StorageError):
                 Store.open(tmp_path).write(key, NEW)
     assert (tmp_path / "precious").read_bytes() == LEFT
+
+
+def names(path):
+    return sorted(p.name for p in path.iterdir())
+
+
+def test_a_write_that_fails_leaves_nothing(tmp_path, monkeypatch):
+    """Not the bytes that have filled the disk."""
+    store = Store.open(tmp_path)
+    store.write("key", b"old")
+
+    def full(_fd, _data):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", full)
+        with pytest.raises(StorageError, match="disk is full"):
+            store.write("key", NEW)
+    assert names(tmp_path) == ["key"]
+    assert store.read("key") == b"old"
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_write_whose_directory_is_removed_meanwhile_is_not_taken_for_one(tmp_path, monkeypatch, again):
+    store, fsync = Store.open(tmp_path / "d"), os.fsync
+    store.write("key", b"old")
+    generation = store.read_versioned("key")[1]
+
+    def removed(fd):
+        if (tmp_path / "d" / "key.__lock").exists():
+            shutil.rmtree(tmp_path / "d")
+            if again:
+                leave(tmp_path / "d" / "key")  # another writer's first bytes
+        fsync(fd)
+
+    for write in (lambda generation=generation: store.replace("key", NEW, generation), lambda: store.write("key", NEW)):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fsync", removed)
+            try:
+                assert not write()
+            except StorageError as e:
+                assert "removed" in str(e)  # noqa: PT017
+        assert not (tmp_path / "d" / "key").exists()
+        shutil.rmtree(tmp_path / "d", ignore_errors=True)
+        Store.open(tmp_path / "d").write("key", b"old")
+        generation = store.read_versioned("key")[1]
+
+
+def test_of_what_is_not_there_nothing_is_removed_and_nothing_left(tmp_path):
+    store = Store.open(tmp_path)
+    generation = store.read_versioned("key")[1]
+    assert not store.remove("key", b"another")
+    assert not store.remove("below/key", b"another")
+    assert names(tmp_path) == []
+    store.write("key", NEW)
+    assert not store.remove("key", generation)
+    assert store.remove("key", store.read_versioned("key")[1])
+    assert names(tmp_path) == []
+
+
+def test_a_fork_holds_no_lock(tmp_path):
+    fd = files._open_locked(tmp_path / "key.__lock")
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if not files._held else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert {fd} == files._held
+    files._release(fd, tmp_path / "key.__lock")
+    assert not files._held
+    assert names(tmp_path) == []
+
+
+def test_a_write_in_a_copy_by_hard_links_leaves_the_original_alone(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    (tmp_path / "a" / "key").write_bytes(LEFT)
+    os.link(tmp_path / "a" / "key", tmp_path / "b" / "key.__lock")
+    Store.open(tmp_path / "b").write("key", NEW)
+    assert (tmp_path / "a" / "key").read_bytes() == LEFT
+    assert names(tmp_path / "b") == ["key"]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -1,0 +1,69 @@
+"""`from_pretrained`: a transformers model with the weights of a checkpoint, of which each process reads what it keeps.
+
+transformers builds the model on the meta device, and takes the weights as a dict of slices like those of safetensors. It indexes each
+by what its tensor-parallel plan, or its device map, leaves on this process.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+from shardckpt.convert.formats.safetensors.hf_configs import CONFIGS
+from shardckpt.convert.naming.choose import NameOptions
+from shardckpt.errors import OptionError
+from shardckpt.frameworks.torch import torch_dtype
+from shardckpt.layout.dtypes import by_name
+from shardckpt.views.model_view import ModelView
+from shardckpt.views.safe_open import TensorSlice
+
+if TYPE_CHECKING:
+    import os
+
+    from shardckpt.reading.checkpoint import Checkpoint
+
+_OF_VIEW = NameOptions.__dataclass_fields__.keys() - {"dtype", "config"}
+
+
+def from_pretrained(model_class: Any, source: str | os.PathLike[str] | Checkpoint, *, config: Any = None, **options: Any) -> Any:
+    """A transformers model with the weights of a checkpoint, without an export.
+
+        model = shardckpt.from_pretrained(AutoModelForCausalLM, "gs://bucket/run/100", config="model/", include="model/**")
+
+    Args:
+        model_class: `AutoModelForCausalLM`, or another class with transformers' `from_pretrained`.
+        source: path or url of the checkpoint, or an open one.
+        config: the model's configuration, or a directory or the path of a `config.json`; None: the one that an import kept.
+        options: `include`, `mapping` and other options of `safetensors_view` that choose and name tensors; all others are for transformers,
+            such as `dtype`, `device_map`, `device_mesh` and `tp_plan`. dtype is by default that of most tensors.
+
+    Raises:
+        OptionError: there is no configuration.
+        NotFoundError, CorruptionError, MissingDataError, StorageError: as for `safetensors_view`.
+    """
+    import torch
+    from transformers import AutoConfig, GenerationConfig
+
+    view = ModelView(source, **{name: options.pop(name) for name in _OF_VIEW & options.keys()})
+    kept = {name: view.checkpoint.metadata.get(name) for name in CONFIGS}
+    if config is None:
+        if not isinstance(kept["config.json"], dict):
+            raise OptionError(
+                f"{view.checkpoint.location} has no config.json, which only an import from Hugging Face keeps; give config=, a directory."
+            )
+        config = dict(kept["config.json"])
+        config = AutoConfig.for_model(config.pop("model_type"), **config)
+    elif not hasattr(config, "to_dict"):
+        config = AutoConfig.from_pretrained(config)
+    arrays = view.arrays()
+    counts = Counter(dtype for array in arrays if (dtype := torch_dtype(by_name(array.dtype_name))) is not None and dtype.is_floating_point)
+    options.setdefault("dtype", counts.most_common(1)[0][0] if counts else torch.float32)
+    if hasattr(model_class, "from_config"):  # an Auto class; without a path these choose no class
+        with torch.device("meta"):
+            model_class = type(model_class.from_config(config))
+    weights = {array.name: TensorSlice(array, "pt", "cpu") for array in arrays}
+    model = model_class.from_pretrained(None, config=config, state_dict=weights, **options)
+    if isinstance(kept["generation_config.json"], dict) and getattr(model, "generation_config", None) is not None:
+        model.generation_config = GenerationConfig.from_dict(json.loads(json.dumps(kept["generation_config.json"])))
+    return model
