@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-import tensorstore as ts
 from counting import steps
 
 import shardckpt
+from shardckpt.io import files
 from shardckpt.io.store import Store
 from tools.scale.commits import CHUNKS_PER_TENSOR, commit, contents_of, floor, forget_commit, measure, write_attempt
 
@@ -34,8 +34,8 @@ def requests(top, hosts, chunks, layout):
         return wrapped
 
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("read", "write", "list"):
-            patch.setattr(ts.KvStore, name, counted(name, getattr(ts.KvStore, name)))
+        for name in ("read", "replace", "names"):
+            patch.setattr(files, name, counted(name, getattr(files, name)))
         commit(root, place, hosts)
     assert shardckpt.open(str(root)).verify().damage == []
     return asked
