@@ -1,9 +1,10 @@
 """The operations by which a process changes the storage, counted; at one of them it dies or falls asleep.
 
-An operation is making, writing, syncing, renaming or removing a file or directory, the whole write of a file, and every write, copy
-and commit of TensorStore's. Of a write there are two: before it, and in the middle, when half of the bytes are there. TensorStore
-writes a file under another name (`….__lock`) and renames it, so half of its bytes are there under that name; of its commits the
-middle is wherever it is a moment after it began. What the processes tell each other counts, too: it is a renamed file here.
+An operation is making, writing, syncing, renaming or removing a file or directory, the whole write of a file under a lock
+(`io/files.py`; its own steps do not count, because who sleeps there keeps others waiting), and every write, copy and commit of
+TensorStore's. Of a write there are two: before it, and in the middle, when half of the bytes are there. A whole write goes to another
+name (`….__lock`) and is renamed, so half of its bytes are there under that name; of TensorStore's commits the middle is wherever it
+is a moment after it began. What the processes tell each other counts, too: it is a renamed file here.
 """
 
 import contextlib
@@ -30,6 +31,8 @@ class Operations:
         self._act, self._at, self._before, self._after = act, at, before, after
         self._lock = threading.RLock()
         self._armed = False
+        self._inside = threading.local()
+        """Of each thread, whether it is in a whole write."""
 
     def arm(self):
         self._armed = True
@@ -47,7 +50,7 @@ class Operations:
     def _count(self, name, *, half=lambda: None, chosen=False):
         """One more operation; `half` is what is done of the one before, if this is its middle. Whether it was the chosen one."""
         with self._lock:
-            if not self._armed:
+            if not self._armed or getattr(self._inside, "whole", False):
                 return False
             number = len(self.names)
             self.names.append(name)
@@ -74,9 +77,14 @@ class Operations:
 
     def _whole_write(self, function):
         @functools.wraps(function)
-        def wrapped(path, *arguments):
+        def wrapped(path, data, *arguments):
             self._count("a whole write", chosen=_ends(str(path), self._before))
-            written = function(path, *arguments)
+            self._count("the second half of a whole write", half=lambda: _write_half(path, bytes(data)))
+            self._inside.whole = True
+            try:
+                written = function(path, data, *arguments)
+            finally:
+                self._inside.whole = False
             if _ends(str(path), self._after):
                 self._count("after a whole write", chosen=True)
             return written
@@ -105,7 +113,7 @@ class Operations:
 
 
 def _write_half(path, value):
-    """As TensorStore begins: under a lock, and under a name that is still the file's."""
+    """As a whole write begins: under a lock, and under a name that is still the file's."""
     lock = f"{path}.__lock"
     while True:
         # Not by os.open and os.write, which are counted.
