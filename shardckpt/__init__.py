@@ -38,7 +38,9 @@ if TYPE_CHECKING:
     from shardckpt.state.per_process import PerProcess
     from shardckpt.training import CheckpointManager, Restored, TrainState, train_state
     from shardckpt.views.model_view import safetensors_view
+    from shardckpt.views.pretrained import from_pretrained
     from shardckpt.views.safe_open import safe_open
+    from shardckpt.writing.fingerprint import fingerprint
     from shardckpt.writing.save import save
     from shardckpt.writing.save_handle import SaveHandle, SaveReport
     from shardckpt.writing.saver import save_async

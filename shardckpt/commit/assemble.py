@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import datetime as dt
 import time
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -134,7 +135,7 @@ def assemble(place: Store, said: Mapping[FileReference, Contents] | None = None)
     _check_coverage(place, parts, structure.tensors.values(), table)
     _check_counts(place, hosts, tables)
 
-    documents = zarr_documents(structure, first.compression)
+    documents = partial(zarr_documents, structure, first.compression)
     if first.layout == "packed":
         lanes = [lane for host in hosts for lane in host.files.lanes]
         if small:
@@ -143,12 +144,12 @@ def assemble(place: Store, said: Mapping[FileReference, Contents] | None = None)
         # Chunks that hosts wrote are there by reference; those of small tensors are values in the index itself.
         chunks, nbytes = sum(host.chunks for host in hosts), sum(host.stored_bytes for host in hosts)
         few_chunks = chunks + len(values) + len(structure.tensors) <= index.MOST_IN_A_LEAF
-        if not (few_chunks and index.write_index(place, _places(table, structure), zarr_documents(structure, first.compression), values)):
-            index.merge_lanes(place, lanes, documents, values=values, expected_chunks=chunks, expected_bytes=nbytes)
+        if not (few_chunks and index.write_index(place, _places(table, structure), documents(), values)):
+            index.merge_lanes(place, lanes, documents(), values=values, expected_chunks=chunks, expected_bytes=nbytes)
     else:
         for piece, position, stored, _ in small:
             place.write(plain_key(chunk_object_key(piece, position)), stored)
-        index.write_plain_documents(place, dict(documents))
+        index.write_plain_documents(place, dict(documents()))
     return CheckpointRecord(
         attempt=first.attempt,
         created=dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from shardckpt.errors import DtypeError, FormatError, StructureMismatchError
 from shardckpt.layout.dtypes import by_name
+from shardckpt.plan.pieces import chunk_boxes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -93,11 +94,13 @@ class StateSums:
 
     def add_chunk(self, piece: Piece, position: int, raw: NDArray[np.uint8]) -> None:
         """Add the elements of a chunk of a piece from its stored form, which is padded at the piece's edges."""
-        tensor, place = self._of_path[piece.path], np.unravel_index(position, piece.grid)
-        offset = [int(i) * n for i, n in zip(place, piece.chunks, strict=True)]
-        inside = tuple(slice(n - at) for at, n in zip(offset, piece.shape, strict=True))
-        start = [a + b for a, b in zip(piece.start, offset, strict=True)]
-        self.add(tensor.name, start, raw.view(tensor.dtype.storage).reshape(piece.chunks)[inside])
+        tensor, box = self._of_path[piece.path], chunk_boxes(piece, np.array([position]))[0]
+        self.add(tensor.name, box.start, raw.view(tensor.dtype.storage).reshape(piece.chunks)[tuple(map(slice, box.shape))])
+
+    def add_stored(self, name: str, data: bytes) -> None:
+        """Add all elements of a tensor, row-major in the stored dtype."""
+        dtype, shape = self._tensors[name]
+        self.add(name, (0,) * len(shape), np.frombuffer(data, by_name(dtype).storage).reshape(shape))
 
     def merge(self, other: StateSums) -> None:
         """Add what was added to another one.

@@ -44,6 +44,7 @@ from shardckpt.reading.based_reader import BasedReader
 from shardckpt.reading.lazy_array import LazyArray
 from shardckpt.reading.locate import Request
 from shardckpt.reading.reader import OBJECT_MEMORY, ChunkReader, open_reader
+from shardckpt.reading.stored_fingerprint import stored_fingerprint
 from shardckpt.reading.verification import verify
 from shardckpt.state import alias_map
 from shardckpt.state import names as naming
@@ -328,8 +329,6 @@ class Checkpoint:
         Raises:
             CorruptionError, MissingDataError, ReplacedError, StorageError: as for `read`.
         """
-        from shardckpt.reading.stored_fingerprint import stored_fingerprint
-
         return stored_fingerprint(self, recorded=recorded, progress=progress)
 
     def process_values(self, process: int) -> dict[str, Any]:

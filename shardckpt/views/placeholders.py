@@ -123,14 +123,15 @@ class Recorder:
         """Note copies of the tensors of `view`."""
         self._view = view
         self._arrays = view.arrays()
+        self._dtypes = [by_name(array.dtype_name) for array in self._arrays]
         self._noted: list[tuple[torch.Tensor, _Part]] = []
         self.read_at_once: Counter[str] = Counter()
         """Operation → how often it needed elements while the model loaded."""
 
     def placeholders(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Name and placeholder of each tensor, in the order of their bytes."""
-        for number, array in enumerate(self._arrays):
-            place = torch.empty(array.shape, dtype=torch_dtype(by_name(array.dtype_name)), device="meta")
+        for number, (array, dtype) in enumerate(zip(self._arrays, self._dtypes, strict=True)):
+            place = torch.empty(array.shape, dtype=torch_dtype(dtype), device="meta")
             yield array.name, Placeholder(self, number, place)
 
     def note(self, into: torch.Tensor, source: Placeholder) -> None:
@@ -162,7 +163,7 @@ class Recorder:
             for batch in batches(enumerate(noted), lambda one: (self._nbytes(one[1][1]),), (_BATCH_BYTES,)):
                 reads, copies = [], []
                 for i, (into, part) in batch:
-                    dtype = torch_dtype(by_name(self._arrays[part.number].dtype_name))
+                    dtype = torch_dtype(self._dtypes[part.number])
                     straight = into.device.type == "cpu" and into.dtype == dtype and into.shape == part.size and into.is_contiguous()
                     if straight and part.is_whole and alone[i]:
                         reads.append((part, into.detach().view(part.box.shape)))
@@ -175,13 +176,11 @@ class Recorder:
                     into.copy_(elements)
 
     def _nbytes(self, part: _Part) -> int:
-        return part.box.size * self._arrays[part.number].dtype.itemsize
+        return part.box.size * self._dtypes[part.number].itemsize
 
     def _read(self, reads: Sequence[tuple[_Part, torch.Tensor]]) -> None:
         """Read boxes into contiguous tensors of their shapes."""
-        self._view.read_boxes(
-            [(part.number, part.box, array_of(into, by_name(self._arrays[part.number].dtype_name))) for part, into in reads]
-        )
+        self._view.read_boxes([(part.number, part.box, array_of(into, self._dtypes[part.number])) for part, into in reads])
 
 
 def _row_major(shape: Sequence[int]) -> tuple[int, ...]:

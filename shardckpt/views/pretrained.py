@@ -46,14 +46,14 @@ def from_pretrained(model_class: Any, source: str | os.PathLike[str] | Checkpoin
     from transformers import AutoConfig, GenerationConfig
 
     view = ModelView(source, **{name: options.pop(name) for name in _OF_VIEW & options.keys()})
-    kept = {name: view.checkpoint.metadata.get(name) for name in CONFIGS}
+    kept = {name: json.loads(view.open(name).readall()) for name in CONFIGS if name in view.sizes}
     if config is None:
-        if not isinstance(kept["config.json"], dict):
+        if "config.json" not in kept:
             raise OptionError(
                 f"{view.checkpoint.location} has no config.json, which only an import from Hugging Face keeps; give config=, a directory."
             )
-        config = dict(kept["config.json"])
-        config = AutoConfig.for_model(config.pop("model_type"), **config)
+        described = kept["config.json"]
+        config = AutoConfig.for_model(described.pop("model_type"), **described)
     elif not hasattr(config, "to_dict"):
         config = AutoConfig.from_pretrained(config)
     arrays = view.arrays()
@@ -64,6 +64,6 @@ def from_pretrained(model_class: Any, source: str | os.PathLike[str] | Checkpoin
             model_class = type(model_class.from_config(config))
     weights = {array.name: TensorSlice(array, "pt", "cpu") for array in arrays}
     model = model_class.from_pretrained(None, config=config, state_dict=weights, **options)
-    if isinstance(kept["generation_config.json"], dict) and getattr(model, "generation_config", None) is not None:
-        model.generation_config = GenerationConfig.from_dict(json.loads(json.dumps(kept["generation_config.json"])))
+    if "generation_config.json" in kept and getattr(model, "generation_config", None) is not None:
+        model.generation_config = GenerationConfig.from_dict(kept["generation_config.json"])
     return model

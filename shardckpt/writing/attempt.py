@@ -149,7 +149,7 @@ class Attempt:
             check_base(self.store.location, self._base)
         values = encode_values(flat.per_process) if flat.per_process else {}
         structure, metadata = Structure(flat.tree, planned.tensors), json.loads(json.dumps(self.options.metadata))
-        contents = Contents(structure, _small(planned, sources), metadata, _samples(planned, sources))
+        contents = Contents(structure, small_elements(planned, sources), metadata, _samples(planned, sources))
         written = {name: source for name, source in sources.items() if name not in self._skipped}
         return StateShare(planned, written, contents, seal({"values": values}) if values else None)
 
@@ -371,7 +371,7 @@ def stored(array: NDArray[np.generic], tensor: TensorRecord) -> NDArray[np.gener
     return array.view(tensor.dtype.storage) if array.dtype != tensor.dtype.storage else array
 
 
-def _small(plan: SavePlan, sources: Mapping[str, Source]) -> dict[str, bytes]:
+def small_elements(plan: SavePlan, sources: Mapping[str, Source]) -> dict[str, bytes]:
     """The elements of small plain tensors, as stored."""
     fetched = frameworks.fetch([sources[name] for name in plan.small])
     found = {}

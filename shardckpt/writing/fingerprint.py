@@ -9,7 +9,7 @@ from shardckpt.format.fingerprint import Fingerprint, StateSums
 from shardckpt.frameworks.coordination import Coordinator, check_coordinator
 from shardckpt.options import SaveOptions
 from shardckpt.state.flatten import flatten, plain_state
-from shardckpt.writing.attempt import COMMITTER, stored
+from shardckpt.writing.attempt import COMMITTER, small_elements
 from shardckpt.writing.save import MOST_COPIES, read
 from shardckpt.writing.save_plan import plan_save
 
@@ -39,10 +39,11 @@ def fingerprint(state: Any, *, coordinator: Coordinator | None = None) -> Finger
         for block, elements, _ in batch:
             sums.add_box(block.piece, block.box.start, elements)
     if world.process == COMMITTER:
-        for name, arrays in zip(plan.small, frameworks.fetch([sources[name] for name in plan.small]), strict=True):
-            for i, array in enumerate(arrays):
-                sums.add(name, sources[name].boxes[i].start, stored(array, plan.tensors[name]))
-    together = sums if world.processes == 1 else StateSums()
-    for process, said in enumerate(coordinator.share("fingerprint", sums.to_json()) if world.processes > 1 else ()):
+        for name, data in small_elements(plan, sources).items():
+            sums.add_stored(name, data)
+    if world.processes == 1:
+        return sums.fingerprint()
+    together = StateSums()
+    for process, said in enumerate(coordinator.share("fingerprint", sums.to_json())):
         together.merge(StateSums.from_json(said, f"process {process}"))
     return together.fingerprint()

@@ -34,7 +34,7 @@ from shardckpt.writing.packed import Extents, PackedWriter
 from shardckpt.writing.plain import PlainWriter
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
@@ -70,7 +70,7 @@ class HostWriter:
         memory_limit: int,
         run: str | None = None,
         threads: int = 1,
-        summed: Iterable[TensorRecord] | None = None,
+        summed: Collection[TensorRecord] | None = None,
     ) -> None:
         """Write below `place`, the attempt.
 
@@ -99,8 +99,7 @@ class HostWriter:
             writers = [PackedWriter(place, host, folder=self.folder, memory_limit=memory_limit, among=(i, several)) for i in range(several)]
         else:
             writers = [PlainWriter(place, in_flight_bytes=memory_limit, drafts=None if run is None else f"{self.folder}/drafts")]
-        tensors = None if summed is None else list(summed)
-        self._encoders = [Encoder(writer, compression, None if tensors is None else StateSums(tensors)) for writer in writers]
+        self._encoders = [Encoder(writer, compression, None if summed is None else StateSums(summed)) for writer in writers]
         self.vouches = False
         """Whether the host's record may exist. Then other processes may commit what it refers to, so none of that may be deleted."""
 
