@@ -106,6 +106,11 @@ class BoxArray:
         stop = np.array([b.stop for b in boxes], np.int64).reshape(len(boxes), ndim)
         return cls(start, stop)
 
+    @classmethod
+    def concatenate(cls, parts: list[BoxArray]) -> BoxArray:
+        """The boxes of all parts, in order; at least one part."""
+        return parts[0] if len(parts) == 1 else cls(np.concatenate([b.start for b in parts]), np.concatenate([b.stop for b in parts]))
+
     def sizes(self) -> Index:
         """(n,) elements per box."""
         sizes: Index = np.prod(self.stop - self.start, axis=1, dtype=np.int64)

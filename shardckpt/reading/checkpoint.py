@@ -199,9 +199,8 @@ class Checkpoint:
 
     def _read_boxes(self, t: TensorRecord, boxes: Sequence[Box], memory: Sequence[NDArray[Any]]) -> None:
         """Read boxes of a tensor into arrays of their shapes, of the tensor's dtype or its storage type."""
-        views = [part.view(t.dtype.storage) for part in memory]
         with self.reading():
-            self.reader.read([Request(t.name, t.dtype.storage, t.pieces, BoxArray.of(list(boxes), len(t.shape)), views)])
+            self.reader.read([Request.of(t, BoxArray.of(list(boxes), len(t.shape)), memory)])
 
     @cached_property
     def _names_of(self) -> dict[str, list[str]]:

@@ -172,7 +172,7 @@ def read_blocks(reader: ChunkReader | BasedReader, batch: Sequence[BlockOfPair],
     for block in batch:
         tensor: TensorRecord = getattr(block.pair, side)
         out = np.empty(block.box.shape, tensor.dtype.storage)
-        requests.append(Request(tensor.name, tensor.dtype.storage, tensor.pieces, BoxArray.of([block.box], block.box.ndim), [out]))
+        requests.append(Request.of(tensor, BoxArray.of([block.box], block.box.ndim), [out]))
     reader.read(requests)
     return [request.buffers[0] for request in requests]
 

@@ -103,14 +103,9 @@ class RestoreJob:
 
     def request(self) -> Request:
         """A request for all boxes of all landings, so that a chunk that several of them need is read once."""
-        boxes = [landing.boxes for landing in self.landings]
-        together = boxes[0] if len(boxes) == 1 else BoxArray(*map(np.concatenate, ([b.start for b in boxes], [b.stop for b in boxes])))
+        boxes = BoxArray.concatenate([landing.boxes for landing in self.landings])
         buffers = [buffer for landing in self.landings for buffer in landing.buffers]
-        storage = self.tensor.dtype.storage
-        if any(landing.converts for landing in self.landings):
-            return Request(self.tensor.name, storage, self.tensor.pieces, together, buffers, convert_from=self.tensor.dtype.numpy)
-        # As bits, because nothing converts them between storage and buffer.
-        return Request(self.tensor.name, storage, self.tensor.pieces, together, [buffer.view(storage) for buffer in buffers])
+        return Request.of(self.tensor, boxes, buffers, converts=any(landing.converts for landing in self.landings))
 
 
 @collector_paused()

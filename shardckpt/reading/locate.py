@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from shardckpt.errors import ShardckptError
+    from shardckpt.format.structure import TensorRecord
     from shardckpt.io.store import Store
     from shardckpt.layout.box import Box
     from shardckpt.plan.pieces import Piece
@@ -68,6 +69,26 @@ class Request:
     """One array per box, with the box at its start (the array may be larger). Its dtype is `dtype`, or any other if elements convert."""
     convert_from: np.dtype[np.generic] | None = None
     """dtype that the stored elements mean, if buffers have another dtype; None: all buffers have `dtype`."""
+
+    @classmethod
+    def of(cls, tensor: TensorRecord, boxes: BoxArray, buffers: Sequence[Array], *, converts: bool = False) -> Request:
+        """A request for boxes of a tensor. Buffers have its dtype, in memory or as stored; or any other, if elements are converted."""
+        stored = tensor.dtype.storage
+        if converts:
+            return cls(tensor.name, stored, tensor.pieces, boxes, buffers, convert_from=tensor.dtype.numpy)
+        return cls(tensor.name, stored, tensor.pieces, boxes, [buffer.view(stored) for buffer in buffers])
+
+
+class TensorBoxes:
+    """Boxes of one tensor and the buffers for their elements, collected for one request."""
+
+    def __init__(self) -> None:
+        self.boxes: list[BoxArray] = []
+        self.buffers: list[Array] = []
+
+    def request(self, tensor: TensorRecord, *, converts: bool) -> Request:
+        """A request for all of them, as `Request.of` makes it."""
+        return Request.of(tensor, BoxArray.concatenate(self.boxes), self.buffers, converts=converts)
 
 
 @dataclass(frozen=True, slots=True)

@@ -107,11 +107,7 @@ class SharedReading:
             tensor, (landing,) = batch[i].tensor, batch[i].landings
             views = [_view(landing, region) for region in mine]
             boxes = BoxArray.of([region.part for region in mine], len(tensor.shape))
-            storage = tensor.dtype.storage
-            if landing.converts:
-                requests.append(Request(tensor.name, storage, tensor.pieces, boxes, views, convert_from=tensor.dtype.numpy))
-            else:
-                requests.append(Request(tensor.name, storage, tensor.pieces, boxes, [view.view(storage) for view in views]))
+            requests.append(Request.of(tensor, boxes, views, converts=landing.converts))
         with self.checkpoint.reading():
             self.checkpoint.reader.read(requests)
 

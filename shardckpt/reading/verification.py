@@ -231,7 +231,7 @@ class _Verification:
 
 def _requests(tensors: Sequence[TensorRecord]) -> list[Request]:
     """Requests for all of the tensors, without boxes and buffers, for checks only."""
-    return [Request(t.name, t.dtype.storage, t.pieces, BoxArray.of([], len(t.shape)), []) for t in tensors]
+    return [Request.of(t, BoxArray.of([], len(t.shape)), []) for t in tensors]
 
 
 def _same_places(

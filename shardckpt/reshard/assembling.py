@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shardckpt.layout.box import BoxArray
-from shardckpt.reading.locate import Request
+from shardckpt.reading.locate import TensorBoxes
 from shardckpt.reshard.batches import Batch, BatchMemory, BatchPlace, ChunkTarget, Filled, PlannedStep, batches_of, batches_together
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from shardckpt.format.structure import TensorRecord
     from shardckpt.plan.pieces import Overlaps, Piece
     from shardckpt.plan.views import View
+    from shardckpt.reading.locate import Request
     from shardckpt.reshard.source import OpenSource
 
     Bytes = NDArray[np.uint8]
@@ -78,19 +79,6 @@ def assembled(source: OpenSource, steps: Iterable[PlannedStep], at_once: int, me
             ahead.shutdown(cancel_futures=True)
 
 
-class _TensorBoxes:
-    """Boxes of one tensor, and the buffers for their elements."""
-
-    def __init__(self) -> None:
-        self.boxes: list[BoxArray] = []
-        self.buffers: list[NDArray[Any]] = []
-
-    def request(self, tensor: TensorRecord, *, converts: bool) -> Request:
-        boxes = BoxArray(np.concatenate([b.start for b in self.boxes]), np.concatenate([b.stop for b in self.boxes]))
-        meaning = tensor.dtype.numpy if converts else None
-        return Request(tensor.name, tensor.dtype.storage, tensor.pieces, boxes, self.buffers, convert_from=meaning)
-
-
 class _Reading:
     """Reader of batches, one after another; for one thread at a time."""
 
@@ -111,7 +99,7 @@ class _Reading:
         return batch
 
     def _requests(self, batch: Batch) -> list[Request]:
-        requested: defaultdict[tuple[str, bool], _TensorBoxes] = defaultdict(_TensorBoxes)
+        requested: defaultdict[tuple[str, bool], TensorBoxes] = defaultdict(TensorBoxes)
         tensors = {tensor.name: tensor for planned in batch.steps for tensor, _ in planned.target.sources}
         for planned in batch.steps:
             if planned.target.is_one_chunk:
@@ -120,7 +108,7 @@ class _Reading:
                 self._plan(planned, batch, requested)
         return [some.request(tensors[name], converts=converts) for (name, converts), some in requested.items()]
 
-    def _plan(self, planned: PlannedStep, batch: Batch, requested: defaultdict[tuple[str, bool], _TensorBoxes]) -> None:
+    def _plan(self, planned: PlannedStep, batch: Batch, requested: defaultdict[tuple[str, bool], TensorBoxes]) -> None:
         """Add the reads of a step: for each target chunk that it overlaps, the overlap and its position in the chunk."""
         begun, self._open = self._open, {}
         for piece, pairs, boxes in planned.pairs:
@@ -168,7 +156,7 @@ class _Reading:
         boxes: BoxArray,
         parts: BoxArray,
         raws: list[Bytes],
-        requested: defaultdict[tuple[str, bool], _TensorBoxes],
+        requested: defaultdict[tuple[str, bool], TensorBoxes],
     ) -> None:
         """Add the reads from one source into the chunks of an array."""
         inside = view.inside
@@ -185,7 +173,7 @@ class _Reading:
             into.buffers.append(view.part(target.elements(raws[i], piece, shape, tensor)[index]))
 
 
-def _plan_one(target: ChunkTarget, batch: Batch, requested: defaultdict[tuple[str, bool], _TensorBoxes]) -> None:
+def _plan_one(target: ChunkTarget, batch: Batch, requested: defaultdict[tuple[str, bool], TensorBoxes]) -> None:
     """Do the work of `_Reading._plan` for a target that is one chunk."""
     (piece,) = target.pieces
     raw = batch.take(target.nbytes(piece, piece.shape))

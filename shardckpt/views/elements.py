@@ -11,7 +11,7 @@ Every stored chunk is verified before any of its bytes is returned.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from dataclasses import dataclass
 from math import prod
 from threading import Lock
@@ -23,7 +23,7 @@ from shardckpt.convert.streaming.chunking import cut_into_slabs
 from shardckpt.convert.streaming.outputs import check
 from shardckpt.layout.box import BoxArray
 from shardckpt.plan.pieces import chunk_boxes
-from shardckpt.reading.locate import Request
+from shardckpt.reading.locate import TensorBoxes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from shardckpt.convert.streaming.outputs import OutputTensor
-    from shardckpt.format.structure import TensorRecord
     from shardckpt.layout.box import Box
     from shardckpt.reading.checkpoint import Checkpoint
 
@@ -165,7 +164,7 @@ class OutputReader:
             return _Blocks([0], BoxArray.of([], len(output.shape)))
         stored = [piece for view in output.sources if prod(view.shape) for piece in view.pieces(self._tensors[view.tensor].pieces)]
         cut = [chunk_boxes(piece, np.arange(piece.num_chunks)) for piece in cut_into_slabs(output, stored, LARGEST_BLOCK)]
-        boxes = BoxArray(np.concatenate([b.start for b in cut]), np.concatenate([b.stop for b in cut]))
+        boxes = BoxArray.concatenate(cut)
         strides = np.array([prod(output.shape[d + 1 :]) * output.dtype.itemsize for d in range(len(output.shape))], np.int64)
         return _Blocks([*(boxes.start @ strides).tolist(), output.nbytes], boxes)
 
@@ -178,29 +177,24 @@ class OutputReader:
         Raises:
             CorruptionError, MissingDataError, ReplacedError, StorageError: as in `read_into`.
         """
-        found: dict[tuple[str, bool], tuple[list[BoxArray], list[NDArray[Any]]]] = {}
+        found: defaultdict[tuple[str, bool], TensorBoxes] = defaultdict(TensorBoxes)
         for number, box, elements in wanted:
             output = self._outputs[number]
             for view in output.sources:
                 common = view.inside.overlap(box)
                 if common is None:
                     continue
-                converts = output.dtype != self._tensors[view.tensor].dtype
                 sides = zip(common.start, common.stop, box.start, strict=True)
                 inside: Any = (*(slice(a - first, b - first) for a, b, first in sides), ...)
-                boxes, buffers = found.setdefault((view.tensor, converts), ([], []))
-                boxes.append(view.back(BoxArray.of([common], common.ndim)))
-                buffers.append(view.part((elements if converts else elements.view(output.dtype.storage))[inside]))
+                into = found[view.tensor, output.dtype != self._tensors[view.tensor].dtype]
+                into.boxes.append(view.back(BoxArray.of([common], common.ndim)))
+                into.buffers.append(view.part(elements[inside]))
         if found:
             with self._checkpoint.reading():
-                self._checkpoint.reader.read([self._request(*key, *some) for key, some in found.items()])
+                self._checkpoint.reader.read(
+                    [some.request(self._tensors[name], converts=converts) for (name, converts), some in found.items()]
+                )
 
     def _read_blocks(self, wanted: Iterable[tuple[Key, Bytes]]) -> None:
         boxes = [(number, self._blocks_of(number).boxes[block], memory) for (number, block), memory in wanted]
         self.read_boxes([(number, box, memory.view(self._outputs[number].dtype.numpy).reshape(box.shape)) for number, box, memory in boxes])
-
-    def _request(self, name: str, converts: bool, boxes: list[BoxArray], buffers: list[NDArray[Any]]) -> Request:
-        tensor: TensorRecord = self._tensors[name]
-        joined = BoxArray(np.concatenate([b.start for b in boxes]), np.concatenate([b.stop for b in boxes]))
-        meaning = tensor.dtype.numpy if converts else None
-        return Request(name, tensor.dtype.storage, tensor.pieces, joined, buffers, convert_from=meaning)
