@@ -17,7 +17,9 @@ MappingFile = Annotated[str | None, typer.Option("--mapping", metavar="FILE", he
 InvertMapping = Annotated[bool, typer.Option("--invert-mapping", help="Apply the mapping backwards.")]
 AddPrefix = Annotated[str | None, typer.Option("--add-prefix", metavar="TEXT", help="Add a prefix to names.")]
 TiesText = Annotated[str | None, typer.Option("--ties", metavar="HOW", help="Tied tensors: auto, once or copies.")]
-Config = Annotated[str | None, typer.Option("--config", metavar="FILE", help="The model's config.json, for --mapping and --ties.")]
+Config = Annotated[
+    str | None, typer.Option("--config", "--from-hf", metavar="PATH", help="The model's config.json, or the directory that has it.")
+]
 
 
 def given(**options: Any) -> dict[str, Any]:

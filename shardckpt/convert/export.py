@@ -200,7 +200,8 @@ def export_safetensors(
         invert_mapping: read the mapping from its `to` to its `from`.
         add_prefix: a prefix to add to all names at the end.
         ties: write tied tensors "once", or as "copies"; "auto": copies where `config` says that the model does not tie.
-        config: the model's `config.json`; in a directory it is written beside the weights, instead of the one that an import kept.
+        config: the model's `config.json`, or its directory. An export to a directory writes it, with the tokenizer and other small files
+            of its directory if that is what is given, instead of those that an import kept.
         max_shard_size: bytes of tensors per file, as in "5GB"; None: one file.
         memory_limit: bytes of buffers; the process uses up to 128 MiB more.
         overwrite: replace existing files; in a directory, all files of the model in it.

@@ -72,8 +72,9 @@ class ModelView:
         }
         """Name → bytes of each file, weights first."""
         digest = hashlib.sha256(json.dumps([self.checkpoint.record.attempt]).encode())
+        small = self._model.small
         for name, size in self.sizes.items():
-            digest.update(f"{name} {size} ".encode() + (self._model.small.get(name) or self._model.weights[name].header))
+            digest.update(f"{name} {size} ".encode() + (small[name] if name in small else self._model.weights[name].header))
         self.identity = digest.hexdigest()
         """A digest that differs for other bytes: of the attempt, the headers and the small files. Hexadecimal."""
 

@@ -16,7 +16,7 @@ def weights(tmp_path):
     arrays = [np.ones((64, 16), np.float32), np.full((16, 16), 2, np.float32), np.ones(16, np.float32)]
     save_file(dict(zip(names, arrays, strict=True)), place / "model.safetensors")
     (place / "config.json").write_text('{"model_type": "llama"}')
-    (place / "merges.txt").write_text("")
+    (place / "notes.txt").write_text("")
     return place
 
 
@@ -27,7 +27,7 @@ def test_it_says_what_was_found_and_left_behind(run, weights, tmp_path):
         "safetensors: model.safetensors in the directory",
         "3 tensors in model.safetensors",
         "kept as metadata: config.json",
-        "left behind: merges.txt",
+        "left behind: notes.txt",
     ]
     assert f"imported  {tmp_path / 'out'}: 5.1 KiB in 1 task" in answer.out.replace("\n", " ")
     embed = shardckpt.open(tmp_path / "out").info("model/model.embed_tokens.weight")
@@ -82,7 +82,7 @@ def test_trusting_pickles_says_what_that_means(run, weights, tmp_path):
     ("place", "options", "status", "why"),
     [
         ("nowhere", [], 3, "nothing in a directory"),
-        ("hf/merges.txt", [], 4, "holds no checkpoint that is known"),
+        ("hf/notes.txt", [], 4, "holds no checkpoint that is known"),
         ("hf", ["--from", "gguf"], 2, "use 'auto', 'safetensors'"),
         ("hf", ["--into", "/"], 2, "give keys"),
         ("hf", ["--mesh", "model=4", "--rule", "nothing=(model)"], 2, "matches no tensor"),

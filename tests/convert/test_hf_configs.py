@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import zlib
 
 import numpy as np
 import pytest
@@ -10,6 +12,8 @@ from safetensors.numpy import save_file
 
 import shardckpt
 from shardckpt import errors
+from shardckpt.convert.formats.safetensors.hf_configs import LARGEST_FILE
+from shardckpt.views.model_view import ModelView
 
 CONFIG = {"model_type": "llama", "hidden_size": 32, "eos_token_id": [1, 2], "größe": None}
 
@@ -82,3 +86,58 @@ def test_an_export_that_was_interrupted_goes_on_with_its_configuration(imported,
         shardckpt.export_safetensors(imported, tmp_path / "out", progress=stop)
     shardckpt.export_safetensors(imported, tmp_path / "out")
     assert names(tmp_path / "out") == ["config.json", "generation_config.json", "model.safetensors"]
+
+
+TOKENIZER = {"tokenizer.json": '{"model": "größe"}\n'.encode(), "tokenizer.model": bytes(range(256)) * 9, "chat_template.jinja": b""}
+
+
+def with_tokenizer(path):
+    path.mkdir()
+    save_file({"w": np.ones(3, np.float32)}, path / "model.safetensors")
+    for name, data in TOKENIZER.items():
+        (path / name).write_bytes(data)
+    (path / "notes.txt").write_text("nobody asked for me")
+    return path
+
+
+def test_a_tokenizer_comes_back_byte_by_byte_and_what_else_lies_there_does_not(tmp_path):
+    report = shardckpt.import_checkpoint(with_tokenizer(tmp_path / "hf"), tmp_path / "c", workers=1)
+    assert "left behind: notes.txt" in report.notes
+    shardckpt.export_safetensors(tmp_path / "c", tmp_path / "out")
+    assert names(tmp_path / "out") == sorted([*TOKENIZER, "model.safetensors"])
+    view = ModelView(tmp_path / "c")
+    for name, data in TOKENIZER.items():
+        assert (tmp_path / "out" / name).read_bytes() == view.open(name).readall() == data
+
+
+def test_a_directory_as_config_brings_its_tokenizer_to_a_training_checkpoint(imported, tmp_path):
+    hf = with_tokenizer(tmp_path / "tokenizer")
+    (hf / "config.json").write_text('{"model_type": "gemma"}')
+    view = ModelView(imported, config=hf)
+    assert json.loads(view.open("config.json").readall()) == {"model_type": "gemma"}
+    assert json.loads(view.open("generation_config.json").readall()) == {"do_sample": True}
+    assert all(view.open(name).readall() == data for name, data in TOKENIZER.items())
+    shardckpt.export_safetensors(imported, tmp_path / "out", config=hf)
+    assert {*TOKENIZER} <= {*names(tmp_path / "out")}
+
+
+@pytest.mark.parametrize(
+    "kept",
+    [
+        {"tokenizer.json": 3},
+        {"tokenizer.json": "?"},
+        {"tokenizer.json": base64.b64encode(b"plain").decode()},
+        {"../a": "", "vocab.txt": ""},
+    ],
+)
+def test_metadata_that_is_no_file_is_refused_by_name(tmp_path, kept):
+    shardckpt.save(tmp_path / "c", {"w": np.ones(3)}, options=shardckpt.SaveOptions(metadata={"hf_files": kept}))
+    with pytest.raises(errors.CorruptionError, match=r"hf_files.*(tokenizer\.json|vocab\.txt)"):
+        ModelView(tmp_path / "c")
+
+
+def test_a_small_text_that_inflates_without_end_is_refused(tmp_path):
+    bomb = base64.b64encode(zlib.compress(bytes(LARGEST_FILE + 1), 9)).decode()
+    shardckpt.save(tmp_path / "c", {"w": np.ones(3)}, options=shardckpt.SaveOptions(metadata={"hf_files": {"tokenizer.json": bomb}}))
+    with pytest.raises(errors.CorruptionError, match=r"tokenizer\.json incomplete, or with more than"):
+        ModelView(tmp_path / "c")

@@ -128,7 +128,7 @@ def test_split_files_are_one_state_in_the_order_of_the_index_and_keep_what_is_sa
     source = split(tmp_path / "hf", B, A)
     (source / "config.json").write_text('{"model_type": "llama", "id2label": {"0": "a"}}')
     (source / "generation_config.json").write_text('{"eos": NaN}')
-    (source / "tokenizer.json").write_text("{}")
+    (source / "README.md").write_text("{}")
     before = contents(source)
     report = shardckpt.import_checkpoint(source, tmp_path / "out", workers=1)
     made = shardckpt.open(tmp_path / "out")
@@ -139,7 +139,7 @@ def test_split_files_are_one_state_in_the_order_of_the_index_and_keep_what_is_sa
     assert report.notes[1:] == (
         "3 tensors in model-00001-of-00002.safetensors, model-00002-of-00002.safetensors, by model.safetensors.index.json",
         "kept as metadata: config.json",
-        "left behind: generation_config.json, tokenizer.json",
+        "left behind: README.md, generation_config.json",
     )
     assert contents(source) == before
 

@@ -54,7 +54,7 @@ class NameOptions:
     ties: Ties = "auto"
     """Treatment of tied names (`ties`)."""
     config: str | os.PathLike[str] | None = None
-    """The model's `config.json`: numbers that mappings name, and whether embeddings are tied."""
+    """The model's `config.json`, or its directory: numbers that mappings name, and whether embeddings are tied."""
 
     def __post_init__(self) -> None:
         """Check everything that needs no files."""

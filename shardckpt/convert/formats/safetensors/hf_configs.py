@@ -1,36 +1,94 @@
 """The small files beside a Hugging Face model's weights, which an import keeps as metadata and an export writes back.
 
-Without `config.json` Hugging Face's libraries cannot load the weights.
+Without `config.json` Hugging Face's libraries cannot load the weights; without the tokenizer's files they cannot use the model.
 """
 
 from __future__ import annotations
 
+import base64
 import json
+import zlib
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.convert.files.object_files import begun
+from shardckpt.errors import CorruptionError, OptionError
 from shardckpt.io.store import Store
+from shardckpt.reshard.rules.hf_config import read_config
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Mapping
 
     from shardckpt.io.url import Location
 
 CONFIGS = ("config.json", "generation_config.json")
-"""Names of these files, and of the metadata entries that keep them."""
+"""Names of the files that are kept as JSON, each in a metadata entry of its name."""
+BYTES = (
+    *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json", "vocab.json"),
+    *("vocab.txt", "merges.txt", "spiece.model", "sentencepiece.bpe.model", "tekken.json", "chat_template.jinja", "chat_template.json"),
+    *("preprocessor_config.json", "processor_config.json"),
+)
+"""Names of the files that are kept byte by byte, all in one metadata entry."""
+LARGEST_FILE = 64 << 20
+"""Most bytes of such a file."""
+_ENTRY = "hf_files"
+"""The metadata entry: name → contents, compressed by zlib, in Base64."""
 
 
-def config_files(metadata: Mapping[str, Any], config: Mapping[str, Any] | None) -> dict[str, bytes]:
+def as_metadata(contents: Mapping[str, bytes]) -> dict[str, Any]:
+    """Metadata that keeps files byte by byte; empty if there are none."""
+    packed = {name: base64.b64encode(zlib.compress(data, 9)).decode() for name, data in contents.items()}
+    return {_ENTRY: packed} if packed else {}
+
+
+def config_files(metadata: Mapping[str, Any], config: str | os.PathLike[str] | None, where: str) -> dict[str, bytes]:
     """The files to write, by name.
 
     Args:
         metadata: metadata of the checkpoint.
-        config: replaces the checkpoint's `config.json`; None: no replacement.
+        config: a `config.json` that replaces the checkpoint's; or a directory, all files of which replace the checkpoint's.
+        where: location of the checkpoint, for messages.
+
+    Raises:
+        CorruptionError: the metadata has something else where files are kept.
+        OptionError: a file of the directory cannot be read.
     """
-    kept = {name: metadata[name] for name in CONFIGS if isinstance(metadata.get(name), dict)}
+    documents = {name: metadata[name] for name in CONFIGS if isinstance(metadata.get(name), dict)}
+    kept = _kept(metadata, where)
     if config is not None:
-        kept["config.json"] = dict(config)
-    return {name: (json.dumps(doc, indent=2) + "\n").encode() for name, doc in kept.items()}
+        file, documents["config.json"] = read_config(config)
+        if Path(config).is_dir():
+            documents |= {name: read_config(path)[1] for name in CONFIGS if (path := file.with_name(name)).is_file()}
+            kept |= {name: _read(path) for name in BYTES if (path := file.with_name(name)).is_file()}
+    return {name: (json.dumps(doc, indent=2) + "\n").encode() for name, doc in documents.items()} | kept
+
+
+def _kept(metadata: Mapping[str, Any], where: str) -> dict[str, bytes]:
+    packed = metadata.get(_ENTRY)
+    if not isinstance(packed, dict):
+        return {}
+    found = {}
+    for name in packed.keys() & {*BYTES}:
+        inflate = zlib.decompressobj()
+        try:
+            found[name] = inflate.decompress(base64.b64decode(packed[name], validate=True), LARGEST_FILE)
+        except (TypeError, ValueError, zlib.error) as error:
+            raise CorruptionError(f"{where}: metadata {_ENTRY!r} does not hold {name}: {error}.") from error
+        if not inflate.eof:
+            raise CorruptionError(f"{where}: metadata {_ENTRY!r} has {name} incomplete, or with more than {LARGEST_FILE:,} bytes.")
+    return {name: found[name] for name in BYTES if name in found}
+
+
+def _read(path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            data = file.read(LARGEST_FILE + 1)
+    except OSError as error:
+        raise OptionError(f"{path}: the file cannot be read: {error}.") from error
+    if len(data) > LARGEST_FILE:
+        raise OptionError(f"{path}: it has more than {LARGEST_FILE:,} bytes, so it is no tokenizer; move it elsewhere.")
+    return data
 
 
 def without_others(files: Mapping[str, bytes], directory: Location, last: str) -> tuple[dict[str, bytes], list[str]]:

@@ -10,7 +10,6 @@ from shardckpt.convert.formats.safetensors.hf_configs import config_files
 from shardckpt.convert.formats.safetensors.hf_index import INDEX, split
 from shardckpt.convert.formats.safetensors.layout import lay_out
 from shardckpt.convert.naming.apply import outputs_of
-from shardckpt.reshard.rules.hf_config import read_config
 from shardckpt.state.names import shown
 
 if TYPE_CHECKING:
@@ -32,7 +31,7 @@ class ModelFiles:
     index: bytes | None
     """Contents of `model.safetensors.index.json`; None: there is one file of weights, which needs no index."""
     configs: Mapping[str, bytes]
-    """Name → contents of `config.json` and others of its kind."""
+    """Name → contents of `config.json`, of the tokenizer's files, and of others of their kind."""
     notes: tuple[str, ...]
     """Requested things that the format cannot hold unchanged, a line each."""
 
@@ -76,6 +75,6 @@ def plan_model_files(
         outputs,
         {file: lay_out([tensors[name] for name in members], header_metadata) for file, members in shards.files.items()},
         None if index is None else index.encode(),
-        config_files(metadata, None if names.config is None else read_config(names.config)[1]),
+        config_files(metadata, names.config, where),
         tuple(notes),
     )

@@ -7,7 +7,7 @@ A place is recognised as:
    `model.safetensors.index.json` before others; otherwise with one `*.safetensors` file.
 
 The state is one dict with the names of the files. Every tensor of an index must be in the file that the index names, and in
-no other. `config.json` and `generation_config.json` beside the weights, and the files' own `__metadata__`, become metadata.
+no other. `config.json`, the tokenizer's files and others beside the weights, and the files' own `__metadata__`, become metadata.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 from shardckpt.convert.files.file_version import FileVersion, file_at, identity_of
 from shardckpt.convert.foreign import ROWS_BYTES, ForeignPart, ForeignTensor, row_chunks, structure_of
 from shardckpt.convert.formats.safetensors.header import LENGTH_BYTES, header_bytes, parse_header
-from shardckpt.convert.formats.safetensors.hf_configs import CONFIGS
+from shardckpt.convert.formats.safetensors.hf_configs import BYTES, CONFIGS, LARGEST_FILE, as_metadata
 from shardckpt.convert.span import Span, StoredRun
 from shardckpt.convert.strict_json import is_json, parse_json
 from shardckpt.errors import CorruptionError, FormatError, OptionError
@@ -113,9 +113,10 @@ class SafetensorsFiles:
         self.structure = structure_of(state, str(location))
         self._by_name = dict(zip(component_names(list(state)), (self._places[tensor] for tensor in state), strict=True))
         configs = {name: doc for name in CONFIGS if name in beside and (doc := self._config(name)) is not None}
-        self.metadata = _metadata(headers, configs)
-        left = sorted(set(beside) - {*files, *configs, *([] if index is None else [main])})
-        kept = [name for name, document in configs.items() if is_json(document)]  # the importer notes the others
+        contents = {name: data for name in BYTES if name in beside and (data := self._contents(name)) is not None}
+        self.metadata = {**_metadata(headers, configs), **as_metadata(contents)}
+        left = sorted(set(beside) - {*files, *configs, *contents, *([] if index is None else [main])})
+        kept = [*(name for name, document in configs.items() if is_json(document)), *contents]  # the importer notes the others
         self.notes = (
             f"{len(self._places)} tensor{'' if len(self._places) == 1 else 's'} in {few(files)}"
             + ("" if index is None else f", by {main}"),
@@ -161,6 +162,13 @@ class SafetensorsFiles:
         try:
             return parse_json(FileVersion(self._store, name).read_whole(_LARGEST_CONFIG))
         except (ValueError, FormatError):
+            return None
+
+    def _contents(self, name: str) -> bytes | None:
+        """A small file beside the weights; None if it is too large."""
+        try:
+            return FileVersion(self._store, name).read_whole(LARGEST_FILE)
+        except FormatError:
             return None
 
 
