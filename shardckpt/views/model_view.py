@@ -17,6 +17,7 @@ from shardckpt.convert.export_options import SafetensorsOptions
 from shardckpt.convert.formats.safetensors.header import LENGTH_BYTES
 from shardckpt.convert.formats.safetensors.model_files import plan_model_files
 from shardckpt.convert.naming.choose import NameOptions
+from shardckpt.convert.streaming.outputs import identity
 from shardckpt.errors import NotFoundError, OptionError
 from shardckpt.excerpt import few
 from shardckpt.reading.checkpoint import Checkpoint
@@ -98,6 +99,16 @@ class ModelView:
         """Texts in the headers."""
         header = next(iter(self._model.weights.values())).header
         found: dict[str, str] = json.loads(header[LENGTH_BYTES:])["__metadata__"]
+        return found
+
+    @property
+    def unchanged(self) -> list[str | None]:
+        """For each of `arrays()` the stored tensor with the same shape, dtype and elements; None: the view changes it."""
+        found: list[str | None] = []
+        for output in self._outputs:
+            name = output.sources[0].tensor if output.sources else None
+            same = name is not None and output == identity(self.checkpoint.tensor(name), output.name)
+            found.append(name if same else None)
         return found
 
     def arrays(self) -> list[LazyArray]:

@@ -6,7 +6,8 @@ elements. Views of it are placeholders; a copy into a parameter is noted. `Recor
 time, most of them straight into the parameters.
 
 An operation that is neither a view nor such a copy gets the elements, which are read at once. So it sees what it would see of a
-tensor; these reads are counted (`Recorder.read_at_once`).
+tensor; these reads are counted (`Recorder.read_at_once`). An operation on a parameter into which a copy is noted gets it filled. A model
+that changes a placeholder in place gets tensors instead, and reads all of them.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_map_only
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
 from shardckpt.frameworks.torch import array_of, torch_dtype
 from shardckpt.layout.box import Box
@@ -26,8 +28,10 @@ from shardckpt.layout.dtypes import by_name
 from shardckpt.plan.pieces import batches
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from typing import Self
+
+    from numpy.typing import NDArray
 
     from shardckpt.views.model_view import ModelView
 
@@ -41,6 +45,10 @@ _VIEWS = {
 }
 """Operations whose result is a view of their argument."""
 _log = logging.getLogger("shardckpt")
+
+
+class _ChangedInPlaceError(Exception):
+    """A model writes to a placeholder, which has no memory."""
 
 
 class Placeholder(torch.Tensor):  # type: ignore[misc]  # torch's types are not checked
@@ -76,6 +84,8 @@ class Placeholder(torch.Tensor):  # type: ignore[misc]  # torch's types are not 
             one = args[0]
             places = func(one.place, *args[1:], **kwargs)
             return tree_map_only(torch.Tensor, lambda place: cls(one.recorder, one.number, place), places)
+        if any(isinstance(leaf, Placeholder) for leaf in tree_leaves(_written(func, args, kwargs))):
+            raise _ChangedInPlaceError(str(packet))
         found, spec = tree_flatten((args, kwargs))
         args, kwargs = spec.unflatten([leaf.recorder.read(leaf, str(packet)) if isinstance(leaf, Placeholder) else leaf for leaf in found])
         return func(*args, **kwargs)
@@ -119,14 +129,42 @@ class _Part:
 class Recorder:
     """Gives placeholders of a model's tensors, and fills what was copied of them. For one thread."""
 
-    def __init__(self, view: ModelView) -> None:
-        """Note copies of the tensors of `view`."""
+    def __init__(self, view: ModelView, seen: Callable[[int, Box, NDArray[Any]], None] | None = None) -> None:
+        """Note copies of the tensors of `view`.
+
+        Args:
+            view: the files of a model.
+            seen: called with all that is read: position of the tensor in the view, box, and elements in the view's dtype.
+        """
         self._view = view
+        self._seen = seen
         self._arrays = view.arrays()
         self._dtypes = [by_name(array.dtype_name) for array in self._arrays]
         self._noted: list[tuple[torch.Tensor, _Part]] = []
+        self._touched: set[int] = set()
+        """Addresses of the storages into which copies are noted."""
         self.read_at_once: Counter[str] = Counter()
         """Operation → how often it needed elements while the model loaded."""
+
+    def load(self, load_weights: Callable[[Iterator[tuple[str, torch.Tensor]]], Any]) -> Any:
+        """Call a model's function with the placeholders, and read what it copied; return what it returned.
+
+        Args:
+            load_weights: takes pairs of name and tensor.
+
+        Raises:
+            CorruptionError, MissingDataError, StorageError: stored bytes are damaged, gone, or cannot be read.
+        """
+        try:
+            with _FillBeforeUse(self):
+                returned = load_weights(self.placeholders())
+            self.fill()
+        except _ChangedInPlaceError as changed:
+            _log.warning("%s: %s changes a tensor in place; all tensors are read completely", self._view.checkpoint.location, changed)
+            self._noted.clear()
+            self._touched.clear()
+            returned = load_weights((name, self.read(placeholder, str(changed))) for name, placeholder in self.placeholders())
+        return returned
 
     def placeholders(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Name and placeholder of each tensor, in the order of their bytes."""
@@ -136,8 +174,13 @@ class Recorder:
 
     def note(self, into: torch.Tensor, source: Placeholder) -> None:
         """Note a copy; nothing is read yet."""
-        if source.numel():
+        if source.numel() and into.device.type != "meta":
             self._noted.append((into, _Part.of(source, self._arrays[source.number].shape)))
+            self._touched.add(into.untyped_storage().data_ptr())
+
+    def is_noted(self, tensor: torch.Tensor) -> bool:
+        """Whether a copy into the tensor's memory is noted, so that its elements are not there yet."""
+        return bool(self._touched) and tensor.device.type != "meta" and tensor.untyped_storage().data_ptr() in self._touched
 
     def read(self, source: Placeholder, operation: str) -> torch.Tensor:
         """The elements that a placeholder stands for, for an operation that needs them now."""
@@ -158,6 +201,7 @@ class Recorder:
             CorruptionError, MissingDataError, StorageError: stored bytes are damaged, gone, or cannot be read.
         """
         noted, self._noted = self._noted, []
+        self._touched.clear()
         alone = _alone([into for into, _ in noted])
         with torch.no_grad():
             for batch in batches(enumerate(noted), lambda one: (self._nbytes(one[1][1]),), (_BATCH_BYTES,)):
@@ -180,7 +224,34 @@ class Recorder:
 
     def _read(self, reads: Sequence[tuple[_Part, torch.Tensor]]) -> None:
         """Read boxes into contiguous tensors of their shapes."""
-        self._view.read_boxes([(part.number, part.box, array_of(into, self._dtypes[part.number])) for part, into in reads])
+        boxes = [(part.number, part.box, array_of(into, self._dtypes[part.number])) for part, into in reads]
+        self._view.read_boxes(boxes)
+        if self._seen is not None:
+            for number, box, elements in boxes:
+                self._seen(number, box, elements)
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
+    """The arguments that an operation writes to."""
+    writes = [(i, one.name) for i, one in enumerate(func._schema.arguments) if one.alias_info and one.alias_info.is_write]  # noqa: SLF001
+    return [args[i] if i < len(args) else kwargs.get(name) for i, name in writes]
+
+
+class _FillBeforeUse(TorchDispatchMode):  # type: ignore[misc]  # torch's types are not checked
+    """While it is active, an operation on memory into which a copy is noted sees the copied elements."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        packet = func.overloadpacket
+        if packet not in _VIEWS and not (packet is _aten.copy_ and isinstance(args[1], Placeholder)):
+            tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor) and not isinstance(leaf, Placeholder)]
+            if any(map(self._recorder.is_noted, tensors)):
+                self._recorder.fill()
+        return func(*args, **kwargs)
 
 
 def _row_major(shape: Sequence[int]) -> tuple[int, ...]:

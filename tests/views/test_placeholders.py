@@ -135,3 +135,48 @@ def test_a_parameter_is_filled_as_a_module_loads_it(url):
     recorded.fill()
     assert torch.equal(module.weight, state["m"])
     assert torch.equal(other.weight, state["m"])
+
+
+def test_what_a_model_does_with_a_parameter_after_a_copy_sees_the_copy(url):
+    place, state = url
+    recorded = Recorder(ModelView(place))
+    one, other, norm = torch.zeros(1024, 512), torch.zeros(512, 512), torch.zeros(())
+
+    def load_weights(weights):
+        found = dict(weights)
+        one.data.copy_(found["m"])
+        other.copy_(one[:512])  # reads what was copied
+        one.data[:2].add_(1)  # changes it
+        one[4:6].copy_(torch.ones(2, 512))  # replaces it
+        one[4].copy_(found["m"][9])
+        norm.copy_(one.norm())
+        return {"one"}
+
+    assert recorded.load(load_weights) == {"one"}
+    whole = state["m"].float()
+    assert torch.equal(other, whole[:512])
+    whole[:2] += 1
+    whole[5] = 1
+    whole[4] = state["m"][9]
+    assert torch.equal(one, whole)
+    assert norm == whole.norm()
+    assert not recorded.read_at_once
+
+
+@pytest.mark.parametrize("change", [lambda t: t.add_(1), lambda t: t[1:3].zero_(), lambda t: t.copy_(torch.ones(1024, 512))])
+def test_a_model_that_changes_what_it_is_given_gets_tensors(url, change, caplog):
+    place, state = url
+    recorded = Recorder(ModelView(place))
+    into = torch.zeros(1024, 512, dtype=torch.bfloat16)
+
+    def load_weights(weights):
+        for name, tensor in weights:
+            if name == "m":
+                change(tensor)
+                into.copy_(tensor)
+
+    recorded.load(load_weights)
+    change(expected := state["m"].clone())
+    assert torch.equal(into, expected)
+    assert "changes a tensor in place" in caplog.text
+    assert sum(recorded.read_at_once.values()) == 4

@@ -1,0 +1,153 @@
+"""vLLM's plugin: it serves a checkpoint without an export.
+
+    vllm serve runs/100 --load-format shardckpt --config-format shardckpt --tokenizer-mode shardckpt
+
+vLLM finds `register` by the entry point `vllm.general_plugins`. Each worker reads the parts of tensors that its model copies into its
+parameters (`placeholders`). Configuration and tokenizer are those that an import kept in the checkpoint's metadata.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import shutil
+import tempfile
+import time
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.distributed import get_world_group
+from vllm.model_executor.model_loader import register_model_loader
+from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+from vllm.renderers.registry import RENDERER_REGISTRY
+from vllm.tokenizers import TokenizerRegistry
+from vllm.tokenizers.hf import CachedHfTokenizer
+from vllm.transformers_utils.config import HFConfigParser, register_config_parser
+
+from shardckpt.convert.formats.safetensors.hf_configs import config_files
+from shardckpt.errors import NamesMismatchError, OptionError
+from shardckpt.excerpt import few
+from shardckpt.reading.checkpoint import Checkpoint
+from shardckpt.views.model_view import ModelView
+from shardckpt.views.placeholders import Recorder
+from shardckpt.views.proof import ReadProof
+
+if TYPE_CHECKING:
+    from torch import nn
+
+NAME = "shardckpt"
+"""Name of the load format, the config format and the tokenizer mode."""
+_log = logging.getLogger("vllm.shardckpt")  # vLLM configures the loggers below its own name
+
+
+class CheckpointLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM is not installed where types are checked
+    """Fills a model's parameters from a checkpoint.
+
+    `--model-loader-extra-config` may have `url`, the place of the checkpoint if the model's path is a directory of configuration and
+    tokenizer; and `include`, `strip_prefix`, `mapping` and other options of `safetensors_view` that choose and name tensors.
+    """
+
+    def __init__(self, load_config: Any) -> None:
+        """Take vLLM's options."""
+        super().__init__(load_config)
+        self._options = dict(load_config.model_loader_extra_config or {})
+        self._url = self._options.pop("url", None)
+
+    def download_model(self, model_config: Any) -> None:
+        """Nothing: weights are read where they are."""
+
+    def load_weights(self, model: nn.Module, model_config: Any) -> None:
+        """Read what the model keeps.
+
+        Raises:
+            OptionError: the model is quantised, or wants weights of other models.
+            NamesMismatchError: names of checkpoint and model differ.
+            CorruptionError, MissingDataError, StorageError: stored bytes are damaged, gone, or cannot be read; or what was read is not
+                what was saved, by its fingerprint.
+        """
+        began = time.monotonic()
+        url = self._url or model_config.model
+        if model_config.quantization is not None:
+            raise OptionError(f"{url}: shardckpt loads no quantised models, and this one is {model_config.quantization}; export it.")
+        if getattr(model, "secondary_weights", ()):
+            raise OptionError(f"{url}: {type(model).__name__} wants weights of a second model, which shardckpt does not load; export it.")
+        view = ModelView(url, **self._options)
+        proof = ReadProof(view)
+        recorder = Recorder(view, proof.add)
+        try:
+            loaded = recorder.load(model.load_weights)
+        except KeyError as error:
+            raise NamesMismatchError(
+                f"{url}: {type(model).__name__} has no place for {error}; choose and name tensors as the model does, with "
+                f"""--model-loader-extra-config, as in {{"include": "model/**", "strip_prefix": "model/"}}."""
+            ) from error
+        missing = [] if loaded is None else sorted({name for name, _ in model.named_parameters()} - loaded)
+        if missing:
+            raise NamesMismatchError(f"{url}: the checkpoint has no weights for {few(missing)} of {type(model).__name__}.")
+        group = get_world_group()
+        parts = [proof.parts] * group.world_size
+        if group.world_size > 1:
+            torch.distributed.all_gather_object(parts, proof.parts, group=group.cpu_group)
+        proved = proof.check(parts)
+        _log.info(
+            "%s: read %.3f GB in %.1f seconds; %d tensors proved by their fingerprint; operations that read at once: %s",
+            url,
+            view.checkpoint.stats.bytes_read / 1e9,
+            time.monotonic() - began,
+            len(proved),
+            dict(recorder.read_at_once) or "none",
+        )
+
+
+class CheckpointConfigParser(HFConfigParser):  # type: ignore[misc]
+    """Parses the `config.json` that an import kept."""
+
+    def parse(self, model: str | Path, *args: Any, **kwargs: Any) -> Any:
+        """Parse the configuration of a checkpoint, or of a directory with a `config.json`.
+
+        Raises:
+            OptionError: there is no configuration.
+        """
+        return super().parse(model if Path(model, "config.json").is_file() else _directory(str(model), "config.json"), *args, **kwargs)
+
+
+class CheckpointTokenizer(CachedHfTokenizer):  # type: ignore[misc]
+    """Loads the tokenizer that an import kept."""
+
+    @classmethod
+    def from_pretrained(cls, path_or_repo_id: str | Path, *args: Any, **kwargs: Any) -> Any:
+        """The tokenizer of a checkpoint.
+
+        Raises:
+            OptionError: there is no tokenizer.
+        """
+        return super().from_pretrained(_directory(str(path_or_repo_id), "tokenizer_config.json"), *args, **kwargs)
+
+
+@cache
+def _directory(url: str, needed: str) -> Path:
+    """A temporary directory with the small files that an import kept, for the rest of the process."""
+    checkpoint = Checkpoint(url)
+    files = config_files(checkpoint.metadata, None, url)
+    if needed not in files:
+        raise OptionError(
+            f"{url} has no {needed}, which only an import from Hugging Face keeps; give a directory that has it with --hf-config-path "
+            f"or --tokenizer, and leave out --tokenizer-mode."
+        )
+    found = Path(tempfile.mkdtemp(prefix="shardckpt-"))
+    atexit.register(shutil.rmtree, found, ignore_errors=True)
+    for name, data in files.items():
+        (found / name).write_bytes(data)
+    return found
+
+
+def register() -> None:
+    """Register loader, parser and tokenizer; vLLM calls it in each of its processes, sometimes twice."""
+    if NAME in TokenizerRegistry.tokenizers:
+        return
+    register_model_loader(NAME)(CheckpointLoader)
+    register_config_parser(NAME)(CheckpointConfigParser)
+    TokenizerRegistry.register(NAME, __name__, CheckpointTokenizer.__name__)
+    RENDERER_REGISTRY.register(NAME, "vllm.renderers.hf", "HfRenderer")
