@@ -336,9 +336,8 @@ PART_BLOCKS = 1 << 13
 
 def read_host_files(place: Store, reference: FileReference) -> HostFiles:
     """The references in a host's record, checked against the reference in the commit record."""
-    data, where = place.read(reference.key), f"{place}/{reference.key}"
-    reference.check(data, where)
-    return HostFiles.from_json(open_envelope(data, where), where)
+    found = reference.open(place.read(reference.key), f"{place}/{reference.key}")
+    return HostFiles.from_json(found.doc, found.where)
 
 
 def read_table(place: Store, reference: TableReference, count: Callable[[int], object] | None = None) -> Table:

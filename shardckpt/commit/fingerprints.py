@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from shardckpt.format.documents import Fields, FileReference, open_envelope, seal
+from shardckpt.format.documents import Fields, FileReference, seal
 from shardckpt.format.fingerprint import StateSums
 from shardckpt.io.threads import map_on_threads
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from shardckpt.format.record import CheckpointRecord, Contents, HostRecord
     from shardckpt.io.store import Store
@@ -32,8 +32,10 @@ def write_fingerprint(place: Store, hosts: Sequence[HostRecord], contents: Conte
     tensors = contents.structure.tensors
 
     def read(host: HostRecord) -> StateSums:
-        assert host.files.sums is not None
-        return StateSums.from_json(*_document(place, host.files.sums, "sums"))
+        reference = host.files.sums
+        assert reference is not None
+        found = reference.open(place.read(reference.key), place.path_of(reference.key))
+        return StateSums.from_json(found.mapping("sums"), found.where)
 
     sums = StateSums(tensors.values())
     for part in map_on_threads(read, hosts):
@@ -56,15 +58,9 @@ def recorded_fingerprint(place: Store, record: CheckpointRecord) -> dict[str, st
     Raises:
         FormatError, MissingDataError: the file is damaged or missing.
     """
-    if record.fingerprint is None:
+    reference = record.fingerprint
+    if reference is None:
         return {}
-    document, where = _document(place, record.fingerprint, "tensors")
-    read = Fields(dict(document), where)
-    return {name: read.string(name) for name in document}
-
-
-def _document(place: Store, reference: FileReference, member: str) -> tuple[Mapping[str, Any], str]:
-    """A member of a file, after a check of the file's digest; and the file's path."""
-    data, where = place.read(reference.key), f"{place}/{reference.key}"
-    reference.check(data, where)
-    return Fields(open_envelope(data, where), where).mapping(member), where
+    found = reference.open(place.read(reference.key), place.path_of(reference.key))
+    read = Fields(found.mapping("tensors"), found.where)
+    return {name: read.string(name) for name in read.doc}

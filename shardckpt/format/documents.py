@@ -142,6 +142,11 @@ class FileReference:
         if len(data) != self.size or hashlib.sha256(data).hexdigest() != self.sha256:
             raise FormatError(f"{where}: not the file that the checkpoint's record vouches for; it is damaged or was replaced.")
 
+    def open(self, data: bytes, where: str) -> Fields:
+        """The document in `data`; FormatError unless it is the file that this refers to."""
+        self.check(data, where)
+        return Fields(open_envelope(data, where), where)
+
     def to_json(self) -> dict[str, Any]:
         """JSON form."""
         return {"key": self.key, "size": self.size, "sha256": self.sha256}

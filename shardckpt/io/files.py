@@ -34,8 +34,6 @@ _LOCK_SECONDS = 60.0
 """Seconds that a writer waits for another writer of the same file. A write takes milliseconds."""
 _LEAST_PAUSE, _MOST_PAUSE = 0.001, 0.1
 """Least and most seconds between two tries to lock a file."""
-
-
 _ABSENT = b"absent"
 """The generation of a missing file."""
 
@@ -132,8 +130,11 @@ def delete(path: Path) -> None:
         sync_directory(path.parent)
 
 
-def names(top: Path, prefix: str = "") -> Iterator[str]:
-    """The names, relative to `top`, of all files below it that start with `prefix`; a file deleted during the listing may be left out."""
+def below(top: Path, prefix: str = "") -> Iterator[tuple[str, os.DirEntry[str]]]:
+    """All files below `top` whose names relative to it start with `prefix`: name and directory entry; links are not followed.
+
+    A file deleted during the listing may be left out.
+    """
     above = prefix.rpartition("/")[0]
     try:
         with os.scandir(top / above) as found:
@@ -145,9 +146,9 @@ def names(top: Path, prefix: str = "") -> Iterator[str]:
         if not name.startswith(prefix):
             continue
         if entry.is_dir(follow_symlinks=False):
-            yield from names(top, f"{name}/")
+            yield from below(top, f"{name}/")
         elif not name.endswith(LOCK_SUFFIX):
-            yield name
+            yield name, entry
 
 
 def clear(path: Path) -> None:

@@ -289,7 +289,7 @@ class Store:
             return sorted(listing.keys(self.location, prefix))
         with storage_errors("list", self.path_of(prefix)):
             if (top := self._file("")) is not None:
-                return sorted(files.names(top, prefix))
+                return sorted(name for name, _ in files.below(top, prefix))
             return sorted(key.decode() for key in self.kvstore().list(_starting_with(prefix)).result())
 
     def list_children(self, prefix: str = "") -> builtins.list[str]:

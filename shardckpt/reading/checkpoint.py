@@ -33,7 +33,6 @@ from shardckpt.errors import (
     out_of_memory_is_typed,
 )
 from shardckpt.excerpt import excerpt
-from shardckpt.format.documents import Fields, open_envelope
 from shardckpt.format.record import CheckpointRecord, Tombstone, parse_checkpoint
 from shardckpt.io.failures import check_fork, reading_takes_threads
 from shardckpt.io.store import Store
@@ -335,9 +334,7 @@ class Checkpoint:
         host = read_host_files(self._place, self.record.hosts[process])
         if host.values is None:
             return {}
-        data, where = self._place.read(host.values.key), f"{self._place}/{host.values.key}"
-        host.values.check(data, where)
-        return Fields(open_envelope(data, where), where).mapping("values")
+        return host.values.open(self._place.read(host.values.key), self._place.path_of(host.values.key)).mapping("values")
 
     def __dir__(self) -> list[str]:
         """Members for users; the others are for other parts of the library."""

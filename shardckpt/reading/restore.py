@@ -17,7 +17,7 @@ import logging
 from contextlib import closing, nullcontext
 from functools import partial
 from threading import Lock
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any
 
 from shardckpt import frameworks
 from shardckpt.errors import (
@@ -46,13 +46,16 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
+    from typing_extensions import TypeVar
+
     from shardckpt.frameworks.base import Sink
     from shardckpt.state.document import Node
     from shardckpt.state.per_process import PerProcess
 
+    T = TypeVar("T", default=Any)
+    """The type of `like`; Any without `like`."""
 
 _log = logging.getLogger("shardckpt")
-T = TypeVar("T")
 LARGEST_BATCH = 256 << 20
 """Most bytes of a batch without staging; smaller batches join fewer adjacent chunks."""
 STAGED_BATCH = 64 << 20
@@ -60,35 +63,9 @@ STAGED_BATCH = 64 << 20
 memory for most of a state. From an object store many requests at a time matter more."""
 
 
-@overload
 def restore(
     source: str | os.PathLike[str] | Checkpoint,
-    like: None = None,
-    *,
-    only: Only | None = ...,
-    strict: bool = ...,
-    cast: bool = ...,
-    memory_limit: int | str = ...,
-    cooperative: Choice = ...,
-    coordinator: Coordinator | None = ...,
-    progress: Callable[[int, int], None] | None = ...,
-) -> Any: ...
-@overload
-def restore(
-    source: str | os.PathLike[str] | Checkpoint,
-    like: T,
-    *,
-    only: Only | None = ...,
-    strict: bool = ...,
-    cast: bool = ...,
-    memory_limit: int | str = ...,
-    cooperative: Choice = ...,
-    coordinator: Coordinator | None = ...,
-    progress: Callable[[int, int], None] | None = ...,
-) -> T: ...
-def restore(
-    source: str | os.PathLike[str] | Checkpoint,
-    like: Any = None,
+    like: T | None = None,
     *,
     only: Only | None = None,
     strict: bool = True,
@@ -97,7 +74,7 @@ def restore(
     cooperative: Choice = False,
     coordinator: Coordinator | None = None,
     progress: Callable[[int, int], None] | None = None,
-) -> Any:
+) -> T:
     """Restore a state, or a part of one.
 
     Args:
@@ -151,7 +128,8 @@ def restore(
                 raise OptionError(f"restore(memory_limit={limit}): must be positive.")
             checkpoint = source if isinstance(source, Checkpoint) else Checkpoint(source)
             tree, run = checkpoint.parsed_tree, partial(_read_all, checkpoint, limit=limit, meeting=meeting, progress=progress)
-            return _restore_tree(checkpoint, tree, like, run, only=only, strict=strict, cast=cast, coordinator=coordinator)
+            state: T = _restore_tree(checkpoint, tree, like, run, only=only, strict=strict, cast=cast, coordinator=coordinator)
+            return state
     except MemoryError as e:
         raise out_of_memory(str(place), e) from e
 

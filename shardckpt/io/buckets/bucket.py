@@ -238,6 +238,11 @@ class Bucket(ABC):
     def _copy(self, name: str, bucket: str, new: str) -> None: ...
 
 
+def range_header(start: int, stop: int | None) -> dict[str, str]:
+    """The header of a request for bytes `start` to `stop`, or to the end; none for a complete object."""
+    return {} if not start and stop is None else {"Range": f"bytes={start}-{'' if stop is None else stop - 1}"}
+
+
 def pieces(parts: Sequence[memoryview], retry: Retry | None = None) -> Iterator[memoryview]:
     """The bytes of all parts, some at a time; OSError as soon as `retry` is given up."""
     for part in parts:

@@ -15,7 +15,6 @@ import base64
 import datetime as dt
 import json
 import os
-import re
 import secrets
 import threading
 import time
@@ -24,17 +23,18 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, urlencode
 
-import urllib3
 from crc32c import crc32c
 from google.auth import exceptions as auth_errors
 
 from shardckpt.io.buckets import cloud
-from shardckpt.io.buckets.bucket import ABSENT, Body, Bucket, Listed, Page, pieces
+from shardckpt.io.buckets.bucket import ABSENT, Body, Bucket, Listed, Page, pieces, range_header
 from shardckpt.io.buckets.retry import PassingError, Retry
-from shardckpt.io.buckets.web import close_response, open_pool
+from shardckpt.io.buckets.web import body_of, is_passing, open_pool, send
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
+
+    import urllib3
 
     Response = urllib3.BaseHTTPResponse
 
@@ -44,7 +44,6 @@ _SMALL = 1 << 20
 """Most bytes of an unconditional object that is uploaded with its checksum in one body."""
 _NEW_SECONDS = 60
 """Seconds in which an access token does not expire."""
-_RANGE = re.compile(r"bytes \d+-\d+/(\d+)")
 
 
 class GcsConnection:
@@ -54,7 +53,7 @@ class GcsConnection:
         """Connect to an endpoint (None: Google's) when the first request is made; give up a connection without traffic."""
         self.service = endpoint or _SERVICE
         self._http = open_pool(self.service)
-        self._timeout = urllib3.Timeout(connect=stalled, read=stalled)
+        self._stalled = stalled
         self._lock = threading.Lock()
         self._credentials: Any = None
         self._lacking: Exception | None = None
@@ -90,21 +89,7 @@ class GcsConnection:
         given = dict(headers or {})
         self._authorize(method, url, given)
         target = url if query is None else f"{url}?{urlencode(query, quote_via=quote)}"
-        try:
-            answer = self._http.urlopen(
-                method,
-                target,
-                body=body,
-                headers=given,
-                retries=False,
-                redirect=False,
-                timeout=self._timeout,
-                preload_content=not stream,
-                decode_content=False,
-            )
-        except urllib3.exceptions.HTTPError as e:
-            final = "CERTIFICATE_VERIFY_FAILED" in str(e)
-            raise (OSError if final else PassingError)(f"{type(e).__name__}: {e}") from e
+        answer = send(self._http, method, target, given, self._stalled, stream=stream, body=body)
         if stream and answer.status >= 400:
             answer.data  # noqa: B018  (read to its end, and the connection is given back)
         if answer.status == 401 and self._credentials is not None:
@@ -162,16 +147,13 @@ class GcsConnection:
 class GcsBucket(Bucket):
     """The objects of a bucket of Cloud Storage."""
 
+    is_passing = staticmethod(is_passing)
+
     def __init__(self, name: str) -> None:
         super().__init__(name)
         self._http = connection()
         self._objects = f"{self._http.service}/storage/v1/b/{quote(name, safe='')}/o"
         self._uploads = f"{self._http.service}/upload/storage/v1/b/{quote(name, safe='')}/o"
-
-    @staticmethod
-    def is_passing(error: Exception) -> bool:
-        """Whether an error of an attempt is temporary."""
-        return isinstance(error, (PassingError, urllib3.exceptions.HTTPError))
 
     def delete_if(self, name: str, generation: bytes) -> bool:
         """Delete an object if it has this generation; whether this call did."""
@@ -182,18 +164,14 @@ class GcsBucket(Bucket):
         return f"{self._objects}/{quote(name, safe='')}"
 
     def _get(self, name: str, start: int, stop: int | None) -> Body | None:
-        headers = {} if not start and stop is None else {"Range": f"bytes={start}-{'' if stop is None else stop - 1}"}
-        answer = self._http.once("GET", self._url(name), query={"alt": "media"}, headers=headers, stream=True)
+        answer = self._http.once("GET", self._url(name), query={"alt": "media"}, headers=range_header(start, stop), stream=True)
         if answer.status == 404:
             return None
         if answer.status == 416:
             raise EOFError("the object ends before")
         if answer.status not in (200, 206):
             raise refused(answer)
-        nbytes = int(answer.headers["Content-Length"])
-        total = _RANGE.fullmatch(answer.headers.get("Content-Range", ""))
-        size = nbytes if total is None else int(total[1])
-        return Body(answer.readinto, lambda: close_response(answer), nbytes, size, answer.headers["x-goog-generation"].encode())
+        return body_of(answer, answer.headers["x-goog-generation"].encode())
 
     def _stat(self, name: str) -> tuple[int | None, bytes]:
         answer = self._http.once("GET", self._url(name), query={"fields": "generation,size"})

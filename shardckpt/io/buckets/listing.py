@@ -19,9 +19,9 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from shardckpt.io import files
 from shardckpt.io.buckets.bucket import Page, open_bucket
 from shardckpt.io.failures import storage_errors
-from shardckpt.io.files import LOCK_SUFFIX
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -89,7 +89,9 @@ def modification_times(store: Store, prefix: str = "") -> Iterator[tuple[str, fl
             with suppress(FileNotFoundError):
                 yield prefix, path.stat(follow_symlinks=False).st_mtime
         elif path is not None:
-            yield from _tree(path, prefix)
+            for name, entry in files.below(path):
+                with suppress(FileNotFoundError):
+                    yield prefix + name, entry.stat(follow_symlinks=False).st_mtime
         elif store.location.bucket is None:
             yield from ((key, time.time()) for key in store.list(prefix))
         else:
@@ -148,7 +150,7 @@ def _directory(path: Path) -> list[str]:
     """A directory's entries, directories with a slash; empty if there is no directory."""
     try:
         with os.scandir(path) as entries:
-            return sorted(e.name + "/" if _is_directory(e) else e.name for e in entries if not e.name.endswith(LOCK_SUFFIX))
+            return sorted(e.name + "/" if _is_directory(e) else e.name for e in entries if not e.name.endswith(files.LOCK_SUFFIX))
     except FileNotFoundError:
         return []
 
@@ -161,20 +163,3 @@ def _is_directory(entry: os.DirEntry[str]) -> bool:
         if e.errno == errno.ELOOP:
             return False
         raise
-
-
-def _tree(path: Path, prefix: str) -> Iterator[tuple[str, float]]:
-    """The files below a directory; files deleted meanwhile are left out."""
-    try:
-        with os.scandir(path) as found:
-            entries = list(found)
-    except FileNotFoundError:
-        return
-    for entry in entries:
-        try:
-            if entry.is_dir(follow_symlinks=False):
-                yield from _tree(path / entry.name, f"{prefix}{entry.name}/")
-            elif not entry.name.endswith(LOCK_SUFFIX):
-                yield prefix + entry.name, entry.stat(follow_symlinks=False).st_mtime
-        except FileNotFoundError:
-            continue

@@ -18,7 +18,7 @@ from crc32c import crc32c
 from urllib3.exceptions import HTTPError
 
 from shardckpt.io.buckets import cloud
-from shardckpt.io.buckets.bucket import ABSENT, Body, Bucket, Listed, Page, pieces
+from shardckpt.io.buckets.bucket import ABSENT, Body, Bucket, Listed, Page, pieces, range_header
 from shardckpt.io.buckets.retry import PassingError, Retry
 
 if TYPE_CHECKING:
@@ -71,9 +71,8 @@ class S3Bucket(Bucket):
         return delete_if_match(self, name, generation.decode())
 
     def _get(self, name: str, start: int, stop: int | None) -> Body | None:
-        span = {} if not start and stop is None else {"Range": f"bytes={start}-{'' if stop is None else stop - 1}"}
         try:
-            answer = self.once("get_object", name, **span)
+            answer = self.once("get_object", name, **range_header(start, stop))
         except RefusedError as e:
             if e.status == _MISSING:
                 return None

@@ -10,7 +10,7 @@ import os
 import re
 import ssl
 from functools import cache
-from typing import TYPE_CHECKING, ClassVar, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 from urllib.parse import quote, urljoin, urlsplit
 from urllib.request import getproxies, proxy_bypass
 
@@ -18,32 +18,36 @@ import certifi
 import urllib3
 
 from shardckpt.io.buckets import cloud
-from shardckpt.io.buckets.bucket import ABSENT, Body, Bucket
+from shardckpt.io.buckets.bucket import ABSENT, Body, Bucket, range_header
 from shardckpt.io.buckets.retry import PassingError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     Response = urllib3.BaseHTTPResponse
+    Headers = Mapping[str, str]
 
 _CONNECTIONS = 64
 """Connections that are kept for the next requests."""
 _REDIRECTS = 5
-_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
+_RANGE = re.compile(r"bytes \d+-\d+/(\d+)")
+
+
+def is_passing(error: Exception) -> bool:
+    """Whether an error of an attempt is temporary."""
+    return isinstance(error, (PassingError, urllib3.exceptions.HTTPError))
 
 
 class HttpServer(Bucket):
     """The files of a web server."""
 
     scheme: ClassVar = "http"
+    is_passing = staticmethod(is_passing)
 
     def __init__(self, name: str) -> None:
         """Make requests to the host of that name, which may end in a port."""
         super().__init__(name)
         self._origin = f"{self.scheme}://{name}"
-
-    @staticmethod
-    def is_passing(error: Exception) -> bool:
-        """Whether an error of an attempt is temporary."""
-        return isinstance(error, (PassingError, urllib3.exceptions.HTTPError))
 
     def delete_if(self, name: str, generation: bytes) -> NoReturn:
         """Refuse."""
@@ -51,7 +55,7 @@ class HttpServer(Bucket):
         self._refuse(name)
 
     def _get(self, name: str, start: int, stop: int | None) -> Body | None:
-        headers = {} if not start and stop is None else {"Range": f"bytes={start}-{'' if stop is None else stop - 1}"}
+        headers = range_header(start, stop)
         answer = self._request("GET", name, headers)
         if answer is None:
             return None
@@ -61,13 +65,10 @@ class HttpServer(Bucket):
         if headers and answer.status != 206:
             answer.close()
             raise OSError("the server does not send ranges of files; use one that does, such as nginx or a bucket")
-        found = _RANGE.fullmatch(answer.headers.get("Content-Range", ""))
-        length = answer.headers.get("Content-Length")
-        if length is None or (headers and found is None):
+        if "Content-Length" not in answer.headers or (headers and _range_of(answer) is None):
             answer.close()
             raise OSError("the server does not say which bytes it sends")
-        size = int(length) if found is None else int(found[3])
-        return Body(answer.readinto, lambda: close_response(answer), int(length), size, _generation(answer))
+        return body_of(answer, _generation(answer))
 
     def _stat(self, name: str) -> tuple[int | None, bytes]:
         answer = self._request("HEAD", name, {})
@@ -82,7 +83,9 @@ class HttpServer(Bucket):
         """The response after redirects; None if there is no such file."""
         url = f"{self._origin}/{quote(name)}"
         for _ in range(_REDIRECTS + 1):
-            answer = _once(method, url, {**headers, "Accept-Encoding": "identity", **cloud.web_headers(_origin_of(url))})
+            origin = _origin_of(url)
+            given = {**headers, "Accept-Encoding": "identity", **cloud.web_headers(origin)}
+            answer = send(_connections(origin), method, url, given, cloud.stalled_seconds(), stream=True)
             if answer.status in (404, 410):
                 answer.drain_conn()
                 return None
@@ -128,27 +131,13 @@ def _connections(origin: str) -> urllib3.PoolManager:
     return open_pool(origin)
 
 
-def _once(method: str, url: str, headers: dict[str, str]) -> Response:
-    stalled = cloud.stalled_seconds()
-    try:
-        return _connections(_origin_of(url)).urlopen(
-            method,
-            url,
-            headers=headers,
-            retries=False,
-            redirect=False,
-            timeout=urllib3.Timeout(connect=stalled, read=stalled),
-            preload_content=False,
-            decode_content=False,
-        )
-    except urllib3.exceptions.HTTPError as e:
-        final = "CERTIFICATE_VERIFY_FAILED" in str(e)
-        raise (OSError if final else PassingError)(f"{type(e).__name__}: {e}") from e
-
-
 def _origin_of(url: str) -> str:
     parts = urlsplit(url)
     return f"{parts.scheme}://{parts.netloc}"
+
+
+def _range_of(answer: Response) -> re.Match[str] | None:
+    return _RANGE.fullmatch(answer.headers.get("Content-Range", ""))
 
 
 def _generation(answer: Response) -> bytes:
@@ -173,3 +162,35 @@ def open_pool(service: str) -> urllib3.PoolManager:
     if proxy is None:
         return urllib3.PoolManager(maxsize=_CONNECTIONS, ssl_context=context)
     return urllib3.ProxyManager(proxy, maxsize=_CONNECTIONS, ssl_context=context)
+
+
+def send(pool: urllib3.PoolManager, method: str, url: str, headers: Headers, stalled: float, *, stream: bool, body: Any = None) -> Response:
+    """The response to one attempt at a request; redirects are not followed. `stream` leaves the response's bytes to the caller.
+
+    A connection is given up after `stalled` seconds without traffic. With an iterable `body`, the headers include `Content-Length`.
+
+    Raises:
+        PassingError: there was no response.
+        OSError: the server's certificate is not valid.
+    """
+    try:
+        return pool.urlopen(
+            method,
+            url,
+            body=body,
+            headers=headers,
+            retries=False,
+            redirect=False,
+            timeout=urllib3.Timeout(connect=stalled, read=stalled),
+            preload_content=not stream,
+            decode_content=False,
+        )
+    except urllib3.exceptions.HTTPError as e:
+        final = "CERTIFICATE_VERIFY_FAILED" in str(e)
+        raise (OSError if final else PassingError)(f"{type(e).__name__}: {e}") from e
+
+
+def body_of(answer: Response, generation: bytes) -> Body:
+    """The bytes of a streamed response: an object, or a range of it."""
+    nbytes, found = int(answer.headers["Content-Length"]), _range_of(answer)
+    return Body(answer.readinto, lambda: close_response(answer), nbytes, nbytes if found is None else int(found[1]), generation)

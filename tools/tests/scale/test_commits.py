@@ -34,7 +34,7 @@ def requests(top, hosts, chunks, layout):
         return wrapped
 
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("read", "replace", "names"):
+        for name in ("read", "replace", "below"):
             patch.setattr(files, name, counted(name, getattr(files, name)))
         commit(root, place, hosts)
     assert shardckpt.open(str(root)).verify().damage == []
