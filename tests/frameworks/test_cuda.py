@@ -1,0 +1,266 @@
+"""CUDA tensors, on devices of which only streams and events are imitated: no order of theirs gives wrong bytes.
+
+tests/cuda has what needs a GPU.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from fake_cuda import Descent, FakeCuda
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import shardckpt
+from shardckpt import SaveOptions, errors
+from shardckpt.frameworks import cuda
+from shardckpt.writing.saver import Saver
+
+MiB = 1 << 20
+DTYPES = (
+    *(torch.bool, torch.uint8, torch.int16, torch.uint32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64),
+    *(torch.complex64, torch.complex128, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu),
+)
+
+
+def random_tensor(shape, dtype, seed):
+    bits = torch.randint(0, 2 if dtype == torch.bool else 256, (int(np.prod(shape)) * dtype.itemsize,), dtype=torch.uint8, generator=seed)
+    return bits.view(dtype).reshape(shape)
+
+
+def bits_of(tensor):
+    return torch.empty(tensor.numel(), dtype=tensor.dtype).copy_(tensor.detach().reshape(-1)).view(torch.uint8)
+
+
+def same(a, b):
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(bits_of(a), bits_of(b))
+
+
+@st.composite
+def states(draw, devices=2):
+    """Tensors of all kinds on some devices, by name: (fake, parameters). Several may be views of one storage."""
+    seed = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
+    fake = FakeCuda(draw(st.integers(0, 2**32)))
+    tensors = {"first": fake.put(random_tensor((5,), torch.float32, seed))}
+    for number in range(draw(st.integers(0, 6))):
+        dtype = draw(st.sampled_from(DTYPES))
+        shape = tuple(draw(st.lists(st.integers(0, 7), max_size=3)))
+        tensor = random_tensor(shape, dtype, seed)
+        form = draw(st.sampled_from(["contiguous", "transposed", "sliced", "strided", "conj"]))
+        if form == "transposed" and len(shape) > 1:
+            tensor = tensor.transpose(0, -1)
+        elif form == "sliced" and shape:
+            tensor = random_tensor((shape[0] + 3, *shape[1:]), dtype, seed)[1 : shape[0] + 1]
+        elif form == "strided" and shape:
+            tensor = random_tensor((shape[0] * 2, *shape[1:]), dtype, seed)[::2]
+        elif form == "conj" and dtype.is_complex:
+            tensor = tensor.conj()
+        index = draw(st.integers(0, devices))
+        if index < devices:
+            tensors[f"t{number}"] = fake.put(tensor, index)
+    return fake, tensors
+
+
+@given(states(), st.sampled_from(["wait", "overlap"]), st.integers(1, 3), st.integers(0, 30), st.sampled_from(["packed", "zarr"]))
+@settings(max_examples=200)
+def test_what_a_running_training_saves_is_the_state_at_each_save(tmp_path_factory, case, mode, saves, turns, layout):
+    fake, tensors = case
+    root, options = tmp_path_factory.mktemp("run"), SaveOptions(device_copy=mode, layout=layout)
+    with fake.installed():
+        optimizer, saver = Descent(fake, tensors), Saver(memory_limit="64MiB")
+        begun = []
+        for number in range(saves):
+            optimizer.step()
+            expected = {name: value.clone() for name, value in optimizer.values.items()}
+            begun.append((saver.begin(root / str(number), dict(tensors), options), expected))
+            fake.turn(turns)
+            optimizer.step()  # changes what is being copied
+        for number, (handle, expected) in enumerate(begun):
+            handle.wait()
+            like = {name: torch.empty_like(value) for name, value in expected.items()}
+            found = shardckpt.restore(root / str(number), like)
+            assert all(same(found[name], value) for name, value in expected.items())
+        saver.close()
+        assert fake.wrong == []
+        assert fake.pinned == {}
+
+
+@given(states(), st.booleans())
+@settings(max_examples=100)
+def test_a_save_that_waits_and_a_fingerprint_come_after_the_work_that_is_queued(tmp_path_factory, case, fingerprint):
+    fake, tensors = case
+    path = tmp_path_factory.mktemp("run") / "c"
+    with fake.installed():
+        optimizer = Descent(fake, tensors)
+        optimizer.step()
+        if fingerprint:
+            assert shardckpt.fingerprint(dict(tensors)) == shardckpt.fingerprint(optimizer.values)
+            optimizer.step()
+        shardckpt.save(path, dict(tensors))
+        found = shardckpt.restore(path, {name: torch.empty_like(value) for name, value in optimizer.values.items()})
+        assert all(same(found[name], value) for name, value in optimizer.values.items())
+        assert fake.wrong == []
+        assert fake.pinned == {}
+
+
+@given(states(), st.data())
+@settings(max_examples=100)
+def test_a_restore_comes_after_the_work_that_is_queued_and_before_all_later_work(tmp_path_factory, case, data):
+    fake, tensors = case
+    path = tmp_path_factory.mktemp("run") / "c"
+    places = {name: tensor for name, tensor in tensors.items() if not tensor.is_conj()}
+    with fake.installed():
+        stored = {name: random_tensor(place.shape, place.dtype, torch.Generator().manual_seed(7)) for name, place in places.items()}
+        shardckpt.save(path, stored)
+        optimizer = Descent(fake, places)
+        optimizer.step()
+        fake.turn(data.draw(st.integers(0, 9)))
+        found = shardckpt.restore(path, places)
+        optimizer.values = stored
+        optimizer.step()
+        fake.idle()
+        assert all(found[name] is place and same(place, optimizer.values[name]) for name, place in places.items())
+        assert fake.wrong == []
+        assert fake.pinned == {}
+
+
+def of_one(fake, shape=(64, 64), **kinds):
+    return {name: fake.put(torch.zeros(shape, dtype=dtype)) for name, dtype in (kinds or {"w": torch.float32}).items()}
+
+
+# --- the fake notices
+
+
+def broken(monkeypatch, what):
+    """Take one wait out of the code, or one order."""
+    if what == "the host does not wait for events":
+        monkeypatch.setattr(cuda.Arrival, "wait", lambda self: None)
+    elif what == "later work does not wait":
+        monkeypatch.setattr(cuda.DeviceCopies, "_hold", lambda self: None)
+    elif what == "copies do not wait for earlier work":
+        ended = type("Ended", (), {"done": True})()
+        start = cuda.DeviceCopies.__init__
+
+        def begin(self, *arguments, **options):
+            record = cuda.runtime.record
+            cuda.runtime.record = lambda _stream: ended
+            try:
+                start(self, *arguments, **options)
+            finally:
+                cuda.runtime.record = record
+
+        monkeypatch.setattr(cuda.DeviceCopies, "__init__", begin)
+
+
+@pytest.mark.parametrize(
+    "what", ["the host does not wait for events", "later work does not wait", "copies do not wait for earlier work", "nothing is broken"]
+)
+@pytest.mark.parametrize("mode", ["wait", "overlap"])
+def test_an_order_that_is_left_out_shows_in_some_schedule(tmp_path, monkeypatch, what, mode):
+    broken(monkeypatch, what)
+    wrong = 0
+    for seed in range(20):
+        fake = FakeCuda(seed)
+        with fake.installed():
+            tensors = of_one(fake, a=torch.float32, b=torch.int16)
+            optimizer, saver = Descent(fake, tensors), Saver(memory_limit="16MiB")
+            for number in range(2):
+                optimizer.step()
+                expected = {name: value.clone() for name, value in optimizer.values.items()}
+                handle = saver.begin(tmp_path / f"{seed}-{number}", dict(tensors), SaveOptions(device_copy=mode))
+                optimizer.step()
+                handle.wait()
+                found = shardckpt.restore(tmp_path / f"{seed}-{number}")
+                wrong += any(found[name].tobytes() != value.numpy().tobytes() for name, value in expected.items())
+            saver.close()
+            wrong += len(fake.wrong)
+            fake.idle()
+    assert (wrong > 0) == (what != "nothing is broken")
+
+
+# --- changes during a save
+
+
+@pytest.mark.parametrize("counted", [True, False])
+def test_overlap_fails_by_name_where_a_version_counter_shows_a_change(tmp_path, counted):
+    fake = FakeCuda()
+    with fake.installed():
+        tensors = of_one(fake, a=torch.float32, b=torch.float32)
+        optimizer, saver = Descent(fake, tensors), Saver()
+        with fake.lock:  # no copy is made meanwhile
+            handle = saver.begin(tmp_path / "c", {"model": tensors}, SaveOptions(device_copy="overlap"))
+            optimizer.change("b", counted=counted)
+        if counted:
+            with pytest.raises(errors.CommitError, match=r"^'model/b': the tensor was changed.*nothing was published"):
+                handle.wait()
+            with pytest.raises(errors.NotFoundError):
+                shardckpt.open(tmp_path / "c")
+        else:
+            handle.wait()
+        saver.close()
+        assert fake.pinned == {}
+        assert fake.wrong == []
+
+
+def test_the_first_change_is_found_even_if_an_optimizer_steps_after_it(tmp_path):
+    fake = FakeCuda()
+    with fake.installed():
+        tensors = of_one(fake, a=torch.float32, b=torch.float32)
+        optimizer, saver = Descent(fake, tensors), Saver()
+        with fake.lock:
+            handle = saver.begin(tmp_path / "c", tensors, SaveOptions(device_copy="overlap"))
+            optimizer.change("a")
+            optimizer.step()
+        with pytest.raises(errors.CommitError, match="^'a': "):
+            handle.wait()
+
+
+def test_wait_needs_no_counters(tmp_path):
+    fake = FakeCuda()
+    with fake.installed():
+        tensors = of_one(fake)
+        optimizer, saver = Descent(fake, tensors), Saver()
+        expected = optimizer.values["w"].clone()
+        handle = saver.begin(tmp_path / "c", tensors, SaveOptions())
+        optimizer.change("w", counted=False)
+        handle.wait()
+        assert same(torch.from_numpy(shardckpt.restore(tmp_path / "c")["w"]), expected)
+
+
+def test_a_tensor_on_another_stream_is_saved_as_of_the_current_one(tmp_path):
+    """As for every operation of torch: the program orders its streams before it calls."""
+    for seed in range(20):
+        fake = FakeCuda(seed)
+        with fake.installed():
+            tensors = of_one(fake)
+            optimizer, saver, other = Descent(fake, tensors), Saver(), fake.stream()
+            with fake.on(other):
+                optimizer.step()
+            fake.current_stream(other.device).wait_event(fake.record(other))
+            expected = optimizer.values["w"].clone()
+            handle = saver.begin(tmp_path / str(seed), tensors, SaveOptions())
+            other.wait_event(fake.record(fake.current_stream(other.device)))
+            with fake.on(other):
+                optimizer.step()
+            handle.wait()
+            assert same(torch.from_numpy(shardckpt.restore(tmp_path / str(seed))["w"]), expected)
+
+
+# --- what is imported
+
+
+def test_without_cuda_tensors_nothing_of_cuda_is_imported(tmp_path):
+    code = f"""
+import sys, torch, shardckpt
+state = {{"w": torch.ones(9), "m": torch.zeros(3, dtype=torch.bfloat16)}}
+shardckpt.save({str(tmp_path / "a")!r}, state)
+shardckpt.save_async({str(tmp_path / "b")!r}, state).wait()
+shardckpt.restore({str(tmp_path / "a")!r}, state)
+print([name for name in sys.modules if name.startswith("shardckpt.") and "cuda" in name], torch.cuda.is_initialized())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True)
+    assert done.stdout.strip() == "[] False"
