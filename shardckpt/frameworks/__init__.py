@@ -182,8 +182,8 @@ def on_devices(sources: Mapping[str, Source], *, overlap: bool) -> tuple[Mapping
     return (sources, None) if cuda is None else cuda.on_devices(sources, overlap=overlap)
 
 
-def pinning(sinks: Iterable[Sink]) -> Callable[[Any], None] | None:
-    """The function that pins the buffers of sinks, if any sink is on a CUDA device."""
+def pinning(sinks: Iterable[Sink]) -> Callable[[Any], Callable[[], object]] | None:
+    """The function that pins the buffers of sinks, if any sink is on a CUDA device; for a `BufferPool`."""
     cuda = sys.modules.get(f"{__name__}.cuda")
     return cuda.pin if cuda is not None and any(isinstance(sink, cuda.CudaSink) for sink in sinks) else None
 

@@ -32,12 +32,12 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from shardckpt.errors import BudgetError, CommitError
-from shardckpt.frameworks.torch import TensorSink
+from shardckpt.frameworks.torch import TensorSink, array_of
 from shardckpt.layout.box import Box, BoxArray
 from shardckpt.state.names import shown
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from numpy.typing import DTypeLike, NDArray
 
@@ -112,8 +112,8 @@ def copy_bits(target: Any, source: Any) -> None:
     target.view(bits).copy_(source.view(bits), non_blocking=True)
 
 
-def pin(buffer: NDArray[np.uint8]) -> None:
-    """Pin a buffer's memory, until no array uses it any more.
+def pin(buffer: NDArray[np.uint8]) -> Callable[[], object]:
+    """Pin a buffer's memory, until the returned function is called, or no array uses the memory any more.
 
     Raises:
         BudgetError: CUDA cannot pin so much memory.
@@ -125,7 +125,9 @@ def pin(buffer: NDArray[np.uint8]) -> None:
             f"process more memory."
         )
     owner = buffer if buffer.base is None else buffer.base
-    weakref.finalize(owner, _unpin, runtime, address, os.getpid()).atexit = False
+    unpin = weakref.finalize(owner, _unpin, runtime, address, os.getpid())
+    unpin.atexit = False
+    return unpin
 
 
 def _unpin(of: CudaRuntime, address: int, process: int) -> None:
@@ -345,13 +347,13 @@ class DeviceCopies:
         Raises:
             CommitError: names the tensor.
         """
-        _unwatch(self)
         with self._changing:
             self._compare()
             self._versions.clear()
+        _unwatch(self)  # not before: an optimizer that steps without `before_step` would look like another change
         if self._changed is not None:
             raise CommitError(
-                f'{shown(self._changed)}: the tensor was changed before it was copied, which device_copy="overlap" allows to '
+                f'{shown(self._changed)}: the tensor was changed while it was saved, which device_copy="overlap" allows to '
                 f'optimizer.step() alone; nothing was published. Change it after the save has ended, or save with device_copy="wait".'
             )
 
@@ -435,6 +437,11 @@ def on_devices(sources: Mapping[str, Source], *, overlap: bool) -> tuple[Mapping
 @dataclass(frozen=True, slots=True)
 class CudaSink(TensorSink):
     """Device memory that is filled for a leaf, from pinned memory, box by box or in parts of boxes."""
+
+    @property
+    def memory(self) -> list[Array]:
+        """Arrays with the addresses of the device memory, which the host must not read."""
+        return [array_of(view, self.dtype) for view in self.views]
 
     def within(self, part: Box) -> CudaSink | None:
         """The sink of the elements inside a part of the tensor; None if it has none there."""

@@ -28,8 +28,11 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from types import TracebackType
+    from typing import TypeAlias
 
     from numpy.typing import DTypeLike, NDArray
+
+    Pin: TypeAlias = Callable[[NDArray[np.uint8]], Callable[[], object]]
 
 ALIGNMENT = 64
 """Byte alignment of buffers, which devices' transfer engines prefer."""
@@ -119,7 +122,7 @@ class Lease:
 class BufferPool:
     """Leases buffers of at most `limit` bytes in total (or one larger buffer, alone)."""
 
-    def __init__(self, limit: int, pin: Callable[[NDArray[np.uint8]], None] | None = None) -> None:
+    def __init__(self, limit: int, pin: Pin | None = None) -> None:
         """Allocate nothing yet; see `pin_with` for `pin`."""
         self.limit = limit
         """Most bytes of all leases together."""
@@ -129,6 +132,8 @@ class BufferPool:
         self._leased = 0
         """Bytes that are leased, or counted beside leases."""
         self._kept: list[NDArray[np.uint8]] = []
+        self._unpin: dict[int, Callable[[], object]] = {}
+        """For each pinned buffer, by its address, the function that unpins it."""
         self._waiting: deque[object] = deque()
         self._changed = threading.Condition()
 
@@ -163,13 +168,14 @@ class BufferPool:
     def clear(self) -> None:
         """Free the buffers that are kept for reuse; leased ones stay."""
         with self._changed:
-            self._kept.clear()
+            while self._kept:
+                self._free(self._kept.pop())
 
-    def pin_with(self, pin: Callable[[NDArray[np.uint8]], None]) -> None:
+    def pin_with(self, pin: Pin) -> None:
         """Pin all buffers from now on; buffers that are not pinned are freed, leased ones at the end of their lease.
 
         Args:
-            pin: pins the memory of a buffer, for as long as the buffer or an array over it exists.
+            pin: pins the memory of a buffer, and returns the function that unpins it.
         """
         with self._changed:
             if self.pin is not pin:
@@ -190,11 +196,11 @@ class BufferPool:
         buffer = self._reuse(wanted, self.limit - self._leased - beside)
         total = beside + (wanted if buffer is None else buffer.nbytes)
         while self._kept and self._allocated() + total > self.limit:
-            self._kept.pop(0)
+            self._free(self._kept.pop(0))
         if buffer is None:
             buffer = _aligned(wanted, ALIGNMENT if self.pin is None else _LARGE_PAGE)
             if self.pin is not None:
-                self.pin(buffer)
+                self._unpin[buffer.ctypes.data] = self.pin(buffer)
         self._leased += total
         self.high_water = max(self.high_water, self._allocated())
         return Lease(self, buffer, nbytes, beside)
@@ -204,6 +210,11 @@ class BufferPool:
         most = max(wanted, min(2 * wanted + (1 << 20), room))
         fitting = [i for i, b in enumerate(self._kept) if wanted <= b.nbytes <= most]
         return self._kept.pop(min(fitting, key=lambda i: self._kept[i].nbytes)) if fitting else None
+
+    def _free(self, buffer: NDArray[np.uint8]) -> None:
+        """Unpin a buffer that the pool drops: arrays over it may still exist, in the traceback of an error for example."""
+        if (unpin := self._unpin.pop(buffer.ctypes.data, None)) is not None:
+            unpin()
 
     def _allocated(self) -> int:
         return self._leased + sum(b.nbytes for b in self._kept)
@@ -215,6 +226,8 @@ class BufferPool:
                 self._leased -= buffer.nbytes
                 if keep and self._allocated() + buffer.nbytes <= self.limit:
                     self._kept.append(buffer)
+                else:
+                    self._free(buffer)
             self._changed.notify_all()
 
 

@@ -60,7 +60,13 @@ class Landing:
     @property
     def view(self) -> list[object]:
         """Addresses, shapes, strides and dtypes of the memory that is filled in place."""
-        return [(v.ctypes.data, v.shape, v.strides, v.dtype) for v in self.destinations or ()]
+        return [(v.ctypes.data, v.shape, v.strides, v.dtype) for v in self.memory]
+
+    @property
+    def memory(self) -> Sequence[Array]:
+        """The leaf's own memory: only to compare addresses, as it may be on a device."""
+        memory: Sequence[Array] = getattr(self.sink, "memory", None) or self.destinations or ()
+        return memory
 
     def prepare(self, lease: Lease, arena: Arena) -> None:
         """Provide buffers in the sink's dtype, unless the leaf has its own memory: memory that the sink keeps, or leased memory."""
@@ -184,7 +190,7 @@ def restore_jobs(checkpoint: Checkpoint, places: Iterable[tuple[str, Iterable[tu
 
 def _refuse_shared_memory(jobs: Sequence[RestoreJob]) -> None:
     """Raise if two destinations that are filled in place share memory: several threads write, in no particular order."""
-    extents = [(*byte_bounds(array), array, landing) for job in jobs for landing in job.landings for array in landing.destinations or ()]
+    extents = [(*byte_bounds(array), array, landing) for job in jobs for landing in job.landings for array in landing.memory]
     extents.sort(key=lambda extent: extent[:2])
     open_until: list[tuple[int, Array, Landing]] = []
     for start, stop, array, landing in extents:

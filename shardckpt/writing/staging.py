@@ -327,8 +327,6 @@ class Stage:
             lease = None
             if not self._sides:
                 lease, self._lease = self._lease, None
-                self._free.clear()  # an array over a pinned buffer would keep it pinned
-                self.late = self.late[:0].copy()
         if lease is not None:
             arrived = self.copies is None or self.copies.drain()
             lease.give_back(keep=arrived and not self._interrupted)

@@ -27,6 +27,7 @@ class Event:
         self.fake, self.done = fake, False
 
     def synchronize(self):
+        self.fake.waits.append(threading.current_thread().name)
         self.fake.run_until(lambda: self.done)
 
 
@@ -59,6 +60,8 @@ class FakeCuda(cuda.CudaRuntime):
         """How often memory was pinned."""
         self.high_water = 0
         """Most bytes that were pinned at once."""
+        self.waits = []
+        """The names of threads that have waited for events."""
         self.copies = 0
         self._pinnable = pinnable
         self._random = random.Random(seed)
@@ -101,12 +104,12 @@ class FakeCuda(cuda.CudaRuntime):
     @contextmanager
     def on(self, stream):
         """Make a stream the current one of its device, on this thread."""
-        before = vars(self._current).copy()
+        before = self.current_stream(stream.device)
         setattr(self._current, str(stream.device), stream)
         try:
             yield
         finally:
-            self._current.__dict__ = before
+            setattr(self._current, str(stream.device), before)
 
     def launch(self, function, index=0):
         """Queue the program's own work on the current stream."""
