@@ -11,9 +11,12 @@ import sys
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from fake_cuda import Descent, FakeCuda
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 import shardckpt
 from shardckpt import SaveOptions, errors
@@ -265,6 +268,55 @@ def test_a_tensor_on_another_stream_is_saved_as_of_the_current_one(tmp_path):
                 optimizer.step()
             handle.wait()
             assert same(torch.from_numpy(shardckpt.restore(tmp_path / str(seed))["w"]), expected)
+
+
+# --- DTensor
+
+
+@pytest.fixture
+def mesh():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("mode", ["wait", "overlap"])
+def test_dtensors_are_saved_from_their_shards_and_restored_into_them(tmp_path, mesh, mode):
+    for seed in range(4):
+        fake = FakeCuda(seed)
+        with fake.installed():
+            local = fake.put(torch.randn(6, 4).T)
+            leaf = DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
+            optimizer, saver = Descent(fake, {"w": local}), Saver()
+            optimizer.step()
+            expected = optimizer.values["w"].clone()
+            handle = saver.begin(tmp_path / str(seed), {"w": leaf}, SaveOptions(device_copy=mode))
+            optimizer.step()
+            handle.wait()
+            assert same(torch.from_numpy(shardckpt.restore(tmp_path / str(seed))["w"]), expected)
+            assert shardckpt.restore(tmp_path / str(seed), {"w": leaf})["w"] is leaf
+            fake.idle()
+            assert same(local, expected)
+            saver.close()
+            assert fake.wrong == []
+            assert fake.pinned == {}
+
+
+def test_a_change_of_a_dtensor_shows_in_its_own_counter_or_in_that_of_its_shard(tmp_path, mesh):
+    for number, of in enumerate(("leaf", "alias", "shard")):
+        fake = FakeCuda()
+        with fake.installed():
+            local = fake.put(torch.randn(4, 4))
+            leaf = DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
+            saver = Saver()
+            with fake.lock:
+                saved = leaf.detach() if of == "alias" else leaf
+                handle = saver.begin(tmp_path / str(number), {"w": saved}, SaveOptions(device_copy="overlap"))
+                with torch.no_grad():
+                    (leaf._local_tensor if of == "shard" else leaf).add_(1)
+            with pytest.raises(errors.CommitError, match=r"^'w': the tensor was changed"):
+                handle.wait()
+            saver.close()
 
 
 # --- what is imported
