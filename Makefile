@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test sweeps browser ray torture soak bench bench-quick scale scale-quick check format lint types layers examples clean
+.PHONY: help setup demo test sweeps browser ray cuda cuda-wheels torture soak bench bench-quick scale scale-quick check format lint types layers examples clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -40,6 +40,12 @@ browser: setup ## the page of a plan in a real Chromium, which is installed wher
 
 ray: setup ## reshards on real Ray clusters of two nodes, whose parts are killed; takes minutes
 	$(BIN)/python -m pytest -p no:xdist -m ray tests/reshard
+
+cuda: ## tests/cuda and the bench on a GPU, with any python3 that has torch; needs no setup and no network
+	python3 tools/cuda.py
+
+cuda-wheels: ## the packages that a bare machine with torch lacks for `make cuda`, gathered beforehand
+	python3 tools/cuda_wheels.py
 
 torture: setup ## crashes, faults and the matrix of frameworks in full; takes an hour or more, needs root; `make -i` goes on after a failure
 	$(TORTURE) -p no:xdist tests/torture

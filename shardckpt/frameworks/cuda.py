@@ -1,6 +1,6 @@
 """CUDA tensors: copies between device memory and pinned host memory, on side streams, ordered by events.
 
-Imported when a state has its first CUDA tensor. All calls of CUDA go through `CudaRuntime`, so that tests can replace the device.
+Imported when a state has its first CUDA tensor. All calls of CUDA are in `cuda_runtime`.
 
 Saving (`DeviceCopies`)
 1. A `CudaSource` fetches `DeviceArray`s, which `writing` cuts into blocks like arrays. Nothing is copied by that.
@@ -20,9 +20,7 @@ memory is used for the next one. Meanwhile another thread reads and checks the n
 from __future__ import annotations
 
 import logging
-import os
 import threading
-import weakref
 from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -32,12 +30,14 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from shardckpt.errors import BudgetError, CommitError
+from shardckpt.frameworks import cuda_runtime
+from shardckpt.frameworks.cuda_runtime import host_tensor, pin
 from shardckpt.frameworks.torch import TensorSink, array_of
 from shardckpt.layout.box import Box, BoxArray
 from shardckpt.state.names import shown
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from numpy.typing import DTypeLike, NDArray
 
@@ -47,92 +47,8 @@ if TYPE_CHECKING:
     from shardckpt.layout.sharding import Layout
 
 _log = logging.getLogger("shardckpt")
-_BITS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64", 16: "complex128"}
-"""For each item size a dtype that numpy and torch both have. Elements are copied as these, so their own dtype does not matter."""
 _TEMPORARY = 32 << 20
 """Most bytes of a tensor with gaps that are copied at once: torch makes them contiguous on the device first, in memory of that size."""
-
-
-class CudaRuntime:
-    """The functions of CUDA that this module uses. Streams have `wait_event`, events have `synchronize`, as in torch."""
-
-    def __init__(self) -> None:
-        self._streams: dict[Any, Any] = {}
-
-    def device(self, tensor: Any) -> Any:
-        """The device that holds a tensor."""
-        return tensor.device
-
-    def current_stream(self, device: Any) -> Any:
-        """The stream on which this thread's work for the device is queued."""
-        return torch.cuda.current_stream(device)
-
-    def side_stream(self, device: Any) -> Any:
-        """The stream of all copies from the device; the same one each time."""
-        if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)
-        return self._streams[device]
-
-    def record(self, stream: Any) -> Any:
-        """An event after all work that is queued on the stream. A thread that waits for it uses no processor time."""
-        event = torch.cuda.Event(blocking=True)
-        event.record(stream)
-        return event
-
-    def copy(self, target: Any, source: Any, stream: Any) -> None:
-        """Queue a copy between device and pinned memory on a stream; see `copy_bits`."""
-        with torch.cuda.stream(stream):
-            (source if source.is_cuda else target).record_stream(stream)
-            copy_bits(target, source)
-
-    def pin(self, address: int, nbytes: int) -> int:
-        """Pin host memory for all devices; return CUDA's error number, or 0."""
-        error = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 1))  # 1: cudaHostRegisterPortable
-        if error:
-            # CUDA keeps the error for the thread's next launch. A launch here reports it, so that none of the program does.
-            try:
-                torch.ones(1, device="cuda")
-            except RuntimeError as e:
-                _log.debug("CUDA has reported the error of pinning: %s", e)
-        return error
-
-    def unpin(self, address: int) -> int:
-        """Undo `pin`; return CUDA's error number, or 0."""
-        return int(torch.cuda.cudart().cudaHostUnregister(address))
-
-
-runtime = CudaRuntime()
-
-
-def copy_bits(target: Any, source: Any) -> None:
-    """Copy a tensor's bits to a tensor of the same shape and item size; if one is in pinned memory, without waiting for the copy."""
-    if source.is_conj() or source.is_neg():
-        source = source.resolve_conj().resolve_neg()
-    bits = getattr(torch, _BITS[source.itemsize])
-    target.view(bits).copy_(source.view(bits), non_blocking=True)
-
-
-def pin(buffer: NDArray[np.uint8]) -> Callable[[], object]:
-    """Pin a buffer's memory, until the returned function is called, or no array uses the memory any more.
-
-    Raises:
-        BudgetError: CUDA cannot pin so much memory.
-    """
-    address = buffer.ctypes.data
-    if error := runtime.pin(address, buffer.nbytes):
-        raise BudgetError(
-            f"CUDA cannot pin {buffer.nbytes:,} bytes of host memory (error {error}); lower memory_limit, end other programs, or give this "
-            f"process more memory."
-        )
-    owner = buffer if buffer.base is None else buffer.base
-    unpin = weakref.finalize(owner, _unpin, runtime, address, os.getpid())
-    unpin.atexit = False
-    return unpin
-
-
-def _unpin(of: CudaRuntime, address: int, process: int) -> None:
-    if os.getpid() == process and (error := of.unpin(address)):  # a fork has no CUDA
-        _log.warning("CUDA could not give back pinned memory (error %d).", error)
 
 
 # --- Saving -------------------------------------------------------------------------------------------------------
@@ -253,6 +169,7 @@ class DeviceCopies:
     """The copies of one save, from devices to pinned host memory."""
 
     pin = staticmethod(pin)
+    """Pins the memory that is copied to; for a `BufferPool`."""
 
     def __init__(self, sources: Iterable[CudaSource], *, overlap: bool) -> None:
         """Order the copies after the work that this thread has queued.
@@ -272,10 +189,10 @@ class DeviceCopies:
         self._overlap = overlap
         self._versions: dict[str, list[tuple[Any, int | None]]] = {}
         for source in sources:
-            for device in dict.fromkeys(map(runtime.device, source.views)):
+            for device in dict.fromkeys(map(cuda_runtime.runtime.device, source.views)):
                 if device not in self._streams:
-                    self._streams[device] = runtime.side_stream(device)
-                    self._streams[device].wait_event(runtime.record(runtime.current_stream(device)))
+                    self._streams[device] = cuda_runtime.runtime.side_stream(device)
+                    self._streams[device].wait_event(cuda_runtime.runtime.record(cuda_runtime.runtime.current_stream(device)))
             if overlap:
                 self._versions[source.name] = [(tensor, _version(tensor)) for tensor in source.watched]
 
@@ -294,23 +211,23 @@ class DeviceCopies:
         self._arrivals.append(arrival)
         try:
             for target, source in pairs:
-                device = runtime.device(source.tensor)
+                device = cuda_runtime.runtime.device(source.tensor)
                 used[device] = self._streams[device]
                 arrival.held.append(source.tensor)
                 for array, tensor in _slabs(target, source.tensor):
-                    runtime.copy(_host_tensor(array), tensor, used[device])
+                    cuda_runtime.runtime.copy(host_tensor(array), tensor, used[device])
         except torch.OutOfMemoryError as e:
             raise BudgetError(
                 f"{device} has no memory left to save a tensor that is not contiguous ({e}); it takes up to {_TEMPORARY:,} bytes more: "
                 f"free some, or save contiguous tensors."
             ) from e
         finally:
-            arrival.events += [runtime.record(stream) for stream in used.values()]
+            arrival.events += [cuda_runtime.runtime.record(stream) for stream in used.values()]
         return arrival
 
     def end(self) -> None:
         """Finish the part of the thread that saves: all copies are queued. The program may go on as the mode allows."""
-        self._last = {device: runtime.record(stream) for device, stream in self._streams.items()}
+        self._last = {device: cuda_runtime.runtime.record(stream) for device, stream in self._streams.items()}
         if self._overlap:
             _watch(self)
         else:
@@ -319,7 +236,7 @@ class DeviceCopies:
     def _hold(self) -> None:
         """Make this thread's later work wait for the copies; the thread itself does not wait."""
         for device, event in self._last.items():
-            runtime.current_stream(device).wait_event(event)
+            cuda_runtime.runtime.current_stream(device).wait_event(event)
 
     def before_step(self) -> None:
         """Make an optimizer's update wait for the copies; find changes before it."""
@@ -420,11 +337,6 @@ def _slabs(array: NDArray[Any], tensor: Any) -> Iterator[tuple[NDArray[Any], Any
         yield from _slabs(array[part], tensor[part])
 
 
-def _host_tensor(array: NDArray[Any]) -> Any:
-    """An array's memory as a tensor of bits."""
-    return torch.from_numpy(array.view(_BITS[array.dtype.itemsize]))
-
-
 def on_devices(sources: Mapping[str, Source], *, overlap: bool) -> tuple[Mapping[str, Source], DeviceCopies | None]:
     """See `frameworks.on_devices`."""
     lazy: dict[str, CudaSource] = {name: replace(source, lazy=True) for name, source in sources.items() if isinstance(source, CudaSource)}
@@ -458,10 +370,10 @@ class CudaSink(TensorSink):
         """Copy the buffers to the device, after the work that is queued there; when this returns they may be reused."""
         devices = {}
         for view, buffer in zip(self.views, buffers, strict=True):
-            device = runtime.device(view)
-            devices[device] = runtime.current_stream(device)
-            runtime.copy(view, _host_tensor(buffer), devices[device])
-        for event in [runtime.record(stream) for stream in devices.values()]:
+            device = cuda_runtime.runtime.device(view)
+            devices[device] = cuda_runtime.runtime.current_stream(device)
+            cuda_runtime.runtime.copy(view, host_tensor(buffer), devices[device])
+        for event in [cuda_runtime.runtime.record(stream) for stream in devices.values()]:
             event.synchronize()
         self.mark_written()
         return self.leaf

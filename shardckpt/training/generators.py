@@ -13,8 +13,9 @@ among the saving processes
    numbers, and a job that is resumed twice draws the same numbers both times. Under SPMD all processes run one program, so
    torch_xla's generator is process 0's.
 
-The first of the states of CUDA devices is the state of the process's current device. The current device gets it back, whatever its number is
-now, and the other devices get the others in ascending order. Devices beyond those that were saved derive theirs from the first state.
+The first of the states of CUDA devices is the state of the process's current device. The current device gets it back, whatever
+its number is now, and the other devices get the others in ascending order. Devices beyond those that were saved derive theirs from
+the first state.
 """
 
 from __future__ import annotations

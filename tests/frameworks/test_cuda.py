@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import shardckpt
 from shardckpt import SaveOptions, errors
-from shardckpt.frameworks import cuda
+from shardckpt.frameworks import cuda, cuda_runtime
 from shardckpt.writing.saver import Saver
 
 MiB = 1 << 20
@@ -164,12 +164,12 @@ def broken(monkeypatch, what):
         start = cuda.DeviceCopies.__init__
 
         def begin(self, *arguments, **options):
-            record = cuda.runtime.record
-            cuda.runtime.record = lambda _stream: ended
+            record = cuda_runtime.runtime.record
+            cuda_runtime.runtime.record = lambda _stream: ended
             try:
                 start(self, *arguments, **options)
             finally:
-                cuda.runtime.record = record
+                cuda_runtime.runtime.record = record
 
         monkeypatch.setattr(cuda.DeviceCopies, "__init__", begin)
 

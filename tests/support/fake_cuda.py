@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from shardckpt.frameworks import cuda, dtensor
+from shardckpt.frameworks import cuda_runtime, dtensor
 from shardckpt.frameworks import torch as frameworks_torch
 
 
@@ -47,7 +47,7 @@ class Stream:
             self.queue.append((None, function, host))
 
 
-class FakeCuda(cuda.CudaRuntime):
+class FakeCuda(cuda_runtime.CudaRuntime):
     """The devices, and the functions of CUDA for them."""
 
     def __init__(self, seed=0, pinnable=1 << 40):
@@ -77,17 +77,17 @@ class FakeCuda(cuda.CudaRuntime):
     def installed(self):
         """In the place of CUDA."""
         found = frameworks_torch.device_type
-        before = cuda.runtime
+        before = cuda_runtime.runtime
 
         def device_type(tensor):
             return "cuda" if self._key(tensor) in self._places else found(tensor)
 
         frameworks_torch.device_type = dtensor.device_type = device_type
-        cuda.runtime = self
+        cuda_runtime.runtime = self
         try:
             yield self
         finally:
-            cuda.runtime = before
+            cuda_runtime.runtime = before
             frameworks_torch.device_type = dtensor.device_type = found
 
     def put(self, tensor, index=0):
@@ -167,7 +167,7 @@ class FakeCuda(cuda.CudaRuntime):
         with self.lock:
             if on_host is target and self._queued(*place):
                 self.wrong.append(f"a copy to {place} is queued while an earlier one is")
-            stream.launch(lambda: cuda.copy_bits(target, source), place)
+            stream.launch(lambda: cuda_runtime.copy_bits(target, source), place)
         if not pinned:
             self.record(stream).synchronize()
 
