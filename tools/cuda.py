@@ -50,7 +50,7 @@ def main() -> int:
     if names := unpacked():
         print(f"from {WHEELS.name}: {', '.join(names)}")
     # What is unpacked is missing elsewhere, so its place in the path does not matter. The fixtures of other tests need more packages.
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(PACKAGES)])}
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), str(PACKAGES), os.environ.get("PYTHONPATH")]))}
     commands = []
     if not asked.bench:
         commands.append([sys.executable, "-m", "pytest", "--noconftest", "-W", "default", "-p", "no:cacheprovider", "-rs", "tests/cuda"])

@@ -228,7 +228,7 @@ def _required(name: str, leaf: object, done: str) -> str:
             raise LeafError(
                 f"{shown(name)}: no imported framework can restore to Target(sharding={leaf.sharding!r:.200}); for torch_xla, import it "
                 f"and call torch_xla.runtime.use_spmd() first, for JAX give a jax.sharding.Sharding, for DTensor a pair of DeviceMesh and "
-                f"placements, for a numpy array sharding=None."
+                f"placements, for a torch tensor a torch.device, for a numpy array sharding=None."
             )
         return framework
     framework = _framework(leaf)

@@ -102,7 +102,7 @@ def restore(
 
     Args:
         source: location of the checkpoint, or an open one.
-        like: the destinations. CPU `torch.Tensor`s, Parameters and ndarrays are filled in place and returned as
+        like: the destinations. `torch.Tensor`s and Parameters on CPU and CUDA, and ndarrays are filled in place and returned as
             the same objects; meta tensors give new CPU tensors; torch_xla leaves (even lazy ones), JAX arrays, `jax.ShapeDtypeStruct`s
             and `shardckpt.Target`s give new device tensors with that sharding, built from this process's shards alone.
             None: everything, as numpy arrays in plain containers. A `train_state` puts all values back into its objects.

@@ -284,6 +284,8 @@ def save_async(
 ) -> SaveHandle:
     """Copy this process's data to host buffers, and save it in the background.
 
+    Of CUDA tensors the copies are queued only, and `SaveOptions.device_copy` says how later work is ordered with them.
+
     When this returns the state may change; the checkpoint will have its values at the call. It is not known yet whether the save
     will succeed: `wait()` on the handle returns the report, or raises the error. Buffers, and the plan of the writes, are
     kept from call to call, so later saves of the same state are faster than the first. They need at most `memory_limit`
