@@ -319,6 +319,10 @@ def _after_step(*_: Any) -> None:
         copies.after_step()
 
 
+for _hook in (_before_step, _after_step):
+    _hook._torchdynamo_disable = True  # type: ignore[attr-defined]  # as torch.compiler.disable does, which imports all of dynamo
+
+
 def _version(tensor: Any) -> int | None:
     """The number of changes that torch has counted; None for inference tensors, which have no counter."""
     return None if tensor.is_inference() else int(tensor._version)

@@ -175,18 +175,17 @@ def target(name: str, leaf: Any, shape: tuple[int, ...], dtype: DType) -> Sink:
         DtypeError: torch has no such dtype.
         BudgetError: the device has no memory for a new tensor.
     """
-    device, made = torch.device("cpu"), isinstance(leaf, Target)
-    if made:
-        device = leaf.sharding
+    tie_key: Hashable = InPlace(id(leaf))
+    if isinstance(leaf, Target):
         shape, dtype = leaf.resolve(shape, dtype)
-        kind = torch_dtype(dtype)
+        kind, device = torch_dtype(dtype), leaf.sharding
         if kind is None:
             raise DtypeError(f"{shown(name)}: torch has no dtype {dtype.name}; restore it as another dtype, or as a numpy array.")
     else:
         check_kind(name, leaf)
         kind, dtype, shape = leaf.dtype, dtype_of_tensor(name, leaf), tuple(leaf.shape)
-    tie_key: Hashable = InPlace(id(leaf))
-    if made or leaf.is_meta:
+        device = "cpu" if leaf.is_meta else None
+    if device is not None:
         with device_memory(name, device):
             leaf, tie_key = torch.empty(shape, dtype=kind, device=device), ("torch", shape, dtype.name, str(device))
     check_fillable(name, leaf)

@@ -46,6 +46,8 @@ class Landing:
         self.destinations = sink.destinations
         self.buffers: list[Array] = self.destinations or []
         """One buffer per box that the chunks are read into: the leaf's own memory, or what `prepare` provides."""
+        self.memory: Sequence[Array] = getattr(sink, "memory", ()) if self.destinations is None else self.destinations
+        """The leaf's own memory: only to compare addresses, as it may be on a device."""
         self.converts = sink.dtype != tensor.dtype or any(not v.dtype.isnative for v in self.destinations or ())
         """Whether elements are converted on their way into the buffers."""
         lent = sink.buffer_shapes if self.destinations is None and not sink.adopts else []
@@ -61,12 +63,6 @@ class Landing:
     def view(self) -> list[object]:
         """Addresses, shapes, strides and dtypes of the memory that is filled in place."""
         return [(v.ctypes.data, v.shape, v.strides, v.dtype) for v in self.memory]
-
-    @property
-    def memory(self) -> Sequence[Array]:
-        """The leaf's own memory: only to compare addresses, as it may be on a device."""
-        memory: Sequence[Array] = getattr(self.sink, "memory", None) or self.destinations or ()
-        return memory
 
     def prepare(self, lease: Lease, arena: Arena) -> None:
         """Provide buffers in the sink's dtype, unless the leaf has its own memory: memory that the sink keeps, or leased memory."""

@@ -239,6 +239,28 @@ def test_the_first_change_is_found_even_if_an_optimizer_steps_after_it(tmp_path)
             handle.wait()
 
 
+@pytest.mark.filterwarnings("ignore")  # of dynamo
+def test_a_compiled_step_of_an_optimizer_waits_too(tmp_path):
+    fake = FakeCuda()
+    with fake.installed():
+        parameter = torch.nn.Parameter(torch.ones(4))
+        parameter.grad = torch.ones(4)
+        step, saver = torch.compile(torch.optim.SGD([parameter], lr=0.5).step, backend="eager"), Saver()
+        step()
+        for number in range(3):
+            # The update itself runs at once: only its wait is of the fake's making.
+            with fake.lock:
+                handle = saver.begin(tmp_path / str(number), of_one(fake), SaveOptions(device_copy="overlap"))
+                queued = len(fake.current_stream(torch.device("cuda", 0)).queue)
+                step()
+                assert len(fake.current_stream(torch.device("cuda", 0)).queue) == queued + 1
+            handle.wait()
+            step()
+        saver.close()
+        fake.idle()
+    torch._dynamo.reset()
+
+
 def test_wait_needs_no_counters(tmp_path):
     fake = FakeCuda()
     with fake.installed():
