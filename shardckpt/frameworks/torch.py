@@ -171,7 +171,7 @@ def target(name: str, leaf: Any, shape: tuple[int, ...], dtype: DType) -> Sink:
     """A sink that fills a tensor in place; or a new tensor, on the CPU for a meta tensor, on its device for a `Target`.
 
     Raises:
-        LeafError: a kind of tensor that cannot be restored into, or whose elements share memory.
+        LeafError: a kind of tensor that cannot be restored into, or whose elements share memory; or there is no such device.
         DtypeError: torch has no such dtype.
         BudgetError: the device has no memory for a new tensor.
     """
@@ -179,6 +179,8 @@ def target(name: str, leaf: Any, shape: tuple[int, ...], dtype: DType) -> Sink:
     if isinstance(leaf, Target):
         shape, dtype = leaf.resolve(shape, dtype)
         kind, device = torch_dtype(dtype), leaf.sharding
+        if device.type == "meta":
+            raise LeafError(f"{shown(name)}: a tensor on the device meta has no memory to restore to; give a Target with another device.")
         if kind is None:
             raise DtypeError(f"{shown(name)}: torch has no dtype {dtype.name}; restore it as another dtype, or as a numpy array.")
     else:
@@ -195,11 +197,14 @@ def target(name: str, leaf: Any, shape: tuple[int, ...], dtype: DType) -> Sink:
 
 @contextmanager
 def device_memory(name: str, device: object) -> Iterator[None]:
-    """Raise BudgetError if a device has no memory for a new tensor."""
+    """Raise BudgetError if a device has no memory for a new tensor, and LeafError if there is no such device."""
     try:
         yield
     except torch.OutOfMemoryError as e:
         raise BudgetError(f"{shown(name)}: {device} has no memory left to restore this tensor to ({e}); free some first.") from e
+    except (RuntimeError, AssertionError) as e:  # torch built without the device
+        reason = str(e).partition("\n")[0]
+        raise LeafError(f"{shown(name)}: no tensor can be made on {device} here ({reason}); restore it to another device.") from e
 
 
 def device_type(tensor: Any) -> str:

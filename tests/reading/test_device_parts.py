@@ -142,6 +142,15 @@ def test_a_target_of_a_dtype_that_torch_lacks_is_refused_by_name(tmp_path):
         shardckpt.restore(tmp_path / "c", {"w": Target(torch.device("cpu"), dtype="int4")}, cast=True)
 
 
+@pytest.mark.parametrize(
+    ("device", "said"), [("meta", "has no memory to restore to"), ("cuda:99", "no tensor can be made on cuda:99 here")]
+)
+def test_a_device_that_is_not_there_is_refused_by_name(tmp_path, device, said):
+    shardckpt.save(tmp_path / "c", {"w": np.zeros(3)})
+    with pytest.raises(errors.LeafError, match=f"'w': .*{said}"):
+        shardckpt.restore(tmp_path / "c", {"w": Target(torch.device(device))})
+
+
 def test_a_device_without_memory_for_a_new_tensor_is_named(tmp_path, monkeypatch):
     shardckpt.save(tmp_path / "c", {"model": {"w": np.zeros(3)}})
 
