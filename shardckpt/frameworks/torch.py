@@ -176,6 +176,7 @@ def target(name: str, leaf: Any, shape: tuple[int, ...], dtype: DType) -> Sink:
         BudgetError: the device has no memory for a new tensor.
     """
     tie_key: Hashable = InPlace(id(leaf))
+    device: Any = None
     if isinstance(leaf, Target):
         shape, dtype = leaf.resolve(shape, dtype)
         kind, device = torch_dtype(dtype), leaf.sharding
@@ -186,7 +187,8 @@ def target(name: str, leaf: Any, shape: tuple[int, ...], dtype: DType) -> Sink:
     else:
         check_kind(name, leaf)
         kind, dtype, shape = leaf.dtype, dtype_of_tensor(name, leaf), tuple(leaf.shape)
-        device = "cpu" if leaf.is_meta else None
+        if leaf.is_meta:
+            device = "cpu"
     if device is not None:
         with device_memory(name, device):
             leaf, tie_key = torch.empty(shape, dtype=kind, device=device), ("torch", shape, dtype.name, str(device))
