@@ -186,12 +186,10 @@ def _write(attempt: Attempt, share: StateShare) -> HostRecord:
     """Write this process's share straight from its tensors, and return its host record."""
     quarter, copies = attempt.options.budget // 4, _COPIES[attempt.options.compression]
     staging, at_a_time = min(MOST_COPIES, quarter), min(_AT_A_TIME, quarter // copies)
-    sources, on_devices = frameworks.on_devices(share.sources, overlap=False)
 
     def fill(writer: HostWriter) -> None:
-        coming = read(share.plan, sources, staging) if on_devices is None else arrived(share.plan, sources, on_devices, staging // 2)
-        with closing(coming):
-            for batch in coming:
+        with closing(read_to_host(share.plan, share.sources, staging)) as batches_on_host:
+            for batch in batches_on_host:
                 writer.put_all(
                     ((block.piece, box, elements[index]) for block, elements, _ in batch for box, index in parts_of(block, at_a_time)),
                     at_a_time,
@@ -253,7 +251,13 @@ def read(plan: SavePlan, sources: Mapping[str, Source], room: int, *, most: int 
         yield _fetched(plan, {name: sources[name] for name in names}, most)
 
 
-def arrived(plan: SavePlan, sources: Mapping[str, Source], copies: DeviceCopies, room: int) -> Generator[Iterable[BlockElements]]:
+def read_to_host(plan: SavePlan, sources: Mapping[str, Source], room: int) -> Generator[Iterable[BlockElements]]:
+    """Like `read`, with all elements in host memory; close it if it is not used up."""
+    left, copies = frameworks.on_devices(sources, overlap=False)
+    return read(plan, sources, room) if copies is None else _arrived(plan, left, copies, room // 2)
+
+
+def _arrived(plan: SavePlan, sources: Mapping[str, Source], copies: DeviceCopies, room: int) -> Generator[Iterable[BlockElements]]:
     """Like `read`, for tensors some of which are on devices: each batch is copied to pinned memory while the one before is in use.
 
     Args:
