@@ -59,18 +59,21 @@ class CudaRuntime:
 
     def pin(self, address: int, nbytes: int) -> int:
         """Pin host memory for all devices; return CUDA's error number, or 0."""
-        error = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 1))  # 1: cudaHostRegisterPortable
-        if error:
-            # CUDA keeps the error for the thread's next launch. A launch here reports it, so that none of the program does.
-            try:
-                torch.ones(1, device="cuda")
-            except RuntimeError as e:
-                _log.debug("CUDA has reported the error of pinning: %s", e)
-        return error
+        return _cleared(int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 1)))  # 1: cudaHostRegisterPortable
 
     def unpin(self, address: int) -> int:
         """Undo `pin`; return CUDA's error number, or 0."""
-        return int(torch.cuda.cudart().cudaHostUnregister(address))
+        return _cleared(int(torch.cuda.cudart().cudaHostUnregister(address)))
+
+
+def _cleared(error: int) -> int:
+    """The error number, after a kernel that reports the error: CUDA keeps it for the thread's next launch, which would be the program's."""
+    if error:
+        try:
+            torch.ones(1, device="cuda")
+        except RuntimeError as e:
+            _log.debug("CUDA has reported the error of pinning memory: %s", e)
+    return error
 
 
 runtime = CudaRuntime()
