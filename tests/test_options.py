@@ -38,6 +38,8 @@ def test_metadata_that_contains_itself_is_refused():
     [
         ({"layout": "tar"}, 'use "packed" or "zarr"'),
         ({"compression": "gzip"}, 'use None or "zstd"'),
+        ({"host_tensors": "shared"}, 'use "replicated" or "local"'),
+        ({"device_copy": True}, 'use "wait" or "overlap"'),
         ({"shardings": None}, "NoneType is no mapping; give a dict"),
         ({"shardings": [("w", LAYOUT)]}, "list is no mapping; give a dict"),
         ({"shardings": {5: LAYOUT}}, "the key 5 is no pattern"),

@@ -19,13 +19,27 @@ from shardckpt.layout.world import World
 from shardckpt.state.names import shown
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Hashable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
     from types import EllipsisType
 
     from shardckpt.frameworks.base import Array, Sink, Source
+    from shardckpt.frameworks.cuda import DeviceCopies
     from shardckpt.layout.dtypes import DType
 
-__all__ = ["fetch", "identity", "is_tensor", "meaning", "reduce_partial", "settle", "source", "sources", "target"]
+__all__ = [
+    "fetch",
+    "identity",
+    "is_tensor",
+    "meaning",
+    "names_on_devices",
+    "on_devices",
+    "pinning",
+    "reduce_partial",
+    "settle",
+    "source",
+    "sources",
+    "target",
+]
 
 ALONE = World()
 """A job of one process."""
@@ -149,6 +163,31 @@ def fetch(sources: Sequence[Source], wanted: Sequence[Sequence[int]] | None = No
     return fetched
 
 
+def names_on_devices(sources: Mapping[str, Source]) -> Iterable[str]:
+    """The names of the sources that `on_devices` leaves on their devices."""
+    cuda = sys.modules.get(f"{__name__}.cuda")  # imported with the first CUDA tensor
+    return () if cuda is None else [name for name, source in sources.items() if isinstance(source, cuda.CudaSource)]
+
+
+def on_devices(sources: Mapping[str, Source], *, overlap: bool) -> tuple[Mapping[str, Source], DeviceCopies | None]:
+    """The sources with the elements of CUDA tensors left on their devices, and the object that copies these; None if there are none.
+
+    The copies are ordered after the work that this thread has queued.
+
+    Args:
+        sources: tensors to save.
+        overlap: see `SaveOptions.device_copy`.
+    """
+    cuda = sys.modules.get(f"{__name__}.cuda")
+    return (sources, None) if cuda is None else cuda.on_devices(sources, overlap=overlap)
+
+
+def pinning(sinks: Iterable[Sink]) -> Callable[[Any], Callable[[], object]] | None:
+    """The function that pins the buffers of sinks, if any sink is on a CUDA device; for a `BufferPool`."""
+    cuda = sys.modules.get(f"{__name__}.cuda")
+    return cuda.pin if cuda is not None and any(isinstance(sink, cuda.CudaSink) for sink in sinks) else None
+
+
 def target(name: str, leaf: object, shape: tuple[int, ...], dtype: DType) -> Sink:
     """The sink for a stored tensor.
 
@@ -189,7 +228,7 @@ def _required(name: str, leaf: object, done: str) -> str:
             raise LeafError(
                 f"{shown(name)}: no imported framework can restore to Target(sharding={leaf.sharding!r:.200}); for torch_xla, import it "
                 f"and call torch_xla.runtime.use_spmd() first, for JAX give a jax.sharding.Sharding, for DTensor a pair of DeviceMesh and "
-                f"placements, for a numpy array sharding=None."
+                f"placements, for a torch tensor a torch.device, for a numpy array sharding=None."
             )
         return framework
     framework = _framework(leaf)

@@ -155,8 +155,8 @@ class Target:
     """
 
     sharding: object = None
-    """A shardckpt `Sharding` or `OpSharding`, a torch_xla `ShardingSpec` or pair of its `Mesh` and a partition spec, or a JAX
-    sharding. None: a numpy array with the complete tensor."""
+    """A shardckpt `Sharding` or `OpSharding`, a torch_xla `ShardingSpec` or pair of its `Mesh` and a partition spec, a pair of a
+    DeviceMesh and placements, a `torch.device`, or a JAX sharding. None: a numpy array with the complete tensor."""
     shape: tuple[int, ...] | None = None
     """The expected shape, in elements; None: as stored."""
     dtype: object = None

@@ -19,7 +19,16 @@ import torch
 
 from shardckpt.errors import LeafError
 from shardckpt.frameworks.base import InPlace
-from shardckpt.frameworks.torch import TensorSink, check_fillable, check_kind, dtype_of_tensor, host_array, is_host_memory
+from shardckpt.frameworks.torch import (
+    TensorSink,
+    check_fillable,
+    check_kind,
+    copied_source,
+    dtype_of_tensor,
+    host_array,
+    is_host_memory,
+    sink_of,
+)
 from shardckpt.layout.box import Box, BoxArray
 from shardckpt.state.names import shown
 
@@ -112,7 +121,13 @@ def sources(leaves: dict[str, Any], world: World) -> dict[str, Source]:
         LeafError: a tensor's description of its shards contradicts itself, or cannot be stored; by name.
         DtypeError: elements that cannot be stored, by name.
     """
-    return {name: _ProtocolSource(name, _shards(name, leaf), world.process) for name, leaf in leaves.items()}
+    found: dict[str, Source] = {}
+    for name, leaf in leaves.items():
+        shards = _shards(name, leaf)
+        found[name] = copied_source(
+            _ProtocolSource(name, shards, world.process), tuple(tensor.detach() for tensor in shards.tensors), shards.tensors
+        )
+    return found
 
 
 def target(name: str, leaf: Any, shape: tuple[int, ...], dtype: DType) -> Sink:  # noqa: ARG001 - every adapter has the same signatures
@@ -126,7 +141,7 @@ def target(name: str, leaf: Any, shape: tuple[int, ...], dtype: DType) -> Sink: 
     for tensor in shards.tensors:
         check_fillable(name, tensor)
     views = tuple(tensor.detach() for tensor in shards.tensors)
-    return TensorSink(leaf, shards.shape, shards.dtype, shards.boxes, views, InPlace(id(leaf)), shards.tensors)
+    return sink_of(TensorSink(leaf, shards.shape, shards.dtype, shards.boxes, views, InPlace(id(leaf)), shards.tensors))
 
 
 def _shards(name: str, leaf: Any) -> _Shards:

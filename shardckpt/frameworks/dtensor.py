@@ -12,7 +12,7 @@ Saving
 3. FSDP2 places parameters that tensor parallelism leaves alone (norms) on each rank's own slice of the mesh, so that every
    slice has the complete tensor: it is one tensor, replicated along the other dimensions of the larger mesh (`_widened`).
    As with `Replicate`, equal data in the slices is assumed, not checked.
-4. Boxes are views of the local tensor on the CPU, and copies on any other device.
+4. Boxes are views of the local tensor on the CPU, and copies on any other device; CUDA tensors are copied by `cuda`.
 
 Restoring fills the local tensor in place, on any device. A meta tensor gets a new local tensor, on the mesh's device.
 
@@ -38,7 +38,18 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from shardckpt.errors import DtypeError, LeafError, ShardingError
 from shardckpt.frameworks.base import Array, InPlace, Sink, Source, Target
-from shardckpt.frameworks.torch import TensorSink, check_fillable, check_kind, dtype_of_tensor, host_array, is_host_memory
+from shardckpt.frameworks.torch import (
+    TensorSink,
+    check_fillable,
+    check_kind,
+    copied_source,
+    device_memory,
+    device_type,
+    dtype_of_tensor,
+    host_array,
+    is_host_memory,
+    sink_of,
+)
 from shardckpt.layout.mesh import Mesh
 from shardckpt.layout.placements import Placement, Placements
 from shardckpt.state.names import shown
@@ -275,7 +286,8 @@ def sources(leaves: dict[str, Any], world: World) -> dict[str, Source]:
     for name, leaf in leaves.items():
         _check_world(name, world)
         local, held = _local(name, leaf, wide[leaf.device_mesh])
-        found[name] = _DTensorSource(name, tuple(leaf.shape), dtype_of_tensor(name, local), local, held)
+        source = _DTensorSource(name, tuple(leaf.shape), dtype_of_tensor(name, local), local, held)
+        found[name] = source if device_type(local) == "cpu" else copied_source(source, _views(local, held), (leaf, local))
     return found
 
 
@@ -320,13 +332,17 @@ def target(name: str, leaf: Any, shape: tuple[int, ...], dtype: DType) -> Sink:
         leaf = _meta(name, leaf, shape, dtype)
     local, held = _local(name, leaf)
     if local.is_meta:
-        leaf = _materialized(leaf)
+        leaf = _materialized(name, leaf)
         local = leaf._local_tensor
         tie_key = ("dtensor", leaf.device_mesh, tuple(map(str, leaf.placements)), tuple(leaf.shape), str(leaf.dtype), leaf.requires_grad)
     check_fillable(name, local)
-    views = tuple(local.detach()[_inside(held.places[k])] for k in range(len(held.boxes)))
-    ranks = held.holders[0] if held.holders else None
-    return TensorSink(leaf, tuple(leaf.shape), dtype_of_tensor(name, local), held.boxes, views, tie_key, (leaf, local), ranks)
+    ranks, dtype = held.holders[0] if held.holders else None, dtype_of_tensor(name, local)
+    return sink_of(TensorSink(leaf, tuple(leaf.shape), dtype, held.boxes, _views(local, held), tie_key, (leaf, local), ranks))
+
+
+def _views(local: Any, held: _Held) -> tuple[Any, ...]:
+    """For each box its elements in the local tensor."""
+    return tuple(local.detach()[_inside(held.places[k])] for k in range(len(held.boxes)))
 
 
 def _meta(name: str, wanted: Target, shape: tuple[int, ...], dtype: DType) -> Any:
@@ -344,10 +360,11 @@ def _meta(name: str, wanted: Target, shape: tuple[int, ...], dtype: DType) -> An
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=whole.size(), stride=whole.stride())
 
 
-def _materialized(leaf: Any) -> Any:
+def _materialized(name: str, leaf: Any) -> Any:
     """A new DTensor like a meta one, with memory on the device of its mesh."""
-    with torch.no_grad():
+    device = leaf.device_mesh.device_type
+    with torch.no_grad(), device_memory(name, device):
         like = leaf._local_tensor if leaf.dim() else leaf._local_tensor.new_empty(())  # see _meta
-        local = torch.empty_like(like, device=leaf.device_mesh.device_type, requires_grad=False)
+        local = torch.empty_like(like, device=device, requires_grad=False)
         new = DTensor.from_local(local, leaf.device_mesh, leaf.placements, run_check=False, shape=leaf.size(), stride=leaf.stride())
     return new.requires_grad_(leaf.requires_grad)

@@ -1,13 +1,14 @@
 """Plain torch tensors: one box each, without a copy on the CPU.
 
 All access uses numpy views of a tensor's memory. For dtypes that numpy lacks, such as bfloat16, torch views the memory as
-integers of the same width, and ml_dtypes gives them their dtype. Tensors on other devices are copied to the host when they
-are fetched, and filled from the host when they are restored.
+integers of the same width, and ml_dtypes gives them their dtype. Tensors on CUDA devices are copied by `cuda`. Tensors on other devices
+are copied to the host when they are fetched, and filled from the host when they are restored.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
 from math import prod
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -15,14 +16,14 @@ import numpy as np
 import torch
 from numpy.lib.stride_tricks import as_strided
 
-from shardckpt.errors import DtypeError, LeafError
+from shardckpt.errors import BudgetError, DtypeError, LeafError
 from shardckpt.frameworks.base import Array, InPlace, Sink, Source, Target, whole
 from shardckpt.frameworks.numpy import overlaps_itself
 from shardckpt.layout.dtypes import DType, by_name
 from shardckpt.state.names import shown
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterable, Sequence
+    from collections.abc import Hashable, Iterable, Iterator, Sequence
 
     from shardckpt.layout.box import BoxArray
     from shardckpt.layout.world import World
@@ -101,7 +102,7 @@ class TensorSink:
     @property
     def destinations(self) -> list[Array] | None:
         """The memory itself; None if it is not on the host."""
-        if any(view.device.type != "cpu" for view in self.views):
+        if any(device_type(view) != "cpu" for view in self.views):
             return None
         return [array_of(view, self.dtype) for view in self.views]
 
@@ -112,14 +113,18 @@ class TensorSink:
     def place(self, buffers: Sequence[Array]) -> object:
         """Copy the buffers that are not the memory itself into it, and record the write as autograd does under no_grad."""
         for view, buffer in zip(self.views, buffers, strict=True):
-            if view.device.type != "cpu":
+            if device_type(view) != "cpu":
                 view.copy_(tensor_of(buffer, self.dtype))
             elif buffer.__array_interface__["data"][0] != view.data_ptr():
                 array_of(view, self.dtype)[...] = buffer
+        self.mark_written()
+        return self.leaf
+
+    def mark_written(self) -> None:
+        """Record the write as autograd does under no_grad."""
         for tensor in self.written:
             if not tensor.is_inference():
                 torch.autograd.graph.increment_version(tensor)
-        return self.leaf
 
 
 def matches(leaf: object) -> bool:
@@ -127,9 +132,9 @@ def matches(leaf: object) -> bool:
     return isinstance(leaf, torch.Tensor)
 
 
-def accepts(wanted: Target) -> bool:  # noqa: ARG001 - every adapter has the same signatures
-    """False: a `Target` never requests a plain torch tensor; a meta tensor in `like` does."""
-    return False
+def accepts(wanted: Target) -> bool:
+    """Whether the target is a torch device, for a new tensor on it."""
+    return isinstance(wanted.sharding, torch.device)
 
 
 def settle(leaves: Iterable[object]) -> None:
@@ -157,25 +162,81 @@ def sources(leaves: dict[str, Any], world: World) -> dict[str, Source]:  # noqa:
     found: dict[str, Source] = {}
     for name, leaf in leaves.items():
         check_kind(name, leaf)
-        found[name] = TensorSource(name, leaf, dtype_of_tensor(name, leaf))
+        source = TensorSource(name, leaf, dtype_of_tensor(name, leaf))
+        found[name] = source if device_type(leaf) == "cpu" else copied_source(source, (leaf.detach(),) * len(source.boxes), (leaf,))
     return found
 
 
 def target(name: str, leaf: Any, shape: tuple[int, ...], dtype: DType) -> Sink:
-    """A sink that fills a tensor in place, or a new CPU tensor for a meta tensor.
+    """A sink that fills a tensor in place; or a new tensor, on the CPU for a meta tensor, on its device for a `Target`.
 
     Raises:
-        LeafError: a kind of tensor that cannot be restored into, or whose elements share memory.
+        LeafError: a kind of tensor that cannot be restored into, or whose elements share memory; or there is no such device.
+        DtypeError: torch has no such dtype.
+        BudgetError: the device has no memory for a new tensor.
     """
-    check_kind(name, leaf)
-    dtype = dtype_of_tensor(name, leaf)
-    shape = tuple(leaf.shape)
     tie_key: Hashable = InPlace(id(leaf))
-    if leaf.is_meta:
-        leaf, tie_key = torch.empty(shape, dtype=leaf.dtype), ("torch", shape, dtype.name)
+    device: Any = None
+    if isinstance(leaf, Target):
+        shape, dtype = leaf.resolve(shape, dtype)
+        kind, device = torch_dtype(dtype), leaf.sharding
+        if device.type == "meta":
+            raise LeafError(f"{shown(name)}: a tensor on the device meta has no memory to restore to; give a Target with another device.")
+        if kind is None:
+            raise DtypeError(f"{shown(name)}: torch has no dtype {dtype.name}; restore it as another dtype, or as a numpy array.")
+    else:
+        check_kind(name, leaf)
+        kind, dtype, shape = leaf.dtype, dtype_of_tensor(name, leaf), tuple(leaf.shape)
+        if leaf.is_meta:
+            device = "cpu"
+    if device is not None:
+        with device_memory(name, device):
+            leaf, tie_key = torch.empty(shape, dtype=kind, device=device), ("torch", shape, dtype.name, str(device))
     check_fillable(name, leaf)
     boxes = whole(shape)
-    return TensorSink(leaf, shape, dtype, boxes, (leaf.detach(),) * len(boxes), tie_key, (leaf,), "all")
+    return sink_of(TensorSink(leaf, shape, dtype, boxes, (leaf.detach(),) * len(boxes), tie_key, (leaf,), "all"))
+
+
+@contextmanager
+def device_memory(name: str, device: object) -> Iterator[None]:
+    """Raise BudgetError if a device has no memory for a new tensor, and LeafError if there is no such device."""
+    try:
+        yield
+    except torch.OutOfMemoryError as e:
+        raise BudgetError(f"{shown(name)}: {device} has no memory left to restore this tensor to ({e}); free some first.") from e
+    except (RuntimeError, AssertionError) as e:  # torch built without the device
+        reason = str(e).partition("\n")[0]
+        raise LeafError(f"{shown(name)}: no tensor can be made on {device} here ({reason}); restore it to another device.") from e
+
+
+def device_type(tensor: Any) -> str:
+    """The kind of device that holds a tensor, such as "cuda"."""
+    kind: str = tensor.device.type
+    return kind
+
+
+def copied_source(source: Source, views: tuple[Any, ...], watched: tuple[Any, ...]) -> Source:
+    """A source for elements that may be on a CUDA device: the given one if they are not.
+
+    Args:
+        source: the tensor's source.
+        views: for each box, its elements.
+        watched: the tensors whose version counters show a change of the elements.
+    """
+    if not views or device_type(views[0]) != "cuda":
+        return source
+    from shardckpt.frameworks.cuda import CudaSource
+
+    return CudaSource(source, views, watched)
+
+
+def sink_of(sink: TensorSink) -> Sink:
+    """The sink itself, or one that fills CUDA memory in parts."""
+    if not sink.views or device_type(sink.views[0]) != "cuda":
+        return sink
+    from shardckpt.frameworks.cuda import CudaSink
+
+    return CudaSink(**{field.name: getattr(sink, field.name) for field in fields(sink)})
 
 
 def check_fillable(name: str, tensor: Any) -> None:
@@ -209,7 +270,7 @@ def torch_dtype(dtype: DType) -> Any:
 
 def is_host_memory(tensor: Any) -> bool:
     """Whether `host_array` returns the tensor's own memory."""
-    return tensor.device.type == "cpu" and not tensor.is_conj() and not tensor.is_neg()
+    return device_type(tensor) == "cpu" and not tensor.is_conj() and not tensor.is_neg()
 
 
 def host_array(tensor: Any, dtype: DType) -> Array:

@@ -5,7 +5,8 @@ keeps the buffers that it has allocated. Leased bytes, and bytes counted beside 
 request larger than the limit succeeds when nothing else is leased, because a framework may need all of a tensor's shards in one
 call. Requests are served in the order of their arrival, so none starves. One request covers all memory that its user needs until
 the user is done, including memory that others allocate for it. A thread that holds a lease never waits for another lease. So leases
-are always given back, and each request is served in the end.
+are always given back, and each request is served in the end. A pool of pinned memory is the same with a function that pins each new
+buffer; pinning takes longer than clearing pages, so reuse matters even more.
 
 An `Arena` cuts arrays that the caller keeps from new memory. Most of the cost of fresh memory is page faults, and a large page needs
 one fault instead of 512. numpy asks for large pages from 4 MiB on, and the kernel uses them only where a complete large page fits. So
@@ -25,10 +26,13 @@ from typing import TYPE_CHECKING, Self
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from types import TracebackType
+    from typing import TypeAlias
 
     from numpy.typing import DTypeLike, NDArray
+
+    Pin: TypeAlias = Callable[[NDArray[np.uint8]], Callable[[], object]]
 
 ALIGNMENT = 64
 """Byte alignment of buffers, which devices' transfer engines prefer."""
@@ -76,6 +80,7 @@ class Lease:
 
     def __init__(self, pool: BufferPool, buffer: NDArray[np.uint8], nbytes: int, beside: int) -> None:
         self._pool = pool
+        self._pin = pool.pin
         self._buffer: NDArray[np.uint8] | None = buffer
         self.nbytes = nbytes
         """Bytes of the buffer that may be used."""
@@ -103,7 +108,7 @@ class Lease:
         """End the lease; its arrays must no longer be used. With `keep=False` the pool does not reuse the buffer."""
         buffer, self._buffer = self._buffer, None
         if buffer is not None:
-            self._pool._take_back(buffer, self._beside, keep=keep)  # noqa: SLF001
+            self._pool._take_back(buffer, self._beside, keep=keep and self._pin is self._pool.pin)  # noqa: SLF001
 
     def __enter__(self) -> Self:
         """The lease itself."""
@@ -117,14 +122,18 @@ class Lease:
 class BufferPool:
     """Leases buffers of at most `limit` bytes in total (or one larger buffer, alone)."""
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, pin: Pin | None = None) -> None:
+        """Allocate nothing yet; see `pin_with` for `pin`."""
         self.limit = limit
         """Most bytes of all leases together."""
+        self.pin = pin
         self.high_water = 0
         """Most bytes that existed at once: leased, counted beside leases, or kept for reuse."""
         self._leased = 0
         """Bytes that are leased, or counted beside leases."""
         self._kept: list[NDArray[np.uint8]] = []
+        self._unpin: dict[int, Callable[[], object]] = {}
+        """For each pinned buffer, by its address, the function that unpins it."""
         self._waiting: deque[object] = deque()
         self._changed = threading.Condition()
 
@@ -159,7 +168,19 @@ class BufferPool:
     def clear(self) -> None:
         """Free the buffers that are kept for reuse; leased ones stay."""
         with self._changed:
-            self._kept.clear()
+            while self._kept:
+                self._free(self._kept.pop())
+
+    def pin_with(self, pin: Pin) -> None:
+        """Pin all buffers from now on; buffers that are not pinned are freed, leased ones at the end of their lease.
+
+        Args:
+            pin: pins the memory of a buffer, and returns the function that unpins it.
+        """
+        with self._changed:
+            if self.pin is not pin:
+                self.pin = pin
+                self._kept.clear()
 
     @property
     def kept(self) -> list[int]:
@@ -175,9 +196,11 @@ class BufferPool:
         buffer = self._reuse(wanted, self.limit - self._leased - beside)
         total = beside + (wanted if buffer is None else buffer.nbytes)
         while self._kept and self._allocated() + total > self.limit:
-            self._kept.pop(0)
+            self._free(self._kept.pop(0))
         if buffer is None:
-            buffer = _aligned(wanted)
+            buffer = _aligned(wanted, ALIGNMENT if self.pin is None else _LARGE_PAGE)
+            if self.pin is not None:
+                self._unpin[buffer.ctypes.data] = self.pin(buffer)
         self._leased += total
         self.high_water = max(self.high_water, self._allocated())
         return Lease(self, buffer, nbytes, beside)
@@ -187,6 +210,11 @@ class BufferPool:
         most = max(wanted, min(2 * wanted + (1 << 20), room))
         fitting = [i for i, b in enumerate(self._kept) if wanted <= b.nbytes <= most]
         return self._kept.pop(min(fitting, key=lambda i: self._kept[i].nbytes)) if fitting else None
+
+    def _free(self, buffer: NDArray[np.uint8]) -> None:
+        """Unpin a buffer that the pool drops: arrays over it may still exist, in the traceback of an error for example."""
+        if (unpin := self._unpin.pop(buffer.ctypes.data, None)) is not None:
+            unpin()
 
     def _allocated(self) -> int:
         return self._leased + sum(b.nbytes for b in self._kept)
@@ -198,6 +226,8 @@ class BufferPool:
                 self._leased -= buffer.nbytes
                 if keep and self._allocated() + buffer.nbytes <= self.limit:
                     self._kept.append(buffer)
+                else:
+                    self._free(buffer)
             self._changed.notify_all()
 
 

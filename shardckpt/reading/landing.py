@@ -18,8 +18,9 @@ from shardckpt.errors import DtypeMismatchError, ShapeMismatchError, StructureMi
 from shardckpt.frameworks.base import InPlace
 from shardckpt.io.buffers import round_up
 from shardckpt.io.threads import collector_paused
-from shardckpt.layout.box import BoxArray
+from shardckpt.layout.box import Box, BoxArray
 from shardckpt.layout.dtypes import castable
+from shardckpt.plan.cuts import cut_at_chunks
 from shardckpt.reading.locate import Request
 
 if TYPE_CHECKING:
@@ -45,6 +46,8 @@ class Landing:
         self.destinations = sink.destinations
         self.buffers: list[Array] = self.destinations or []
         """One buffer per box that the chunks are read into: the leaf's own memory, or what `prepare` provides."""
+        self.memory: Sequence[Array] = getattr(sink, "memory", ()) if self.destinations is None else self.destinations
+        """The leaf's own memory: only to compare addresses, as it may be on a device."""
         self.converts = sink.dtype != tensor.dtype or any(not v.dtype.isnative for v in self.destinations or ())
         """Whether elements are converted on their way into the buffers."""
         lent = sink.buffer_shapes if self.destinations is None and not sink.adopts else []
@@ -59,13 +62,22 @@ class Landing:
     @property
     def view(self) -> list[object]:
         """Addresses, shapes, strides and dtypes of the memory that is filled in place."""
-        return [(v.ctypes.data, v.shape, v.strides, v.dtype) for v in self.destinations or ()]
+        return [(v.ctypes.data, v.shape, v.strides, v.dtype) for v in self.memory]
 
     def prepare(self, lease: Lease, arena: Arena) -> None:
         """Provide buffers in the sink's dtype, unless the leaf has its own memory: memory that the sink keeps, or leased memory."""
         if self.destinations is None:
             memory = arena if self.sink.adopts else lease
             self.buffers = [memory.array(shape, self.sink.dtype.numpy) for shape in self.sink.buffer_shapes]
+
+    def within(self, part: Box) -> Landing | None:
+        """The landing of the elements inside a part of the tensor; None if it needs none of them. Only for sinks that have `within`."""
+        sink: Sink | None = self.sink.within(part)  # type: ignore[attr-defined]
+        if sink is None:
+            return None
+        landing = Landing(self.tensor, sink)
+        landing.names = self.names
+        return landing
 
     def finish(self) -> object:
         """Hand the elements to the sink; return the restored leaf."""
@@ -100,6 +112,29 @@ class RestoreJob:
     def placing_bytes(self) -> int:
         """Additional host bytes while a leaf is placed; one leaf is placed at a time."""
         return max(landing.sink.placing_bytes for landing in self.landings)
+
+    def divided(self, room: int) -> list[RestoreJob]:
+        """The job in parts that need `room` bytes of staging, if all its sinks can be filled in parts; no chunk is read for two parts.
+
+        A part needs more if its chunks do, or if pieces of the tensor divide each other.
+        """
+        if self.staged_bytes <= room or not all(hasattr(landing.sink, "within") for landing in self.landings):
+            return [self]
+        boxes = [landing.boxes for landing in self.landings]
+        start, stop = np.concatenate([b.start for b in boxes]).min(axis=0), np.concatenate([b.stop for b in boxes]).max(axis=0)
+        around = Box(tuple(start.tolist()), tuple(stop.tolist()))
+        parts = cut_at_chunks(around, self.tensor.pieces, lambda part: self._needs(part) <= room)
+        inside = ([found for landing in self.landings if (found := landing.within(part)) is not None] for part in parts)
+        return [RestoreJob(self.tensor, landings) for landings in inside if landings]
+
+    def _needs(self, part: Box) -> int:
+        """Bytes of staging for a part of the tensor."""
+        needed = 0
+        for landing in self.landings:
+            start, stop = np.maximum(landing.boxes.start, part.start), np.minimum(landing.boxes.stop, part.stop)
+            sizes = np.maximum(stop - start, 0).prod(axis=1) * landing.sink.dtype.numpy.itemsize
+            needed += sum(map(round_up, sizes.tolist()))
+        return needed
 
     def request(self) -> Request:
         """A request for all boxes of all landings, so that a chunk that several of them need is read once."""
@@ -146,7 +181,7 @@ def restore_jobs(checkpoint: Checkpoint, places: Iterable[tuple[str, Iterable[tu
 
 def _refuse_shared_memory(jobs: Sequence[RestoreJob]) -> None:
     """Raise if two destinations that are filled in place share memory: several threads write, in no particular order."""
-    extents = [(*byte_bounds(array), array, landing) for job in jobs for landing in job.landings for array in landing.destinations or ()]
+    extents = [(*byte_bounds(array), array, landing) for job in jobs for landing in job.landings for array in landing.memory]
     extents.sort(key=lambda extent: extent[:2])
     open_until: list[tuple[int, Array, Landing]] = []
     for start, stop, array, landing in extents:

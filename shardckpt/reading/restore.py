@@ -3,7 +3,7 @@
 1. Match `like` with the stored tree and check everything: names, kinds, shapes, dtypes (`state.match`, `restore_jobs`). No chunk has
    been read yet.
 2. Each leaf says which distinct boxes of its tensor this process needs. It provides memory to read into, or asks for staging
-   buffers (`frameworks.target`).
+   buffers (`frameworks.target`). Buffers for CUDA devices are pinned, and such tensors are read in parts.
 3. Batch after batch within the memory limit: read the chunks that the boxes touch, each once, straight into place
    or into staging (`Checkpoint.reader`). While one batch is placed on the devices the next one may be read (`read_ahead`).
 4. Rebuild `like`'s containers around the leaves.
@@ -79,7 +79,7 @@ def restore(
 
     Args:
         source: location of the checkpoint, or an open one.
-        like: the destinations. CPU `torch.Tensor`s, Parameters and ndarrays are filled in place and returned as
+        like: the destinations. `torch.Tensor`s and Parameters on CPU and CUDA, and ndarrays are filled in place and returned as
             the same objects; meta tensors give new CPU tensors; torch_xla leaves (even lazy ones), JAX arrays, `jax.ShapeDtypeStruct`s
             and `shardckpt.Target`s give new device tensors with that sharding, built from this process's shards alone.
             None: everything, as numpy arrays in plain containers. A `train_state` puts all values back into its objects.
@@ -280,7 +280,11 @@ def _read_all(
         # In a bucket the requests for a batch begin while the last ones for the batch before are under way.
         read_and_place = partial(_read_in_place, at_once=1 if checkpoint.location.bucket is None else 2, placed=placed)
     else:
-        pool = BufferPool(limit - exchange_bytes(limit) if shared else limit)
+        pin = frameworks.pinning(landing.sink for job in jobs for landing in job.landings)
+        pool = BufferPool(limit - exchange_bytes(limit) if shared else limit, pin)
+        if pin is not None:
+            staged = min(staged, pool.limit // 2)
+            alone = [part for job in alone for part in job.divided(staged)]
         read_and_place = partial(_stage_and_place, pool=pool, staged=staged, placed=placed)
     restored: dict[str, object] = {}
     short = total <= LARGEST_BATCH and not shared and checkpoint.location.local is not None  # waits for no network
@@ -328,10 +332,14 @@ def _stage_and_place(
     arena = Arena()
     # Batches have at most half of the limit each: one batch is placed while the next one is read.
     limits = (pool.limit // 2, LARGEST_BATCH, staged)
+    most = min(staged, sum(job.staged_bytes for job in jobs))
     some = list(batches(jobs, lambda job: (job.staged_bytes + job.placing_bytes, job.nbytes, job.staged_bytes), limits))
 
     def stage(batch: Sequence[RestoreJob]) -> Lease:
-        lease = pool.take(sum(job.staged_bytes for job in batch), beside=sum(job.placing_bytes for job in batch))
+        nbytes = sum(job.staged_bytes for job in batch)
+        if pool.pin is not None:
+            nbytes = max(nbytes, most)  # the same each time, so that no more is pinned
+        lease = pool.take(nbytes, beside=sum(job.placing_bytes for job in batch))
         try:
             for job in batch:
                 for landing in job.landings:

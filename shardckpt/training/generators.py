@@ -12,6 +12,10 @@ among the saving processes
 2. derives all other generators from process 0's state and its own process number, so that no two processes draw the same
    numbers, and a job that is resumed twice draws the same numbers both times. Under SPMD all processes run one program, so
    torch_xla's generator is process 0's.
+
+The first of the states of CUDA devices is the state of the process's current device. The current device gets it back, whatever
+its number is now, and the other devices get the others in ascending order. Devices beyond those that were saved derive theirs from
+the first state.
 """
 
 from __future__ import annotations
@@ -43,7 +47,7 @@ class Generators:
         if (torch := sys.modules.get("torch")) is not None:
             found["torch"] = torch.get_rng_state()
             if torch.cuda.is_available() and torch.cuda.is_initialized():
-                found["cuda"] = torch.cuda.get_rng_state_all()
+                found["cuda_devices"] = [torch.cuda.get_rng_state(device) for device in _cuda_devices(torch)]
         if (xla := _xla()) is not None:
             found["xla"] = xla.get_rng_state()
         return found
@@ -58,8 +62,10 @@ class Generators:
         if torch is not None and "torch" in state:
             torch.set_rng_state(state["torch"])
         if torch is not None and torch.cuda.is_available():
-            for device, of_device in zip(range(torch.cuda.device_count()), state.get("cuda", ()), strict=False):
+            for device, of_device in zip(range(torch.cuda.device_count()), state.get("cuda", ()), strict=False):  # of earlier versions
                 torch.cuda.set_rng_state(of_device, device)
+            if "cuda_devices" in state:
+                _load_cuda(torch, state["cuda_devices"])
         if "xla" in state and (xla := _xla()) is not None:
             xla.set_rng_state(state["xla"])
 
@@ -88,9 +94,30 @@ def _derived(state: Mapping[str, Any], process: int, document: str) -> dict[str,
     if (torch := sys.modules.get("torch")) is not None:
         made["torch"] = torch.Generator("cpu").manual_seed(seed).get_state()
         if torch.cuda.is_available():
-            devices = range(len(state.get("cuda", ())))
-            made["cuda"] = [torch.Generator(f"cuda:{device}").manual_seed(seed + device).get_state() for device in devices]
+            for key in ("cuda", "cuda_devices"):
+                made[key] = [_cuda_state(torch, seed + place) for place in range(len(state.get(key, ())))]
     return {name: value for name, value in made.items() if name in state}
+
+
+def _cuda_devices(torch: Any) -> list[int]:
+    """The numbers of all CUDA devices: the current one, and then the others in ascending order."""
+    current = torch.cuda.current_device() if torch.cuda.is_initialized() else 0
+    return sorted(range(torch.cuda.device_count()), key=lambda device: (device != current, device))
+
+
+def _load_cuda(torch: Any, states: Sequence[Any]) -> None:
+    """Restore the generators of all CUDA devices, in the order of `_cuda_devices`."""
+    devices = _cuda_devices(torch)
+    for device, of_device in zip(devices, states, strict=False):
+        torch.cuda.set_rng_state(of_device, device)
+    for place, device in enumerate(devices[len(states) :]):
+        digest = hashlib.sha256(f"{place} {states[0].tolist()}".encode()).digest()
+        torch.cuda.set_rng_state(_cuda_state(torch, int.from_bytes(digest[:8])), device)
+
+
+def _cuda_state(torch: Any, seed: int) -> Any:
+    """The state of a CUDA generator, of any device, with that seed."""
+    return torch.Generator("cuda").manual_seed(seed % (1 << 64)).get_state()
 
 
 def _xla() -> Any:

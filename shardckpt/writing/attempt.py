@@ -55,7 +55,7 @@ from shardckpt.writing.host import HostWriter
 from shardckpt.writing.save_plan import SavePlan, plan_save, skipped_names
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -96,6 +96,8 @@ class StateShare:
     contents: Contents
     values: bytes | None
     """The file of the values that this process owns by itself; None: there are none."""
+    late: Sequence[str] = ()
+    """The small plain tensors on devices, which `contents` lacks."""
 
 
 class Attempt:
@@ -133,12 +135,15 @@ class Attempt:
             raise error
 
     @collector_paused()
-    def take(self, state: Any, plan: Callable[[Mapping[str, Source], SaveOptions, World], SavePlan] = plan_save) -> StateShare:
+    def take(
+        self, state: Any, plan: Callable[[Mapping[str, Source], SaveOptions, World], SavePlan] = plan_save, *, waits: bool = True
+    ) -> StateShare:
         """Take this process's share of a state. When this returns, everything is copied except the elements of large tensors.
 
         Args:
             state: as in `shardckpt.save`.
             plan: makes the plan, or returns it from a cache.
+            waits: whether to wait for devices to copy small plain tensors; False: they are left to the caller, as `StateShare.late`.
         """
         flat = flatten(plain_state(state), frameworks.is_tensor, frameworks.identity, frameworks.meaning)
         tensors = frameworks.reduce_partial(flat.tensors) if self.options.reduce_partial else flat.tensors
@@ -149,9 +154,10 @@ class Attempt:
             check_base(self.store.location, self._base)
         values = encode_values(flat.per_process) if flat.per_process else {}
         structure, metadata = Structure(flat.tree, planned.tensors), json.loads(json.dumps(self.options.metadata))
-        contents = Contents(structure, small_elements(planned, sources), metadata, _samples(planned, sources))
+        late = [] if waits or not planned.small else [*{*frameworks.names_on_devices(sources)}.intersection(planned.small)]
+        contents = Contents(structure, small_elements(planned, sources, late), metadata, _samples(planned, sources))
         written = {name: source for name, source in sources.items() if name not in self._skipped}
-        return StateShare(planned, written, contents, seal({"values": values}) if values else None)
+        return StateShare(planned, written, contents, seal({"values": values}) if values else None, late)
 
     def write(
         self, contents: Contents, values: bytes | None, fill: Callable[[HostWriter], None], memory: int, *, threads: int = 1
@@ -371,11 +377,12 @@ def stored(array: NDArray[np.generic], tensor: TensorRecord) -> NDArray[np.gener
     return array.view(tensor.dtype.storage) if array.dtype != tensor.dtype.storage else array
 
 
-def small_elements(plan: SavePlan, sources: Mapping[str, Source]) -> dict[str, bytes]:
+def small_elements(plan: SavePlan, sources: Mapping[str, Source], without: Sequence[str] = ()) -> dict[str, bytes]:
     """The elements of small plain tensors, as stored."""
-    fetched = frameworks.fetch([sources[name] for name in plan.small])
+    names = [name for name in plan.small if name not in without] if without else plan.small
+    fetched = frameworks.fetch([sources[name] for name in names])
     found = {}
-    for name, arrays in zip(plan.small, fetched, strict=True):
+    for name, arrays in zip(names, fetched, strict=True):
         found[name] = b"".join(stored(array, plan.tensors[name]).tobytes() for array in arrays)
     return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from typing import Any
 
 from shardckpt import frameworks
@@ -10,7 +11,7 @@ from shardckpt.frameworks.coordination import Coordinator, check_coordinator
 from shardckpt.options import SaveOptions
 from shardckpt.state.flatten import flatten, plain_state
 from shardckpt.writing.attempt import COMMITTER, small_elements
-from shardckpt.writing.save import MOST_COPIES, read
+from shardckpt.writing.save import MOST_COPIES, read_to_host
 from shardckpt.writing.save_plan import plan_save
 
 
@@ -35,9 +36,10 @@ def fingerprint(state: Any, *, coordinator: Coordinator | None = None) -> Finger
     sources = frameworks.sources(flatten(plain_state(state), frameworks.is_tensor, frameworks.identity).tensors, world)
     plan = plan_save(sources, SaveOptions(), world)  # it deals out all elements, so that each is added once
     sums = StateSums(plan.tensors.values())
-    for batch in read(plan, sources, MOST_COPIES):
-        for block, elements, _ in batch:
-            sums.add_box(block.piece, block.box.start, elements)
+    with closing(read_to_host(plan, sources, MOST_COPIES)) as batches:
+        for batch in batches:
+            for block, elements, _ in batch:
+                sums.add_box(block.piece, block.box.start, elements)
     if world.process == COMMITTER:
         for name, data in small_elements(plan, sources).items():
             sums.add_stored(name, data)

@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import sys
 import time
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
 
 from shardckpt import frameworks
 from shardckpt.errors import out_of_memory
 from shardckpt.frameworks.coordination import Coordinator, check_coordinator
+from shardckpt.io.buffers import BufferPool, round_up
 from shardckpt.io.failures import saving_takes_threads
 from shardckpt.io.store import Store
 from shardckpt.io.threads import collector_paused, cores
@@ -26,13 +30,14 @@ from shardckpt.writing.save_handle import SaveReport
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 
-    import numpy as np
     from numpy.typing import NDArray
 
     from shardckpt.format.record import HostRecord
     from shardckpt.frameworks.base import Array, Source
+    from shardckpt.frameworks.cuda import Arrival, DeviceCopies
+    from shardckpt.io.buffers import Lease
     from shardckpt.plan.blocks import Block
     from shardckpt.writing.attempt import StateShare
     from shardckpt.writing.host import HostWriter
@@ -183,11 +188,12 @@ def _write(attempt: Attempt, share: StateShare) -> HostRecord:
     staging, at_a_time = min(MOST_COPIES, quarter), min(_AT_A_TIME, quarter // copies)
 
     def fill(writer: HostWriter) -> None:
-        for batch in read(share.plan, share.sources, staging):
-            writer.put_all(
-                ((block.piece, box, elements[index]) for block, elements, _ in batch for box, index in parts_of(block, at_a_time)),
-                at_a_time,
-            )
+        with closing(read_to_host(share.plan, share.sources, staging)) as batches_on_host:
+            for batch in batches_on_host:
+                writer.put_all(
+                    ((block.piece, box, elements[index]) for block, elements, _ in batch for box, index in parts_of(block, at_a_time)),
+                    at_a_time,
+                )
 
     return attempt.write(share.contents, share.values, fill, 2 * quarter, threads=_writing_threads(share.plan, 2 * quarter // copies))
 
@@ -210,8 +216,14 @@ class BlockElements(NamedTuple):
 
     block: Block
     elements: NDArray[np.generic]
+    """An array; or a `DeviceArray`, as far as tensors are left on their devices."""
     own: bool
     """Whether the elements are in memory that they share with nothing else."""
+
+
+def is_array(elements: object) -> bool:
+    """Whether the elements of a block are in host memory, and not left on their device."""
+    return isinstance(elements, np.ndarray)
 
 
 def are_own(blocks: Sequence[Block], source: Source) -> list[bool]:
@@ -222,7 +234,7 @@ def are_own(blocks: Sequence[Block], source: Source) -> list[bool]:
     return [block.box.size == sizes[block.held] for block in blocks]
 
 
-def read(plan: SavePlan, sources: Mapping[str, Source], room: int, *, most: int = sys.maxsize) -> Iterator[Iterator[BlockElements]]:
+def read(plan: SavePlan, sources: Mapping[str, Source], room: int, *, most: int = sys.maxsize) -> Generator[Iterable[BlockElements]]:
     """All blocks of this process, in batches.
 
     Elements that are not in memory of their own may be views of the tensors. Use them up before you request the next
@@ -237,6 +249,51 @@ def read(plan: SavePlan, sources: Mapping[str, Source], room: int, *, most: int 
     for names in batches(plan.blocks, lambda name: (sources[name].staged_bytes,), (room,)):
         # This frame keeps no reference to the batch: when it is used up, its memory is free for the next one.
         yield _fetched(plan, {name: sources[name] for name in names}, most)
+
+
+def read_to_host(plan: SavePlan, sources: Mapping[str, Source], room: int) -> Generator[Iterable[BlockElements]]:
+    """Like `read`, with all elements in host memory; close it if it is not used up."""
+    left, copies = frameworks.on_devices(sources, overlap=False)
+    return read(plan, sources, room) if copies is None else _arrived(plan, left, copies, room // 2)
+
+
+def _arrived(plan: SavePlan, sources: Mapping[str, Source], copies: DeviceCopies, room: int) -> Generator[Iterable[BlockElements]]:
+    """Like `read`, for tensors some of which are on devices: each batch is copied to pinned memory while the one before is in use.
+
+    Args:
+        plan: as for `read`.
+        sources: as for `read`; elements on devices are left there.
+        copies: copies those.
+        room: bytes of pinned memory of a batch; there are two.
+    """
+    room = max((room, *(round_up(block.chunk_bytes) for blocks in plan.blocks.values() for block in blocks)))
+    pool = BufferPool(2 * room, copies.pin)
+    blocks = chain.from_iterable(read(plan, sources, room, most=room))
+    before: tuple[Lease, Arrival, list[BlockElements]] | None = None
+    try:
+        for batch in batches(blocks, lambda item: (round_up(item.elements.nbytes),), (room,)):
+            lease, landed = pool.take(room), list[BlockElements]()
+            pairs: list[tuple[Array, Any]] = []
+            for block, elements, own in batch:
+                array: Array = elements
+                if not is_array(elements):
+                    array = lease.array(elements.shape, elements.dtype)
+                    pairs.append((array, elements))
+                landed.append(BlockElements(block, array, own))
+            ahead = lease, copies.copy(pairs), landed
+            if before is not None:
+                yield from _landed(*before)
+            before = ahead
+        if before is not None:
+            yield from _landed(*before)
+    finally:
+        copies.drain()
+
+
+def _landed(lease: Lease, arrival: Arrival, batch: list[BlockElements]) -> Iterator[list[BlockElements]]:
+    with lease:
+        arrival.wait()
+        yield batch
 
 
 def _fetched(plan: SavePlan, sources: Mapping[str, Source], most: int) -> Iterator[BlockElements]:

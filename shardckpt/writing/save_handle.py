@@ -35,7 +35,7 @@ class SaveReport:
     planning_s: float
     """Seconds from the call to the first copy: names, layouts, and the assignment of writes."""
     copying_s: float
-    """Seconds for copies from devices, or from the host's own tensors, to the buffers."""
+    """Seconds for copies from devices, or from the host's own tensors, to the buffers. Copies from CUDA devices are only queued."""
     blocked_s: float
     """Seconds of waiting for a buffer."""
     writing_s: float

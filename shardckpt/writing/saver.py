@@ -18,6 +18,7 @@ import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from shardckpt import frameworks
 from shardckpt.errors import CommitError, OptionError, out_of_memory_is_typed
 from shardckpt.excerpt import file_size
 from shardckpt.frameworks.coordination import Coordinator, check_coordinator
@@ -32,7 +33,7 @@ from shardckpt.writing.packed import object_buffers
 from shardckpt.writing.plan_cache import PlanCache
 from shardckpt.writing.save import MOST_COPIES, are_own, read, take_steps
 from shardckpt.writing.save_handle import SaveHandle, SaveProgress, SaveReport
-from shardckpt.writing.staging import Stage, write_chunks
+from shardckpt.writing.staging import LateElements, Stage, late_bytes, write_chunks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -142,6 +143,7 @@ class _Save:
         self._thread: threading.Thread | None = None
         self._began = self._planned = self._copied = began
         self._share: tuple[Contents, bytes | None] | None = None
+        self._late: LateElements | None = None
         self._writer_memory = pool.limit // 4 if attempt.store.location.local is None else 0
         self._tensors = self._nbytes = 0
 
@@ -150,7 +152,7 @@ class _Save:
     def run(self, state: Any, plans: PlanCache) -> None:
         """Plan and copy; the rest continues in the background after the return."""
         try:
-            share = self.attempt.take(state, plans.plan)
+            share = self.attempt.take(state, plans.plan, waits=False)
             self._planned = time.monotonic()
             self._share = share.contents, share.values
             self._tensors, self._nbytes = len(share.plan.tensors), share.plan.nbytes
@@ -170,14 +172,21 @@ class _Save:
 
     def _copy(self, share: StateShare) -> None:
         """Copy all chunks to the stage; the memory for copies of the frameworks and of the writer is counted too."""
-        plan, sources = share.plan, share.sources
+        overlap = self.attempt.options.device_copy == "overlap"
+        plan, (sources, self._stage.copies) = share.plan, frameworks.on_devices(share.sources, overlap=overlap)
+        if self._stage.copies is not None:
+            self.pool.pin_with(self._stage.copies.pin)
         room = min(MOST_COPIES, self.pool.limit // 4)
         largest = max((sources[name].staged_bytes for name in plan.blocks), default=0)
         most = self._stage.fit(
             (pair for name, blocks in plan.blocks.items() for pair in zip(blocks, are_own(blocks, sources[name]), strict=True)),
             fetching=max(room, largest) if largest else 0,
             writing=self._writer_memory,
+            late=late_bytes(share),
+            streams=self._stage.copies is None or not overlap,
         )
+        if self._stage.copies is not None and share.late:
+            self._late = LateElements(share, sources, self._stage.copies, self._stage.late)
         for batch in read(plan, sources, room, most=most):
             self._stage.put(batch)
         self._copied = time.monotonic()
@@ -240,6 +249,8 @@ class _Save:
         assert self._share is not None
         (contents, values), self._share = self._share, None
         try:
+            if self._late is not None:
+                contents, self._late = self._late.added_to(contents), None
             return self.attempt.write(contents, values, self._fill, self._writer_memory)
         except BaseException as e:
             self._stage.fail(e)
@@ -272,6 +283,8 @@ def save_async(
     coordinator: Coordinator | None = None,
 ) -> SaveHandle:
     """Copy this process's data to host buffers, and save it in the background.
+
+    Of CUDA tensors the copies are queued only, and `SaveOptions.device_copy` says how later work is ordered with them.
 
     When this returns the state may change; the checkpoint will have its values at the call. It is not known yet whether the save
     will succeed: `wait()` on the handle returns the report, or raises the error. Buffers, and the plan of the writes, are

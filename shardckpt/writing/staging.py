@@ -11,6 +11,10 @@ and training waits for the copies. The buffer has the size of all blocks that ar
 the pool has no room for all of it, the buffer is smaller and has several parts, the writing thread starts at once, and the
 saving thread waits for free parts: the save streams. Then all blocks are copied.
 
+Blocks of CUDA tensors (`DeviceArray`) are copied by the device: the saving thread only queues their copies, into a buffer of pinned
+memory, and the writing thread waits for their arrival before it reads a part. No part is reused, and the lease is not given back,
+before that.
+
 A save makes one request to the pool for everything that it needs until it is written. So a save waits for other saves only while it
 holds nothing, and a save that has begun to copy waits only for its own writing thread.
 
@@ -22,24 +26,32 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from threading import Condition
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from shardckpt.errors import BudgetError
+from shardckpt.excerpt import file_size
+from shardckpt.frameworks import fetch
 from shardckpt.io.buffers import round_up
 from shardckpt.io.copying import copy_all
 from shardckpt.plan.blocks import parts_of
 from shardckpt.writing.host import portions
+from shardckpt.writing.save import is_array
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from numpy.typing import NDArray
 
+    from shardckpt.format.record import Contents
+    from shardckpt.frameworks.base import Source
+    from shardckpt.frameworks.cuda import Arrival, DeviceCopies
     from shardckpt.io.buffers import BufferPool, Lease
     from shardckpt.plan.blocks import Block
+    from shardckpt.writing.attempt import StateShare
     from shardckpt.writing.host import HostWriter
     from shardckpt.writing.save import BlockElements
 
@@ -67,6 +79,35 @@ class _Part:
     used: int = 0
     """Bytes of the memory that are in use."""
     blocks: list[tuple[Block, NDArray[np.generic]]] = field(default_factory=list)
+    arrivals: list[Arrival] = field(default_factory=list)
+    """The copies from devices that must arrive before the memory is read or reused."""
+
+
+def late_bytes(share: StateShare) -> int:
+    """Bytes of memory for `LateElements`."""
+    return sum(round_up(share.plan.tensors[name].nbytes) for name in share.late)
+
+
+class LateElements:
+    """Small tensors on devices, on their way to the contents of a save."""
+
+    def __init__(self, share: StateShare, sources: Mapping[str, Source], copies: DeviceCopies, memory: NDArray[np.uint8]) -> None:
+        """Queue their copies to `memory`."""
+        self._order = share.plan.small
+        self._arrays: dict[str, NDArray[np.generic]] = {}
+        pairs = []
+        for name in share.late:
+            tensor = share.plan.tensors[name]
+            array, memory = memory[: tensor.nbytes].view(tensor.dtype.storage).reshape(tensor.shape), memory[round_up(tensor.nbytes) :]
+            self._arrays[name] = array
+            pairs += [(array, elements) for elements in fetch([sources[name]])[0]]  # none of a tensor without elements
+        self._arrival = copies.copy(pairs)
+
+    def added_to(self, contents: Contents) -> Contents:
+        """The contents with these tensors, as soon as they have arrived."""
+        self._arrival.wait()
+        small = {**contents.small, **{name: array.tobytes() for name, array in self._arrays.items()}}
+        return replace(contents, small={name: small[name] for name in self._order})
 
 
 class Stage:
@@ -85,6 +126,10 @@ class Stage:
         """Seconds that the thread that saves has waited for the pool, or for a free part."""
         self.started = False
         """Whether the writing thread was started."""
+        self.copies: DeviceCopies | None = None
+        """Copies elements that are on devices; None: none are."""
+        self.late: NDArray[np.uint8] = np.empty(0, np.uint8)
+        """Leased memory for the `late` bytes of `fit`; valid until both sides have left."""
         self._pool = pool
         self._start = start
         self._lease: Lease | None = None
@@ -102,34 +147,53 @@ class Stage:
 
     # --- the thread that saves
 
-    def fit(self, blocks: Iterable[tuple[Block, bool]], *, fetching: int = 0, writing: int = 0) -> int:
+    def fit(self, blocks: Iterable[tuple[Block, bool]], *, fetching: int = 0, writing: int = 0, late: int = 0, streams: bool = True) -> int:
         """Lease everything that the save needs from the pool; wait until that is possible.
 
         Args:
             blocks: all blocks of the save, and whether each has memory of its own.
             fetching: bytes that frameworks allocate at a time, until everything is copied.
             writing: bytes that the writing thread allocates, until everything is written.
+            late: bytes of memory for other elements, which the writing thread reads: `late`.
+            streams: whether a buffer that is smaller than the blocks will do.
 
         Returns:
             Most bytes of a block.
+
+        Raises:
+            BudgetError: the limit is too small for all blocks, and `streams` is not set; or too much memory to pin.
         """
         wanted = [*blocks]
         copied = sum(round_up(block.nbytes) for block, own in wanted if not own)
+        late = round_up(late)
         beside = fetching + writing
         kept = sum(block.nbytes for block, own in wanted if own)
         self._fetching = fetching
-        if copied + kept + beside <= self._pool.limit:
-            self._lease = self._pool.take_at_once(copied, beside=kept + beside)
+        needed = late + copied + kept + beside
+        if needed <= self._pool.limit:
+            self._lease = self._pool.take_at_once(late + copied, beside=kept + beside)
+        if self._lease is None and not streams:
+            if needed > self._pool.limit:
+                raise BudgetError(
+                    f'SaveOptions(device_copy="overlap"): this process copies {needed:,} bytes to host memory at once, and '
+                    f'memory_limit={file_size(self._pool.limit)}; raise memory_limit, or use "wait".'
+                )
+            began = time.monotonic()
+            self._lease = self._pool.take(late + copied, beside=kept + beside)
+            self.blocked += time.monotonic() - began
         if self._lease is not None:
+            self.late = self._lease.array((late,), np.uint8).view(np.uint8)
             self._free.append(self._lease.array((copied,), np.uint8))
             return sys.maxsize
         chunk = max((round_up(block.chunk_bytes) for block, _ in wanted), default=0)
         least = max(chunk, (self._pool.limit - beside) // _LEAST_PARTS)
         began = time.monotonic()
-        self._lease = self._pool.take(least, most=sum(round_up(block.nbytes) for block, _ in wanted), beside=beside)
+        self._lease = self._pool.take(late + least, most=late + sum(round_up(block.nbytes) for block, _ in wanted), beside=beside)
         self.blocked += time.monotonic() - began
-        size = max(chunk, round_up(min(_BUFFER_BYTES, self._lease.nbytes // _LEAST_PARTS)))
-        self._free.extend(self._lease.array((size,), np.uint8) for _ in range(self._lease.nbytes // size))
+        self.late = self._lease.array((late,), np.uint8).view(np.uint8)
+        room = self._lease.nbytes - late
+        size = max(chunk, round_up(min(_BUFFER_BYTES, room // _LEAST_PARTS)))
+        self._free.extend(self._lease.array((size,), np.uint8) for _ in range(room // size))
         self.streamed = True
         self._start_writing()
         return size
@@ -145,7 +209,7 @@ class Stage:
             keep = own and not self.streamed
             room = 0 if keep else round_up(elements.nbytes)
             if self._filling is None or self._filling.memory.nbytes - self._filling.used < room:
-                copy_all(copies)
+                self._copy(copies)
                 copies = []
                 self._hand_over()
                 self._filling = _Part(self._free_memory())
@@ -157,11 +221,21 @@ class Stage:
             copy = self._filling.memory[begin : begin + elements.nbytes].view(elements.dtype).reshape(elements.shape)
             self._filling.blocks.append((block, copy))
             copies.append((copy, elements))
+        self._copy(copies)
+
+    def _copy(self, copies: list[tuple[NDArray[np.generic], NDArray[np.generic]]]) -> None:
+        """Copy elements to the part that is being filled, or queue their copies."""
+        if self.copies is not None and copies:
+            assert self._filling is not None
+            self._filling.arrivals.append(self.copies.copy(pair for pair in copies if not is_array(pair[1])))
+            copies = [pair for pair in copies if is_array(pair[1])]
         copy_all(copies)
 
     def close(self) -> None:
-        """Finish the copying side: everything is copied."""
+        """Finish the copying side: everything is copied, or its copy is queued."""
         assert self._lease is not None
+        if self.copies is not None:
+            self.copies.end()
         self._lease.release(self._fetching)
         self._hand_over()
         with self._changed:
@@ -208,8 +282,13 @@ class Stage:
 
         Raises:
             BaseException: the error of the saving thread.
+            CommitError: a tensor on a device was changed while it was copied.
         """
         while (part := self._next()) is not None:
+            for arrival in part.arrivals:
+                arrival.wait()
+            if self.copies is not None and not self.streamed:  # all are in this part
+                self.copies.check()
             try:
                 yield part.blocks
             finally:
@@ -217,6 +296,8 @@ class Stage:
                 with self._changed:
                     self._free.append(part.memory)
                     self._changed.notify_all()
+        if self.copies is not None:
+            self.copies.check()
 
     def end(self) -> None:
         """Finish the writing side: everything is written, or a side has failed."""
@@ -247,4 +328,5 @@ class Stage:
             if not self._sides:
                 lease, self._lease = self._lease, None
         if lease is not None:
-            lease.give_back(keep=not self._interrupted)
+            arrived = self.copies is None or self.copies.drain()
+            lease.give_back(keep=arrived and not self._interrupted)

@@ -119,3 +119,104 @@ def test_a_program_without_some_framework_puts_back_what_it_has():
     Generators().load_state_dict(state)
     assert torch.equal(torch.get_rng_state(), before)
     assert drawn()[:4] == followed[:4]
+
+
+# --- CUDA, of which only the generators are imitated: one state per device
+
+
+class Cuda:
+    """`torch.cuda`, with so many devices."""
+
+    def __init__(self, devices, current=0):
+        self.states = [torch.Generator().manual_seed(100 + device).get_state() for device in range(devices)]
+        self.current = current
+
+    def is_available(self):
+        return bool(self.states)
+
+    is_initialized = is_available
+
+    def device_count(self):
+        return len(self.states)
+
+    def current_device(self):
+        return self.current
+
+    def get_rng_state(self, device):
+        return self.states[device].clone()
+
+    def set_rng_state(self, state, device):
+        self.states[device] = state.clone()
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    """Makes the devices that the program has from then on."""
+    generator = torch.Generator
+    monkeypatch.setattr(torch, "Generator", lambda _device="cpu": generator("cpu"))
+
+    def use(devices, current=0):
+        monkeypatch.setattr(torch, "cuda", Cuda(devices, current))
+        return torch.cuda
+
+    return use
+
+
+def numbered(cuda):
+    return [state.tolist() for state in cuda.states]
+
+
+@pytest.mark.parametrize("current", [0, 2])
+def test_each_cuda_device_gets_its_state_back(tmp_path, cuda, current):
+    before = numbered(cuda(4, current))
+    shardckpt.save(tmp_path / "c", shardckpt.train_state())
+    torch.cuda.states = torch.cuda.states[::-1]
+    shardckpt.restore(tmp_path / "c", shardckpt.train_state())
+    assert numbered(torch.cuda) == before
+
+
+@pytest.mark.parametrize(("saved", "now", "current", "then"), [(4, 1, 3, 0), (1, 4, 0, 2), (8, 4, 5, 1), (2, 3, 1, 0)])
+def test_the_current_cuda_device_draws_on_with_another_number_and_other_devices(tmp_path, cuda, saved, now, current, then):
+    before = numbered(cuda(saved, current))
+    shardckpt.save(tmp_path / "c", shardckpt.train_state())
+    resumed = []
+    for _ in range(2):
+        shardckpt.restore(tmp_path / "c", shardckpt.train_state())
+        cuda(now, then)
+        shardckpt.restore(tmp_path / "c", shardckpt.train_state())
+        resumed.append(numbered(torch.cuda))
+    assert resumed[0] == resumed[1]
+    assert resumed[0][then] == before[current]
+    assert len({str(state) for state in resumed[0]}) == now
+
+
+def test_a_process_without_a_counterpart_derives_the_states_of_its_cuda_devices(cuda):
+    cuda(2)
+    states = of_two_processes()
+    torch.cuda.states.reverse()
+    states[1] = Generators().state_dict()
+    streams = []
+    for process in (2, 3):
+        Generators().load_state_dict(inherited(states, process))
+        streams += numbered(torch.cuda)
+    assert len({str(state) for state in streams}) == 4
+    states[1]["cuda_devices"] = states[0]["cuda_devices"]
+    Generators().load_state_dict(inherited(states, 2))
+    assert numbered(torch.cuda) == [state.tolist() for state in states[0]["cuda_devices"]]
+
+
+def test_cuda_states_of_earlier_versions_go_by_the_number_of_the_device(cuda):
+    cuda(2, 1)
+    state = Generators().state_dict()
+    state["cuda"] = state.pop("cuda_devices")
+    Generators().load_state_dict(state)
+    assert numbered(torch.cuda) == [of_device.tolist() for of_device in state["cuda"]]
+
+
+def test_a_program_that_has_no_cuda_restores_what_one_with_cuda_has_saved(tmp_path, cuda):
+    cuda(2)
+    shardckpt.save(tmp_path / "c", shardckpt.train_state(step=4))
+    cuda(0)
+    state = shardckpt.train_state(step=0)
+    shardckpt.restore(tmp_path / "c", state)
+    assert state.step == 4

@@ -9,6 +9,7 @@
     python -m tools.bench --resume FILE          what the file, of a run that was cut or had failures, lacks
     python -m tools.bench --again FILE --group jax --operation save         those once more, in place of what the file has
     python -m tools.bench --from FILE --write    no run: the page of an earlier one
+    python -m tools.bench --cuda                 on a GPU, instead of all that: tools/bench/on_cuda.py
 
 What was measured is in a file at any time (`--json`). `tools/bench/plan.py` says what is measured on tmpfs (/dev/shm), on a disk, and in
 buckets of an emulator of Cloud Storage, near, over TLS, and some way off.
@@ -61,7 +62,13 @@ def main() -> int:
     parser.add_argument("--write", action="store_true", help="write performance.md, its figures and its chart")
     parser.add_argument("--docs", type=Path, default=DOCS, metavar="DIR", help="where --write does; by default docs/")
     parser.add_argument("--compare", type=Path, metavar="FILE", help="figures of an earlier run")
+    parser.add_argument("--cuda", action="store_true", help="measure on a GPU, and nothing else; with --json its figures go to that file")
+    parser.add_argument("--gigabytes", type=float, default=10.0, metavar="N", help="of the state on the GPU; by default 10")
     asked = parser.parse_args()
+    if asked.cuda:
+        from tools.bench import on_cuda
+
+        return on_cuda.measure(asked.gigabytes, Path("cuda.json") if asked.json == Path("bench.json") else asked.json)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that a run that is cut removes its files from memory
     try:
         earlier = None if asked.compare is None else read(asked.compare)  # before --write replaces it

@@ -111,6 +111,7 @@ def _how(found: dict[str, Any]) -> Iterator[str]:
         f"backwards, and one that does not count comes first. Told are medians of {LEAST_ROUNDS} to {max(line.rounds for line in PLAN)} "
         "rounds. Files that are read were written just before, and lie in the kernel's cache. `tools/bench/measure.py` has the "
         "rules, and [performance.json](performance.json) all figures.\n\n"
+        "No figure is of a GPU: CUDA tensors have not been measured ([cuda.md](cuda.md)).\n\n"
         "Absolute figures are this machine's; compare ratios. `python -m tools.bench --compare docs/performance.json` measures "
         "again and names those that got worse.\n"
     )

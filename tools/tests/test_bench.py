@@ -284,3 +284,16 @@ def test_no_round_begins_when_the_time_is_over_and_three_are_made(monkeypatch):
     (found,) = measure.in_turn("group", [subject], "save", 9)
     assert len(found.seconds) == measure.LEAST_ROUNDS
     assert len(ran) == 1 + measure.LEAST_ROUNDS
+
+
+@pytest.mark.filterwarnings("ignore")  # of DCP
+def test_the_bench_of_a_gpu_measures_everything_in_its_file(tmp_path, monkeypatch, capsys):
+    """On the CPU: what is timed is real, and none of it says anything about a GPU."""
+    from tools.bench import on_cuda
+
+    monkeypatch.setattr(on_cuda, "ROUNDS", 2)
+    monkeypatch.setattr(on_cuda, "_ROWS", 64)
+    assert on_cuda.measure(1e-4, tmp_path / "cuda.json", "cpu") == 0, capsys.readouterr().out
+    found = json.loads((tmp_path / "cuda.json").read_text())
+    assert {key.partition(":")[0] for key in found} >= {"wait", "overlap", "restore in place", "DCP", "safetensors"}
+    assert found["bytes"] == 6 * 64 * 65 * 4

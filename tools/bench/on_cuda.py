@@ -1,0 +1,256 @@
+"""`python -m tools.bench --cuda`: shardckpt and its peers on one GPU, in one run.
+
+Nothing but torch and shardckpt is needed; safetensors is measured where it is installed. Files are in /dev/shm, so reads come from memory.
+Times of copies and steps are those of CUDA events; the blocking time of a call is wall-clock time. All figures are of this run.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+import shardckpt
+from shardckpt import SaveOptions
+from shardckpt.writing.saver import Saver
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+GB = 1e9
+ROUNDS = 5
+_ROWS = 4096
+
+
+class Bench:
+    """A state on the device, files for it, and what was measured."""
+
+    def __init__(self, nbytes: int, directory: Path, device: str = "cuda") -> None:
+        """Make the state: matrices of 64 MiB, and a vector for each."""
+        self.device, self.directory = torch.device(device), directory
+        count = max(1, nbytes // (_ROWS * _ROWS * 4))
+        self.state = {f"layers.{i}.weight": torch.randn(_ROWS, _ROWS, device=device) for i in range(count)}
+        self.state |= {f"layers.{i}.norm": torch.randn(_ROWS, device=device) for i in range(count)}
+        self.nbytes = sum(tensor.nbytes for tensor in self.state.values())
+        self.limit = self.nbytes + (256 << 20)
+        self.found: dict[str, Any] = {"bytes": self.nbytes}
+        self.optimizer = torch.optim.SGD([torch.nn.Parameter(tensor) for tensor in self.state.values()], lr=0.0)
+        self.a, self.b = (torch.randn(8192 if self.on_cuda else 256, 8192 if self.on_cuda else 256, device=device) for _ in range(2))
+
+    @property
+    def on_cuda(self) -> bool:
+        """Whether it is a GPU; tests of this program have none."""
+        return self.device.type == "cuda"
+
+    def wait(self) -> None:
+        """Wait for the device."""
+        if self.on_cuda:
+            torch.cuda.synchronize()
+
+    def timed(self, do: Callable[[], Any]) -> tuple[float, float, Any]:
+        """Seconds until a call returns, seconds until the current stream has gone through it, and what it returned."""
+        self.wait()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2)) if self.on_cuda else (None, None)
+        if begin is not None:
+            begin.record()
+        began = time.perf_counter()
+        result = do()
+        returned = time.perf_counter() - began
+        if begin is None or end is None:
+            return returned, returned, result
+        end.record()
+        self.wait()
+        return returned, begin.elapsed_time(end) / 1e3, result
+
+    def tell(self, key: str, value: float, unit: str, note: str = "") -> None:
+        """Note a figure and print it."""
+        self.found[key] = value
+        print(f"{key:58}{value:10.3f} {unit:6}{note}", flush=True)
+
+    # --- floors
+
+    def floors(self) -> None:
+        """Plain pinned copies of the same bytes, and plain reads of them."""
+        largest = max(self.state.values(), key=torch.numel)
+        host = torch.empty(largest.shape, pin_memory=self.on_cuda)
+        count = self.nbytes // largest.nbytes
+
+        def down() -> None:
+            for _ in range(count):
+                host.copy_(largest, non_blocking=True)
+
+        def up() -> None:
+            for _ in range(count):
+                largest.copy_(host, non_blocking=True)
+
+        for key, copy in (("pinned copy, device to host", down), ("pinned copy, host to device", up)):
+            seconds = min(self.timed(copy)[1] for _ in range(ROUNDS))
+            self.tell(key, count * largest.nbytes / seconds / GB, "GB/s")
+        path = self.directory / "plain"
+        path.write_bytes(bytes(largest.nbytes))
+        buffer = np.empty(largest.nbytes, np.uint8)
+        buffer[:] = 0
+        seconds = []
+        for _ in range(ROUNDS):
+            began = time.perf_counter()
+            with path.open("rb", buffering=0) as file:
+                os.readv(file.fileno(), [buffer.data])
+            seconds.append(time.perf_counter() - began)
+        self.tell("readv, one thread, from page cache", largest.nbytes / min(seconds) / GB, "GB/s")
+        path.unlink()
+
+    # --- saves
+
+    def step(self) -> None:
+        """Work of a training step: multiplications, and an update."""
+        for _ in range(20):
+            torch.mm(self.a, self.b)
+        self.optimizer.step()
+
+    def saves(self) -> None:
+        """Blocking time, copies, and the step after a save, for both modes."""
+        alone = statistics.median(self.timed(self.step)[1] for _ in range(3 * ROUNDS))
+        self.tell("a step without a save", alone * 1e3, "ms")
+        for mode in ("wait", "overlap"):
+            saver, options = Saver(memory_limit=self.limit), SaveOptions(device_copy=mode, overwrite=True)
+            returned, copied, after = [], [], []
+
+            def save(saver: Saver = saver, options: SaveOptions = options) -> Any:
+                return saver.begin(self.directory / "ours", self.state, options)
+
+            for number in range(ROUNDS + 1):
+                seconds, on_stream, handle = self.timed(save)
+                if number == 0:
+                    self.tell(f"{mode}: blocking time, pool cold", seconds * 1e3, "ms")
+                    handle.wait()
+                    continue
+                returned.append(seconds)
+                copied.append(on_stream)
+                handle.wait()
+                _, seconds, handle = self.timed(lambda save=save: (save(), self.step())[0])
+                after.append(seconds)
+                handle.wait()
+            self.tell(f"{mode}: blocking time, pool warm", statistics.median(returned) * 1e3, "ms", "target 50")
+            if mode == "wait":  # the current stream goes on after the copies
+                self.tell("wait: device to host", self.nbytes / statistics.median(copied) / GB, "GB/s", "target 0.85 of the pinned copy")
+            self.tell(
+                f"{mode}: a save and the step after it, against a step", statistics.median(after) / alone, "×", "target 1.05 (overlap)"
+            )
+            saver.close()
+        self.overlap()
+
+    def overlap(self) -> None:
+        """When copies and multiplications begin and end, by events: whether they overlap."""
+        if not self.on_cuda:
+            return
+        saver = Saver(memory_limit=self.limit)
+        options = SaveOptions(device_copy="overlap", overwrite=True)
+        saver.begin(self.directory / "ours", self.state, options).wait()
+        from shardckpt.frameworks import cuda_runtime
+
+        side = cuda_runtime.runtime.side_stream(self.device if self.device.index is not None else torch.device("cuda", 0))
+        marks = {name: torch.cuda.Event(enable_timing=True) for name in ("begin", "computed", "copied")}
+        self.wait()
+        marks["begin"].record()
+        handle = saver.begin(self.directory / "ours", self.state, options)
+        for _ in range(20):
+            torch.mm(self.a, self.b)
+        marks["computed"].record()
+        marks["copied"].record(side)
+        self.wait()
+        handle.wait()
+        saver.close()
+        for name in ("computed", "copied"):
+            self.tell(f"overlap: {name} after the save began", marks["begin"].elapsed_time(marks[name]), "ms")
+
+    # --- restores
+
+    def restores(self) -> None:
+        """Onto the tensors that are there."""
+        shardckpt.save(self.directory / "kept", self.state, options=SaveOptions(overwrite=True))
+        seconds = [self.timed(lambda: shardckpt.restore(self.directory / "kept", dict(self.state)))[0] for _ in range(ROUNDS)]
+        self.tell("restore in place", self.nbytes / statistics.median(seconds) / GB, "GB/s", "target 0.8 of the slower of readv and copy")
+        shutil.rmtree(self.directory / "kept")
+        shutil.rmtree(self.directory / "ours", ignore_errors=True)
+
+    # --- peers
+
+    def dcp(self) -> None:
+        """torch.distributed.checkpoint: its asynchronous save with pinned memory, and its load."""
+        import torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+        path = self.directory / "dcp"
+        stager = DefaultStager(StagingOptions(use_pinned_memory=self.on_cuda, use_async_staging=False, use_non_blocking_copy=self.on_cuda))
+        returned = []
+        for number in range(ROUNDS):
+            writer = dcp.FileSystemWriter(path, overwrite=True, sync_files=False, thread_count=4)
+            seconds, _, future = self.timed(
+                lambda writer=writer: dcp.async_save(dict(self.state), storage_writer=writer, no_dist=True, async_stager=stager)
+            )
+            getattr(future, "upload_completion", future).result()
+            if number:
+                returned.append(seconds)
+        self.tell("DCP: blocking time, pinned, warm", statistics.median(returned) * 1e3, "ms")
+        seconds = [self.timed(lambda: dcp.load(dict(self.state), checkpoint_id=path, no_dist=True))[0] for _ in range(ROUNDS)]
+        self.tell("DCP: load", self.nbytes / statistics.median(seconds) / GB, "GB/s")
+        shutil.rmtree(path)
+
+    def safetensors(self) -> None:
+        """safetensors: its own loading to the device."""
+        if find_spec("safetensors") is None:
+            print("safetensors is not installed")
+            return
+        from safetensors.torch import load_file, save_file
+
+        path = self.directory / "one.safetensors"
+        save_file({name: tensor.cpu() for name, tensor in self.state.items()}, path)
+        seconds = []
+        for _ in range(ROUNDS):
+            taken, _, loaded = self.timed(lambda: load_file(path, device=str(self.device)))
+            seconds.append(taken)
+            del loaded
+        self.tell("safetensors: load_file to the device", self.nbytes / statistics.median(seconds) / GB, "GB/s")
+        path.unlink()
+
+
+def measure(gigabytes: float, written: Path | None, device: str = "cuda") -> int:
+    """Measure everything; 1 if there is no GPU, or a part failed.
+
+    Args:
+        gigabytes: 10⁹ bytes of the state.
+        written: a file for the figures, as JSON; None: none is written.
+        device: where the state is.
+    """
+    if device == "cuda" and not torch.cuda.is_available():
+        print("torch finds no GPU here; nothing was measured")
+        return 1
+    if device == "cuda":
+        print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, CUDA {torch.version.cuda}")
+    shared = Path("/dev/shm")
+    directory = Path(tempfile.mkdtemp(dir=shared if shared.is_dir() else None))
+    failed = 0
+    try:
+        bench = Bench(int(gigabytes * GB), directory, device)
+        for part in (bench.floors, bench.saves, bench.restores, bench.dcp, bench.safetensors):
+            try:
+                part()
+            except Exception as e:  # noqa: BLE001 - the other parts are measured all the same
+                failed = 1
+                print(f"{part.__name__} FAILED: {type(e).__name__}: {e}", flush=True)
+            gc.collect()
+        if written is not None:
+            written.write_text(json.dumps(bench.found, indent=1) + "\n")
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+    return failed
