@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from shlex import quote
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shardckpt.cli.duration import duration_text
 from shardckpt.cli.opening import suggesting_import
 from shardckpt.cli.screen import Cell, Screen, write_json
-from shardckpt.cli.text import count, visible
-from shardckpt.excerpt import file_size, shortened
+from shardckpt.excerpt import count, duration_text, file_size, shortened, visible
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -34,36 +32,12 @@ def ls(
     with suggesting_import(root):
         entries = catalog(root, everything=everything)
     if as_json:
-        write_json({"checkpoints": [_document(entry) for entry in entries]})
+        write_json({"checkpoints": [entry.to_json() for entry in entries]})
     elif entries:
         screen = Screen()
         screen.show(_lines(screen, entries, root))
     else:
         typer.echo(f"no checkpoints directly below {root!r}" + ("" if everything else "; --all shows unfinished saves"), err=True)
-
-
-def _document(entry: CatalogEntry) -> dict[str, Any]:
-    return {
-        "name": entry.name,
-        "url": str(entry.location),
-        "state": entry.state,
-        "step": entry.step,
-        "attempt": entry.attempt,
-        "created": entry.created,
-        "layout": entry.layout,
-        "tensors": entry.tensors,
-        "bytes": entry.nbytes,
-        "stored_bytes": entry.stored_bytes,
-        "metrics": dict(entry.metrics),
-        "reason": entry.reason,
-        "finished": entry.finished,
-        "hosts": entry.hosts,
-        "committable": entry.committable,
-        "pinned": entry.pinned,
-        "superseded": entry.superseded,
-        "bases": list(entry.bases),
-        "idle": entry.idle,
-    }
 
 
 def _lines(screen: Screen, entries: list[CatalogEntry], root: str) -> Iterator[str]:

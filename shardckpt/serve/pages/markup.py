@@ -5,7 +5,7 @@ from __future__ import annotations
 from html import escape
 from typing import TYPE_CHECKING, TypeAlias
 
-from shardckpt.cli.text import visible
+from shardckpt.excerpt import visible
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -16,12 +16,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shardckpt._version import __version__
-from shardckpt.cli.layouts import spec_text
-from shardckpt.cli.plan.page.figures import LEVELS, balance, heat_map, ribbons, tile_grid
-from shardckpt.cli.plan.page.markup import Html, data, el
-from shardckpt.cli.plan.words import assumptions, factor, hosts_text, notice_text, rate_text, route, span_text, verdict
-from shardckpt.cli.text import count, shape_text
-from shardckpt.excerpt import file_size
+from shardckpt.excerpt import count, file_size, shape_text
+from shardckpt.layout.text import spec_text
+from shardckpt.reshard.forecast.words import assumptions, factor, hosts_text, notice_text, rate_text, route, span_text, verdict
+from shardckpt.serve.pages.figures import LEVELS, balance, heat_map, ribbons, tile_grid
+from shardckpt.serve.pages.markup import Html, data, el
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -41,7 +40,7 @@ def page(found: Forecast, doc: dict[str, Any]) -> str:
         found: the plan, for its layouts.
         doc: its document (`reshard.forecast.document`), for all numbers.
     """
-    style, script = (Html(resources.files(__package__).joinpath(f"page.{kind}").read_text("utf-8")) for kind in ("css", "js"))
+    style, script = (Html(resources.files(__package__).joinpath(f"plan.{kind}").read_text("utf-8")) for kind in ("css", "js"))
     policy = f"default-src 'none'; style-src 'sha256-{_digest(style)}'; script-src 'sha256-{_digest(script)}'; base-uri 'none'"
     head = [
         el("meta", charset="utf-8"),
