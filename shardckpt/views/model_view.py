@@ -15,10 +15,13 @@ from typing import TYPE_CHECKING
 
 from shardckpt.convert.export_options import SafetensorsOptions
 from shardckpt.convert.formats.safetensors.header import LENGTH_BYTES
+from shardckpt.convert.formats.safetensors.layout import lay_out
 from shardckpt.convert.formats.safetensors.model_files import plan_model_files
 from shardckpt.convert.naming.choose import NameOptions
+from shardckpt.convert.streaming.outputs import OutputTensor
 from shardckpt.errors import NotFoundError, OptionError
 from shardckpt.excerpt import few
+from shardckpt.plan.views import View
 from shardckpt.reading.checkpoint import Checkpoint
 from shardckpt.reading.lazy_array import LazyArray
 from shardckpt.views.elements import CACHE_BYTES, OutputReader
@@ -32,8 +35,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from shardckpt.convert.formats.safetensors.layout import SafetensorsFile
-    from shardckpt.convert.streaming.outputs import OutputTensor
     from shardckpt.layout.box import Box
+    from shardckpt.layout.dtypes import DType
 
 
 class ModelView:
@@ -225,6 +228,15 @@ class VirtualFile(io.RawIOBase):
     def _check_open(self) -> None:
         if self.closed:
             raise ValueError("I/O operation on closed file.")
+
+
+def header_of(name: str, shape: tuple[int, ...], dtype: DType) -> bytes:
+    """The header of a file that holds one tensor.
+
+    Raises:
+        DtypeError: the format lacks the dtype. NamesMismatchError: it cannot hold the name.
+    """
+    return lay_out([OutputTensor(name, shape, dtype, (View.whole(name, shape),))]).header
 
 
 def _options(options: Mapping[str, Any]) -> SafetensorsOptions:

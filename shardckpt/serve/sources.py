@@ -1,0 +1,155 @@
+"""Bytes that are read when they are sent: ranges, validators and streaming (RFC 9110), whatever the bytes come from.
+
+A response reads one block while the one before it is sent, and holds no more than these two, however slow its client is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+from anyio import to_thread
+
+from shardckpt.serve.problems import problem
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from starlette.types import Receive, Scope, Send
+
+_BLOCK, _SMALL_BLOCK = 1 << 20, 1 << 18
+_MANY = 64
+"""Streams from which on each has small blocks."""
+_RANGE = re.compile(r"bytes=(?:(\d{1,18})-(\d{1,18})?|-(\d{1,18}))", re.ASCII)
+_streams = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ByteSource:
+    """Bytes of a known number."""
+
+    size: int
+    etag: str
+    """Strong: differs for other bytes; without quotes."""
+    read_into: Callable[[int, memoryview], object]
+    """Fills memory with the bytes from an offset on; called on other threads, one call at a time."""
+    media_type: str = "application/octet-stream"
+    headers: Mapping[str, str] = field(default_factory=dict)
+    whole: bool = False
+    """Whether it is read with one call, and has no ranges."""
+
+
+def of_bytes(data: bytes, etag: str, media_type: str, headers: Mapping[str, str] | None = None) -> ByteSource:
+    """Bytes in memory."""
+
+    def read_into(offset: int, into: memoryview) -> None:
+        into[:] = data[offset : offset + len(into)]
+
+    return ByteSource(len(data), etag, read_into, media_type, headers or {})
+
+
+class SourceResponse:
+    """The response to a GET or HEAD request for bytes."""
+
+    def __init__(self, source: ByteSource) -> None:
+        """Send nothing yet."""
+        self._source = source
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request."""
+        source = self._source
+        asked = {name: value.decode("latin-1") for name, value in scope["headers"] if name in (b"range", b"if-range", b"if-none-match")}
+        headers = {
+            "etag": f'"{source.etag}"',
+            "content-type": source.media_type,
+            "cache-control": "private, no-cache",
+            **({} if source.whole else {"accept-ranges": "bytes"}),
+            **source.headers,
+        }
+        if _matches(asked.get(b"if-none-match"), source.etag):
+            await _start(send, 304, headers)
+            await send({"type": "http.response.body"})
+            return
+        status, begin, end = 200, 0, source.size
+        condition = asked.get(b"if-range")
+        if b"range" in asked and not source.whole and (condition is None or condition == headers["etag"]):
+            span = _span(asked[b"range"], source.size)
+            if span == (0, 0):
+                refused = problem(416, "range", f"there are {source.size} bytes.", {"Content-Range": f"bytes */{source.size}"})
+                await refused(scope, receive, send)
+                return
+            if span is not None:
+                status, (begin, end) = 206, span
+                headers["content-range"] = f"bytes {begin}-{end - 1}/{source.size}"
+        headers["content-length"] = str(end - begin)
+        if scope["method"] == "HEAD" or begin == end:
+            await _start(send, status, headers)
+            await send({"type": "http.response.body"})
+            return
+        gone = asyncio.create_task(_until_gone(receive))
+        try:
+            await self._stream(send, gone, status, headers, begin, end)
+        finally:
+            gone.cancel()
+
+    async def _stream(self, send: Send, gone: asyncio.Task[None], status: int, headers: Mapping[str, str], begin: int, end: int) -> None:
+        global _streams  # noqa: PLW0603  (of this process)
+        _streams += 1
+        block = end - begin if self._source.whole else _BLOCK if _streams < _MANY else _SMALL_BLOCK
+        ahead: asyncio.Task[memoryview] | None = None
+        try:
+            data = await self._read(begin, min(end, begin + block))  # its errors come before the status is sent
+            await _start(send, status, headers)
+            at = begin
+            while not gone.done():
+                at += len(data)
+                if at < end:
+                    ahead = asyncio.create_task(self._read(at, min(end, at + block)))
+                await send({"type": "http.response.body", "body": data, "more_body": at < end})
+                if ahead is None or at >= end:
+                    return
+                data = await ahead
+        finally:
+            _streams -= 1
+            if ahead is not None and not ahead.done():
+                ahead.cancel()
+
+    async def _read(self, begin: int, end: int) -> memoryview:
+        into = np.empty(end - begin, np.uint8).data
+        await to_thread.run_sync(self._source.read_into, begin, into)
+        return into
+
+
+async def _until_gone(receive: Receive) -> None:
+    """Wait until the client has closed the connection: what is sent then is dropped without an error."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _start(send: Send, status: int, headers: Mapping[str, str]) -> None:
+    raw = [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
+    await send({"type": "http.response.start", "status": status, "headers": raw})
+
+
+def _matches(condition: str | None, etag: str) -> bool:
+    """Whether If-None-Match names the tag."""
+    if condition is None:
+        return False
+    return condition.strip() == "*" or any(one.strip().removeprefix("W/") == f'"{etag}"' for one in condition.split(","))
+
+
+def _span(text: str, size: int) -> tuple[int, int] | None:
+    """The half-open range that a header asks for; (0, 0): there is none of it; None: a form that is ignored, as several ranges are."""
+    found = _RANGE.fullmatch(text.strip())
+    if found is None:
+        return None
+    if found[3] is not None:
+        n = min(int(found[3]), size)
+        return (size - n, size) if n else (0, 0)
+    first, last = int(found[1]), size - 1 if found[2] is None else min(int(found[2]), size - 1)
+    if found[2] is not None and int(found[2]) < first:
+        return None
+    return (first, last + 1) if first <= last else (0, 0)
