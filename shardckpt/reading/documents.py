@@ -6,7 +6,7 @@ Cost is linear in the number of leaves.
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.errors import NamesMismatchError
@@ -55,6 +55,35 @@ def choose_nodes(node: Node, wanted: Callable[[str], bool]) -> Node | None:
         return node if wanted(node.name) else None
     kept = [(key, found) for key, child in zip(node.keys, node.children, strict=True) if (found := choose_nodes(child, wanted)) is not None]
     return replace(node, keys=[key for key, _ in kept], children=[child for _, child in kept]) if kept else None
+
+
+@dataclass(slots=True)
+class NodeTotal:
+    """Number and bytes of the tensors below a node."""
+
+    tensors: int = 0
+    nbytes: int = 0
+
+
+def node_totals(checkpoint: Checkpoint, root: Node) -> dict[int, NodeTotal]:
+    """The totals below every node of a tree, by the `id` of the node."""
+    order: list[Node] = []
+    stack = [root]
+    while stack:
+        node = stack.pop()
+        order.append(node)
+        if isinstance(node, Branch):
+            stack.extend(node.children)
+    totals: dict[int, NodeTotal] = {}
+    for node in reversed(order):
+        total = totals[id(node)] = NodeTotal()
+        if isinstance(node, Tensor):
+            total.tensors, total.nbytes = 1, checkpoint.tensor(node.name).nbytes
+        elif isinstance(node, Branch):
+            for child in node.children:
+                total.tensors += totals[id(child)].tensors
+                total.nbytes += totals[id(child)].nbytes
+    return totals
 
 
 def checkpoint_json(checkpoint: Checkpoint, node: Node) -> dict[str, Any]:

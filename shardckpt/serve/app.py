@@ -14,7 +14,7 @@ from starlette.routing import Route
 
 from shardckpt.errors import OptionError, ShardckptError, UrlError
 from shardckpt.io.url import parse
-from shardckpt.serve import api, files, hub, problems
+from shardckpt.serve import api, files, hub, problems, ui
 from shardckpt.serve.guard import Guard, failed
 from shardckpt.serve.openapi import Endpoint, document
 from shardckpt.serve.sources import ByteSource, SourceResponse
@@ -52,13 +52,15 @@ def application(service: Service, options: ServeOptions) -> Guard:
         *(Route(one.path, _Endpoint(service, one)) for one in api.ENDPOINTS if "{" not in one.path),
         Route("/v1/checkpoints/{path:path}", _of_service(service, _of_checkpoint)),
         *(Route(one.path.replace("{path}", "{path:path}"), _Endpoint(service, one)) for one in files.ENDPOINTS),
+        *ui.routes(service),
         Route("/api/models/{path:path}", _of_service(service, _hub_api)),
         Route("/{path:path}", _of_service(service, _hub_file)),
     ]
     handlers: dict[Any, Any] = {ShardckptError: of_error, HTTPException: of_error, Exception: failed}
     app = Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers)
     app.router.redirect_slashes = False
-    return Guard(app, tokens=service.tokens, hosts=options.allow_host, metrics=service.metrics)
+    guard = app.state.guard = Guard(app, tokens=service.tokens, hosts=options.allow_host, metrics=service.metrics)
+    return guard
 
 
 class _Endpoint:

@@ -127,6 +127,8 @@ class Guard:
         else:
             cookie = request.cookies.get(COOKIE)
             who = None if cookie is None else tokens.in_session(cookie)
+            if who is not None and request.method not in ("GET", "HEAD") and "origin" not in request.headers:
+                return problem(403, "origin", "a change in a session comes from a page of this service."), None
         if who is not None or request.url.path.startswith(_OPEN):
             return None, who
         if "text/html" in request.headers.get("accept", "") and request.method == "GET":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from http import HTTPStatus
 from typing import TYPE_CHECKING
 
@@ -12,8 +13,6 @@ from shardckpt.errors import ShardckptError
 from shardckpt.excerpt import visible
 
 if TYPE_CHECKING:
-    from starlette.requests import Request
-
     from shardckpt.serve.roots import Roots
 
 STATUS = {
@@ -62,6 +61,7 @@ def of_error(error: Exception, roots: Roots) -> JSONResponse:
     return problem(error.status_code, _CODES.get(error.status_code, f"http-{error.status_code}"), error.detail, headers)
 
 
-def busy(request: Request) -> HTTPException:
-    """The error of a request that would have to wait for too many others."""
-    return HTTPException(503, f"{request.url.path}: too many such requests are at work; try again.", {"Retry-After": "5"})
+def words(response: JSONResponse) -> tuple[str, str]:
+    """Title and detail of a problem, for people."""
+    said = json.loads(bytes(response.body))
+    return said["title"], said["detail"]

@@ -143,3 +143,19 @@ def test_the_openapi_document_is_valid(service):
     assert "/v1/checkpoints/{checkpoint}/tensors/{name}" in found["paths"]
     assert service.ask("/v1/runs", "POST").status == 405
     assert service.ask("/v1/runs", "HEAD").body == b""
+
+
+def test_pages_are_rendered_without_a_browser_too(service):
+    paths = ["/", "/ui/run/lab/llama", "/ui/checkpoint/lab/llama/10", "/ui/storage", "/ui/diff?a=lab/llama/10&b=lab/llama/20"]
+    paths += ["/ui/tensor/lab/llama/10?name=model/head&values=read", "/ui/plan/lab/llama/10?mesh=model=2&rule=**=(model)"]
+    for path in paths:
+        reply = service.ask(path)
+        assert (reply.status, reply.headers["content-type"]) == (200, "text/html; charset=utf-8")
+        assert "script-src 'self'" in reply.headers["content-security-policy"]
+        assert reply.body.startswith(b"<!DOCTYPE html>")
+    for path in ("/ui/run/none", "/ui/checkpoint/lab/none", "/ui/tensor/lab/llama/10", "/ui/checkpoint/lab/llama/10?under=none"):
+        reply = service.ask(path)
+        assert (reply.status, reply.headers["content-type"]) == (404, "text/html; charset=utf-8")
+    for name in ("plan.css", "service.css", "plan.js", "service.js", "icon.svg"):
+        assert service.ask(f"/static/{name}").status == 200
+    assert service.ask("/static/plan.py").status == service.ask("/static/..%2fplan.py").status == 404

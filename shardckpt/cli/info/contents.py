@@ -7,8 +7,6 @@ without recursion.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
-from math import prod
 from typing import TYPE_CHECKING
 
 from shardckpt.cli.screen import Cell, Screen, column_widths
@@ -16,7 +14,7 @@ from shardckpt.excerpt import count, file_size, shape_text, shortened, visible
 from shardckpt.layout.placements import Placements
 from shardckpt.layout.sharding import Sharding
 from shardckpt.layout.text import mesh_text, spec_text
-from shardckpt.reading.documents import leaf_text
+from shardckpt.reading.documents import leaf_text, node_totals
 from shardckpt.state.document import Branch, Node, Tensor, Tied
 
 if TYPE_CHECKING:
@@ -84,14 +82,6 @@ def _meshes(checkpoint: Checkpoint) -> list[Mesh]:
     return list(dict.fromkeys(layout.mesh for layout in layouts.values() if isinstance(layout, Sharding | Placements)))
 
 
-@dataclass(slots=True)
-class _Total:
-    """Number and bytes of the tensors below a node."""
-
-    tensors: int = 0
-    nbytes: int = 0
-
-
 class _Tree:
     """A tree as lines: guides and the last components of names, with columns beside them."""
 
@@ -106,7 +96,7 @@ class _Tree:
         self.legend: dict[str, str] | None = None
         """Description of each number in the legend; None while the table shows the descriptions themselves."""
         self.numbers: dict[str, str] = {}
-        self.totals = self._totals()
+        self.totals = node_totals(checkpoint, root)
 
     def lines(self) -> Iterator[str]:
         """All lines. If the specs do not fit the width, they become numbers, with a legend below."""
@@ -183,24 +173,3 @@ class _Tree:
             self.numbers[text] = f"[{len(self.numbers) + 1}]"
             self.legend[self.numbers[text]] = text
         return self.numbers[text]
-
-    def _totals(self) -> dict[int, _Total]:
-        """The totals below every node."""
-        order: list[Node] = []
-        stack = [self.root]
-        while stack:
-            node = stack.pop()
-            order.append(node)
-            if isinstance(node, Branch):
-                stack.extend(node.children)
-        totals: dict[int, _Total] = {}
-        for node in reversed(order):
-            total = totals[id(node)] = _Total()
-            if isinstance(node, Tensor):
-                t = self.tensors[node.name]
-                total.tensors, total.nbytes = 1, prod(t.shape) * t.dtype.itemsize
-            elif isinstance(node, Branch):
-                for child in node.children:
-                    total.tensors += totals[id(child)].tensors
-                    total.nbytes += totals[id(child)].nbytes
-        return totals

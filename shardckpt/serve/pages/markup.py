@@ -10,9 +10,9 @@ from shardckpt.excerpt import visible
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-_EMPTY = frozenset({"meta", "input"})
+_EMPTY = frozenset({"meta", "input", "link", "br"})
 """Elements without an end tag. This does not apply to drawings, which are XML."""
-_DRAWN = frozenset({"path", "rect", "line"})
+_DRAWN = frozenset({"path", "rect", "line", "circle", "polyline"})
 
 
 class Html(str):
