@@ -12,6 +12,7 @@ from shardckpt.cli import commit, diff, exits, export, fingerprint, gc, import_,
 from shardckpt.cli.info import command as info
 from shardckpt.cli.plan import command as plan
 from shardckpt.cli.project import project_url
+from shardckpt.cli.server import choose_server
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -80,10 +81,15 @@ def _version(wanted: bool) -> None:
 @app.callback(epilog="Every command prints one JSON document if given --json.")
 def root(
     context: typer.Context,
+    server: Annotated[
+        str | None,
+        typer.Option("--server", metavar="URL", help="Read through a service (`shardckpt serve`), by its ids."),
+    ] = None,
     version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
 ) -> None:
     """Inspect, verify, compare, reshard, export, import, serve and remove sharded checkpoints."""
     del version
+    choose_server(server, context.invoked_subcommand)
     if context.invoked_subcommand is None:
         print(context.get_help())
 

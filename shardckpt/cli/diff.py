@@ -34,14 +34,20 @@ def diff(
     The exit status is 1 if they differ. How tensors are chunked, compressed and packed is not compared.
     """
     from shardckpt.cli.opening import open_checkpoint
+    from shardckpt.cli.server import server
     from shardckpt.reading.compare import compare
     from shardckpt.reading.documents import comparison_json
 
-    first, second = open_checkpoint(a), open_checkpoint(b)
-    with progress_bar("comparing") as progress:
-        comparison = compare(first, second, values=not structure, memory_limit=memory_limit, progress=progress)
-    found = comparison_json(comparison, structure=structure, layout=layout)
-    doc = {"a": str(first.location), "b": str(second.location), **found}
+    client = server()
+    if client is not None:
+        with client:
+            doc = client.diff(a, b, values=not structure, layouts=layout)
+    else:
+        first, second = open_checkpoint(a), open_checkpoint(b)
+        with progress_bar("comparing") as progress:
+            comparison = compare(first, second, values=not structure, memory_limit=memory_limit, progress=progress)
+        found = comparison_json(comparison, structure=structure, layout=layout)
+        doc = {"a": str(first.location), "b": str(second.location), **found}
     if as_json:
         write_json(doc)
     else:

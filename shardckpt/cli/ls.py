@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from shardckpt.reading.catalog import CatalogEntry
+    from shardckpt.serve.client import RunEntry
 
 _GAP = 3
 _LEAST_ROOM = _LONGEST_METRICS = 40
@@ -27,10 +28,20 @@ def ls(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
     """List the checkpoints in a directory."""
-    from shardckpt.reading.catalog import catalog
+    from shardckpt.cli.server import server
+    from shardckpt.reading.catalog import CatalogEntry, catalog
 
-    with suggesting_import(root):
-        entries = catalog(root, everything=everything)
+    client = server()
+    if client is not None:
+        with client:
+            if root == ".":
+                _list_runs(list(client.runs()), as_json=as_json)
+                return
+            found = list(client.checkpoints(root.strip("/")))
+        entries = [CatalogEntry.from_json(one) for one in found if everything or one["state"] in ("committed", "unreadable")]
+    else:
+        with suggesting_import(root):
+            entries = catalog(root, everything=everything)
     if as_json:
         write_json({"checkpoints": [entry.to_json() for entry in entries]})
     elif entries:
@@ -38,6 +49,24 @@ def ls(
         screen.show(_lines(screen, entries, root))
     else:
         typer.echo(f"no checkpoints directly below {root!r}" + ("" if everything else "; --all shows unfinished saves"), err=True)
+
+
+def _list_runs(runs: list[RunEntry], *, as_json: bool) -> None:
+    """Print the runs of a service."""
+    if as_json:
+        write_json({"runs": runs})
+        return
+    screen = Screen()
+    rows = [
+        [Cell(heading, "dim", right=0 < i < 4) for i, heading in enumerate(("run", "checkpoints", "last step", "stored", "last commit"))]
+    ]
+    for one in runs:
+        step = "" if one["last_step"] is None else f"{one['last_step']:,}"
+        stored = file_size(one["stored_bytes"] or 0)
+        numbers = [Cell(text, right=True) for text in (f"{one['checkpoints']:,}", step, stored)]
+        created = (one["created"] or "").replace("T", " ").removesuffix("+00:00")
+        rows.append([Cell(visible(one["run"]), "bold"), *numbers, Cell(visible(created))])
+    screen.show(screen.table(rows, gap=_GAP))
 
 
 def _lines(screen: Screen, entries: list[CatalogEntry], root: str) -> Iterator[str]:

@@ -84,6 +84,16 @@ class CatalogEntry:
         found = _STEP.search(self.name)
         return int(found[0]) if found else None
 
+    @classmethod
+    def from_json(cls, doc: Mapping[str, Any]) -> CatalogEntry:
+        """The entry that `to_json` has written, perhaps on another machine."""
+        names = {"nbytes": "bytes"}
+        plain = (
+            *("name", "state", "attempt", "created", "layout", "tensors", "nbytes", "stored_bytes", "metrics", "reason", "finished"),
+            *("hosts", "committable", "pinned", "superseded", "idle"),
+        )
+        return cls(location=parse(doc["url"]), bases=tuple(doc["bases"]), **{name: doc[names.get(name, name)] for name in plain})
+
     def to_json(self) -> dict[str, Any]:
         """The entry as JSON."""
         return {
