@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
     Answer = Callable[[Request], Awaitable[Any]]
 
-_THREADS = 24
-"""Requests that read at a time; others wait."""
+_THREADS, _DISTANT_THREADS = 8, 32
+"""Requests that read at a time; others wait. Object stores answer late, so that more of them wait for one."""
 
 
 def application(service: Service, options: ServeOptions) -> Guard:
@@ -35,7 +35,8 @@ def application(service: Service, options: ServeOptions) -> Guard:
 
     @asynccontextmanager
     async def lifespan(_app: Starlette) -> AsyncIterator[None]:
-        to_thread.current_default_thread_limiter().total_tokens = _THREADS
+        distant = any(place.local is None for place in service.roots.places.values())
+        to_thread.current_default_thread_limiter().total_tokens = _DISTANT_THREADS if distant else _THREADS
         service.scanner.start()
         yield
         await to_thread.run_sync(service.close)
@@ -81,7 +82,7 @@ class _Endpoint:
 
 def _answer(service: Service, endpoint: Endpoint, path: tuple[str, ...], request: Request) -> Response | SourceResponse:
     found = endpoint.answer(service, *path, **endpoint.parse(request))
-    return SourceResponse(found) if isinstance(found, ByteSource) else JSONResponse(found)
+    return SourceResponse(found, sends=request.method == "GET") if isinstance(found, ByteSource) else JSONResponse(found)
 
 
 def _of_service(service: Service, answer: Callable[[Service, Request], Awaitable[Any]]) -> Answer:

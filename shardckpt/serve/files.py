@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.commit.attempts import is_attempt_name
@@ -58,7 +59,12 @@ def view_source(service: Service, view: ModelView, name: str, headers: Mapping[s
     view.layout(name)
     kind = _JSON if name.endswith(".json") else "application/octet-stream"
     return ByteSource(
-        view.sizes[name], service.tag(view.identity, name), lambda offset, into: view.read_into(name, offset, into), kind, headers or {}
+        view.sizes[name],
+        service.tag(view.identity, name),
+        partial(view.read_into, name),
+        kind,
+        headers or {},
+        partial(view.block_end, name),
     )
 
 

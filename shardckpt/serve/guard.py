@@ -15,6 +15,9 @@ import re
 import secrets
 import sys
 import time
+from itertools import count
+from logging.handlers import QueueHandler, QueueListener
+from queue import SimpleQueue
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
@@ -40,6 +43,8 @@ _FREE = ("/healthz", "/readyz")
 _OPEN = (LOGIN, "/static/")
 """Beginnings of paths that need no token."""
 _ID = re.compile(r"[A-Za-z0-9._-]{1,64}", re.ASCII)
+_PROCESS, _numbers = secrets.token_hex(4), count()
+"""Request ids are made of these, without a system call, after which other threads would have the interpreter first."""
 _LARGEST_BODY, _BODY_SECONDS = 64 << 10, 10.0
 _CLOSE = {"Connection": "close"}
 _LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
@@ -78,7 +83,7 @@ class Guard:
             return
         request = Request(scope, receive)
         given = request.headers.get("x-request-id", "")
-        answer = _Answer(send, given if _ID.fullmatch(given) else secrets.token_hex(8))
+        answer = _Answer(send, given if _ID.fullmatch(given) else f"{_PROCESS}{next(_numbers):08x}")
         begun, who = time.perf_counter(), None
         scope.setdefault("state", {})["id"] = answer.ident
         self._metrics.in_flight.inc()
@@ -219,14 +224,25 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(fields)
 
 
-def log_to_stderr(level: int = logging.INFO) -> None:
-    """Write the service's logs to standard error as JSON, and uvicorn's errors with them."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonFormatter())
+class _Queue(QueueHandler):
+    """Leaves formatting and writing to another thread."""
+
+    def prepare(self, record: logging.LogRecord) -> logging.LogRecord:
+        return record
+
+
+def log_to_stderr(level: int = logging.INFO) -> QueueListener:
+    """Write the service's logs, and uvicorn's errors, to standard error as JSON, until the listener that is returned is stopped."""
+    stream = logging.StreamHandler(sys.stderr)
+    stream.setFormatter(JsonFormatter())
+    records: SimpleQueue[logging.LogRecord] = SimpleQueue()
+    handler, listener = _Queue(records), QueueListener(records, stream)
+    listener.start()
     for name in ("shardckpt.serve", "uvicorn.error"):
         logger = logging.getLogger(name)
         logger.handlers, logger.propagate = [handler], False
         logger.setLevel(level if name == "shardckpt.serve" else logging.WARNING)
+    return listener
 
 
 def _path(request: Request) -> str:

@@ -133,6 +133,19 @@ class Endpoint:
         }
 
 
+_OBJECT: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
+_PLACE = {"type": "object", "required": ["url"], "properties": {"url": {"type": "string", "example": "gs://bucket/run/100"}}}
+_ANNOUNCE: dict[str, Any] = {
+    "summary": "Look at a place now, as something was committed there",
+    "operationId": "announce",
+    "requestBody": {"required": True, "content": {"application/json": {"schema": _PLACE}}},
+    "responses": {
+        "202": {"description": "The id of the place; null if it is in no root.", "content": _OBJECT},
+        "default": {"$ref": "#/components/responses/Problem"},
+    },
+}
+
+
 def document(endpoints: Iterable[Endpoint], *, tokens: bool) -> dict[str, Any]:
     """The OpenAPI document of some endpoints."""
     problem = {
@@ -150,7 +163,7 @@ def document(endpoints: Iterable[Endpoint], *, tokens: bool) -> dict[str, Any]:
     return {
         "openapi": "3.1.0",
         "info": {"title": "shardckpt serve", "version": __version__, "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"}},
-        "paths": {endpoint.path: {"get": endpoint.document()} for endpoint in endpoints},
+        "paths": {endpoint.path: {"get": endpoint.document()} for endpoint in endpoints} | {"/v1/announcements": {"post": _ANNOUNCE}},
         "components": {
             "schemas": {"Problem": problem},
             "responses": {"Problem": {"description": "Why it was refused, or failed.", "content": content}},

@@ -1,17 +1,22 @@
 """Bytes that are read when they are sent: ranges, validators and streaming (RFC 9110), whatever the bytes come from.
 
-A response reads one block while the one before it is sent, and holds no more than these two, however slow its client is.
+A response reads one block while the one before it is sent, and has memory for three, however slow its client is. Blocks are smaller where
+there are more responses, so that all of them together have a bounded amount.
 """
 
 from __future__ import annotations
 
 import asyncio
 import re
+import threading
+from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
-from anyio import to_thread
+from anyio import CapacityLimiter, to_thread
+from anyio.lowlevel import RunVar
+from starlette.exceptions import HTTPException
 
 from shardckpt.serve.problems import problem
 
@@ -20,11 +25,18 @@ if TYPE_CHECKING:
 
     from starlette.types import Receive, Scope, Send
 
-_BLOCK, _SMALL_BLOCK = 1 << 20, 1 << 18
-_MANY = 64
-"""Streams from which on each has small blocks."""
+_BLOCKS = ((4, 16 << 20), (16, 4 << 20), (32, 1 << 20), (1 << 30, 1 << 18))
+"""Number of streams below which a block has at most so many bytes."""
+_READS = 6
+"""Reads at a time: each may hold blocks of the view besides."""
+_BUFFERS = 3
+"""One is read into, one is sent, and the transport may still hold the end of another."""
+_WHOLE, _WHOLE_SECONDS = threading.BoundedSemaphore(16), 10.0
+"""Answers in memory at a time."""
+_PIECE = 1 << 18
 _RANGE = re.compile(r"bytes=(?:(\d{1,18})-(\d{1,18})?|-(\d{1,18}))", re.ASCII)
 _streams = 0
+_limit: RunVar[CapacityLimiter] = RunVar("shardckpt-reads")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +50,8 @@ class ByteSource:
     """Fills memory with the bytes from an offset on; called on other threads, one call at a time."""
     media_type: str = "application/octet-stream"
     headers: Mapping[str, str] = field(default_factory=dict)
+    block_end: Callable[[int, int], int] | None = None
+    """The end of a good read from an offset on, of at most so many bytes; None: any is good."""
     whole: bool = False
     """Whether it is read with one call, and has no ranges."""
 
@@ -54,12 +68,30 @@ def of_bytes(data: bytes, etag: str, media_type: str, headers: Mapping[str, str]
 class SourceResponse:
     """The response to a GET or HEAD request for bytes."""
 
-    def __init__(self, source: ByteSource) -> None:
-        """Send nothing yet."""
+    def __init__(self, source: ByteSource, *, sends: bool = True) -> None:
+        """Send nothing yet. What is read with one call, and will be sent, is read here, on the thread that calls."""
         self._source = source
+        self._data: memoryview | None = None
+        if source.whole and sends and source.size:
+            if not _WHOLE.acquire(timeout=_WHOLE_SECONDS):
+                raise HTTPException(503, "too many such answers are being sent; try again.", {"Retry-After": "5"})
+            try:
+                self._data = np.empty(source.size, np.uint8).data
+                source.read_into(0, self._data)
+            except BaseException:
+                _WHOLE.release()
+                raise
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request."""
+        try:
+            await self._answer(scope, receive, send)
+        finally:
+            if self._data is not None:
+                self._data = None
+                _WHOLE.release()
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         source = self._source
         asked = {name: value.decode("latin-1") for name, value in scope["headers"] if name in (b"range", b"if-range", b"if-none-match")}
         headers = {
@@ -89,6 +121,11 @@ class SourceResponse:
             await _start(send, status, headers)
             await send({"type": "http.response.body"})
             return
+        if self._data is not None:
+            await _start(send, status, headers)
+            for at in range(0, end, _PIECE):  # each waits until the client has read those before it
+                await send({"type": "http.response.body", "body": self._data[at : at + _PIECE], "more_body": at + _PIECE < end})
+            return
         gone = asyncio.create_task(_until_gone(receive))
         try:
             await self._stream(send, gone, status, headers, begin, end)
@@ -98,16 +135,16 @@ class SourceResponse:
     async def _stream(self, send: Send, gone: asyncio.Task[None], status: int, headers: Mapping[str, str], begin: int, end: int) -> None:
         global _streams  # noqa: PLW0603  (of this process)
         _streams += 1
-        block = end - begin if self._source.whole else _BLOCK if _streams < _MANY else _SMALL_BLOCK
+        reader = _Reader(self._source, end)
         ahead: asyncio.Task[memoryview] | None = None
         try:
-            data = await self._read(begin, min(end, begin + block))  # its errors come before the status is sent
+            data = await reader.read(begin)  # its errors come before the status is sent
             await _start(send, status, headers)
             at = begin
             while not gone.done():
                 at += len(data)
                 if at < end:
-                    ahead = asyncio.create_task(self._read(at, min(end, at + block)))
+                    ahead = asyncio.create_task(reader.read(at))
                 await send({"type": "http.response.body", "body": data, "more_body": at < end})
                 if ahead is None or at >= end:
                     return
@@ -117,10 +154,36 @@ class SourceResponse:
             if ahead is not None and not ahead.done():
                 ahead.cancel()
 
-    async def _read(self, begin: int, end: int) -> memoryview:
-        into = np.empty(end - begin, np.uint8).data
-        await to_thread.run_sync(self._source.read_into, begin, into)
-        return into
+
+class _Reader:
+    """Reads blocks of a source, one after another, into buffers that are used again."""
+
+    def __init__(self, source: ByteSource, end: int) -> None:
+        self._source, self._end = source, end
+        self._free: deque[memoryview] = deque()
+
+    async def read(self, begin: int) -> memoryview:
+        """The block from an offset on."""
+        most = next(nbytes for streams, nbytes in _BLOCKS if _streams < streams)
+        stop = min(self._end, begin + most)
+        if self._source.block_end is not None:
+            stop = min(stop, self._source.block_end(begin, most))
+        into = self._free.popleft() if len(self._free) >= _BUFFERS else memoryview(b"")
+        if len(into) < stop - begin or len(into) > most:
+            into = np.empty(stop - begin if stop == self._end else most, np.uint8).data
+        self._free.append(into)
+        part = into[: stop - begin]
+        await to_thread.run_sync(self._source.read_into, begin, part, limiter=_limiter())
+        return part
+
+
+def _limiter() -> CapacityLimiter:
+    """The limit of reads at a time, of this event loop."""
+    try:
+        return _limit.get()
+    except LookupError:
+        _limit.set(CapacityLimiter(_READS))
+        return _limit.get()
 
 
 async def _until_gone(receive: Receive) -> None:

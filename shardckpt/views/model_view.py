@@ -132,6 +132,16 @@ class ModelView:
         self.layout(name)
         return VirtualFile(self, name)
 
+    def block_end(self, name: str, offset: int, most: int) -> int:
+        """The end of a good read from an offset on, of at most `most` bytes: the end of a block, if there is one."""
+        file, end = self.layout(name), min(self.sizes[name], offset + most)
+        i = -1 if file is None else bisect_right(file.offsets, end) - 1
+        if file is None or i < 0 or end == self.sizes[name]:
+            return end
+        edges = self._reader.edges(self._starts[name] + i)
+        last = file.offsets[i] + edges[bisect_right(edges, end - file.offsets[i]) - 1]
+        return last if last > offset else end
+
     def read_into(self, name: str, offset: int, into: memoryview) -> int:
         """Fill memory with a file's bytes from an offset on; return their number, which is less at the end of the file.
 
