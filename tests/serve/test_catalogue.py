@@ -225,3 +225,31 @@ def test_ten_thousand_rows_are_listed_by_index(tmp_path):
     assert "in_order" in str(plan)
     assert time.perf_counter() > begun
     catalogue.close()
+
+
+def test_a_scan_of_a_bucket_makes_at_most_four_requests_per_checkpoint(tmp_path, monkeypatch):
+    root = f"memory://{tmp_path.name}/runs"
+    for step in range(5):
+        save(f"{root}/run/{step}")
+    pin(f"{root}/run/2")
+    asked = []
+    for name in ("list_children", "read_versioned", "exists"):
+        original = getattr(shardckpt.io.store.Store, name)
+
+        def counted(store, *args, original=original, **options):
+            asked.append(str(store))
+            return original(store, *args, **options)
+
+        monkeypatch.setattr(shardckpt.io.store.Store, name, counted)
+    catalogue = Catalogue(tmp_path / "state")
+    scanner = Scanner(Roots([f"lab={root}"]), catalogue)
+    scanner.scan()
+    assert len(catalogue.checkpoints(QUERY)[0]) == 5
+    assert max(asked.count(f"{root}/run/{step}") for step in range(5)) <= 4
+    del asked[:]
+    scanner.scan()  # the runs alone are listed again
+    assert set(asked) == {root, f"{root}/run"}
+    scanner.announce("lab/run/2")
+    scanner.scan()
+    assert asked.count(f"{root}/run/2") > 0
+    catalogue.close()

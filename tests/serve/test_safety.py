@@ -14,7 +14,7 @@ from serving import serving
 import shardckpt
 from shardckpt import SaveOptions
 from shardckpt.errors import OptionError, StorageError
-from shardckpt.serve import guard, server, tokens
+from shardckpt.serve import guard, server, sources, tokens
 from shardckpt.serve.service import ServeOptions
 from shardckpt.serve.tokens import Tokens, add_token
 
@@ -219,3 +219,21 @@ def test_odd_bytes_are_answered_and_harm_nothing(service, data):
     answer = service.send(data)
     assert answer == b"" or re.match(rb"HTTP/1.1 (2|4)\d\d ", answer)
     assert service.ask("/healthz").status == 200
+
+
+def test_clients_that_read_nothing_or_leave_end_their_streams(tmp_path, monkeypatch):
+    monkeypatch.setattr(server, "_STALL_SECONDS", 0.5)
+    shardckpt.save(tmp_path / "1", {"w": np.arange(6 << 20)})
+    with serving(("lab", tmp_path)) as service:
+        read = []
+        read_into = sources._Reader.read
+        monkeypatch.setattr(sources._Reader, "read", lambda self, begin: read.append(begin) or read_into(self, begin))
+        for leaves in (False, True):
+            del read[:]
+            with socket.create_connection(service.address, timeout=10) as one:
+                one.sendall(b"GET /files/lab/1/model.safetensors HTTP/1.1\r\nHost: localhost\r\n\r\n")
+                assert one.recv(100)
+                if not leaves:
+                    service.wait_until(lambda: b"requests_in_flight 1.0" in service.ask("/metrics").body)
+            service.wait_until(lambda: b"requests_in_flight 1.0" in service.ask("/metrics").body)  # that of this request
+            assert len(read) <= 3  # what is sent, what is read ahead, and no more
