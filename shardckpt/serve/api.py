@@ -45,7 +45,7 @@ LARGEST_BOX = 16 << 20
 LARGEST_DIFF = 64 << 30
 MOST_STEPS = (1 << 53) - 1
 _HEAVY = threading.BoundedSemaphore(2)
-_HEAVY_WAIT, HEAVY_SECONDS = 5.0, 120.0
+_HEAVY_WAIT, HEAVY_SECONDS = 1.0, 120.0
 _METRIC = re.compile(r"(.{1,200}?)(<=|>=|<|>|=)([^<>=]{1,40})", re.DOTALL)
 _STEPS = re.compile(r"(\d{1,16})?(:)?(\d{1,16})?", re.ASCII)
 _SIDE = re.compile(r"\s*(\d{1,16})?\s*(?::\s*(\d{1,16})?\s*)?", re.ASCII)

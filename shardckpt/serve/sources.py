@@ -1,6 +1,6 @@
 """Bytes that are read when they are sent: ranges, validators and streaming (RFC 9110), whatever the bytes come from.
 
-A response reads one block while the one before it is sent, and has memory for three, however slow its client is. Blocks are smaller where
+A response reads one block while the one before it is sent, and has memory for a few, however slow its client is. Blocks are smaller where
 there are more responses, so that all of them together have a bounded amount.
 """
 
@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import re
 import threading
-from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+from weakref import ref
 
 import numpy as np
 from anyio import CapacityLimiter, to_thread
@@ -23,16 +23,15 @@ from shardckpt.serve.problems import problem
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from numpy.typing import NDArray
     from starlette.types import Receive, Scope, Send
 
 _BLOCKS = ((4, 16 << 20), (16, 4 << 20), (32, 1 << 20), (1 << 30, 1 << 18))
 """Number of streams below which a block has at most so many bytes."""
 _READS = 6
 """Reads at a time: each may hold blocks of the view besides."""
-_BUFFERS = 3
-"""One is read into, one is sent, and the transport may still hold the end of another."""
-_WHOLE, _WHOLE_SECONDS = threading.BoundedSemaphore(16), 10.0
-"""Answers in memory at a time."""
+_WHOLE, _WHOLE_SECONDS, _SEND_SECONDS = threading.BoundedSemaphore(16), 1.0, 60.0
+"""Answers in memory at a time, how long one waits for others, and how long its client may take."""
 _PIECE = 1 << 18
 _RANGE = re.compile(r"bytes=(?:(\d{1,18})-(\d{1,18})?|-(\d{1,18}))", re.ASCII)
 _streams = 0
@@ -122,9 +121,10 @@ class SourceResponse:
             await send({"type": "http.response.body"})
             return
         if self._data is not None:
-            await _start(send, status, headers)
-            for at in range(0, end, _PIECE):  # each waits until the client has read those before it
-                await send({"type": "http.response.body", "body": self._data[at : at + _PIECE], "more_body": at + _PIECE < end})
+            async with asyncio.timeout(_SEND_SECONDS):
+                await _start(send, status, headers)
+                for at in range(0, end, _PIECE):  # each waits until the client has read those before it
+                    await send({"type": "http.response.body", "body": self._data[at : at + _PIECE], "more_body": at + _PIECE < end})
             return
         gone = asyncio.create_task(_until_gone(receive))
         try:
@@ -151,8 +151,8 @@ class SourceResponse:
                 data = await ahead
         finally:
             _streams -= 1
-            if ahead is not None and not ahead.done():
-                ahead.cancel()
+            if ahead is not None and not ahead.cancel():
+                ahead.cancelled() or ahead.exception()  # nobody waits for it any more
 
 
 class _Reader:
@@ -160,7 +160,8 @@ class _Reader:
 
     def __init__(self, source: ByteSource, end: int) -> None:
         self._source, self._end = source, end
-        self._free: deque[memoryview] = deque()
+        self._buffers: list[tuple[NDArray[np.uint8], ref[NDArray[np.uint8]]]] = []
+        """Each with the part that was lent last: while that lives, the transport may still be sending it."""
 
     async def read(self, begin: int) -> memoryview:
         """The block from an offset on."""
@@ -168,13 +169,23 @@ class _Reader:
         stop = min(self._end, begin + most)
         if self._source.block_end is not None:
             stop = min(stop, self._source.block_end(begin, most))
-        into = self._free.popleft() if len(self._free) >= _BUFFERS else memoryview(b"")
-        if len(into) < stop - begin or len(into) > most:
-            into = np.empty(stop - begin if stop == self._end else most, np.uint8).data
-        self._free.append(into)
-        part = into[: stop - begin]
+        part = self._part(stop - begin, most, last=stop == self._end)
         await to_thread.run_sync(self._source.read_into, begin, part, limiter=_limiter())
         return part
+
+    def _part(self, nbytes: int, most: int, *, last: bool) -> memoryview:
+        """Memory for a block: a buffer that nobody sends from any more, or a new one."""
+        busy: list[tuple[NDArray[np.uint8], ref[NDArray[np.uint8]]]] = []
+        idle: list[NDArray[np.uint8]] = []
+        for buffer, part in self._buffers:
+            if part() is not None:
+                busy.append((buffer, part))
+            elif nbytes <= len(buffer) <= most:
+                idle.append(buffer)
+        chosen = idle[0] if idle else np.empty(nbytes if last else most, np.uint8)
+        lent = chosen[:nbytes]
+        self._buffers = [*busy, (chosen, ref(lent))]
+        return lent.data
 
 
 def _limiter() -> CapacityLimiter:

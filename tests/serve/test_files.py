@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
+import time
 from http.client import IncompleteRead
 from urllib.request import Request, urlopen
 
@@ -21,6 +23,7 @@ from serving import serving
 
 import shardckpt
 from shardckpt import SaveOptions
+from shardckpt.serve import sources
 
 FILE = "/files/lab/llama/10/model.safetensors"
 
@@ -169,6 +172,26 @@ def test_damage_is_an_error_and_never_a_complete_body(tmp_path):
         assert service.get(f"/v1/checkpoints/lab/1/tensors/w?format=raw&box={(4 << 20) - 9}:", 502)["code"] == "corrupt"
         with pytest.raises((OSError, IncompleteRead)):
             service.ask("/files/lab/1/model.safetensors")
+
+
+@pytest.mark.parametrize("block", [40 << 10, 16 << 20])
+def test_a_slow_client_gets_the_bytes_that_were_read_for_it(tmp_path, monkeypatch, block):
+    """Memory is used again only after the transport has sent what was in it, and it may hold several small blocks."""
+    monkeypatch.setattr(sources, "_BLOCKS", ((1 << 30, block),))
+    rng = np.random.default_rng(0)
+    sizes = [5_000_000, 70_000, 3_000, 9_000_000, 100, 40_000, 6_000_000, 20_000, 8_000_000]
+    shardckpt.save(tmp_path / "root" / "1", {f"w{i}": rng.integers(0, 255, n, np.uint8) for i, n in enumerate(sizes)})
+    shardckpt.export_safetensors(tmp_path / "root" / "1", tmp_path / "exported.safetensors")
+    expected = (tmp_path / "exported.safetensors").read_bytes()
+    with serving(("lab", tmp_path / "root")) as service, socket.create_connection(service.address, timeout=30) as one:
+        one.sendall(b"GET /files/lab/1/model.safetensors HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+        found, pauses = b"", 0
+        while part := one.recv(1 << 18):
+            found += part
+            if len(found) > pauses * 2_000_000:
+                pauses += 1
+                time.sleep(0.03)
+        assert found.partition(b"\r\n\r\n")[2] == expected
 
 
 HUB = """
