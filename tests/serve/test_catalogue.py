@@ -1,5 +1,6 @@
 """The catalogue shows what is in the roots within seconds, and can be lost at any time."""
 
+import json
 import shutil
 import subprocess
 import sys
@@ -7,6 +8,7 @@ import time
 
 import numpy as np
 import pytest
+from safetensors.numpy import load
 from serving import serving
 
 import shardckpt
@@ -253,3 +255,18 @@ def test_a_scan_of_a_bucket_makes_at_most_four_requests_per_checkpoint(tmp_path,
     scanner.scan()
     assert asked.count(f"{root}/run/2") > 0
     catalogue.close()
+
+
+def test_a_bucket_is_listed_read_and_followed(store, tmp_path):
+    root = f"{store.location}/runs" if store.location.local is None else str(store.location.local / "runs")
+    save(f"{root}/a/1")
+    with serving(("lab", root), state=tmp_path / "state") as service:
+        assert [one["id"] for one in service.get("/v1/checkpoints")["checkpoints"]] == ["lab/a/1"]
+        assert service.ask("/v1/checkpoints/lab/a/1/tensors/w?format=raw").body == np.ones(3).tobytes()
+        assert load(service.ask("/files/lab/a/1/model.safetensors").body)["w"].tolist() == [1, 1, 1]
+        found = shardckpt.open(f"{service.url}/raw/lab/a/1")
+        assert found.verify().ok
+        save(f"{root}/a/2")
+        service.ask("/v1/announcements", "POST", json.dumps({"url": f"{root}/a/2"}).encode())
+        service.wait_until(lambda: len(service.get("/v1/checkpoints")["checkpoints"]) == 2)
+        assert service.ask("/files/lab/a/2/model.safetensors", Range="bytes=0-7").status == 206
