@@ -31,12 +31,12 @@ test: setup ## the tests, but for sweeps over all faults, flips and interleaving
 sweeps: setup ## those sweeps
 	$(PYTEST) -m slow
 
-browser: setup ## the page of a plan in a real Chromium, which is installed where that can be done
+browser: setup ## the pages in a real Chromium, which is installed where that can be done
 	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null || \
 	  { test "$$(id -u)" = 0 && command -v apt-get >/dev/null && apt-get update --quiet=2 && \
 	    DEBIAN_FRONTEND=noninteractive apt-get install --yes --quiet=2 --no-install-recommends chromium; } || \
 	  { echo "Chromium is missing, and only root on Debian can be helped: install the package chromium"; exit 1; }
-	$(BIN)/python -m pytest -p no:xdist -m browser tests/cli/browser
+	$(BIN)/python -m pytest -p no:xdist -m browser tests/cli/browser tests/serve/browser
 
 ray: setup ## reshards on real Ray clusters of two nodes, whose parts are killed; takes minutes
 	$(BIN)/python -m pytest -p no:xdist -m ray tests/reshard

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from shardckpt.reading.restore import restore
     from shardckpt.reshard.execute import reshard
     from shardckpt.reshard.rules import Rules
+    from shardckpt.serve.client import Client
     from shardckpt.state.leaves import register_leaf
     from shardckpt.state.per_process import PerProcess
     from shardckpt.training import CheckpointManager, Restored, TrainState, train_state
@@ -50,6 +51,7 @@ __all__ = [
     "Box",
     "Checkpoint",
     "CheckpointManager",
+    "Client",
     "Coordinator",
     "ExportReport",
     "HybridMesh",
@@ -90,6 +92,7 @@ _HOME = {
     "Box": "layout.box",
     "Checkpoint": "reading.checkpoint",
     "CheckpointManager": "training",
+    "Client": "serve.client",
     "Coordinator": "frameworks.coordination",
     "ExportReport": "convert.export",
     "HybridMesh": "layout.hybrid_mesh",

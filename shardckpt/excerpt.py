@@ -1,7 +1,8 @@
-"""Short texts of values for error messages, safe for any value.
+"""Short texts of values, names and numbers for people, safe for any value. Pure, and fast to import.
 
 A value from a checkpoint or a caller may be long, deep or a number of a million digits. The message that refuses it must still be
-short, and the code that makes it must not raise.
+short, and the code that makes it must not raise. Names, metadata and messages may come from another person's checkpoint. `visible`
+makes them safe for a terminal: its result cannot move the cursor, change a colour or reverse the direction of writing.
 """
 
 from __future__ import annotations
@@ -98,3 +99,49 @@ def mebibytes_above(nbytes: int) -> str:
     ('8 MiB', '9 MiB')
     """
     return f"{-(-nbytes >> 20):,} MiB"
+
+
+def duration_text(seconds: float) -> str:
+    """The duration in the largest unit of which it has at least two, rounded down.
+
+    >>> duration_text(3), duration_text(150), duration_text(24 * 3600), duration_text(60 * 3600)
+    ('3 s', '2 min', '24 h', '2 d')
+    """
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{int(seconds // length):,} {unit}"
+    return f"{int(seconds)} s"
+
+
+def visible(text: str) -> str:
+    r"""The text on one line, with unprintable characters escaped as in Python.
+
+    >>> print(visible("größe\n\x1b[2J\u202e"))
+    größe\n\x1b[2J\u202e
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def count(n: int, noun: str) -> str:
+    """A number with its noun.
+
+    >>> count(1, "tensor"), count(1200, "tensor")
+    ('1 tensor', '1,200 tensors')
+    """
+    return f"{n:,} {noun}" if n == 1 else f"{n:,} {noun}s"
+
+
+def shape_text(shape: Sequence[int]) -> str:
+    """A shape as text.
+
+    >>> shape_text((4096, 11008)), shape_text(())
+    ('4096×11008', 'scalar')
+    """
+    return "×".join(map(str, shape)) if shape else "scalar"
+
+
+def index_range(start: int, stop: int) -> str:
+    """A half-open range in numpy's notation."""
+    return f"{start}:{stop}"

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from shardckpt.cli import commit, diff, exits, export, fingerprint, gc, import_, ls, pin, reshard, verify
+from shardckpt.cli import commit, diff, exits, export, fingerprint, gc, import_, ls, pin, reshard, serve, verify
 from shardckpt.cli.info import command as info
 from shardckpt.cli.plan import command as plan
 from shardckpt.cli.project import project_url
+from shardckpt.cli.server import choose_server
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -80,10 +81,15 @@ def _version(wanted: bool) -> None:
 @app.callback(epilog="Every command prints one JSON document if given --json.")
 def root(
     context: typer.Context,
+    server: Annotated[
+        str | None,
+        typer.Option("--server", metavar="URL", help="Read through a service (`shardckpt serve`), by its ids."),
+    ] = None,
     version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
 ) -> None:
-    """Inspect, verify, compare, reshard, export, import and remove sharded checkpoints."""
+    """Inspect, verify, compare, reshard, export, import, serve and remove sharded checkpoints."""
     del version
+    choose_server(server, context.invoked_subcommand)
     if context.invoked_subcommand is None:
         print(context.get_help())
 
@@ -103,6 +109,8 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "rm": gc.rm,
     "pin": pin.pin,
     "unpin": pin.unpin,
+    "serve": serve.serve,
+    "token": serve.token,
 }
 for _name, _function in _COMMANDS.items():
     app.command(_name, cls=_Command)(_function)

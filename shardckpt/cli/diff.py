@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from shardckpt.cli.screen import Cell, Screen, progress_bar, write_json
-from shardckpt.cli.text import count, shape_text, visible
-from shardckpt.excerpt import file_size
+from shardckpt.excerpt import count, file_size, shape_text, visible
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-
-    from shardckpt.reading.compare import Aspect, Change, Comparison
-    from shardckpt.reading.compare_values import ValueChange
 
 MOST_LINES = 50
 """Most lines of a section in the text output; --json has all."""
@@ -39,73 +34,43 @@ def diff(
     The exit status is 1 if they differ. How tensors are chunked, compressed and packed is not compared.
     """
     from shardckpt.cli.opening import open_checkpoint
+    from shardckpt.cli.server import server
     from shardckpt.reading.compare import compare
+    from shardckpt.reading.documents import comparison_json
 
-    first, second = open_checkpoint(a), open_checkpoint(b)
-    with progress_bar("comparing") as progress:
-        comparison = compare(first, second, values=not structure, memory_limit=memory_limit, progress=progress)
+    client = server()
+    if client is not None:
+        with client:
+            doc = client.diff(a, b, values=not structure, layouts=layout)
+    else:
+        first, second = open_checkpoint(a), open_checkpoint(b)
+        with progress_bar("comparing") as progress:
+            comparison = compare(first, second, values=not structure, memory_limit=memory_limit, progress=progress)
+        found = comparison_json(comparison, structure=structure, layout=layout)
+        doc = {"a": str(first.location), "b": str(second.location), **found}
     if as_json:
-        write_json({"a": str(first.location), "b": str(second.location), **_document(comparison, structure=structure, layout=layout)})
+        write_json(doc)
     else:
         screen = Screen()
-        screen.show(_lines(screen, comparison, structure=structure, layout=layout))
-    if not comparison.equal(layout=layout):
+        screen.show(_lines(screen, doc, structure=structure, layout=layout))
+    if not doc["equal"]:
         raise typer.Exit(1)
 
 
-def _document(comparison: Comparison, *, structure: bool, layout: bool) -> dict[str, Any]:
-    return {
-        "equal": comparison.equal(layout=layout),
-        "only_a": list(comparison.only_a),
-        "only_b": list(comparison.only_b),
-        "changes": [_change_document(change) for change in comparison.changes],
-        "layouts": [_change_document(change) for change in comparison.layouts],
-        "values": None if structure else [_value_document(value) for value in comparison.values],
-        "tensors_compared": comparison.tensors_compared,
-        "bytes_compared": comparison.bytes_compared,
-    }
-
-
-def _change_document(change: Change) -> dict[str, Any]:
-    return {"name": change.name, "aspect": change.aspect, "a": _side_document(change.a), "b": _side_document(change.b)}
-
-
-def _side_document(side: object) -> object:
-    if isinstance(side, tuple):
-        return list(side)
-    return side if side is None or isinstance(side, str) else _layout_text(side)
-
-
-def _value_document(value: ValueChange) -> dict[str, Any]:
-    finite = value.largest is None or math.isfinite(value.largest)
-    return {
-        "name": value.name,
-        "differing": value.differing,
-        "elements": value.size,
-        "largest": value.largest if finite else "inf",  # JSON has no infinity
-        "nans": value.nans,
-        "first": list(value.first),
-    }
-
-
-def _lines(screen: Screen, comparison: Comparison, *, structure: bool, layout: bool) -> Iterator[str]:
-    yield from _section(screen, "only in A", "red", [[Cell(visible(name))] for name in comparison.only_a])
-    yield from _section(screen, "only in B", "green", [[Cell(visible(name))] for name in comparison.only_b])
-    yield from _section(screen, "changed", "yellow", [_change_row(change) for change in comparison.changes])
-    yield from _section(screen, "values differ", "yellow", [_value_row(value) for value in comparison.values])
+def _lines(screen: Screen, doc: dict[str, Any], *, structure: bool, layout: bool) -> Iterator[str]:
+    """A comparison's document as text."""
+    yield from _section(screen, "only in A", "red", [[Cell(visible(name))] for name in doc["only_a"]])
+    yield from _section(screen, "only in B", "green", [[Cell(visible(name))] for name in doc["only_b"]])
+    yield from _section(screen, "changed", "yellow", [_change_row(change) for change in doc["changes"]])
+    yield from _section(screen, "values differ", "yellow", [_value_row(value) for value in doc["values"] or ()])
     if layout:
-        yield from _section(screen, "laid out otherwise", "yellow", [_change_row(change) for change in comparison.layouts])
-    elif comparison.layouts:
-        yield screen.paint(
-            f"{count(len(comparison.layouts), 'tensor')} laid out otherwise, which is no difference; --layout lists them", "dim"
-        )
-    compared = f"{count(comparison.tensors_compared, 'tensor')}, {file_size(comparison.bytes_compared)}, compared bit by bit"
+        yield from _section(screen, "laid out otherwise", "yellow", [_change_row(change) for change in doc["layouts"]])
+    elif doc["layouts"]:
+        yield screen.paint(f"{count(len(doc['layouts']), 'tensor')} laid out otherwise, which is no difference; --layout lists them", "dim")
+    compared = f"{count(doc['tensors_compared'], 'tensor')}, {file_size(doc['bytes_compared'])}, compared bit by bit"
     if structure:
         compared = "values were not compared"
-    if comparison.equal(layout=layout):
-        yield f"{screen.paint('equal', 'bold green')}  {compared}"
-    else:
-        yield f"{screen.paint('different', 'bold red')}  {compared}"
+    yield f"{screen.paint('equal', 'bold green') if doc['equal'] else screen.paint('different', 'bold red')}  {compared}"
 
 
 def _section(screen: Screen, title: str, style: str, rows: Sequence[Sequence[Cell]]) -> Iterator[str]:
@@ -120,34 +85,27 @@ def _section(screen: Screen, title: str, style: str, rows: Sequence[Sequence[Cel
     yield ""
 
 
-def _change_row(change: Change) -> list[Cell]:
-    aspect = Cell("" if change.aspect == "layout" else change.aspect, "dim")
-    return [
-        Cell(visible(change.name)),
-        aspect,
-        Cell(visible(f"{_side_text(change.a, change.aspect)} → {_side_text(change.b, change.aspect)}")),
-    ]
+def _change_row(change: dict[str, Any]) -> list[Cell]:
+    aspect = change["aspect"]
+    sides = " → ".join(_side_text(change[side], aspect) for side in ("a", "b"))
+    return [Cell(visible(change["name"])), Cell("" if aspect == "layout" else aspect, "dim"), Cell(visible(sides))]
 
 
-def _side_text(side: object, aspect: Aspect) -> str:
-    if isinstance(side, tuple):
-        return shape_text(side)
-    if isinstance(side, str):
-        return side
-    return "by itself" if aspect == "tied" else _layout_text(side)
+def _side_text(side: str | list[int] | None, aspect: str) -> str:
+    if side is None:
+        return "by itself" if aspect == "tied" else "plain"
+    return side if isinstance(side, str) else shape_text(side)
 
 
-def _layout_text(layout: Any) -> str:
-    from shardckpt.cli.layouts import layout_text
-
-    return layout_text(layout)
-
-
-def _value_row(value: ValueChange) -> list[Cell]:
+def _value_row(value: dict[str, Any]) -> list[Cell]:
     facts = []
-    if value.largest is not None:
-        facts.append(f"by up to {value.largest:.6g}")
-    if value.nans:
-        facts.append(f"{value.nans:,} NaN")
-    facts.append(f"first at {list(value.first)}")
-    return [Cell(visible(value.name)), Cell(f"{value.differing:,} of {value.size:,}", right=True), Cell(", ".join(facts), "dim")]
+    if value["largest"] is not None:
+        facts.append(f"by up to {float(value['largest']):.6g}")
+    if value["nans"]:
+        facts.append(f"{value['nans']:,} NaN")
+    facts.append(f"first at {value['first']}")
+    return [
+        Cell(visible(value["name"])),
+        Cell(f"{value['differing']:,} of {value['elements']:,}", right=True),
+        Cell(", ".join(facts), "dim"),
+    ]

@@ -23,15 +23,3 @@ def parse_duration(text: str, what: str) -> float:
     if match is None or (match[2] is None and float(match[1])):
         raise OptionError(f'{what} {text!r}: give a number and a unit (s, min, h, d), such as "24h".')
     return float(match[1]) * _UNITS[match[2] or "s"]
-
-
-def duration_text(seconds: float) -> str:
-    """The duration in the largest unit of which it has at least two, rounded down.
-
-    >>> duration_text(3), duration_text(150), duration_text(24 * 3600), duration_text(60 * 3600)
-    ('3 s', '2 min', '24 h', '2 d')
-    """
-    for unit in ("d", "h", "min"):
-        if seconds >= 2 * _UNITS[unit]:
-            return f"{int(seconds // _UNITS[unit]):,} {unit}"
-    return f"{int(seconds)} s"

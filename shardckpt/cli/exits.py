@@ -16,8 +16,8 @@ import typer
 
 from shardckpt.cli.option_words import with_options
 from shardckpt.cli.project import project_url
-from shardckpt.cli.text import visible
 from shardckpt.errors import ShardckptError
+from shardckpt.excerpt import visible
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

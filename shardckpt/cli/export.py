@@ -23,8 +23,8 @@ from shardckpt.cli.naming_options import (
 from shardckpt.cli.opening import suggesting_import
 from shardckpt.cli.reshard_options import Dtypes, parse_dtypes
 from shardckpt.cli.screen import Screen, transfer_bar, write_json
-from shardckpt.cli.text import conversion_lines, count, visible
-from shardckpt.excerpt import file_size
+from shardckpt.cli.text import conversion_lines
+from shardckpt.excerpt import count, file_size, visible
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from shardckpt.cli.screen import Screen, progress_bar, write_json
-from shardckpt.cli.text import count, visible
+from shardckpt.excerpt import count, visible
 
 
 def fingerprint(

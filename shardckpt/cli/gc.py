@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shardckpt.cli.duration import duration_text, parse_duration
+from shardckpt.cli.duration import parse_duration
 from shardckpt.cli.screen import Cell, Screen, write_json
-from shardckpt.cli.text import count, visible
+from shardckpt.excerpt import count, duration_text, visible
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

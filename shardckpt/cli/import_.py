@@ -43,7 +43,7 @@ from shardckpt.cli.reshard_options import (
     parse_worker,
 )
 from shardckpt.cli.screen import Screen, transfer_bar, write_json
-from shardckpt.cli.text import visible
+from shardckpt.excerpt import visible
 
 
 def import_(

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from shlex import quote
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shardckpt.cli.duration import duration_text
 from shardckpt.cli.opening import suggesting_import
 from shardckpt.cli.screen import Cell, Screen, write_json
-from shardckpt.cli.text import count, visible
-from shardckpt.excerpt import file_size, shortened
+from shardckpt.excerpt import count, duration_text, file_size, shortened, visible
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from shardckpt.reading.catalog import CatalogEntry
+    from shardckpt.serve.client import RunEntry
 
 _GAP = 3
 _LEAST_ROOM = _LONGEST_METRICS = 40
@@ -29,12 +28,22 @@ def ls(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
     """List the checkpoints in a directory."""
-    from shardckpt.reading.catalog import catalog
+    from shardckpt.cli.server import server
+    from shardckpt.reading.catalog import CatalogEntry, catalog
 
-    with suggesting_import(root):
-        entries = catalog(root, everything=everything)
+    client = server()
+    if client is not None:
+        with client:
+            if root == ".":
+                _list_runs(list(client.runs()), as_json=as_json)
+                return
+            found = list(client.checkpoints(root.strip("/")))
+        entries = [CatalogEntry.from_json(one) for one in found if everything or one["state"] in ("committed", "unreadable")]
+    else:
+        with suggesting_import(root):
+            entries = catalog(root, everything=everything)
     if as_json:
-        write_json({"checkpoints": [_document(entry) for entry in entries]})
+        write_json({"checkpoints": [entry.to_json() for entry in entries]})
     elif entries:
         screen = Screen()
         screen.show(_lines(screen, entries, root))
@@ -42,28 +51,22 @@ def ls(
         typer.echo(f"no checkpoints directly below {root!r}" + ("" if everything else "; --all shows unfinished saves"), err=True)
 
 
-def _document(entry: CatalogEntry) -> dict[str, Any]:
-    return {
-        "name": entry.name,
-        "url": str(entry.location),
-        "state": entry.state,
-        "step": entry.step,
-        "attempt": entry.attempt,
-        "created": entry.created,
-        "layout": entry.layout,
-        "tensors": entry.tensors,
-        "bytes": entry.nbytes,
-        "stored_bytes": entry.stored_bytes,
-        "metrics": dict(entry.metrics),
-        "reason": entry.reason,
-        "finished": entry.finished,
-        "hosts": entry.hosts,
-        "committable": entry.committable,
-        "pinned": entry.pinned,
-        "superseded": entry.superseded,
-        "bases": list(entry.bases),
-        "idle": entry.idle,
-    }
+def _list_runs(runs: list[RunEntry], *, as_json: bool) -> None:
+    """Print the runs of a service."""
+    if as_json:
+        write_json({"runs": runs})
+        return
+    screen = Screen()
+    rows = [
+        [Cell(heading, "dim", right=0 < i < 4) for i, heading in enumerate(("run", "checkpoints", "last step", "stored", "last commit"))]
+    ]
+    for one in runs:
+        step = "" if one["last_step"] is None else f"{one['last_step']:,}"
+        stored = file_size(one["stored_bytes"] or 0)
+        numbers = [Cell(text, right=True) for text in (f"{one['checkpoints']:,}", step, stored)]
+        created = (one["created"] or "").replace("T", " ").removesuffix("+00:00")
+        rows.append([Cell(visible(one["run"]), "bold"), *numbers, Cell(visible(created))])
+    screen.show(screen.table(rows, gap=_GAP))
 
 
 def _lines(screen: Screen, entries: list[CatalogEntry], root: str) -> Iterator[str]:

@@ -18,8 +18,10 @@ def open_checkpoint(url: str) -> Checkpoint:
     Raises:
         NotFoundError: there is none; the message suggests `shardckpt import` if another format is there.
     """
+    from shardckpt.cli.server import located
     from shardckpt.reading.checkpoint import open as opened
 
+    url = located(url)
     with suggesting_import(url):
         return opened(url)
 

@@ -32,8 +32,8 @@ from shardckpt.cli.reshard_options import (
     parse_worker,
 )
 from shardckpt.cli.screen import Screen, transfer_bar, write_json
-from shardckpt.cli.text import conversion_lines, count, visible
-from shardckpt.excerpt import file_size
+from shardckpt.cli.text import conversion_lines
+from shardckpt.excerpt import count, file_size, visible
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

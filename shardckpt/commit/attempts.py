@@ -43,6 +43,11 @@ def is_attempt(store: Store, name: str) -> bool:
     return _NAME.fullmatch(name) is not None and _PARTS.issuperset(store.list_children(f"{name}/"))
 
 
+def is_attempt_name(name: str) -> bool:
+    """Whether the directory of an attempt could have a name."""
+    return _NAME.fullmatch(name) is not None
+
+
 def is_reshard(name: str) -> bool:
     """Whether an attempt of that name is a reshard's. Its metadata describes the run of the source, not its own."""
     return RESHARD in name

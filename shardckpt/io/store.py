@@ -179,20 +179,20 @@ class Store:
             except EOFError as e:
                 raise self._cut_off(key, stop, e) from e
 
+    def size(self, key: str) -> int | None:
+        """Bytes of the object; None if it does not exist. Reads none of them, except from memory."""
+        check_key(key, self)
+        with storage_errors("look for", self.path_of(key)):
+            if self.location.bucket is not None:
+                return self._bucket.stat(self._name(key), self._share)[0]
+            if (path := self._file(key)) is not None:
+                return path.stat().st_size if path.is_file() else None
+        data, _ = self.read_versioned(key)
+        return None if data is None else len(data)
+
     def is_longer(self, key: str, nbytes: int) -> bool:
-        """Whether the object exists and has more than `nbytes` bytes; reads none of them, except from memory."""
-        if self.location.bucket is not None:
-            check_key(key, self)
-            with storage_errors("look for", self.path_of(key)):
-                return (self._bucket.stat(self._name(key), self._share)[0] or 0) > nbytes
-        path = self.local_path(key)
-        if path is not None:
-            with storage_errors("look for", path):
-                try:
-                    return path.stat().st_size > nbytes
-                except FileNotFoundError:
-                    return False
-        return len(self.read_versioned(key)[0] or b"") > nbytes
+        """Whether the object exists and has more than `nbytes` bytes."""
+        return (self.size(key) or 0) > nbytes
 
     def exists(self, key: str) -> bool:
         """Whether the object exists; reads none of its bytes."""

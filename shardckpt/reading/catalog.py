@@ -30,7 +30,7 @@ from shardckpt.io.url import Location, parse
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
 
 State = Literal["committed", "uncommitted", "deleted", "unreadable"]
@@ -84,6 +84,40 @@ class CatalogEntry:
         found = _STEP.search(self.name)
         return int(found[0]) if found else None
 
+    @classmethod
+    def from_json(cls, doc: Mapping[str, Any]) -> CatalogEntry:
+        """The entry that `to_json` has written, perhaps on another machine."""
+        names = {"nbytes": "bytes"}
+        plain = (
+            *("name", "state", "attempt", "created", "layout", "tensors", "nbytes", "stored_bytes", "metrics", "reason", "finished"),
+            *("hosts", "committable", "pinned", "superseded", "idle"),
+        )
+        return cls(location=parse(doc["url"]), bases=tuple(doc["bases"]), **{name: doc[names.get(name, name)] for name in plain})
+
+    def to_json(self) -> dict[str, Any]:
+        """The entry as JSON."""
+        return {
+            "name": self.name,
+            "url": str(self.location),
+            "state": self.state,
+            "step": self.step,
+            "attempt": self.attempt,
+            "created": self.created,
+            "layout": self.layout,
+            "tensors": self.tensors,
+            "bytes": self.nbytes,
+            "stored_bytes": self.stored_bytes,
+            "metrics": dict(self.metrics),
+            "reason": self.reason,
+            "finished": self.finished,
+            "hosts": self.hosts,
+            "committable": self.committable,
+            "pinned": self.pinned,
+            "superseded": self.superseded,
+            "bases": list(self.bases),
+            "idle": self.idle,
+        }
+
 
 def catalog(root: str | os.PathLike[str], *, everything: bool = False) -> list[CatalogEntry]:
     """List the checkpoint at `root`, if there is one, and the checkpoints directly below it.
@@ -111,7 +145,7 @@ def catalog(root: str | os.PathLike[str], *, everything: bool = False) -> list[C
     def at(named: tuple[str, Store]) -> list[CatalogEntry]:
         name, place = named
         try:
-            return _entries(place, name, everything)
+            return entries_at(place, name, place.list_children(), everything=everything)
         except StorageError as e:
             return [CatalogEntry(name, place.location, "unreadable", reason=str(e))]
 
@@ -119,9 +153,18 @@ def catalog(root: str | os.PathLike[str], *, everything: bool = False) -> list[C
         return [entry for some in map_on_threads(at, places(store, children)) for entry in some]
 
 
-def _entries(place: Store, name: str, everything: bool) -> list[CatalogEntry]:
-    """The checkpoint at a place, and its other attempts."""
-    children = place.list_children()
+def entries_at(place: Store, name: str, children: Sequence[str], *, everything: bool) -> list[CatalogEntry]:
+    """The checkpoint at a place, and its other attempts.
+
+    Args:
+        place: the place.
+        name: name for the entries.
+        children: the names directly below the place (`Store.list_children`).
+        everything: also list unfinished attempts and deleted checkpoints.
+
+    Raises:
+        StorageError: the storage failed.
+    """
     data = None
     if RECORD in children:
         with contextlib.suppress(MissingDataError):  # deleted since the listing

@@ -19,6 +19,7 @@ from shardckpt.io.url import parse
 from shardckpt.options import check_flag, checked_options
 from shardckpt.reading.restore import restore
 from shardckpt.training import events
+from shardckpt.training.announcing import announcer
 from shardckpt.training.background import Background
 from shardckpt.training.decisions import LEADER, Decisions
 from shardckpt.training.measured import METRICS, decode_metrics, encode_metrics
@@ -128,7 +129,7 @@ class CheckpointManager(RunSteps):
         self._on_failure = on_failure
         self._fallback = fallback
         self._line = events.progress_line(progress, alone=self._leads)
-        self._events = events.Events(on_event, self._line)
+        self._events = events.Events(on_event, self._line, announcer(leads=self._leads))
         self._background = Background(self._root, self._coordinator, self.options, self._rule, self._events)
         self._lineage = self._background.lineage
         self._notices = Notices(policy.notices)
@@ -296,10 +297,9 @@ class CheckpointManager(RunSteps):
                 began = time.monotonic()
                 options: dict[str, Any] = {"memory_limit": self.options.budget, "coordinator": self._coordinator}
                 progress = self._events.progress("restore", self.url(read_step), read_step)
+                given = {"only": only, "strict": strict, "cast": cast, "cooperative": cooperative, "progress": progress, **options}
                 try:
-                    state = restore(
-                        checkpoint, like, only=only, strict=strict, cast=cast, cooperative=cooperative, progress=progress, **options
-                    )
+                    state = restore(checkpoint, like, **given)
                 except BaseException as e:
                     self._background.emit(events.RestoreFailed, read_step, error=e)
                     raise

@@ -168,6 +168,10 @@ class OutputReader:
         strides = np.array([prod(output.shape[d + 1 :]) * output.dtype.itemsize for d in range(len(output.shape))], np.int64)
         return _Blocks([*(boxes.start @ strides).tolist(), output.nbytes], boxes)
 
+    def edges(self, number: int) -> list[int]:
+        """First byte of each block of an output, and its bytes: what is read between two of them goes straight into the caller's memory."""
+        return self._blocks_of(number).edges
+
     def read_boxes(self, wanted: Sequence[tuple[int, Box, NDArray[Any]]]) -> None:
         """Read boxes of outputs into memory, all with one call; nothing goes through the cache.
 

@@ -15,11 +15,13 @@ from typing import TYPE_CHECKING
 
 from shardckpt.convert.export_options import SafetensorsOptions
 from shardckpt.convert.formats.safetensors.header import LENGTH_BYTES
+from shardckpt.convert.formats.safetensors.layout import lay_out
 from shardckpt.convert.formats.safetensors.model_files import plan_model_files
 from shardckpt.convert.naming.choose import NameOptions
-from shardckpt.convert.streaming.outputs import identity
+from shardckpt.convert.streaming.outputs import OutputTensor, identity
 from shardckpt.errors import NotFoundError, OptionError
 from shardckpt.excerpt import few
+from shardckpt.plan.views import View
 from shardckpt.reading.checkpoint import Checkpoint
 from shardckpt.reading.lazy_array import LazyArray
 from shardckpt.views.elements import CACHE_BYTES, OutputReader
@@ -33,8 +35,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from shardckpt.convert.formats.safetensors.layout import SafetensorsFile
-    from shardckpt.convert.streaming.outputs import OutputTensor
     from shardckpt.layout.box import Box
+    from shardckpt.layout.dtypes import DType
 
 
 class ModelView:
@@ -141,6 +143,16 @@ class ModelView:
         self.layout(name)
         return VirtualFile(self, name)
 
+    def block_end(self, name: str, offset: int, most: int) -> int:
+        """The end of a good read from an offset on, of at most `most` bytes: the end of a block, if there is one."""
+        file, end = self.layout(name), min(self.sizes[name], offset + most)
+        i = -1 if file is None else bisect_right(file.offsets, end) - 1
+        if file is None or i < 0 or end == self.sizes[name]:
+            return end
+        edges = self._reader.edges(self._starts[name] + i)
+        last = file.offsets[i] + edges[bisect_right(edges, end - file.offsets[i]) - 1]
+        return last if last > offset else end
+
     def read_into(self, name: str, offset: int, into: memoryview) -> int:
         """Fill memory with a file's bytes from an offset on; return their number, which is less at the end of the file.
 
@@ -237,6 +249,15 @@ class VirtualFile(io.RawIOBase):
     def _check_open(self) -> None:
         if self.closed:
             raise ValueError("I/O operation on closed file.")
+
+
+def header_of(name: str, shape: tuple[int, ...], dtype: DType) -> bytes:
+    """The header of a file that holds one tensor.
+
+    Raises:
+        DtypeError: the format lacks the dtype. NamesMismatchError: it cannot hold the name.
+    """
+    return lay_out([OutputTensor(name, shape, dtype, (View.whole(name, shape),))]).header
 
 
 def _options(options: Mapping[str, Any]) -> SafetensorsOptions:

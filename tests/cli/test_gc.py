@@ -13,8 +13,9 @@ import pytest
 from paths import DOCS
 
 import shardckpt
-from shardckpt.cli.duration import duration_text, parse_duration
+from shardckpt.cli.duration import parse_duration
 from shardckpt.errors import NotFoundError, OptionError
+from shardckpt.excerpt import duration_text
 
 COMMAND = Path(sys.executable).with_name("shardckpt")
 PAGE = DOCS / "cli.md"

@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardckpt.cli.devices import device_list
-from shardckpt.cli.text import count, shape_text, visible
-from shardckpt.excerpt import file_size
+from shardckpt.excerpt import count, file_size, shape_text, visible
+from shardckpt.layout.device_list import device_list
 
 
 def expand(text):

@@ -86,8 +86,8 @@ class Chromium:
         self._profile.cleanup()
 
     @contextmanager
-    def page(self, path: Path, *, width: int = 1200, height: int = 900, dark: bool = False):
-        """A file, opened in a window of that size."""
+    def page(self, path: Path | str, *, width: int = 1200, height: int = 900, dark: bool = False):
+        """A file, or a url, opened in a window of that size."""
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         self.events.clear()
@@ -96,7 +96,7 @@ class Chromium:
         self.call("Emulation.setDeviceMetricsOverride", session, width=width, height=height, deviceScaleFactor=1, mobile=False)
         scheme = "dark" if dark else "light"
         self.call("Emulation.setEmulatedMedia", session, features=[{"name": "prefers-color-scheme", "value": scheme}])
-        self.call("Page.navigate", session, url=path.resolve().as_uri())
+        self.call("Page.navigate", session, url=path if isinstance(path, str) else path.resolve().as_uri())
         self.wait_for("Page.loadEventFired")
         try:
             yield Page(self, session)
@@ -115,6 +115,16 @@ class Page:
         answer = self._browser.call("Runtime.evaluate", self._session, expression=script, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
+
+    def wait_for(self, condition: str) -> None:
+        """Wait until an expression is true, also on the page that follows."""
+        deadline = time.monotonic() + TIMEOUT
+        while True:
+            with suppress(AssertionError):  # between two pages there is none to run it
+                if self.run(f"Boolean({condition})"):
+                    return
+            assert time.monotonic() < deadline, f"never true: {condition}"
+            time.sleep(0.02)
 
     def press(self, key: str) -> None:
         """A key, pressed and released."""

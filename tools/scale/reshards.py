@@ -14,7 +14,6 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from shardckpt import Mesh, Sharding
-from shardckpt.cli.plan.page.page import page
 from shardckpt.format.documents import seal
 from shardckpt.format.record import parse_checkpoint
 from shardckpt.format.structure import Structure
@@ -27,6 +26,7 @@ from shardckpt.reshard.forecast.rates import Rate, Rates
 from shardckpt.reshard.options import ReshardOptions
 from shardckpt.reshard.plan import plan_reshard
 from shardckpt.reshard.rules import Rules
+from shardckpt.serve.pages.plan import page
 from shardckpt.state import flatten
 from shardckpt.writing.save_plan import tensor_record
 from tools.scale.host import commit_record

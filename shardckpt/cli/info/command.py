@@ -26,25 +26,26 @@ def info(
     from shardckpt.cli.opening import open_checkpoint
     from shardckpt.errors import NamesMismatchError
     from shardckpt.excerpt import given
+    from shardckpt.reading import documents
     from shardckpt.state.document import Tensor, Tied
     from shardckpt.state.names import shown
     from shardckpt.state.select import selector
 
     checkpoint = open_checkpoint(url)
-    node = contents.find(checkpoint, name)
+    node = documents.find_node(checkpoint, name)
     if isinstance(node, Tensor | Tied) and node.name == name:
         if as_json:
-            write_json(tensor.document(checkpoint, name))
+            write_json(documents.tensor_json(checkpoint, name))
         else:
             screen = Screen()
             screen.show(tensor.lines(screen, checkpoint, name))
         return
-    wanted = contents.choose(node, selector(only))
+    wanted = documents.choose_nodes(node, selector(only))
     if wanted is None:
         below = "" if name is None else f" below {shown(name)}"
         raise NamesMismatchError(f"{checkpoint.location}: {given(only=only)} selects none of its names{below}; leave it out to list all.")
     if as_json:
-        write_json(contents.document(checkpoint, wanted))
+        write_json(documents.checkpoint_json(checkpoint, wanted))
     else:
         screen = Screen()
         screen.show(contents.lines(screen, checkpoint, wanted, depth=depth, heading=name is None))

@@ -1,4 +1,4 @@
-"""The contents of a checkpoint: a tree for people, a flat list for programs.
+"""The contents of a checkpoint as a tree for people.
 
 Cost is linear in the number of leaves: every layout is described once, however many tensors have it, and the tree is walked
 without recursion.
@@ -7,23 +7,18 @@ without recursion.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
-from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from shardckpt.cli.layouts import mesh_text, spec_text
 from shardckpt.cli.screen import Cell, Screen, column_widths
-from shardckpt.cli.text import count, shape_text, visible
-from shardckpt.errors import NamesMismatchError
-from shardckpt.excerpt import file_size, shortened
+from shardckpt.excerpt import count, file_size, shape_text, shortened, visible
 from shardckpt.layout.placements import Placements
 from shardckpt.layout.sharding import Sharding
-from shardckpt.state.document import Branch, Custom, Node, Owned, Small, Tensor, Tied, leaves_of
-from shardckpt.state.leaves import describe
-from shardckpt.state.names import did_you_mean
+from shardckpt.layout.text import mesh_text, spec_text
+from shardckpt.reading.documents import leaf_text, node_totals
+from shardckpt.state.document import Branch, Node, Tensor, Tied
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from shardckpt.format.structure import StoredLayout
     from shardckpt.layout.mesh import Mesh
@@ -35,97 +30,6 @@ MOST_SPECS = 30
 """Most lines of each kind in the text output; --json has all."""
 LONGEST_METADATA = 200
 """Most characters of a line of metadata."""
-
-
-def find(checkpoint: Checkpoint, name: str | None) -> Node:
-    """The node with a name in the tree; None: the root.
-
-    Raises:
-        NamesMismatchError: No node has the name.
-    """
-    stack = [checkpoint.parsed_tree]
-    if name is None:
-        return stack[0]
-    names = []
-    while stack:
-        node = stack.pop()
-        if node.name == name:
-            return node
-        names.append(node.name)
-        if isinstance(node, Branch):
-            stack.extend(node.children)
-    raise NamesMismatchError(
-        f"{checkpoint.location}: no tensor, leaf or container {name!r}{did_you_mean(name, names)}; `info` without a name lists all."
-    )
-
-
-def choose(node: Node, wanted: Callable[[str], bool]) -> Node | None:
-    """The node without its unselected leaves, and without containers that held only those; None if nothing is left."""
-    if not isinstance(node, Branch):
-        return node if wanted(node.name) else None
-    if not node.children:
-        return node if wanted(node.name) else None
-    kept = [(key, found) for key, child in zip(node.keys, node.children, strict=True) if (found := choose(child, wanted)) is not None]
-    return replace(node, keys=[key for key, _ in kept], children=[child for _, child in kept]) if kept else None
-
-
-# --- for programs ---------------------------------------------------------------------------------------------------
-
-
-def document(checkpoint: Checkpoint, node: Node) -> dict[str, Any]:
-    """The checkpoint's facts, and the tensors and small leaves below `node`, as JSON."""
-    record = checkpoint.record
-    structure = record.structure.to_json()
-    tensors, leaves = [], []
-    tied: dict[str, list[str]] = {}
-    for leaf in leaves_of(node):
-        if isinstance(leaf, Tied):
-            tied.setdefault(leaf.stored, []).append(leaf.name)
-        elif isinstance(leaf, Tensor):
-            t = record.structure.tensors[leaf.name]
-            tensors.append(
-                {
-                    "name": t.name,
-                    "shape": list(t.shape),
-                    "dtype": t.dtype.name,
-                    "bytes": t.nbytes,
-                    "chunk_shape": list(t.pieces[0].chunks),
-                    "chunks": t.num_chunks,
-                    "pieces": len(t.pieces),
-                    "sharding": structure["tensors"][t.name].get("sharding"),
-                    "base": structure["tensors"][t.name].get("base"),
-                    "tied": tied.setdefault(t.name, []),
-                }
-            )
-        else:
-            kind, value = _leaf(leaf)
-            leaves.append({"name": leaf.name, "kind": kind, "value": value})
-    return {
-        "url": str(checkpoint.location),
-        "attempt": record.attempt,
-        "created": record.created,
-        "writer": record.writer,
-        "layout": record.layout,
-        "compression": record.compression,
-        "hosts": len(record.hosts),
-        "totals": dict(record.totals),
-        "metadata": record.metadata,
-        "bases": structure.get("bases", []),
-        "meshes": structure["meshes"],
-        "shardings": structure["shardings"],
-        "tensors": tensors,
-        "leaves": leaves,
-    }
-
-
-def _leaf(leaf: Small | Custom | Owned) -> tuple[str, str]:
-    """A small leaf's type, and its value in a few characters."""
-    if isinstance(leaf, Owned):
-        return "per process", ""
-    return describe(leaf.content, leaf.name) if isinstance(leaf, Small) else (leaf.type_name, "")
-
-
-# --- for people -----------------------------------------------------------------------------------------------------
 
 
 def lines(screen: Screen, checkpoint: Checkpoint, node: Node, *, depth: int | None = None, heading: bool = True) -> Iterator[str]:
@@ -178,14 +82,6 @@ def _meshes(checkpoint: Checkpoint) -> list[Mesh]:
     return list(dict.fromkeys(layout.mesh for layout in layouts.values() if isinstance(layout, Sharding | Placements)))
 
 
-@dataclass(slots=True)
-class _Total:
-    """Number and bytes of the tensors below a node."""
-
-    tensors: int = 0
-    nbytes: int = 0
-
-
 class _Tree:
     """A tree as lines: guides and the last components of names, with columns beside them."""
 
@@ -200,7 +96,7 @@ class _Tree:
         self.legend: dict[str, str] | None = None
         """Description of each number in the legend; None while the table shows the descriptions themselves."""
         self.numbers: dict[str, str] = {}
-        self.totals = self._totals()
+        self.totals = node_totals(checkpoint, root)
 
     def lines(self) -> Iterator[str]:
         """All lines. If the specs do not fit the width, they become numbers, with a legend below."""
@@ -248,7 +144,7 @@ class _Tree:
                 Cell(file_size(t.nbytes), right=True),
                 Cell(f"{self._spec(t.layout)} {'' if t.base is None else f'in {visible(t.base.base.url)}'}".strip(), "magenta"),
             ]
-        kind, value = _leaf(node)
+        kind, value = leaf_text(node)
         return [Cell(visible(f"{value}  {kind}".strip()), "yellow"), Cell(""), Cell(""), Cell("")]
 
     def _inside(self, node: Branch) -> str:
@@ -277,24 +173,3 @@ class _Tree:
             self.numbers[text] = f"[{len(self.numbers) + 1}]"
             self.legend[self.numbers[text]] = text
         return self.numbers[text]
-
-    def _totals(self) -> dict[int, _Total]:
-        """The totals below every node."""
-        order: list[Node] = []
-        stack = [self.root]
-        while stack:
-            node = stack.pop()
-            order.append(node)
-            if isinstance(node, Branch):
-                stack.extend(node.children)
-        totals: dict[int, _Total] = {}
-        for node in reversed(order):
-            total = totals[id(node)] = _Total()
-            if isinstance(node, Tensor):
-                t = self.tensors[node.name]
-                total.tensors, total.nbytes = 1, prod(t.shape) * t.dtype.itemsize
-            elif isinstance(node, Branch):
-                for child in node.children:
-                    total.tensors += totals[id(child)].tensors
-                    total.nbytes += totals[id(child)].nbytes
-        return totals

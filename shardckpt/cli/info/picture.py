@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from shardckpt.cli.devices import device_list
 from shardckpt.cli.screen import Screen, pad
-from shardckpt.cli.text import count, visible
-from shardckpt.cli.tiles import Bins, Tiles, bins, tiles_of
 from shardckpt.errors import ShardingError
+from shardckpt.excerpt import count, visible
+from shardckpt.layout.device_list import device_list
+from shardckpt.layout.tiles import Bins, Tiles, bins, tiles_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

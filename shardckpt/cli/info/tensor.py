@@ -3,53 +3,20 @@
 from __future__ import annotations
 
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from shardckpt.cli.info.picture import picture
-from shardckpt.cli.layouts import mesh_text, op_sharding_text, spec_text
 from shardckpt.cli.screen import Cell, Screen
-from shardckpt.cli.text import count, shape_text, visible
-from shardckpt.excerpt import file_size
+from shardckpt.excerpt import count, file_size, shape_text, visible
 from shardckpt.layout.placements import Placements
 from shardckpt.layout.sharding import Sharding
+from shardckpt.layout.text import mesh_text, op_sharding_text, spec_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from shardckpt.format.structure import TensorRecord
     from shardckpt.reading.checkpoint import Checkpoint
-
-
-def document(checkpoint: Checkpoint, name: str) -> dict[str, Any]:
-    """All facts about a tensor, as JSON."""
-    info = checkpoint.info(name)
-    tensor = checkpoint.tensor(name)
-    doc: dict[str, Any] = {
-        "url": str(checkpoint.location),
-        "name": name,
-        "shape": list(info.shape),
-        "dtype": info.dtype.name,
-        "stored_dtype": info.dtype.storage.name,
-        "bytes": info.nbytes,
-        "chunk_shape": list(info.chunks),
-        "chunks": info.num_chunks,
-        "pieces": [{"start": list(piece.start), "shape": list(piece.shape)} for piece in tensor.pieces],
-        "mesh": None,
-        "spec": None,
-        "placements": None,
-        "op_sharding": None,
-        "tied": list(info.tied_names),
-        "base": info.base,
-        "tensorstore": checkpoint.stock_spec(name),
-    }
-    if isinstance(info.layout, Sharding):
-        doc["mesh"], doc["spec"] = info.layout.mesh.to_json(), info.layout.spec.to_json()
-    if isinstance(info.layout, Placements):
-        doc["mesh"], doc["placements"] = info.layout.mesh.to_json(), list(map(str, info.layout.placements))
-    elif info.layout is not None:
-        op_sharding = info.layout.op_sharding(len(info.shape)) if isinstance(info.layout, Sharding) else info.layout
-        doc["op_sharding"] = op_sharding.to_hlo()
-    return doc
 
 
 def lines(screen: Screen, checkpoint: Checkpoint, name: str) -> Iterator[str]:

@@ -108,7 +108,7 @@ def plan(
     )
     doc = document(found)
     if html is not None:
-        from shardckpt.cli.plan.page.page import page
+        from shardckpt.serve.pages.plan import page
 
         _write(html, page(found, doc))
     if as_json:

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shardckpt.cli.info.picture import picture
-from shardckpt.cli.layouts import spec_text
-from shardckpt.cli.plan.words import assumptions, factor, hosts_text, notice_text, rate_text, route, span_text, verdict
 from shardckpt.cli.screen import Cell, Screen, column_widths
-from shardckpt.cli.text import conversion_lines, count, visible
+from shardckpt.cli.text import conversion_lines
 from shardckpt.errors import NamesMismatchError
-from shardckpt.excerpt import file_size, shortened
+from shardckpt.excerpt import count, file_size, shortened, visible
 from shardckpt.layout.placements import Placements
+from shardckpt.layout.text import spec_text
 from shardckpt.reshard.forecast.hosts import joined
+from shardckpt.reshard.forecast.words import assumptions, factor, hosts_text, notice_text, rate_text, route, span_text, verdict
 from shardckpt.state.names import shown
 
 if TYPE_CHECKING:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from shardckpt.cli.duration import duration_text
-from shardckpt.cli.text import count, visible
-from shardckpt.excerpt import file_size
+from shardckpt.excerpt import count, duration_text, file_size, visible
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shardckpt.cli.devices import device_list
-from shardckpt.cli.text import visible
-from shardckpt.excerpt import shortened
+from shardckpt.excerpt import shortened, visible
+from shardckpt.layout.device_list import device_list
 
 if TYPE_CHECKING:
-    from shardckpt.format.structure import StoredLayout
     from shardckpt.layout.mesh import Mesh
+    from shardckpt.layout.placements import Placements
     from shardckpt.layout.sharding import Layout
 
 LONGEST_OP_SHARDING = 200
 """Most characters: the listed OpSharding of a large mesh would fill pages."""
 
 
-def layout_text(layout: StoredLayout | None) -> str:
+def layout_text(layout: Layout | Placements | None) -> str:
     """A layout: its spec and mesh, or its OpSharding if it has no spec; "plain" for None."""
     from shardckpt.layout.op_sharding import OpSharding
 
@@ -26,7 +25,7 @@ def layout_text(layout: StoredLayout | None) -> str:
     return spec_text(layout) if isinstance(layout, OpSharding) else f"{spec_text(layout)} over {mesh_text(layout.mesh)}"
 
 
-def spec_text(layout: StoredLayout | None) -> str:
+def spec_text(layout: Layout | Placements | None) -> str:
     """The spec, or its substitute: placements, an OpSharding, or "plain"."""
     from shardckpt.layout.placements import Placements
     from shardckpt.layout.sharding import Sharding

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from shardckpt.cli.text import index_range
+from shardckpt.excerpt import index_range
 from shardckpt.layout.device_boxes import tile_shape
 
 if TYPE_CHECKING:

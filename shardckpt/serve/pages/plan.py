@@ -16,12 +16,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shardckpt._version import __version__
-from shardckpt.cli.layouts import spec_text
-from shardckpt.cli.plan.page.figures import LEVELS, balance, heat_map, ribbons, tile_grid
-from shardckpt.cli.plan.page.markup import Html, data, el
-from shardckpt.cli.plan.words import assumptions, factor, hosts_text, notice_text, rate_text, route, span_text, verdict
-from shardckpt.cli.text import count, shape_text
-from shardckpt.excerpt import file_size
+from shardckpt.excerpt import count, file_size, shape_text
+from shardckpt.layout.text import spec_text
+from shardckpt.reshard.forecast.words import assumptions, factor, hosts_text, notice_text, rate_text, route, span_text, verdict
+from shardckpt.serve.pages.figures import LEVELS, balance, heat_map, ribbons, tile_grid
+from shardckpt.serve.pages.markup import Html, data, el
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -41,7 +40,7 @@ def page(found: Forecast, doc: dict[str, Any]) -> str:
         found: the plan, for its layouts.
         doc: its document (`reshard.forecast.document`), for all numbers.
     """
-    style, script = (Html(resources.files(__package__).joinpath(f"page.{kind}").read_text("utf-8")) for kind in ("css", "js"))
+    style, script = (Html(resources.files(__package__).joinpath(f"plan.{kind}").read_text("utf-8")) for kind in ("css", "js"))
     policy = f"default-src 'none'; style-src 'sha256-{_digest(style)}'; script-src 'sha256-{_digest(script)}'; base-uri 'none'"
     head = [
         el("meta", charset="utf-8"),
@@ -50,6 +49,12 @@ def page(found: Forecast, doc: dict[str, Any]) -> str:
         el("title", f"Reshard plan: {doc['source']['url']}"),
         el("style", style),
     ]
+    body = el("body", *plan_parts(found, doc), el("script", script))
+    return "<!DOCTYPE html>\n" + el("html", el("head", head), body, lang="en") + "\n"
+
+
+def plan_parts(found: Forecast, doc: dict[str, Any]) -> list[Html]:
+    """The plan as a header, a main part, a footer, and the data of the heat map for the script."""
     main = el(
         "main",
         _facts(doc),
@@ -62,15 +67,15 @@ def page(found: Forecast, doc: dict[str, Any]) -> str:
     # Inside a script element only `<` could end the element, or begin a comment.
     flow = el("script", Html(json.dumps(doc["flow"]).replace("<", "\\u003c")), type="application/json", id="flow")
     footer = el("footer", [el("p", sentence) for sentence in assumptions(doc)], el("p", f"Made by shardckpt {__version__}."))
-    body = el("body", _header(doc), main, footer, flow, el("script", script))
-    return "<!DOCTYPE html>\n" + el("html", el("head", head), body, lang="en") + "\n"
+    return [_header(doc), main, footer, flow]
 
 
 def _digest(text: str) -> str:
     return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
-def _section(title: str, *parts: Any, **attributes: Any) -> Html:
+def section(title: str, *parts: Any, **attributes: Any) -> Html:
+    """A section with a heading."""
     ident = f"section-{title.lower().replace(' ', '-')}"
     return el("section", el("h2", title, id=ident), *parts, aria_labelledby=ident, **attributes)
 
@@ -106,7 +111,7 @@ def _facts(doc: dict[str, Any]) -> Html:
         fact("Tasks", "tasks", f"{reshard['tasks']:,}", f"{count(reshard['workers'], 'worker')} on one machine"),
         fact("Time", "seconds", span_text(reshard["seconds"]), rate_text(rates)),
     ]
-    return _section("What the reshard costs", el("dl", facts, class_="facts"))
+    return section("What the reshard costs", el("dl", facts, class_="facts"))
 
 
 def _restores(doc: dict[str, Any]) -> Html:
@@ -135,7 +140,7 @@ def _restores(doc: dict[str, Any]) -> Html:
         ".",
     )
     table = el("table", caption, el("thead", head), el("tbody", rows), id="restores", class_="cards")
-    return _section("What a restore reads", el("div", table, class_="scroll", tabindex=0, role="region", aria_label="What a restore reads"))
+    return section("What a restore reads", el("div", table, class_="scroll", tabindex=0, role="region", aria_label="What a restore reads"))
 
 
 def _layouts(found: Forecast, doc: dict[str, Any]) -> Html:
@@ -151,7 +156,7 @@ def _layouts(found: Forecast, doc: dict[str, Any]) -> Html:
     rest = len(ranked) - len(figures)
     note = f"A colour is a {'device' if by_device else 'host'}, numbered where there is room; fine lines are chunks."
     more = f" The {MOST_KINDS} kinds of tensors with most bytes; {rest:,} more are in the table." if rest > 0 else ""
-    return _section("Layouts before and after", el("p", note + more, class_="quiet"), el("div", figures, class_="kinds"))
+    return section("Layouts before and after", el("p", note + more, class_="quiet"), el("div", figures, class_="kinds"))
 
 
 def _kind(found: Forecast, key: Any, entries: list[dict[str, Any]], *, by_device: bool) -> Html:
@@ -187,7 +192,7 @@ def _one_host(doc: dict[str, Any]) -> Html:
         f"after the reshard. No byte goes from host to host."
     )
     hint = "With --devices-per-host, a plan for several hosts shows which bytes go where, and who reads most."
-    return _section("Hosts", el("p", text), el("p", hint, class_="quiet"))
+    return section("Hosts", el("p", text), el("p", hint, class_="quiet"))
 
 
 def _flow(found: Forecast, doc: dict[str, Any]) -> Html:
@@ -219,7 +224,7 @@ def _flow(found: Forecast, doc: dict[str, Any]) -> Html:
     )
     who = "who wrote each chunk is read from the chunk tables" if flow["exact"] else "each host of a box is taken to have written its share"
     note = el("p", f"Bytes that a restore of what is stored now reads; {who}.", class_="quiet")
-    return _section("Flow between hosts", note, el("div", el("figure", ribbons(nbytes, writers, readers)), heat, class_="two flow"))
+    return section("Flow between hosts", note, el("div", el("figure", ribbons(nbytes, writers, readers)), heat, class_="two flow"))
 
 
 def _balance(found: Forecast, doc: dict[str, Any]) -> Html:
@@ -229,14 +234,14 @@ def _balance(found: Forecast, doc: dict[str, Any]) -> Html:
     ends = el("div", el("span", hosts_text(spans[0])), el("span", hosts_text(spans[-1])), class_="axis-x")
     highest = file_size(int(max(found.before.read.max(initial=0), found.after.read.max(initial=0))))
     figure = el("figure", balance(found.before.read, found.after.read, spans), ends)
-    return _section(
+    return section(
         "Balance over the target hosts", el("p", f"Bytes that each host reads, up to {highest}.{grouped}", class_="quiet"), figure, keys
     )
 
 
 def _notices(found: Forecast, doc: dict[str, Any]) -> Html | None:
     items = [f"dtype: {one}" for one in found.plan.conversions] + [notice_text(notice) for notice in doc["notices"]]
-    return _section("Notices", el("ul", [el("li", item) for item in items], class_="notices")) if items else None
+    return section("Notices", el("ul", [el("li", item) for item in items], class_="notices")) if items else None
 
 
 _COLUMNS = (
@@ -268,7 +273,7 @@ def _tensors(found: Forecast, doc: dict[str, Any]) -> Html:
     table = el("table", el("thead", el("tr", heads)), el("tbody", list(_rows(found, doc))), id="tensors", class_="cards")
     label = el("label", "Show names that contain ", el("input", type="search", id="filter", autocomplete="off"))
     status = el("p", "", id="shown", class_="quiet", aria_live="polite")
-    return _section("Tensors", label, status, el("div", table, class_="scroll", tabindex=0, role="region", aria_label="Tensors"))
+    return section("Tensors", label, status, el("div", table, class_="scroll", tabindex=0, role="region", aria_label="Tensors"))
 
 
 def _rows(found: Forecast, doc: dict[str, Any]) -> Iterator[Html]:

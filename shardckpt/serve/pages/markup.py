@@ -5,14 +5,14 @@ from __future__ import annotations
 from html import escape
 from typing import TYPE_CHECKING, TypeAlias
 
-from shardckpt.cli.text import visible
+from shardckpt.excerpt import visible
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-_EMPTY = frozenset({"meta", "input"})
+_EMPTY = frozenset({"meta", "input", "link", "br"})
 """Elements without an end tag. This does not apply to drawings, which are XML."""
-_DRAWN = frozenset({"path", "rect", "line"})
+_DRAWN = frozenset({"path", "rect", "line", "circle", "polyline"})
 
 
 class Html(str):

@@ -11,15 +11,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from shardckpt.cli.devices import device_list
-from shardckpt.cli.plan.page.markup import Html, Part, el
-from shardckpt.cli.plan.words import hosts_text
-from shardckpt.cli.text import count, shape_text
-from shardckpt.cli.tiles import bins, tiles_of
 from shardckpt.errors import ShardingError
-from shardckpt.excerpt import file_size
+from shardckpt.excerpt import count, file_size, shape_text
+from shardckpt.layout.device_list import device_list
 from shardckpt.layout.placements import Placements
+from shardckpt.layout.tiles import bins, tiles_of
 from shardckpt.reshard.forecast.hosts import joined
+from shardckpt.reshard.forecast.words import hosts_text
+from shardckpt.serve.pages.markup import Html, Part, el
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

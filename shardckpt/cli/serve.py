@@ -1,0 +1,70 @@
+"""`shardckpt serve` and `shardckpt token`: the service, and who may use it."""
+
+from __future__ import annotations
+
+from pathlib import Path  # noqa: TC003  (typer reads the annotation)
+from typing import Annotated
+
+import typer
+
+
+def serve(
+    roots: Annotated[list[str], typer.Argument(metavar="NAME=ROOT…", help="What to serve: a name, and a path or url.")],
+    host: Annotated[str, typer.Option("--host", metavar="ADDRESS", help="The address to listen at.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, metavar="N", help="The port; 0: any that is free.")] = 8470,
+    token_file: Annotated[Path | None, typer.Option("--token-file", metavar="FILE", help="Who may do what; see `shardckpt token`.")] = None,
+    state: Annotated[Path | None, typer.Option("--state", metavar="DIR", help="Where to keep the catalogue; default: nowhere.")] = None,
+    allow_host: Annotated[
+        list[str] | None,
+        typer.Option("--allow-host", metavar="NAME", help="A name of the service in Host; may be repeated."),
+    ] = None,
+    allow_base: Annotated[
+        list[str] | None, typer.Option("--allow-base", metavar="URL", help="Where bases of checkpoints may lie, too; may be repeated.")
+    ] = None,
+    certificate: Annotated[str | None, typer.Option("--ssl-certfile", metavar="FILE", help="The TLS certificate, in PEM.")] = None,
+    key: Annotated[str | None, typer.Option("--ssl-keyfile", metavar="FILE", help="The key of the certificate.")] = None,
+) -> None:
+    """Serve checkpoints to people and programs over HTTP.
+
+    Without --token-file, everybody on this machine may read, and nobody else.
+    """
+    from importlib.util import find_spec
+
+    from shardckpt.errors import MissingExtraError, StorageError
+
+    lacking = [name for name in ("starlette", "uvicorn", "httptools", "prometheus_client") if find_spec(name) is None]
+    if lacking:
+        raise MissingExtraError(f'the service needs {", ".join(lacking)}; install them with `pip install "shardckpt[serve]"`.')
+    from shardckpt.serve.server import serve as run
+    from shardckpt.serve.service import ServeOptions
+
+    options = ServeOptions(
+        roots=tuple(roots),
+        host=host,
+        port=port,
+        token_file=token_file,
+        state=state,
+        allow_host=tuple(allow_host or ()),
+        allow_base=tuple(allow_base or ()),
+        certificate=certificate,
+        key=key,
+    )
+    try:
+        run(options, lambda url: print(f"serving at {url}", flush=True))
+    except SystemExit as e:  # uvicorn's, when it cannot listen
+        if e.code:
+            raise StorageError(f"cannot serve at {host} port {port}; the log above says why. Give --port another one.") from None
+
+
+def token(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Who gets the token.")],
+    token_file: Annotated[Path, typer.Option("--token-file", metavar="FILE", help="The file to add its digest to.")],
+    scope: Annotated[str, typer.Option("--scope", metavar="SCOPE", help="read, operate or admin.")] = "read",
+) -> None:
+    """Make a token for `shardckpt serve`, and print it.
+
+    It is printed once: the file has only its digest. Delete the line with the name to revoke it.
+    """
+    from shardckpt.serve.tokens import add_token
+
+    print(add_token(token_file, name, scope))

@@ -1,0 +1,207 @@
+"""JSON documents about checkpoints, for programs; docs/cli.md describes their keys.
+
+Cost is linear in the number of leaves.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from shardckpt.errors import NamesMismatchError
+from shardckpt.layout.placements import Placements
+from shardckpt.layout.sharding import Sharding
+from shardckpt.layout.text import layout_text
+from shardckpt.state.document import Branch, Custom, Node, Owned, Small, Tensor, Tied, leaves_of
+from shardckpt.state.leaves import describe
+from shardckpt.state.names import did_you_mean
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from shardckpt.reading.checkpoint import Checkpoint
+    from shardckpt.reading.compare import Change, Comparison
+    from shardckpt.reading.compare_values import ValueChange
+
+
+def find_node(checkpoint: Checkpoint, name: str | None) -> Node:
+    """The node with a name in the tree; None: the root.
+
+    Raises:
+        NamesMismatchError: No node has the name.
+    """
+    stack = [checkpoint.parsed_tree]
+    if name is None:
+        return stack[0]
+    names = []
+    while stack:
+        node = stack.pop()
+        if node.name == name:
+            return node
+        names.append(node.name)
+        if isinstance(node, Branch):
+            stack.extend(node.children)
+    raise NamesMismatchError(
+        f"{checkpoint.location}: no tensor, leaf or container {name!r}{did_you_mean(name, names)}; `info` without a name lists all."
+    )
+
+
+def choose_nodes(node: Node, wanted: Callable[[str], bool]) -> Node | None:
+    """The node without its unselected leaves, and without containers that held only those; None if nothing is left."""
+    if not isinstance(node, Branch):
+        return node if wanted(node.name) else None
+    if not node.children:
+        return node if wanted(node.name) else None
+    kept = [(key, found) for key, child in zip(node.keys, node.children, strict=True) if (found := choose_nodes(child, wanted)) is not None]
+    return replace(node, keys=[key for key, _ in kept], children=[child for _, child in kept]) if kept else None
+
+
+@dataclass(slots=True)
+class NodeTotal:
+    """Number and bytes of the tensors below a node."""
+
+    tensors: int = 0
+    nbytes: int = 0
+
+
+def node_totals(checkpoint: Checkpoint, root: Node) -> dict[int, NodeTotal]:
+    """The totals below every node of a tree, by the `id` of the node."""
+    order: list[Node] = []
+    stack = [root]
+    while stack:
+        node = stack.pop()
+        order.append(node)
+        if isinstance(node, Branch):
+            stack.extend(node.children)
+    totals: dict[int, NodeTotal] = {}
+    for node in reversed(order):
+        total = totals[id(node)] = NodeTotal()
+        if isinstance(node, Tensor):
+            total.tensors, total.nbytes = 1, checkpoint.tensor(node.name).nbytes
+        elif isinstance(node, Branch):
+            for child in node.children:
+                total.tensors += totals[id(child)].tensors
+                total.nbytes += totals[id(child)].nbytes
+    return totals
+
+
+def checkpoint_json(checkpoint: Checkpoint, node: Node) -> dict[str, Any]:
+    """The checkpoint's facts, and the tensors and small leaves below `node`, as JSON."""
+    record = checkpoint.record
+    structure = record.structure.to_json()
+    tensors, leaves = [], []
+    tied: dict[str, list[str]] = {}
+    for leaf in leaves_of(node):
+        if isinstance(leaf, Tied):
+            tied.setdefault(leaf.stored, []).append(leaf.name)
+        elif isinstance(leaf, Tensor):
+            t = record.structure.tensors[leaf.name]
+            tensors.append(
+                {
+                    "name": t.name,
+                    "shape": list(t.shape),
+                    "dtype": t.dtype.name,
+                    "bytes": t.nbytes,
+                    "chunk_shape": list(t.pieces[0].chunks),
+                    "chunks": t.num_chunks,
+                    "pieces": len(t.pieces),
+                    "sharding": structure["tensors"][t.name].get("sharding"),
+                    "base": structure["tensors"][t.name].get("base"),
+                    "tied": tied.setdefault(t.name, []),
+                }
+            )
+        else:
+            kind, value = leaf_text(leaf)
+            leaves.append({"name": leaf.name, "kind": kind, "value": value})
+    return {
+        "url": str(checkpoint.location),
+        "attempt": record.attempt,
+        "created": record.created,
+        "writer": record.writer,
+        "layout": record.layout,
+        "compression": record.compression,
+        "hosts": len(record.hosts),
+        "totals": dict(record.totals),
+        "metadata": record.metadata,
+        "bases": structure.get("bases", []),
+        "meshes": structure["meshes"],
+        "shardings": structure["shardings"],
+        "tensors": tensors,
+        "leaves": leaves,
+    }
+
+
+def leaf_text(leaf: Small | Custom | Owned) -> tuple[str, str]:
+    """A small leaf's type, and its value in a few characters."""
+    if isinstance(leaf, Owned):
+        return "per process", ""
+    return describe(leaf.content, leaf.name) if isinstance(leaf, Small) else (leaf.type_name, "")
+
+
+def tensor_json(checkpoint: Checkpoint, name: str) -> dict[str, Any]:
+    """All facts about a tensor, as JSON."""
+    info = checkpoint.info(name)
+    tensor = checkpoint.tensor(name)
+    doc: dict[str, Any] = {
+        "url": str(checkpoint.location),
+        "name": name,
+        "shape": list(info.shape),
+        "dtype": info.dtype.name,
+        "stored_dtype": info.dtype.storage.name,
+        "bytes": info.nbytes,
+        "chunk_shape": list(info.chunks),
+        "chunks": info.num_chunks,
+        "pieces": [{"start": list(piece.start), "shape": list(piece.shape)} for piece in tensor.pieces],
+        "mesh": None,
+        "spec": None,
+        "placements": None,
+        "op_sharding": None,
+        "tied": list(info.tied_names),
+        "base": info.base,
+        "tensorstore": checkpoint.stock_spec(name),
+    }
+    if isinstance(info.layout, Sharding):
+        doc["mesh"], doc["spec"] = info.layout.mesh.to_json(), info.layout.spec.to_json()
+    if isinstance(info.layout, Placements):
+        doc["mesh"], doc["placements"] = info.layout.mesh.to_json(), list(map(str, info.layout.placements))
+    elif info.layout is not None:
+        op_sharding = info.layout.op_sharding(len(info.shape)) if isinstance(info.layout, Sharding) else info.layout
+        doc["op_sharding"] = op_sharding.to_hlo()
+    return doc
+
+
+def comparison_json(comparison: Comparison, *, structure: bool, layout: bool) -> dict[str, Any]:
+    """All differences between two checkpoints, as JSON."""
+    return {
+        "equal": comparison.equal(layout=layout),
+        "only_a": list(comparison.only_a),
+        "only_b": list(comparison.only_b),
+        "changes": [_change_document(change) for change in comparison.changes],
+        "layouts": [_change_document(change) for change in comparison.layouts],
+        "values": None if structure else [_value_document(value) for value in comparison.values],
+        "tensors_compared": comparison.tensors_compared,
+        "bytes_compared": comparison.bytes_compared,
+    }
+
+
+def _change_document(change: Change) -> dict[str, Any]:
+    return {"name": change.name, "aspect": change.aspect, "a": _side_document(change.a), "b": _side_document(change.b)}
+
+
+def _side_document(side: Any) -> object:
+    if isinstance(side, tuple):
+        return list(side)
+    return side if side is None or isinstance(side, str) else layout_text(side)
+
+
+def _value_document(value: ValueChange) -> dict[str, Any]:
+    finite = value.largest is None or math.isfinite(value.largest)
+    return {
+        "name": value.name,
+        "differing": value.differing,
+        "elements": value.size,
+        "largest": value.largest if finite else "inf",  # JSON has no infinity
+        "nans": value.nans,
+        "first": list(value.first),
+    }

@@ -1,0 +1,358 @@
+"""The endpoints of `/v1`: what programs, the command line and the pages ask for. Each is a function of the library's results."""
+
+from __future__ import annotations
+
+import io
+import re
+import threading
+import time
+from contextlib import contextmanager
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from starlette.exceptions import HTTPException
+
+from shardckpt.errors import BudgetError, DtypeError, NotFoundError, OptionError, ShapeMismatchError
+from shardckpt.excerpt import excerpt, file_size
+from shardckpt.layout.box import Box
+from shardckpt.layout.placements import Placements
+from shardckpt.layout.text import layout_text
+from shardckpt.reading import documents
+from shardckpt.reading.compare import compare
+from shardckpt.reading.statistics import tensor_statistics
+from shardckpt.reshard.execute import all_rules
+from shardckpt.reshard.forecast.document import document as forecast_document
+from shardckpt.reshard.forecast.forecast import Forecast, forecast, known_places
+from shardckpt.reshard.forecast.rates import Rates, given_rates
+from shardckpt.reshard.options import ReshardOptions
+from shardckpt.reshard.plan import plan_reshard
+from shardckpt.reshard.rules import Rules, parse_mesh
+from shardckpt.serve.catalogue import MOST_ROWS, CheckpointQuery
+from shardckpt.serve.openapi import Endpoint, Parameter, number
+from shardckpt.serve.sources import ByteSource
+from shardckpt.state.select import selector
+from shardckpt.views.model_view import header_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from shardckpt.reading.checkpoint import Checkpoint
+    from shardckpt.serve.service import Service
+
+LARGEST_BOX = 16 << 20
+"""Most bytes of a box in one response; ranges of `/files` give more."""
+LARGEST_DIFF = 64 << 30
+MOST_STEPS = (1 << 53) - 1
+_HEAVY = threading.BoundedSemaphore(2)
+_HEAVY_WAIT, HEAVY_SECONDS = 1.0, 120.0
+_METRIC = re.compile(r"(.{1,200}?)(<=|>=|<|>|=)([^<>=]{1,40})", re.DOTALL)
+_STEPS = re.compile(r"(\d{1,16})?(:)?(\d{1,16})?", re.ASCII)
+_SIDE = re.compile(r"\s*(\d{1,16})?\s*(?::\s*(\d{1,16})?\s*)?", re.ASCII)
+
+
+def runs(service: Service, *, text: str | None, limit: int, cursor: str | None) -> dict[str, Any]:
+    """List runs: directories of checkpoints."""
+    found, following = service.catalogue.runs(text, limit, cursor)
+    return {"runs": found, "next": following, "complete": service.scanner.complete.is_set(), "unreachable": dict(service.scanner.problems)}
+
+
+def checkpoints(
+    service: Service,
+    *,
+    run: str | None,
+    step: str | None,
+    state: str | None,
+    tag: Any,
+    metric: str | None,
+    text: str | None,
+    order: str,
+    limit: int,
+    cursor: str | None,
+) -> dict[str, Any]:
+    """List checkpoints, in order of run and step."""
+    first, last = _steps(step)
+    query = CheckpointQuery(
+        run=run,
+        first_step=first,
+        last_step=last,
+        state=state,
+        tag=tag,
+        metric=_metric(metric),
+        text=text,
+        descending=order == "descending",
+        limit=limit,
+        cursor=cursor,
+    )
+    found, following = service.catalogue.checkpoints(query)
+    return {"checkpoints": found, "next": following}
+
+
+def checkpoint(service: Service, ident: str, *, only: list[str] | None, depth: int | None) -> dict[str, Any]:
+    """Describe a checkpoint: its tensors, small leaves, meshes, layouts, sizes, metrics and bases."""
+    opened = service.opened.get(ident)
+    node = documents.choose_nodes(opened.checkpoint.parsed_tree, selector(only))
+    empty: dict[str, Any] = {"tensors": [], "leaves": []}
+    found = documents.checkpoint_json(opened.checkpoint, node if node is not None else opened.checkpoint.parsed_tree)
+    if depth is not None:
+        found["tensors"] = [one for one in found["tensors"] if one["name"].count("/") < depth]
+    return {"id": ident, **found, **(empty if node is None else {}), "entry": next(iter(service.catalogue.find([ident])), None)}
+
+
+def tensor(service: Service, ident: str, name: str, *, box: str | None, format: str) -> Any:  # noqa: A002  (of the query)
+    """Read a tensor, or a box of it; or describe it (`format=json`)."""
+    opened = service.opened.get(ident)
+    ckpt = opened.checkpoint
+    info = ckpt.info(name)
+    if format == "json":
+        return {"id": ident, **documents.tensor_json(ckpt, name)}
+    part = parse_box(box, info.shape, name)
+    nbytes = prod(part.shape) * info.dtype.itemsize
+    if nbytes > LARGEST_BOX:
+        raise BudgetError(
+            f"{name}: the box {part} has {file_size(nbytes)}, and a response at most {file_size(LARGEST_BOX)}; ask for smaller boxes, or "
+            f"for ranges of /files/{ident}/model.safetensors."
+        )
+    if format == "safetensors":
+        head, kind = header_of(name, part.shape, info.dtype), "application/octet-stream"
+    elif format == "npy":
+        head, kind = _npy_header(name, info.dtype.numpy, part.shape), "application/x-npy"
+    else:
+        head, kind = b"", "application/octet-stream"
+
+    def read_into(_offset: int, into: memoryview) -> None:
+        into[: len(head)] = head
+        if nbytes:
+            into[len(head) :] = ckpt.read(name, part).reshape(-1).view(np.uint8).data
+
+    headers = {"X-Shardckpt-Dtype": info.dtype.name, "X-Shardckpt-Shape": ",".join(map(str, part.shape))}
+    etag = service.tag(opened.attempt, name, str(part), format)
+    return ByteSource(len(head) + nbytes, etag, read_into, kind, headers, whole=True)
+
+
+def layout(service: Service, ident: str, name: str) -> dict[str, Any]:
+    """Describe the layout of a tensor: which device held which box."""
+    ckpt = service.opened.get(ident).checkpoint
+    info = ckpt.info(name)
+    found = info.layout
+    boxes: list[dict[str, Any]] = []
+    if found is not None and not isinstance(found, Placements):
+        of_devices = found.tiling(len(info.shape)).device_boxes(info.shape)
+        if len(of_devices.device_ids) > MOST_ROWS * 16:
+            raise BudgetError(f"{name}: its layout has {len(of_devices.device_ids)} devices; read its OpSharding instead.")
+        starts, stops = of_devices.boxes.start.tolist(), of_devices.boxes.stop.tolist()
+        boxes = [
+            {"device": int(device), "start": start, "stop": stop}
+            for device, start, stop in zip(of_devices.device_ids.tolist(), starts, stops, strict=True)
+        ]
+    described = documents.tensor_json(ckpt, name)
+    kept = {key: described[key] for key in ("name", "shape", "dtype", "chunk_shape", "pieces", "mesh", "spec", "placements", "op_sharding")}
+    return {"id": ident, **kept, "text": layout_text(found), "devices": boxes}
+
+
+def statistics(service: Service, ident: str, name: str, *, budget: int) -> dict[str, Any]:
+    """Compute statistics and a histogram of a tensor's elements, of a sample if it is larger than the budget."""
+    ckpt = service.opened.get(ident).checkpoint
+    with heavy():
+        return {"id": ident, "name": name, **tensor_statistics(ckpt, name, budget)}
+
+
+def diff(service: Service, *, a: str, b: str, values: bool, layouts: bool) -> dict[str, Any]:
+    """Compare two checkpoints, values bit by bit."""
+    first, second = (service.opened.get(service.exactly(ident)).checkpoint for ident in (a, b))
+    nbytes = first.record.totals["bytes"]
+    if values and nbytes > LARGEST_DIFF:
+        raise BudgetError(f"{a}: {file_size(nbytes)} are too many to compare here; ask for values=false, or use `shardckpt diff`.")
+    with heavy() as deadline:
+        found = compare(first, second, values=values, memory_limit="64MiB", progress=deadline)
+    return {"a": a, "b": b, **documents.comparison_json(found, structure=not values, layout=layouts)}
+
+
+def plan(service: Service, ident: str, **asked: Any) -> dict[str, Any]:
+    """Forecast a reshard: what it would read and write, and what restores after it read."""
+    return {"id": ident, **forecast_document(forecast_of(service.opened.get(ident).checkpoint, **asked))}
+
+
+def forecast_of(
+    ckpt: Checkpoint,
+    *,
+    mesh: str | None,
+    rule: list[str] | None,
+    preset: str | None,
+    dtype: str | None,
+    only: list[str] | None,
+    layout: Any,
+    devices_per_host: int | None,
+    memory_limit: str,
+    rate: str | None,
+) -> Forecast:
+    """The forecast of a reshard of a checkpoint."""
+    rules = Rules.parse(rule) if rule else None
+    if preset is not None:
+        rules = Rules.preset(preset) if rules is None else rules.then(Rules.preset(preset))
+    options = ReshardOptions(
+        mesh=None if mesh is None else parse_mesh(mesh),
+        rules=all_rules(rules, None, None),
+        dtype=dtype,
+        only=only,
+        layout=layout,
+        memory_limit=memory_limit,
+        workers=1,
+    )
+    with heavy():
+        planned = plan_reshard(ckpt, options, None)
+        rates = Rates() if rate is None else given_rates(rate)
+        return forecast(ckpt, planned, rates, options=options, devices_per_host=devices_per_host, places=known_places(ckpt))
+
+
+def parse_box(text: str | None, shape: tuple[int, ...], name: str) -> Box:
+    """A box such as "0:8,:,3" of a tensor; None: all of it. A single number keeps its dimension, with one row.
+
+    Raises:
+        ShapeMismatchError: the box lies outside the tensor, or is not one.
+    """
+    if text is None:
+        return Box.full(shape)
+    sides = text.split(",") if text.strip() else []
+    start, stop = [], []
+    for side, n in zip(sides, shape, strict=False):
+        found = _SIDE.fullmatch(side)
+        if found is None or (found[1] is None and ":" not in side):
+            raise ShapeMismatchError(f"{name}: box={excerpt(text)}: write START:STOP for each dimension, as in 0:8,0:64.")
+        first = int(found[1] or 0)
+        start.append(first)
+        stop.append((n if found[2] is None else int(found[2])) if ":" in side else first + 1)
+    inside = all(0 <= a <= b <= n for a, b, n in zip(start, stop, shape, strict=False))
+    if len(sides) != len(shape) or not inside:
+        raise ShapeMismatchError(f"{name}: box={excerpt(text)} lies outside its shape {shape}; write START:STOP for each dimension.")
+    return Box(tuple(start), tuple(stop))
+
+
+@contextmanager
+def heavy() -> Iterator[Callable[[int, int], None]]:
+    """Work that takes long; few at a time. Yields a function that raises when the time is over."""
+    if not _HEAVY.acquire(timeout=_HEAVY_WAIT):
+        raise HTTPException(503, "other comparisons, plans and statistics are at work; try again.", {"Retry-After": "5"})
+    end = time.monotonic() + HEAVY_SECONDS
+
+    def check(_done: int, _total: int) -> None:
+        if time.monotonic() > end:
+            raise HTTPException(503, f"this takes longer than {HEAVY_SECONDS:.0f} s; use the command line on a machine near the data.")
+
+    try:
+        yield check
+    finally:
+        _HEAVY.release()
+
+
+def _npy_header(name: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
+    if dtype.isbuiltin != 1:
+        raise DtypeError(f"{name}: npy files have no {dtype.name}; ask for format=safetensors or raw.")
+    out = io.BytesIO()
+    np.lib.format.write_array_header_1_0(out, {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape})
+    return out.getvalue()
+
+
+def _steps(text: str | None) -> tuple[int | None, int | None]:
+    """First and last step of "100", "100:", ":200" or "100:200"; both ends belong to the range."""
+    if text is None:
+        return None, None
+    found = _STEPS.fullmatch(text)
+    if found is None or not text:
+        raise OptionError(f"step={excerpt(text)}: give a step, or a range such as 100:200.")
+    first, colon, last = found.groups()
+    low = None if first is None else int(first)
+    return low, (low if not colon else None if last is None else int(last))
+
+
+def _metric(text: str | None) -> tuple[str, str, float] | None:
+    if text is None:
+        return None
+    found = _METRIC.fullmatch(text)
+    if found is None:
+        raise OptionError(f"metric={excerpt(text)}: give a name, a comparison and a number, as in loss<2.5.")
+    return found[1], found[2], number(found[3], f"metric={excerpt(text)}")
+
+
+_CURSOR = Parameter(name="cursor", about="The `next` of the last page.")
+_LIMIT = Parameter(name="limit", kind="integer", about="Most rows of a page.", least=1, most=MOST_ROWS, default=100)
+PLAN = (
+    Parameter(name="mesh", about="The new mesh, as in data=2,model=4.", example="data=2,model=2"),
+    Parameter(name="rule", kind="texts", about="PATTERN=SPEC: how matching tensors are cut."),
+    Parameter(name="preset", about="Rules for a family of models, as in llama/fsdp+tp."),
+    Parameter(name="dtype", about="Convert weights to this dtype."),
+    Parameter(name="only", kind="texts", about="Keep only names that match a pattern."),
+    Parameter(name="layout", about="How the new checkpoint is stored.", choices=("packed", "zarr")),
+    Parameter(name="devices_per_host", kind="integer", about="Devices per restoring host.", least=1, most=1 << 20),
+    Parameter(name="memory_limit", about="Limit of buffers.", default="512MiB"),
+    Parameter(name="rate", about="READ[,WRITE] in bytes per second, as in 2GiB,800MiB; nothing is measured."),
+)
+ENDPOINTS = (
+    Endpoint("/v1/runs", runs, (Parameter(name="text", about="A part of the id."), _LIMIT, _CURSOR)),
+    Endpoint(
+        "/v1/checkpoints",
+        checkpoints,
+        (
+            Parameter(name="run", about="Id of a run."),
+            Parameter(name="step", about="A step, or a range such as 100:200."),
+            Parameter(name="state", about="State.", choices=("committed", "uncommitted", "deleted", "unreadable")),
+            Parameter(name="tag", about="Tag.", choices=("pinned", "superseded")),
+            Parameter(name="metric", about="A name, a comparison and a number, as in loss<2.5.", example="loss<2.5"),
+            Parameter(name="text", about="A part of the id."),
+            Parameter(name="order", about="Order of steps.", choices=("ascending", "descending"), default="ascending"),
+            _LIMIT,
+            _CURSOR,
+        ),
+    ),
+    Endpoint(
+        "/v1/checkpoints/{checkpoint}",
+        checkpoint,
+        (
+            Parameter(name="only", kind="texts", about="Describe only names that match a pattern."),
+            Parameter(name="depth", kind="integer", about="Most components of a name.", least=1, most=1000),
+        ),
+    ),
+    Endpoint(
+        "/v1/checkpoints/{checkpoint}/tensors/{name}",
+        tensor,
+        (
+            Parameter(name="box", about="START:STOP for each dimension; default: all.", example="0:8,0:64"),
+            Parameter(name="format", about="Form of the answer.", choices=("json", "npy", "raw", "safetensors"), default="json"),
+        ),
+        ("application/json", "application/octet-stream", "application/x-npy"),
+    ),
+    Endpoint("/v1/checkpoints/{checkpoint}/layouts/{name}", layout, ()),
+    Endpoint(
+        "/v1/checkpoints/{checkpoint}/statistics/{name}",
+        statistics,
+        (Parameter(name="budget", kind="integer", about="Most bytes to read.", least=1, most=256 << 20, default=16 << 20),),
+    ),
+    Endpoint("/v1/checkpoints/{checkpoint}/plan", plan, PLAN),
+    Endpoint(
+        "/v1/diff",
+        diff,
+        (
+            Parameter(name="a", about="Id of a checkpoint.", required=True),
+            Parameter(name="b", about="Id of the checkpoint to compare with.", required=True),
+            Parameter(name="values", kind="boolean", about="Also compare elements.", default=True),
+            Parameter(name="layouts", kind="boolean", about="Count other layouts as a difference.", default=False),
+        ),
+    ),
+)
+OF_CHECKPOINT = {endpoint.path.split("/")[4] if endpoint.path.count("/") > 3 else "": endpoint for endpoint in ENDPOINTS[2:7]}
+"""Endpoints about one checkpoint, by the word after its id."""
+
+
+def endpoint_of(service: Service, path: str) -> tuple[Endpoint, tuple[str, ...]]:
+    """The endpoint about one checkpoint that a path below `/v1/checkpoints/` names, and its parameters in the path.
+
+    Raises:
+        NotFoundError: there is no such checkpoint, or no such endpoint.
+    """
+    ident, rest = service.opened.resolve(path)
+    word, _, name = rest.partition("/")
+    endpoint = OF_CHECKPOINT.get(word)
+    named = endpoint is not None and "{name}" in endpoint.path
+    if endpoint is None or named != bool(name):
+        raise NotFoundError(f"{excerpt(path)}: there is no checkpoint or endpoint of that name.")
+    return endpoint, (ident, name) if named else (ident,)

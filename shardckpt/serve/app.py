@@ -1,0 +1,142 @@
+"""The web application: routes, and what turns functions of a `Service` into responses."""
+
+from __future__ import annotations
+
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+from anyio import to_thread
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+
+from shardckpt.errors import OptionError, ShardckptError, UrlError
+from shardckpt.io.url import parse
+from shardckpt.serve import api, files, hub, problems, ui
+from shardckpt.serve.guard import Guard, failed
+from shardckpt.serve.openapi import Endpoint, document
+from shardckpt.serve.sources import ByteSource, SourceResponse
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable
+
+    from shardckpt.serve.service import ServeOptions, Service
+
+    Answer = Callable[[Request], Awaitable[Any]]
+
+_THREADS, _DISTANT_THREADS = 8, 32
+"""Requests that read at a time; others wait. Object stores answer late, so that more of them wait for one."""
+
+
+def application(service: Service, options: ServeOptions) -> Guard:
+    """The ASGI application of a service."""
+
+    @asynccontextmanager
+    async def lifespan(_app: Starlette) -> AsyncIterator[None]:
+        distant = any(place.local is None for place in service.roots.places.values())
+        to_thread.current_default_thread_limiter().total_tokens = _DISTANT_THREADS if distant else _THREADS
+        service.scanner.start()
+        yield
+        await to_thread.run_sync(service.close)
+
+    def of_error(_request: Request, error: Exception) -> Response:
+        return problems.of_error(error, service.roots)
+
+    routes = [
+        Route("/healthz", _healthz),
+        Route("/readyz", _of_service(service, _readyz)),
+        Route("/metrics", _of_service(service, _metrics)),
+        Route("/v1/openapi.json", _of_service(service, _openapi)),
+        Route("/v1/announcements", _of_service(service, _announce), methods=["POST"]),
+        *(Route(one.path, _Endpoint(service, one)) for one in api.ENDPOINTS if "{" not in one.path),
+        Route("/v1/checkpoints/{path:path}", _of_service(service, _of_checkpoint)),
+        *(Route(one.path.replace("{path}", "{path:path}"), _Endpoint(service, one)) for one in files.ENDPOINTS),
+        *ui.routes(service),
+        Route("/api/models/{path:path}", _of_service(service, _hub_api)),
+        Route("/{path:path}", _of_service(service, _hub_file)),
+    ]
+    handlers: dict[Any, Any] = {ShardckptError: of_error, HTTPException: of_error, Exception: failed}
+    app = Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers)
+    app.router.redirect_slashes = False
+    guard = app.state.guard = Guard(app, tokens=service.tokens, hosts=options.allow_host, metrics=service.metrics)
+    return guard
+
+
+class _Endpoint:
+    """Answers requests by a declared function, on another thread."""
+
+    def __init__(self, service: Service, endpoint: Endpoint) -> None:
+        self._service, self._endpoint = service, endpoint
+        self.methods = {"GET", "HEAD"}
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        request = Request(scope, receive)
+        if request.method not in self.methods:
+            raise HTTPException(405, f"use {' or '.join(sorted(self.methods))}.", {"Allow": "GET, HEAD"})
+        path = tuple(request.path_params.values())
+        response = await to_thread.run_sync(_answer, self._service, self._endpoint, path, request)
+        await response(scope, receive, send)
+
+
+def _answer(service: Service, endpoint: Endpoint, path: tuple[str, ...], request: Request) -> Response | SourceResponse:
+    found = endpoint.answer(service, *path, **endpoint.parse(request))
+    return SourceResponse(found, sends=request.method == "GET") if isinstance(found, ByteSource) else JSONResponse(found)
+
+
+def _of_service(service: Service, answer: Callable[[Service, Request], Awaitable[Any]]) -> Answer:
+    async def answered(request: Request) -> Any:
+        return await answer(service, request)
+
+    return answered
+
+
+async def _of_checkpoint(service: Service, request: Request) -> Any:
+    def answer() -> Response | SourceResponse:
+        endpoint, path = api.endpoint_of(service, request.path_params["path"])
+        return _answer(service, endpoint, path, request)
+
+    return await to_thread.run_sync(answer)
+
+
+async def _hub_api(service: Service, request: Request) -> Any:
+    return JSONResponse(await to_thread.run_sync(hub.api, service, request.path_params["path"]))
+
+
+async def _hub_file(service: Service, request: Request) -> Any:
+    ident, found, rest = request.path_params["path"].partition("/resolve/")
+    if not found:
+        raise HTTPException(404, "there is no such path.")
+    return SourceResponse(await to_thread.run_sync(hub.resolve, service, ident, rest))
+
+
+async def _healthz(_request: Request) -> Response:
+    return PlainTextResponse("ok\n")
+
+
+async def _readyz(service: Service, _request: Request) -> Response:
+    ready = service.scanner.complete.is_set()
+    return PlainTextResponse("ready\n" if ready else "the roots are being scanned\n", 200 if ready else 503)
+
+
+async def _metrics(service: Service, _request: Request) -> Response:
+    text = await to_thread.run_sync(lambda: service.metrics.text(service.catalogue.totals()))
+    return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+async def _openapi(service: Service, _request: Request) -> Response:
+    return JSONResponse(document([*api.ENDPOINTS, *files.ENDPOINTS], tokens=service.tokens is not None))
+
+
+async def _announce(service: Service, request: Request) -> Response:
+    """Look at a place that a manager names, `{"url": …}`, now. Nothing is written; a place outside of the roots is ignored."""
+    try:
+        said = await request.json()
+        place = parse(said["url"])
+    except (ValueError, KeyError, TypeError, RecursionError, UrlError) as e:
+        raise OptionError('an announcement is a JSON document {"url": "gs://bucket/run/100"}.') from e
+    ident = service.roots.ident(place)
+    if ident is not None:
+        service.scanner.announce(ident)
+    return JSONResponse({"id": ident}, 202)

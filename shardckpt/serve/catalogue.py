@@ -1,0 +1,284 @@
+"""The catalogue: what a scan of the roots has found, in a SQLite database that can be deleted at any time.
+
+1. One process writes to a state directory, which it holds by a lock. One thread of it writes, and any thread reads.
+2. Where the database is deleted, damaged, or made by another version, it is made anew, and the next scan fills it.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import fcntl
+import json
+import os
+import sqlite3
+import threading
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from shardckpt.errors import OptionError, StorageError
+from shardckpt.excerpt import excerpt
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+    from pathlib import Path
+
+    from shardckpt.reading.catalog import CatalogEntry
+
+_VERSION = 1
+_SCHEMA = f"""
+PRAGMA journal_mode = WAL;
+PRAGMA synchronous = OFF;
+CREATE TABLE IF NOT EXISTS checkpoints (
+  id TEXT PRIMARY KEY, run TEXT NOT NULL, step INTEGER NOT NULL, state TEXT NOT NULL, created TEXT,
+  bytes INTEGER, stored_bytes INTEGER, pinned INTEGER NOT NULL, superseded INTEGER NOT NULL, entry TEXT NOT NULL
+) WITHOUT ROWID;
+CREATE UNIQUE INDEX IF NOT EXISTS in_order ON checkpoints (run, step, id);
+CREATE TABLE IF NOT EXISTS metrics (
+  id TEXT NOT NULL REFERENCES checkpoints ON DELETE CASCADE, name TEXT NOT NULL, value REAL NOT NULL, PRIMARY KEY (id, name)
+) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS by_value ON metrics (name, value);
+PRAGMA user_version = {_VERSION};
+"""
+_NO_STEP = -1
+MOST_ROWS = 1000
+"""Most rows of a page."""
+_COMPARISONS = {"<=": "<=", ">=": ">=", "<": "<", ">": ">", "=": "="}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointQuery:
+    """Which checkpoints to list."""
+
+    run: str | None = None
+    first_step: int | None = None
+    last_step: int | None = None
+    state: str | None = None
+    tag: Literal["pinned", "superseded"] | None = None
+    metric: tuple[str, str, float] | None = None
+    """Name, comparison ("<", "<=", "=", ">=", ">") and number."""
+    text: str | None = None
+    """A part of the id, in any case."""
+    descending: bool = False
+    limit: int = 100
+    cursor: str | None = None
+    """Where the last page ended."""
+
+
+class Catalogue:
+    """Runs and checkpoints by id."""
+
+    def __init__(self, directory: Path) -> None:
+        """Open or make the database of a state directory.
+
+        Raises:
+            OptionError: another process serves with it.
+            StorageError: nothing can be written there.
+        """
+        self._path = directory / "catalogue.sqlite"
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            self._lock = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as e:
+            raise StorageError(f"cannot write to the state directory {directory} ({e.strerror}); give --state another one.") from e
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(self._lock)
+            raise OptionError(f"another server uses the state directory {directory}; give --state another one.") from None
+        self._local = threading.local()
+        self._readers: list[sqlite3.Connection] = []
+        self._generation = 0
+        self._inode, self._damaged = 0, False
+        self._writer = self._make()
+
+    def close(self) -> None:
+        """Close the database and let the directory go."""
+        for db in (*self._readers, self._writer):  # the last one cleans up, and must be able to write
+            db.close()
+        os.close(self._lock)
+
+    # --- writing, by one thread
+
+    def renewed(self) -> bool:
+        """Whether the database was deleted or damaged, and is now made anew and empty."""
+        try:
+            if self._path.stat().st_ino == self._inode and not self._damaged:
+                return False
+        except OSError:
+            pass  # it was deleted
+        with suppress(sqlite3.Error):
+            self._writer.close()
+        self._writer, self._readers = self._make(), []
+        return True
+
+    def replace(self, entries: Mapping[str, tuple[str, CatalogEntry]], gone: Iterable[str]) -> None:
+        """Put entries by id, each with its run, and remove those with the ids in `gone`.
+
+        Raises:
+            StorageError: the database cannot be written.
+        """
+        try:
+            with self._writer as db:
+                db.executemany("DELETE FROM checkpoints WHERE id = ?", [(ident,) for ident in (*gone, *entries)])
+                db.executemany("INSERT INTO checkpoints VALUES (?,?,?,?,?,?,?,?,?,?)", [_row(*one) for one in entries.items()])
+                db.executemany(
+                    "INSERT INTO metrics VALUES (?,?,?)",
+                    [(ident, k, float(v)) for ident, (_, entry) in entries.items() for k, v in entry.metrics.items() if v != "nan"],
+                )
+        except sqlite3.Error as e:
+            self._damaged = not isinstance(e, sqlite3.OperationalError)
+            raise StorageError(f"the catalogue {self._path} cannot be written ({e}); the next scan tries again.") from e
+
+    def _make(self) -> sqlite3.Connection:
+        """Open the database for writing; one that is damaged, or of another version, is deleted first."""
+        for last in (False, True):
+            try:
+                db = sqlite3.connect(self._path, check_same_thread=False)
+                db.execute("PRAGMA foreign_keys = ON")
+                current = db.execute("PRAGMA user_version").fetchone()[0] in (0, _VERSION)
+                db.executescript(_SCHEMA if current else "SELECT * FROM no_such_table")  # fails like a damaged one
+                db.execute("SELECT count(*) FROM checkpoints").fetchone()
+            except sqlite3.DatabaseError as e:
+                if last:
+                    raise StorageError(f"the catalogue {self._path} cannot be made ({e}); give --state another directory.") from e
+                for suffix in ("", "-wal", "-shm"):
+                    self._path.with_name(self._path.name + suffix).unlink(missing_ok=True)
+            else:
+                break
+        self._inode, self._damaged = self._path.stat().st_ino, False
+        self._generation += 1
+        return db
+
+    # --- reading, by any thread
+
+    def runs(self, text: str | None = None, limit: int = 100, cursor: str | None = None) -> tuple[list[dict[str, Any]], str | None]:
+        """Runs in order of their ids, and the cursor of the next page (None: there is none).
+
+        Raises:
+            OptionError: the cursor is invalid. StorageError: the database cannot be read.
+        """
+        after = _position(cursor, 1)
+        rows = self._read(
+            "SELECT run, count(*), sum(state = 'committed'), sum(state = 'uncommitted'), sum(state = 'unreadable'), "
+            "min(nullif(step, -1)), max(nullif(step, -1)), sum(bytes), sum(stored_bytes), sum(pinned), max(created) "
+            "FROM checkpoints WHERE run > ? AND run LIKE ? ESCAPE '\\' GROUP BY run ORDER BY run LIMIT ?",
+            (after[0] if after else "", _like(text), limit + 1),
+        )
+        keys = (
+            *("run", "checkpoints", "committed", "uncommitted", "unreadable", "first_step", "last_step"),
+            *("bytes", "stored_bytes", "pinned", "created"),
+        )
+        found = [dict(zip(keys, row, strict=True)) for row in rows[:limit]]
+        return found, _cursor([found[-1]["run"]]) if len(rows) > limit else None
+
+    def checkpoints(self, query: CheckpointQuery) -> tuple[list[dict[str, Any]], str | None]:
+        """Checkpoints in order of run and step, and the cursor of the next page (None: there is none).
+
+        Raises:
+            OptionError: the cursor is invalid. StorageError: the database cannot be read.
+        """
+        sign, order = ("<", "DESC") if query.descending else (">", "ASC")
+        terms: list[str] = []
+        values: list[Any] = []
+        for term, value in (
+            ("run = ?", query.run),
+            ("step >= ?", query.first_step),
+            ("step <= ?", query.last_step),
+            ("state = ?", query.state),
+            ("id LIKE ? ESCAPE '\\'", None if query.text is None else _like(query.text)),
+        ):
+            if value is not None:
+                terms.append(term)
+                values.append(value)
+        if query.tag is not None:
+            terms.append("pinned" if query.tag == "pinned" else "superseded")
+        if query.metric is not None:
+            name, comparison, number = query.metric
+            terms.append(f"id IN (SELECT id FROM metrics WHERE name = ? AND value {_COMPARISONS[comparison]} ?)")  # noqa: S608
+            values += [name, number]
+        after = _position(query.cursor, 3)
+        if after is not None:
+            terms.append(f"(run, step, id) {sign} (?, ?, ?)")
+            values += after
+        where = f"WHERE {' AND '.join(terms)}" if terms else ""
+        rows = self._read(
+            f"SELECT run, step, id, entry FROM checkpoints {where} ORDER BY run {order}, step {order}, id {order} LIMIT ?",  # noqa: S608
+            (*values, query.limit + 1),
+        )
+        found = [{"id": row[2], "run": row[0], **json.loads(row[3])} for row in rows[: query.limit]]
+        return found, _cursor(rows[query.limit - 1][:3]) if len(rows) > query.limit else None
+
+    def find(self, idents: Sequence[str]) -> list[dict[str, Any]]:
+        """The checkpoints among some ids, the longest id first.
+
+        Raises:
+            StorageError: the database cannot be read.
+        """
+        marks = ",".join("?" * len(idents))
+        rows = self._read(
+            f"SELECT run, id, entry FROM checkpoints WHERE id IN ({marks}) ORDER BY length(id) DESC",  # noqa: S608
+            tuple(idents),
+        )
+        return [{"id": row[1], "run": row[0], **json.loads(row[2])} for row in rows]
+
+    def idents(self) -> set[str]:
+        """The ids of all checkpoints.
+
+        Raises:
+            StorageError: the database cannot be read.
+        """
+        return {row[0] for row in self._read("SELECT id FROM checkpoints", ())}
+
+    def totals(self) -> dict[str, int]:
+        """Number of checkpoints by state.
+
+        Raises:
+            StorageError: the database cannot be read.
+        """
+        return dict(self._read("SELECT state, count(*) FROM checkpoints GROUP BY state", ()))
+
+    def _read(self, sql: str, values: Sequence[Any]) -> list[tuple[Any, ...]]:
+        for last in (False, True):
+            try:
+                if getattr(self._local, "generation", None) != self._generation:
+                    self._local.generation = self._generation
+                    self._local.db = sqlite3.connect(f"file:{self._path}?mode=ro", uri=True, check_same_thread=False)
+                    self._readers.append(self._local.db)
+                return list(self._local.db.execute(sql, values))
+            except sqlite3.Error as e:
+                self._local.generation = None
+                self._damaged |= not isinstance(e, sqlite3.OperationalError)
+                if last:
+                    raise StorageError(f"the catalogue cannot be read now ({e}); the next scan makes it anew.") from e
+        raise AssertionError
+
+
+def _row(ident: str, found: tuple[str, CatalogEntry]) -> tuple[Any, ...]:
+    run, entry = found
+    step = _NO_STEP if entry.step is None or entry.step >= 1 << 63 else entry.step
+    document = json.dumps(entry.to_json())
+    return (ident, run, step, entry.state, entry.created, entry.nbytes, entry.stored_bytes, entry.pinned, entry.superseded, document)
+
+
+def _like(text: str | None) -> str:
+    """A pattern of LIKE for names that contain a text."""
+    return "%" if text is None else "%" + "".join(f"\\{c}" if c in "%_\\" else c for c in text) + "%"
+
+
+def _cursor(values: Sequence[Any]) -> str:
+    return base64.urlsafe_b64encode(json.dumps(values).encode()).decode().rstrip("=")
+
+
+def _position(cursor: str | None, length: int) -> list[Any] | None:
+    if cursor is None:
+        return None
+    try:
+        found = json.loads(base64.urlsafe_b64decode(cursor + "=" * (-len(cursor) % 4)))
+    except (binascii.Error, ValueError, RecursionError):
+        found = None
+    kinds = (str, int, str)[:length]
+    if type(found) is not list or tuple(map(type, found)) != kinds or (length > 1 and not _NO_STEP <= found[1] < 1 << 63):
+        raise OptionError(f"cursor={excerpt(cursor)}: give the `next` of the last page.")
+    return found

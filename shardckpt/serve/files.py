@@ -1,0 +1,114 @@
+"""Files of checkpoints: `/files` (as an export would write them), `/zarr` (as stock zarr readers ask for them) and `/raw` (as stored)."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from shardckpt.commit.attempts import is_attempt_name
+from shardckpt.commit.markers import PINNED, SUPERSEDED
+from shardckpt.commit.publish import RECORD
+from shardckpt.convert.naming.mapping_file import PRESETS
+from shardckpt.errors import NotFoundError
+from shardckpt.excerpt import excerpt
+from shardckpt.io.store import Store
+from shardckpt.serve.openapi import Endpoint, Parameter
+from shardckpt.serve.sources import ByteSource, of_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from shardckpt.serve.service import Service
+    from shardckpt.views.model_view import ModelView
+
+_LISTED = (RECORD, PINNED, SUPERSEDED)
+_JSON = "application/json"
+VIEW = (
+    Parameter(name="include", kind="texts", about="Take only names that match a pattern."),
+    Parameter(name="exclude", kind="texts", about="Leave out names that match a pattern."),
+    Parameter(name="dtype", about="Convert to this dtype."),
+    Parameter(name="strip_prefix", about="Remove a prefix from names."),
+    Parameter(name="add_prefix", about="Add a prefix to names.", default=""),
+    Parameter(name="mapping", about="A mapping that comes with shardckpt.", choices=PRESETS),
+    Parameter(name="ties", about="Tied tensors.", choices=("auto", "once", "copies"), default="auto"),
+    Parameter(name="max_shard_size", about="Bytes of tensors in each file, as in 5GiB; default: one file."),
+)
+
+
+def view_options(asked: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a view, from the values of `VIEW`: those that were given."""
+    return {name: value for name, value in asked.items() if value not in (None, "") and (name, value) != ("ties", "auto")}
+
+
+def file(service: Service, path: str, **asked: Any) -> Any:
+    """Read a file that an export to safetensors would write, or list these files."""
+    ident, name = service.opened.resolve(path)
+    opened = service.opened.get(ident)
+    view = service.opened.view(opened, view_options(asked))
+    if not name:
+        return {"id": ident, "files": [{"name": one, "bytes": size} for one, size in view.sizes.items()]}
+    return view_source(service, view, name)
+
+
+def view_source(service: Service, view: ModelView, name: str, headers: Mapping[str, str] | None = None) -> ByteSource:
+    """A file of a view.
+
+    Raises:
+        NotFoundError: there is no such file.
+    """
+    view.layout(name)
+    kind = _JSON if name.endswith(".json") else "application/octet-stream"
+    return ByteSource(
+        view.sizes[name],
+        service.tag(view.identity, name),
+        partial(view.read_into, name),
+        kind,
+        headers or {},
+        partial(view.block_end, name),
+    )
+
+
+def zarr(service: Service, path: str) -> ByteSource:
+    """Read a document or chunk of a checkpoint as a zarr hierarchy."""
+    ident, key = service.opened.resolve(path)
+    opened = service.opened.get(ident)
+    tag = service.tag(opened.attempt, "zarr", key)
+    document = opened.keys.document(key)
+    if document is not None:
+        return of_bytes(document, tag, _JSON)
+    data = opened.keys.read(key)
+    if data is None:
+        raise NotFoundError(f"{excerpt(path)}: there is no such key.")
+    return of_bytes(data, tag, "application/octet-stream")
+
+
+def raw(service: Service, path: str) -> ByteSource:
+    """Read a file of a checkpoint as it is stored, for `shardckpt.open` and `restore`."""
+    parts = path.split("/")
+    cut = next((i for i, part in enumerate(parts) if i and is_attempt_name(part)), len(parts) - 1)
+    ident, key = "/".join(parts[:cut]), "/".join(parts[cut:])
+    whole = key in _LISTED
+    if not ident or not (whole or cut < len(parts) - 1):
+        raise NotFoundError(f"{excerpt(path)}: there is no such file of a checkpoint.")
+    service.roots.locate(path)  # the file itself is no link that leads out
+    store = Store.open(service.roots.locate(ident))
+    if whole:
+        data, _ = store.read_versioned(key)
+        if data is None:
+            raise NotFoundError(f"{excerpt(path)}: there is no such file.")
+        return of_bytes(data, service.tag(key, data.decode("latin-1")), _JSON)
+    size = store.size(key)
+    if size is None:
+        raise NotFoundError(f"{excerpt(path)}: there is no such file.")
+
+    def read_into(offset: int, into: memoryview) -> None:
+        store.read_into(key, offset, [into])
+
+    return ByteSource(size, service.tag(path, str(size)), read_into)  # names of attempts are never used again
+
+
+ENDPOINTS = (
+    Endpoint("/files/{path}", file, VIEW, ("application/octet-stream", _JSON)),
+    Endpoint("/zarr/{path}", zarr, (), ("application/octet-stream", _JSON)),
+    Endpoint("/raw/{path}", raw, (), ("application/octet-stream", _JSON)),
+)

@@ -1,0 +1,172 @@
+"""The endpoints that `huggingface_hub` asks for, so that `from_pretrained` loads a training checkpoint that was never exported.
+
+A run is a model: its id is that of the run, with `__` for the third slash and those after it. A revision is `main` (the last step that was
+not superseded), `step-100`, the name of a checkpoint, or a commit; `step-100+bfloat16` converts. A commit is a digest of the attempt and of
+the options, so it stands for the same bytes for ever. If a state has a part called `model`, the model consists of that part.
+
+`config.json`, tokenizers and the like come from the checkpoint, if an import kept them there, or lie beside the checkpoints of the run.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from starlette.exceptions import HTTPException
+
+from shardckpt.errors import NotFoundError
+from shardckpt.excerpt import excerpt
+from shardckpt.io.store import Store
+from shardckpt.serve.catalogue import MOST_ROWS, CheckpointQuery
+from shardckpt.serve.files import view_source
+from shardckpt.serve.sources import ByteSource, of_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from shardckpt.reading.checkpoint import Checkpoint
+    from shardckpt.serve.service import Service
+    from shardckpt.views.model_view import ModelView
+
+BESIDE = (
+    *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "chat_template.jinja", "preprocessor_config.json"),
+)
+"""Names of the files that may lie beside the checkpoints of a run."""
+_LARGEST_BESIDE = 64 << 20
+_DTYPES = ("", "float32", "bfloat16", "float16")
+"""Dtypes of which commits are looked for."""
+_STEP = re.compile(r"(?:step-)?(\d{1,15})", re.ASCII)
+_COMMIT = re.compile(r"[0-9a-f]{40}", re.ASCII)
+_PART = "model/"
+
+
+class _Model(NamedTuple):
+    """A model at a revision."""
+
+    ident: str
+    run: str
+    commit: str
+    created: str | None
+    view: ModelView
+
+
+def api(service: Service, path: str) -> Any:
+    """Describe a model, or list its files: `<id>`, `<id>/revision/<revision>`, `<id>/tree/<revision>`."""
+    ident, word, rest = path, "revision", "main"
+    for one in ("revision", "tree"):
+        if f"/{one}/" in path:
+            ident, _, rest = path.partition(f"/{one}/")
+            word = one
+    revision, _, folder = rest.partition("/")
+    model = _model(service, ident, revision)
+    files = {**dict(_beside(service, model.run)), **model.view.sizes}
+    if word == "tree":
+        if folder:
+            raise _missing("EntryNotFound", f"{excerpt(folder)}: a model has no folders.", model.commit)
+        return [
+            {"type": "file", "path": name, "size": size, "oid": service.tag(model.commit, name)} for name, size in sorted(files.items())
+        ]
+    return {
+        "id": ident,
+        "modelId": ident,
+        "sha": model.commit,
+        "lastModified": None if model.created is None else model.created.replace("+00:00", ".000Z"),
+        "private": False,
+        "disabled": False,
+        "gated": False,
+        "tags": ["safetensors"],
+        "library_name": "transformers",
+        "siblings": [{"rfilename": name, "size": size} for name, size in sorted(files.items())],
+    }
+
+
+def resolve(service: Service, ident: str, rest: str) -> ByteSource:
+    """Read a file of a model: `<id>/resolve/<revision>/<file>`."""
+    revision, _, name = rest.partition("/")
+    model = _model(service, ident, revision)
+    headers = {"X-Repo-Commit": model.commit, "Content-Disposition": f'inline; filename="{re.sub(r"[^A-Za-z0-9._-]", "_", name)}"'}
+    if name in model.view.sizes:
+        return view_source(service, model.view, name, headers)
+    if name in BESIDE:
+        store = Store.open(service.roots.locate(model.run))
+        service.roots.locate(f"{model.run}/{name}")
+        size = store.size(name)
+        if size is not None and size <= _LARGEST_BESIDE:
+            data = store.read(name)
+            return of_bytes(data, service.tag(name, data.decode("latin-1")), "application/octet-stream", headers)
+    raise _missing("EntryNotFound", f"{ident} has no file {excerpt(name)}.", model.commit)
+
+
+def _model(service: Service, ident: str, revision: str) -> _Model:
+    parts = ident.split("/")
+    run = "/".join([*parts[:-1], *parts[-1].split("__")]) if len(parts) > 1 else ident
+    name, _, dtype = revision.partition("+")
+    found = list(_at_revision(service, run, name))
+    if not found:
+        known = service.catalogue.checkpoints(CheckpointQuery(run=run, limit=1))[0]
+        if not known:
+            raise _missing("RepoNotFound", f"there is no run {excerpt(ident)}.")
+        raise _missing("RevisionNotFound", f"{ident} has no revision {excerpt(revision)}.")
+    for entry in found:
+        opened = service.opened.get(entry["id"])
+        for one in _DTYPES if _COMMIT.fullmatch(name) else (dtype,):
+            options = opened.part(("hub", one), partial(_options, opened.checkpoint, one))
+            commit = service.tag(opened.attempt, repr(sorted(options.items())))
+            if not _COMMIT.fullmatch(name) or commit == name:
+                return _Model(entry["id"], run, commit, entry["created"], service.opened.view(opened, options))
+    raise _missing("RevisionNotFound", f"{ident} has no commit {name}.")
+
+
+def _at_revision(service: Service, run: str, revision: str) -> Iterator[dict[str, Any]]:
+    """The checkpoints that a revision may stand for, the best first."""
+    step = _STEP.fullmatch(revision)
+    if step is not None:
+        query = CheckpointQuery(run=run, state="committed", first_step=int(step[1]), last_step=int(step[1]), limit=1)
+        yield from service.catalogue.checkpoints(query)[0]
+        return
+    cursor = None
+    while True:
+        query = CheckpointQuery(run=run, state="committed", descending=True, limit=MOST_ROWS, cursor=cursor)
+        entries, cursor = service.catalogue.checkpoints(query)
+        if revision == "main":
+            yield from (one for one in entries if not one["superseded"])
+        elif _COMMIT.fullmatch(revision):
+            yield from entries
+        else:
+            yield from (one for one in entries if one["name"] == revision)
+        if cursor is None:
+            return
+
+
+def _options(checkpoint: Checkpoint, dtype: str) -> dict[str, Any]:
+    """The options of a model's view."""
+    found: dict[str, Any] = {"dtype": dtype} if dtype else {}
+    inside = [name.startswith(_PART) for name in checkpoint.names()]
+    if any(inside):
+        found["strip_prefix"] = _PART
+        if not all(inside):
+            found["include"] = f"{_PART}**"
+    return found
+
+
+def _beside(service: Service, run: str) -> Iterator[tuple[str, int]]:
+    """Names and sizes of files beside the checkpoints of a run."""
+    store = Store.open(service.roots.locate(run))
+    for name in store.list_children():
+        if name in BESIDE and (size := _size(service, store, run, name)) is not None:
+            yield name, size
+
+
+def _size(service: Service, store: Store, run: str, name: str) -> int | None:
+    try:
+        service.roots.locate(f"{run}/{name}")
+    except NotFoundError:
+        return None
+    return store.size(name)
+
+
+def _missing(code: str, message: str, commit: str | None = None) -> HTTPException:
+    """A 404 as `huggingface_hub` tells them apart."""
+    return HTTPException(404, message, {"X-Error-Code": code, **({} if commit is None else {"X-Repo-Commit": commit})})

@@ -1,0 +1,188 @@
+"""Endpoints with typed query parameters, and the OpenAPI document that is made of the same declarations."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from shardckpt._version import __version__
+from shardckpt.errors import OptionError
+from shardckpt.excerpt import excerpt, few
+from shardckpt.serve.problems import STATUS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    from starlette.requests import Request
+
+LONGEST_TEXT = 1000
+"""Most characters of a text parameter."""
+MOST_TEXTS = 100
+_INTEGER = re.compile(r"-?\d{1,18}", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parameter:
+    """A parameter of a query."""
+
+    name: str
+    kind: Literal["text", "integer", "boolean", "texts"] = "text"
+    about: str
+    choices: tuple[str, ...] = ()
+    least: int = 0
+    most: int = (1 << 53) - 1
+    """Bounds of an integer."""
+    default: Any = None
+    required: bool = False
+    example: Any = None
+
+    def parse(self, given: list[str]) -> Any:
+        """The value of what a query gives; the default if it gives nothing.
+
+        Raises:
+            OptionError: what it gives is invalid.
+        """
+        if not given:
+            if self.required:
+                raise OptionError(f"{self.name}= is missing: {self.about}")
+            return self.default
+        if self.kind == "texts":
+            if len(given) > MOST_TEXTS:
+                raise OptionError(f"{self.name}= is given {len(given)} times; the limit is {MOST_TEXTS}.")
+            return [self._text(one) for one in given]
+        if len(given) > 1:
+            raise OptionError(f"{self.name}= is given {len(given)} times; give it once.")
+        return self._value(given[0])
+
+    def _value(self, text: str) -> Any:
+        if self.kind == "boolean":
+            if text not in ("true", "false"):
+                raise OptionError(f"{self.name}={excerpt(text)}: give true or false.")
+            return text == "true"
+        if self.kind == "integer":
+            if not _INTEGER.fullmatch(text) or not self.least <= int(text) <= self.most:
+                raise OptionError(f"{self.name}={excerpt(text)}: give an integer from {self.least} to {self.most}.")
+            return int(text)
+        return self._text(text)
+
+    def _text(self, text: str) -> str:
+        if self.choices and text not in self.choices:
+            raise OptionError(f"{self.name}={excerpt(text)}: give one of {', '.join(self.choices)}.")
+        if len(text) > LONGEST_TEXT or "\0" in text:
+            raise OptionError(f"{self.name}: give at most {LONGEST_TEXT} characters, without NUL.")
+        return text
+
+    def document(self) -> dict[str, Any]:
+        """The parameter in OpenAPI."""
+        text: dict[str, Any] = {"type": "string", "maxLength": LONGEST_TEXT} | ({"enum": list(self.choices)} if self.choices else {})
+        schema = {
+            "text": text,
+            "texts": {"type": "array", "items": text, "maxItems": MOST_TEXTS},
+            "integer": {"type": "integer", "minimum": self.least, "maximum": self.most},
+            "boolean": {"type": "boolean"},
+        }[self.kind]
+        if self.default is not None:
+            schema = schema | {"default": self.default}
+        example = {} if self.example is None else {"example": self.example}
+        return {"name": self.name, "in": "query", "required": self.required, "description": self.about, "schema": schema, **example}
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """What answers GET requests to a path."""
+
+    path: str
+    """As in OpenAPI; parameters in braces may hold slashes."""
+    answer: Callable[..., Any]
+    parameters: tuple[Parameter, ...]
+    produces: tuple[str, ...] = ("application/json",)
+    schema: Mapping[str, Any] = field(default_factory=dict)
+
+    def parse(self, request: Request) -> dict[str, Any]:
+        """The values of all parameters.
+
+        Raises:
+            OptionError: a parameter is unknown, missing or invalid.
+        """
+        query = request.query_params
+        names = [parameter.name for parameter in self.parameters]
+        odd = next((name for name in query if name not in names), None)
+        if odd is not None:
+            raise OptionError(f"there is no parameter {excerpt(odd)}{'; there are ' + few(names, 20) if names else ''}.")
+        return {parameter.name: parameter.parse(query.getlist(parameter.name)) for parameter in self.parameters}
+
+    def document(self) -> dict[str, Any]:
+        """The endpoint in OpenAPI."""
+        named = [
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+            for name in re.findall(r"\{(\w+)\}", self.path)
+        ]
+        about = (self.answer.__doc__ or "").strip().partition("\n")
+        schema = dict(self.schema) or {"type": "object"}
+        content = {kind: {"schema": schema if kind == "application/json" else {}} for kind in self.produces}
+        return {
+            "summary": about[0].rstrip("."),
+            "operationId": self.answer.__name__,
+            "parameters": [*named, *(parameter.document() for parameter in self.parameters)],
+            "responses": {
+                "200": {"description": "What was asked for.", "content": content},
+                "default": {"$ref": "#/components/responses/Problem"},
+            },
+        }
+
+
+_OBJECT: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
+_PLACE = {"type": "object", "required": ["url"], "properties": {"url": {"type": "string", "example": "gs://bucket/run/100"}}}
+_ANNOUNCE: dict[str, Any] = {
+    "summary": "Look at a place now, as something was committed there",
+    "operationId": "announce",
+    "requestBody": {"required": True, "content": {"application/json": {"schema": _PLACE}}},
+    "responses": {
+        "202": {"description": "The id of the place; null if it is in no root.", "content": _OBJECT},
+        "default": {"$ref": "#/components/responses/Problem"},
+    },
+}
+
+
+def document(endpoints: Iterable[Endpoint], *, tokens: bool) -> dict[str, Any]:
+    """The OpenAPI document of some endpoints."""
+    problem = {
+        "type": "object",
+        "required": ["type", "title", "status", "code", "detail"],
+        "properties": {
+            "type": {"type": "string"},
+            "title": {"type": "string"},
+            "status": {"type": "integer"},
+            "code": {"type": "string", "description": f"Stable: {', '.join(STATUS)}, and some of HTTP."},
+            "detail": {"type": "string"},
+        },
+    }
+    content = {"application/problem+json": {"schema": {"$ref": "#/components/schemas/Problem"}}}
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "shardckpt serve", "version": __version__, "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"}},
+        "paths": {endpoint.path: {"get": endpoint.document()} for endpoint in endpoints} | {"/v1/announcements": {"post": _ANNOUNCE}},
+        "components": {
+            "schemas": {"Problem": problem},
+            "responses": {"Problem": {"description": "Why it was refused, or failed.", "content": content}},
+            "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}},
+        },
+        "security": [{"token": []}] if tokens else [{}],
+    }
+
+
+def number(text: str, what: str) -> float:
+    """A finite number in a text.
+
+    Raises:
+        OptionError: the text is none.
+    """
+    try:
+        found = float(text)
+    except ValueError:
+        found = math.nan
+    if not math.isfinite(found):
+        raise OptionError(f"{what}: {excerpt(text)} is no finite number.")
+    return found

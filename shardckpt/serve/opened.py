@@ -1,0 +1,157 @@
+"""Open checkpoints and the views of them, kept for the next requests.
+
+A checkpoint that was replaced or deleted is noticed at the next request: on a disk by its record's times, elsewhere by the record's
+generation, which is asked for after `_TRUSTED` seconds.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from threading import Lock
+from typing import TYPE_CHECKING, Any
+
+from shardckpt.commit.publish import RECORD
+from shardckpt.errors import NotFoundError
+from shardckpt.excerpt import excerpt
+from shardckpt.io.store import Store
+from shardckpt.reading.checkpoint import Checkpoint
+from shardckpt.reading.zarr_keys import ZarrKeys
+from shardckpt.views.model_view import ModelView
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable, Mapping
+
+    from shardckpt.io.url import Location
+    from shardckpt.serve.catalogue import Catalogue
+    from shardckpt.serve.roots import Roots
+
+_MOST_OPEN = 32
+_MOST_VIEWS = 4
+"""Most views of all checkpoints together; each keeps blocks."""
+_VIEW_BYTES = 96 << 20
+_MEMORY = 64 << 20
+_TRUSTED = 10.0
+_MOST_PARTS = 64
+
+
+@dataclass(slots=True)
+class Opened:
+    """An open checkpoint."""
+
+    ident: str
+    checkpoint: Checkpoint
+    version: object
+    checked: float
+    parts: dict[Hashable, Any] = field(default_factory=dict)
+    """What was made of it, such as its zarr keys."""
+    making: Lock = field(default_factory=Lock)
+
+    @property
+    def attempt(self) -> str:
+        """The attempt that is open; never used again for other bytes."""
+        return self.checkpoint.record.attempt
+
+    def part(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        """What `make` returned the first time."""
+        with self.making:
+            if key not in self.parts:
+                self.parts[key] = make()
+            return self.parts[key]
+
+    @property
+    def keys(self) -> ZarrKeys:
+        """The checkpoint as a zarr hierarchy."""
+        found: ZarrKeys = self.part("zarr", lambda: ZarrKeys(self.checkpoint.record, self.checkpoint.reader))
+        return found
+
+
+class OpenCheckpoints:
+    """The checkpoints that were asked for last. Safe to use from several threads."""
+
+    def __init__(self, roots: Roots, catalogue: Catalogue) -> None:
+        """Open nothing yet."""
+        self._roots, self._catalogue = roots, catalogue
+        self._opened: OrderedDict[str, Opened] = OrderedDict()
+        self._views: OrderedDict[tuple[str, str, str], ModelView] = OrderedDict()
+        self._lock = Lock()
+
+    def resolve(self, path: str) -> tuple[str, str]:
+        """The id of the checkpoint that a path begins with, and the rest of the path.
+
+        Raises:
+            NotFoundError: it begins with none.
+        """
+        parts = path.split("/")
+        idents = ["/".join(parts[:n]) for n in range(1, min(len(parts), _MOST_PARTS) + 1)]
+        ident = next((one for one in reversed(idents) if one in self._opened), None)
+        if ident is None:
+            known = self._catalogue.find(idents)
+            ident = next((one["id"] for one in known if one["state"] != "deleted"), None)
+        if ident is None:  # it may be new
+            ident = next((one for one in idents[:8] if Store.open(self._roots.locate(one)).exists(RECORD)), None)
+        if ident is None:
+            raise NotFoundError(f"{excerpt(path)}: there is no checkpoint.")
+        return ident, path[len(ident) + 1 :]
+
+    def get(self, ident: str) -> Opened:
+        """An open checkpoint.
+
+        Raises:
+            NotFoundError, FormatError: there is none, or its record is damaged.
+            StorageError: it needs something outside of the roots, or the storage failed.
+        """
+        found = self._opened.get(ident)
+        now = time.monotonic()
+        if found is not None:
+            place = found.checkpoint.location
+            if place.local is None and now < found.checked + _TRUSTED:
+                return found
+            if _version(place) == found.version:
+                found.checked = now
+                return found
+        place = self._roots.locate(ident)
+        version = _version(place)
+        checkpoint = Checkpoint(str(place))
+        self._roots.check(checkpoint)
+        # A disk is read by few threads per request, as there are many requests; an object store wants many reads at a time.
+        checkpoint.limit_reading(threads=2 if place.local is not None else None, memory=_MEMORY)
+        opened = Opened(ident, checkpoint, version, now)
+        with self._lock:
+            self._opened[ident] = opened
+            self._opened.move_to_end(ident)
+            while len(self._opened) > _MOST_OPEN:
+                self._opened.popitem(last=False)
+        return opened
+
+    def view(self, opened: Opened, options: Mapping[str, Any]) -> ModelView:
+        """The files of a checkpoint.
+
+        Raises:
+            OptionError, NamesMismatchError, ShapeMismatchError, DtypeError, DtypeMismatchError: as for `ModelView`.
+        """
+        key = (opened.ident, opened.attempt, repr(sorted(options.items())))
+        with self._lock:
+            found = self._views.get(key)
+            if found is not None:
+                self._views.move_to_end(key)
+                return found
+        view = ModelView(opened.checkpoint, cache_bytes=_VIEW_BYTES, **options)
+        with self._lock:
+            view = self._views.setdefault(key, view)
+            while len(self._views) > _MOST_VIEWS:
+                self._views.popitem(last=False)
+        return view
+
+
+def _version(place: Location) -> object:
+    """What differs for another record at a place."""
+    if place.local is None:
+        return Store.open(place).read_versioned(RECORD)[1]
+    try:
+        stat = os.stat(f"{place.path}/{RECORD}")  # noqa: PTH116  (for each request; a Path takes ten times as long)
+    except OSError:
+        return None
+    return stat.st_mtime_ns, stat.st_ino, stat.st_size

@@ -1,0 +1,1 @@
+"""HTML pages: of a plan, and of the service. Begin with `markup`."""

@@ -1,0 +1,115 @@
+"""What all pages of the service share: the document, the navigation, tables and links."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+from urllib.parse import quote, urlencode
+
+from shardckpt._version import __version__
+from shardckpt.serve.pages.markup import Html, Part, el
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+POLICY = (
+    "default-src 'none'; style-src 'self'; script-src 'self'; img-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
+)
+"""Content-Security-Policy of the pages."""
+STATIC = ("plan.css", "service.css", "plan.js", "service.js", "icon.svg")
+_AREAS = (("Runs", "/ui/runs"), ("Compare", "/ui/diff"), ("Storage", "/ui/storage"))
+
+
+def frame(title: str, *parts: Part, here: str = "", who: str | None = None, script: str = "service.js") -> str:
+    """A complete page.
+
+    Args:
+        title: its title.
+        parts: what follows the navigation; one of them is `main`.
+        here: the address of the area that it belongs to.
+        who: the name of the session's token, for the button that ends it; None: there is no session.
+        script: its script.
+    """
+    links = [el("li", el("a", text, href=at, aria_current="page" if at == here else None)) for text, at in _AREAS]
+    leave = None if who is None else el("form", el("button", f"Sign out {who}", type="submit"), method="post", action="/ui/logout")
+    head = el(
+        "head",
+        el("meta", charset="utf-8"),
+        el("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        el("title", f"{title} – shardckpt"),
+        [el("link", rel="stylesheet", href=f"/static/{name}?{__version__}") for name in STATIC[:2]],
+        el("link", rel="icon", href=f"/static/icon.svg?{__version__}", type="image/svg+xml"),
+        el("script", Html(""), src=f"/static/{script}?{__version__}", defer=True),
+    )
+    skip = el("a", "To the content", href="#main", class_="skip")
+    nav = el("nav", el("a", "shardckpt", href="/ui/runs", class_="brand"), el("ul", links), leave, aria_label="Service")
+    return "<!DOCTYPE html>\n" + el("html", head, el("body", skip, nav, *parts), lang="en") + "\n"
+
+
+def link(area: str, ident: str, text: Part, **query: object) -> Html:
+    """A link to the page of a run, a checkpoint or a tensor."""
+    return el("a", text, href=address(area, ident, **query))
+
+
+def address(area: str, ident: str, **query: object) -> str:
+    """The path of a page."""
+    given = {key: value for key, value in query.items() if value is not None}
+    return f"/ui/{area}/{quote(ident, errors='surrogatepass')}" + (f"?{urlencode(given, errors='surrogatepass')}" if given else "")
+
+
+def crumbs(ident: str, *, checkpoint: bool, tensor: str | None = None) -> Html:
+    """Where a page is: root, run, checkpoint, tensor."""
+    run, _, name = ident.rpartition("/") if checkpoint else (ident, "", "")
+    run = run or ident
+    steps = [el("li", el("a", "runs", href="/ui/runs")), el("li", link("run", run, run))]
+    if checkpoint:
+        steps.append(el("li", link("checkpoint", ident, name or ident)))
+    if tensor is not None:
+        steps.append(el("li", tensor))
+    return el("nav", el("ol", steps, class_="crumbs"), aria_label="Place")
+
+
+def table(heads: Sequence[tuple[str, bool]], rows: Iterable[Sequence[Part]], *, caption: str, ident: str) -> Html:
+    """A table whose columns can be sorted; on a phone, each row is a card.
+
+    Args:
+        heads: title of each column, and whether it has numbers.
+        rows: cells; a cell with an exact value is a `data` element.
+        caption: what the table shows.
+        ident: id of the element.
+    """
+    head = [
+        el("th", el("button", text, type="button"), scope="col", class_="n" if number else None, aria_sort="none") for text, number in heads
+    ]
+    body = [_row(heads, row) for row in rows]
+    inner = el("table", el("caption", caption), el("thead", el("tr", head)), el("tbody", body), id=ident, class_="cards sortable")
+    return el("div", inner, class_="scroll", tabindex=0, role="region", aria_label=caption)
+
+
+def _row(heads: Sequence[tuple[str, bool]], row: Sequence[Part]) -> Html:
+    return el("tr", [el("td", cell, class_="n" if n else None, data_head=text) for cell, (text, n) in zip(row, heads, strict=True)])
+
+
+def facts(pairs: Iterable[tuple[str, Part]]) -> Html:
+    """Titles with values."""
+    return el("dl", [el("div", el("dt", title), el("dd", value)) for title, value in pairs], class_="facts")
+
+
+def search(label: str, name: str, value: str | None) -> Html:
+    """A form with one text field."""
+    field = el("input", type="search", name=name, value=value or "", autocomplete="off", id=f"field-{name}", maxlength=200)
+    return el("form", el("label", f"{label} ", field), el("button", "Search", type="submit"), class_="line", role="search")
+
+
+def error_page(status: int, title: str, detail: str) -> str:
+    """A page that says what went wrong."""
+    back = el("p", el("a", "All runs", href="/ui/runs"))
+    return frame(title, el("main", el("h1", f"{status} {title}"), el("section", el("p", detail), back), id="main"))
+
+
+def login_page(message: str | None) -> str:
+    """The form that begins a session."""
+    field = el("input", type="password", name="token", required=True, autocomplete="current-password", id="token")
+    form = el("form", el("label", "Token ", field), el("button", "Sign in", type="submit"), method="post", action="/ui/login")
+    said = None if message is None else el("p", message, role="alert", class_="bad")
+    hint = el("p", "`shardckpt token` makes tokens.", class_="quiet")
+    return frame("Sign in", el("main", el("h1", "Sign in"), el("section", said, form, hint), id="main"))

@@ -1,0 +1,67 @@
+"""Errors as `application/problem+json` (RFC 9457), with the codes of `shardckpt.errors`."""
+
+from __future__ import annotations
+
+import json
+from http import HTTPStatus
+from typing import TYPE_CHECKING
+
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse
+
+from shardckpt.errors import ShardckptError
+from shardckpt.excerpt import visible
+
+if TYPE_CHECKING:
+    from shardckpt.serve.roots import Roots
+
+STATUS = {
+    "url": 400,
+    "option": 400,
+    "sharding": 400,
+    "shape": 400,
+    "dtype": 400,
+    "structure": 400,
+    "mismatch": 400,
+    "names": 404,
+    "not-found": 404,
+    "uncommitted": 404,
+    "replaced": 409,
+    "exists": 409,
+    "commit": 409,
+    "other-job": 409,
+    "memory": 413,
+    "leaf": 422,
+    "unsupported-dtype": 422,
+    "extra": 501,
+    "corrupt": 502,
+    "missing-data": 502,
+    "format": 502,
+    "version": 502,
+    "storage": 502,
+    "coordination": 503,
+}
+"""HTTP status of each error code; 500 for others. 502 means that the storage, or what is stored, is at fault."""
+_CODES = {400: "option", 404: "not-found", 405: "method", 413: "memory"}
+LONGEST = 2000
+
+
+def problem(status: int, code: str, detail: str, headers: dict[str, str] | None = None) -> JSONResponse:
+    """A problem as a response."""
+    body = {"type": f"urn:shardckpt:error:{code}", "title": HTTPStatus(status).phrase, "status": status, "code": code, "detail": detail}
+    return JSONResponse(body, status, headers, "application/problem+json")
+
+
+def of_error(error: Exception, roots: Roots) -> JSONResponse:
+    """The response for an error of the library, or one that an endpoint raised."""
+    if isinstance(error, ShardckptError):
+        return problem(STATUS.get(error.code, 500), error.code, visible(roots.without_places(str(error)))[:LONGEST])
+    assert isinstance(error, HTTPException)
+    headers = dict(error.headers) if error.headers else None
+    return problem(error.status_code, _CODES.get(error.status_code, f"http-{error.status_code}"), error.detail, headers)
+
+
+def words(response: JSONResponse) -> tuple[str, str]:
+    """Title and detail of a problem, for people."""
+    said = json.loads(bytes(response.body))
+    return said["title"], said["detail"]

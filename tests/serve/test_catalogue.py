@@ -1,0 +1,272 @@
+"""The catalogue shows what is in the roots within seconds, and can be lost at any time."""
+
+import json
+import shutil
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from safetensors.numpy import load
+from serving import serving
+
+import shardckpt
+from shardckpt.commit.pinning import pin, unpin
+from shardckpt.errors import OptionError, StorageError
+from shardckpt.serve.catalogue import Catalogue, CheckpointQuery
+from shardckpt.serve.roots import Roots
+from shardckpt.serve.scanner import Scanner
+
+QUERY = CheckpointQuery()
+
+
+def save(place):
+    shardckpt.save(place, {"w": np.ones(3)})
+
+
+@pytest.fixture
+def scanned(tmp_path):
+    """A root, its catalogue, and a function that scans and lists the ids."""
+    root = tmp_path / "root"
+    root.mkdir()
+    roots, catalogue = Roots([f"lab={root}"]), Catalogue(tmp_path / "state")
+    scanner = Scanner(roots, catalogue)
+
+    def ids(state=None):
+        scanner.scan()
+        return [one["id"] for one in catalogue.checkpoints(CheckpointQuery(state=state))[0]]
+
+    yield root, catalogue, scanner, ids
+    catalogue.close()
+
+
+def test_it_follows_the_storage(scanned):
+    root, catalogue, _, ids = scanned
+    assert ids() == []
+    save(root / "a" / "1")
+    save(root / "b" / "deep" / "2")
+    assert ids() == ["lab/a/1", "lab/b/deep/2"]
+    save(root / "a" / "10")
+    assert ids() == ["lab/a/1", "lab/a/10", "lab/b/deep/2"]
+    pin(root / "a" / "1")
+    ids()
+    assert [one["id"] for one in catalogue.checkpoints(CheckpointQuery(tag="pinned"))[0]] == ["lab/a/1"]
+    unpin(root / "a" / "1")
+    ids()
+    assert catalogue.checkpoints(CheckpointQuery(tag="pinned"))[0] == []
+    shutil.rmtree(root / "a" / "1")
+    assert ids() == ["lab/a/10", "lab/b/deep/2"]
+    shutil.rmtree(root / "b")
+    assert ids() == ["lab/a/10"]
+    (root / "a" / "10" / "checkpoint.json").write_text("{}")
+    assert ids("unreadable") == ["lab/a/10"]
+    save(root / "other")
+    save(root / "other" / "below")  # beside the attempt of a checkpoint
+    assert ids("committed") == ["lab/other", "lab/other/below"]
+
+
+def test_saves_that_are_not_committed_are_shown_until_they_are(scanned):
+    root, catalogue, _, ids = scanned
+    save(root / "1")
+    record = (root / "1" / "checkpoint.json").read_bytes()
+    (root / "1" / "checkpoint.json").unlink()
+    assert ids("uncommitted") == ["lab/1"]
+    assert catalogue.find(["lab/1"])[0]["finished"] == 1
+    (root / "1" / "checkpoint.json").write_bytes(record)
+    assert ids("committed") == ["lab/1"]
+
+
+def test_it_is_made_anew_where_it_was_deleted_damaged_or_is_old(scanned, tmp_path):
+    root, catalogue, _, ids = scanned
+    for i in range(3):
+        save(root / str(i))
+    assert len(ids()) == 3
+    for path in (tmp_path / "state").glob("catalogue*"):
+        path.unlink()
+    assert len(ids()) == 3
+    shutil.rmtree(root / "1")
+    assert len(ids()) == 2
+
+    database = tmp_path / "state" / "catalogue.sqlite"
+    catalogue.close()
+    database.write_bytes(b"no database" * 1000)
+    other = Catalogue(tmp_path / "state")
+    assert other.checkpoints(QUERY) == ([], None)
+    other._writer.execute("PRAGMA user_version = 99")
+    other.close()
+    again = Catalogue(tmp_path / "state")
+    assert again.totals() == {}
+    scanned[2]._catalogue = again
+    scanned[2]._seen.clear()
+    scanned[2].scan()
+    assert len(again.checkpoints(QUERY)[0]) == 2
+    again.close()
+    catalogue.__init__(tmp_path / "state")
+
+
+def test_rows_of_an_earlier_process_go_when_their_checkpoints_have_gone(tmp_path):
+    save(tmp_path / "root" / "1")
+    for expected in (["lab/1"], []):
+        catalogue = Catalogue(tmp_path / "state")
+        Scanner(Roots([f"lab={tmp_path / 'root'}"]), catalogue).scan()
+        assert [one["id"] for one in catalogue.checkpoints(QUERY)[0]] == expected
+        catalogue.close()
+        shutil.rmtree(tmp_path / "root" / "1", ignore_errors=True)
+
+
+def test_a_storage_that_vanishes_keeps_its_rows_and_returns(tmp_path, monkeypatch):
+    save(tmp_path / "root" / "1")
+    catalogue = Catalogue(tmp_path / "state")
+    scanner = Scanner(Roots([f"lab={tmp_path / 'root'}"]), catalogue)
+    scanner.scan()
+    (tmp_path / "root").chmod(0)
+    list_children = shardckpt.io.store.Store.list_children
+
+    def fails(store, prefix=""):
+        raise StorageError("the bucket is away")
+
+    monkeypatch.setattr(shardckpt.io.store.Store, "list_children", fails)
+    scanner.scan()
+    assert scanner.problems == {"lab": "the bucket is away"}
+    assert len(catalogue.checkpoints(QUERY)[0]) == 1
+    monkeypatch.setattr(shardckpt.io.store.Store, "list_children", list_children)
+    (tmp_path / "root").chmod(0o755)
+    scanner.scan()
+    assert scanner.problems == {}
+    catalogue.close()
+
+
+def test_a_disk_that_is_full_is_told_and_gets_over(scanned):
+    root, catalogue, scanner, ids = scanned
+    save(root / "1")
+    save(root / "2")
+    pages = catalogue._writer.execute("PRAGMA page_count").fetchone()[0]
+    catalogue._writer.execute(f"PRAGMA max_page_count = {pages}")
+    for name in ("1", "2"):
+        for i in range(20):
+            (root / f"{name}-{i}" / "checkpoint.json").parent.mkdir()
+            (root / f"{name}-{i}" / "checkpoint.json").write_bytes((root / name / "checkpoint.json").read_bytes())
+    scanner.scan()
+    assert "cannot be written" in scanner.problems["lab"]
+    catalogue._writer.execute("PRAGMA max_page_count = 1000000")
+    assert len(ids()) == 42
+    assert not scanner.problems
+
+
+def test_a_state_directory_has_one_writer(tmp_path):
+    catalogue = Catalogue(tmp_path)
+    with pytest.raises(OptionError, match="another server"):
+        Catalogue(tmp_path)
+    catalogue.close()
+    Catalogue(tmp_path).close()
+
+
+def test_new_checkpoints_are_seen_within_seconds_and_announced_ones_at_once(tmp_path, monkeypatch):
+    root = tmp_path / "root"
+    root.mkdir()
+    with serving(("lab", root)) as service:
+
+        def ids():
+            return [one["id"] for one in service.get("/v1/checkpoints")["checkpoints"]]
+
+        save(root / "run" / "1")
+        service.wait_until(lambda: ids() == ["lab/run/1"])
+        monkeypatch.setenv("SHARDCKPT_SERVER", service.url)
+        with shardckpt.CheckpointManager(root / "run", every=1) as manager:
+            manager.save(2, {"w": np.ones(3)})
+        service.wait_until(lambda: ids() == ["lab/run/1", "lab/run/2"])
+        asked = b'shardckpt_serve_requests_total{area="v1",method="POST",status="202"}'
+        service.wait_until(lambda: asked in service.ask("/metrics").body)
+        for body in (b"{", b"[]", b'{"url": 5}', b'{"url": "ftp://x"}', b"\xff", b"[" * 50_000):
+            assert service.ask("/v1/announcements", "POST", body).status == 400
+        assert service.ask("/v1/announcements", "POST", b'{"url": "/etc"}').json == {"id": None}
+
+
+@pytest.mark.parametrize("server", ["http://127.0.0.1:9", "nonsense", "file:///etc", "http://"])
+def test_training_does_not_notice_a_service_that_is_not_there(tmp_path, monkeypatch, server):
+    monkeypatch.setenv("SHARDCKPT_SERVER", server)
+    with shardckpt.CheckpointManager(tmp_path, every=1) as manager:
+        for step in (1, 2):
+            manager.save(step, {"w": np.ones(3)})
+    assert manager.all_steps() == [1, 2]
+
+
+def test_the_command_serves_until_it_is_told_to_end(tmp_path):
+    save(tmp_path / "root" / "1")
+    command = [sys.executable, "-m", "shardckpt", "serve", f"lab={tmp_path / 'root'}", "--port", "0", "--state", tmp_path / "state"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        try:
+            assert process.stdout.readline().startswith("serving at http://127.0.0.1:")
+            second = subprocess.run(command, capture_output=True, text=True, timeout=60)
+            assert second.returncode == 2
+            assert "another server" in second.stderr
+        finally:
+            process.terminate()
+            assert process.wait(30) in (0, -15)
+    assert (tmp_path / "state" / "catalogue.sqlite").exists()
+
+
+def test_ten_thousand_rows_are_listed_by_index(tmp_path):
+    from shardckpt.io.url import parse
+    from shardckpt.reading.catalog import CatalogEntry
+
+    catalogue = Catalogue(tmp_path)
+    place = parse("/x")
+    entries = {
+        f"lab/run-{i % 200}/{i}": (f"lab/run-{i % 200}", CatalogEntry(str(i), place, "committed", metrics={"loss": float(i)}))
+        for i in range(10_000)
+    }
+    catalogue.replace(entries, [])
+    begun = time.perf_counter()
+    assert len(catalogue.runs(limit=500)[0]) == 200
+    found, following = catalogue.checkpoints(CheckpointQuery(metric=("loss", "<", 500.0), limit=400))
+    assert len(found) == 400
+    assert len(catalogue.checkpoints(CheckpointQuery(metric=("loss", "<", 500.0), limit=400, cursor=following))[0]) == 100
+    plan = catalogue._read("EXPLAIN QUERY PLAN SELECT id FROM checkpoints WHERE run = ? ORDER BY run, step, id LIMIT 5", ("x",))
+    assert "in_order" in str(plan)
+    assert time.perf_counter() > begun
+    catalogue.close()
+
+
+def test_a_scan_of_a_bucket_makes_at_most_four_requests_per_checkpoint(tmp_path, monkeypatch):
+    root = f"memory://{tmp_path.name}/runs"
+    for step in range(5):
+        save(f"{root}/run/{step}")
+    pin(f"{root}/run/2")
+    asked = []
+    for name in ("list_children", "read_versioned", "exists"):
+        original = getattr(shardckpt.io.store.Store, name)
+
+        def counted(store, *args, original=original, **options):
+            asked.append(str(store))
+            return original(store, *args, **options)
+
+        monkeypatch.setattr(shardckpt.io.store.Store, name, counted)
+    catalogue = Catalogue(tmp_path / "state")
+    scanner = Scanner(Roots([f"lab={root}"]), catalogue)
+    scanner.scan()
+    assert len(catalogue.checkpoints(QUERY)[0]) == 5
+    assert max(asked.count(f"{root}/run/{step}") for step in range(5)) <= 4
+    del asked[:]
+    scanner.scan()  # the runs alone are listed again
+    assert set(asked) == {root, f"{root}/run"}
+    scanner.announce("lab/run/2")
+    scanner.scan()
+    assert asked.count(f"{root}/run/2") > 0
+    catalogue.close()
+
+
+def test_a_bucket_is_listed_read_and_followed(store, tmp_path):
+    root = f"{store.location}/runs" if store.location.local is None else str(store.location.local / "runs")
+    save(f"{root}/a/1")
+    with serving(("lab", root), state=tmp_path / "state") as service:
+        assert [one["id"] for one in service.get("/v1/checkpoints")["checkpoints"]] == ["lab/a/1"]
+        assert service.ask("/v1/checkpoints/lab/a/1/tensors/w?format=raw").body == np.ones(3).tobytes()
+        assert load(service.ask("/files/lab/a/1/model.safetensors").body)["w"].tolist() == [1, 1, 1]
+        found = shardckpt.open(f"{service.url}/raw/lab/a/1")
+        assert found.verify().ok
+        save(f"{root}/a/2")
+        service.ask("/v1/announcements", "POST", json.dumps({"url": f"{root}/a/2"}).encode())
+        service.wait_until(lambda: len(service.get("/v1/checkpoints")["checkpoints"]) == 2)
+        assert service.ask("/files/lab/a/2/model.safetensors", Range="bytes=0-7").status == 206

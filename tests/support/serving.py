@@ -1,0 +1,92 @@
+"""A real service on a free port of loopback, for tests."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass
+from http.client import HTTPConnection
+from urllib.parse import urlsplit
+
+from shardckpt.serve.server import make_server
+from shardckpt.serve.service import ServeOptions
+
+
+@dataclass
+class Reply:
+    """What the service answered."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    @property
+    def json(self):
+        return json.loads(self.body)
+
+
+@dataclass
+class Running:
+    """A running service."""
+
+    url: str
+    options: ServeOptions
+
+    @property
+    def address(self):
+        parts = urlsplit(self.url)
+        return parts.hostname, parts.port
+
+    def ask(self, path, method="GET", body=None, **headers):
+        """One request on a connection of its own; underscores in names of headers are hyphens."""
+        connection = HTTPConnection(*self.address, timeout=30)
+        try:
+            connection.request(method, path, body, {name.replace("_", "-"): value for name, value in headers.items()})
+            answer = connection.getresponse()
+            return Reply(answer.status, {k.lower(): v for k, v in answer.getheaders()}, answer.read())
+        finally:
+            connection.close()
+
+    def get(self, path, status=200, **headers):
+        """The document at a path."""
+        reply = self.ask(path, **headers)
+        assert reply.status == status, reply
+        return reply.json
+
+    def send(self, data, seconds=10):
+        """What comes back for raw bytes, until the service closes the connection."""
+        with socket.create_connection(self.address, timeout=seconds) as one:
+            one.sendall(data)
+            found = b""
+            while part := one.recv(65536):
+                found += part
+            return found
+
+    def wait_until(self, holds, seconds=20):
+        """Wait until a condition holds."""
+        end = time.monotonic() + seconds
+        while not holds():
+            assert time.monotonic() < end, "it never held"
+            time.sleep(0.02)
+
+
+@contextmanager
+def serving(*roots, **options):
+    """Serve roots; ends with the block."""
+    chosen = ServeOptions(roots=tuple(f"{name}={place}" for name, place in roots), port=0, **options)
+    begun, urls = threading.Event(), []
+    server = make_server(chosen, lambda url: (urls.append(url), begun.set()))
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    try:
+        assert begun.wait(30)
+        found = Running(urls[0], chosen)
+        found.wait_until(lambda: found.ask("/readyz").status == 200)
+        yield found
+    finally:
+        server.should_exit = True
+        thread.join(30)
+        assert not thread.is_alive()
