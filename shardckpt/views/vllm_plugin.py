@@ -27,7 +27,7 @@ from vllm.tokenizers.hf import CachedHfTokenizer
 from vllm.transformers_utils.config import HFConfigParser, register_config_parser
 
 from shardckpt.convert.formats.safetensors.hf_configs import config_files
-from shardckpt.errors import NamesMismatchError, OptionError
+from shardckpt.errors import NamesMismatchError, OptionError, ShardckptError
 from shardckpt.excerpt import few
 from shardckpt.reading.checkpoint import Checkpoint
 from shardckpt.views.model_view import ModelView
@@ -78,9 +78,11 @@ class CheckpointLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM is not in
         recorder = Recorder(view, proof.add)
         try:
             loaded = recorder.load(model.load_weights)
-        except KeyError as error:
+        except ShardckptError:
+            raise
+        except (KeyError, ValueError) as error:
             raise NamesMismatchError(
-                f"{url}: {type(model).__name__} has no place for {error}; choose and name tensors as the model does, with "
+                f"{url}: {type(model).__name__} does not take the tensors ({error}); choose and name tensors as the model does, with "
                 f"""--model-loader-extra-config, as in {{"include": "model/**", "strip_prefix": "model/"}}."""
             ) from error
         missing = [] if loaded is None else sorted({name for name, _ in model.named_parameters()} - loaded)
