@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
 from shardckpt.frameworks.torch import array_of, torch_dtype
+from shardckpt.io.threads import map_on_threads
 from shardckpt.layout.box import Box
 from shardckpt.layout.dtypes import by_name
 from shardckpt.plan.pieces import batches
@@ -134,7 +135,7 @@ class Recorder:
 
         Args:
             view: the files of a model.
-            seen: called with all that is read: position of the tensor in the view, box, and elements in the view's dtype.
+            seen: called on several threads with all that is read: position in `view.arrays()`, box, and elements in its dtype.
         """
         self._view = view
         self._seen = seen
@@ -226,9 +227,9 @@ class Recorder:
         """Read boxes into contiguous tensors of their shapes."""
         boxes = [(part.number, part.box, array_of(into, self._dtypes[part.number])) for part, into in reads]
         self._view.read_boxes(boxes)
-        if self._seen is not None:
-            for number, box, elements in boxes:
-                self._seen(number, box, elements)
+        seen = self._seen
+        if seen is not None:
+            map_on_threads(lambda one: seen(*one), boxes)
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
