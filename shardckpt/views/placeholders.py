@@ -23,12 +23,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
 from shardckpt.frameworks.torch import array_of, torch_dtype
+from shardckpt.io.threads import map_on_threads
 from shardckpt.layout.box import Box
 from shardckpt.layout.dtypes import by_name
 from shardckpt.plan.pieces import batches
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from typing import Self
 
     from numpy.typing import NDArray
@@ -134,7 +135,7 @@ class Recorder:
 
         Args:
             view: the files of a model.
-            seen: called with all that is read: position of the tensor in the view, box, and elements in the view's dtype.
+            seen: called on several threads with all that is read: position in `view.arrays()`, box, and elements in its dtype.
         """
         self._view = view
         self._seen = seen
@@ -145,8 +146,10 @@ class Recorder:
         """Addresses of the storages into which copies are noted."""
         self.read_at_once: Counter[str] = Counter()
         """Operation → how often it needed elements while the model loaded."""
+        self._written: Counter[int] = Counter()
+        """Address of a storage → elements that were copied or written to it."""
 
-    def load(self, load_weights: Callable[[Iterator[tuple[str, torch.Tensor]]], Any]) -> Any:
+    def run(self, load_weights: Callable[[Iterator[tuple[str, torch.Tensor]]], Any]) -> Any:
         """Call a model's function with the placeholders, and read what it copied; return what it returned.
 
         Args:
@@ -163,6 +166,7 @@ class Recorder:
             _log.warning("%s: %s changes a tensor in place; all tensors are read completely", self._view.checkpoint.location, changed)
             self._noted.clear()
             self._touched.clear()
+            self._written.clear()
             returned = load_weights((name, self.read(placeholder, str(changed))) for name, placeholder in self.placeholders())
         return returned
 
@@ -177,6 +181,19 @@ class Recorder:
         if source.numel() and into.device.type != "meta":
             self._noted.append((into, _Part.of(source, self._arrays[source.number].shape)))
             self._touched.add(into.untyped_storage().data_ptr())
+            self.count(into)
+
+    def count(self, tensor: torch.Tensor) -> None:
+        """Count the elements of a tensor as written."""
+        if tensor.device.type != "meta":
+            self._written[tensor.untyped_storage().data_ptr()] += tensor.numel()
+
+    def filled_in_part(self, parameters: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
+        """Names of the parameters of which some elements were written, and some were not: a part of a fused weight is missing."""
+        counts = {
+            name: (self._written[one.untyped_storage().data_ptr()], one.numel()) for name, one in parameters if one.device.type != "meta"
+        }
+        return [name for name, (written, all_of_it) in counts.items() if 0 < written < all_of_it]
 
     def is_noted(self, tensor: torch.Tensor) -> bool:
         """Whether a copy into the tensor's memory is noted, so that its elements are not there yet."""
@@ -226,9 +243,9 @@ class Recorder:
         """Read boxes into contiguous tensors of their shapes."""
         boxes = [(part.number, part.box, array_of(into, self._dtypes[part.number])) for part, into in reads]
         self._view.read_boxes(boxes)
-        if self._seen is not None:
-            for number, box, elements in boxes:
-                self._seen(number, box, elements)
+        seen = self._seen
+        if seen is not None:
+            map_on_threads(lambda one: seen(*one), boxes)
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
@@ -251,6 +268,9 @@ class _FillBeforeUse(TorchDispatchMode):  # type: ignore[misc]  # torch's types 
             tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor) and not isinstance(leaf, Placeholder)]
             if any(map(self._recorder.is_noted, tensors)):
                 self._recorder.fill()
+            for leaf in tree_leaves(_written(func, args, kwargs)):
+                if isinstance(leaf, torch.Tensor) and not isinstance(leaf, Placeholder):
+                    self._recorder.count(leaf)
         return func(*args, **kwargs)
 
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class ReadProof:
-    """Sums of the boxes that a process has read of a model. For one thread."""
+    """Sums of the boxes that a process has read of a model. Boxes may be added on several threads."""
 
     def __init__(self, view: ModelView) -> None:
         """Sum up tensors of which a fingerprint is recorded, and that the view does not change; of others nothing is known."""

@@ -27,7 +27,7 @@ from vllm.tokenizers.hf import CachedHfTokenizer
 from vllm.transformers_utils.config import HFConfigParser, register_config_parser
 
 from shardckpt.convert.formats.safetensors.hf_configs import config_files
-from shardckpt.errors import NamesMismatchError, OptionError
+from shardckpt.errors import NamesMismatchError, OptionError, ShardckptError
 from shardckpt.excerpt import few
 from shardckpt.reading.checkpoint import Checkpoint
 from shardckpt.views.model_view import ModelView
@@ -77,15 +77,19 @@ class CheckpointLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM is not in
         proof = ReadProof(view)
         recorder = Recorder(view, proof.add)
         try:
-            loaded = recorder.load(model.load_weights)
-        except KeyError as error:
+            loaded = recorder.run(model.load_weights)
+        except ShardckptError:
+            raise
+        except (KeyError, ValueError) as error:
             raise NamesMismatchError(
-                f"{url}: {type(model).__name__} has no place for {error}; choose and name tensors as the model does, with "
+                f"{url}: {type(model).__name__} does not take the tensors ({error}); choose and name tensors as the model does, with "
                 f"""--model-loader-extra-config, as in {{"include": "model/**", "strip_prefix": "model/"}}."""
             ) from error
-        missing = [] if loaded is None else sorted({name for name, _ in model.named_parameters()} - loaded)
+        missing = recorder.filled_in_part(model.named_parameters())
+        if loaded is not None:
+            missing = sorted({*missing, *({name for name, _ in model.named_parameters()} - loaded)})
         if missing:
-            raise NamesMismatchError(f"{url}: the checkpoint has no weights for {few(missing)} of {type(model).__name__}.")
+            raise NamesMismatchError(f"{url}: the checkpoint has no weights, or not all, for {few(missing)} of {type(model).__name__}.")
         group = get_world_group()
         parts = [proof.parts] * group.world_size
         if group.world_size > 1:

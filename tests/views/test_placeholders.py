@@ -152,7 +152,7 @@ def test_what_a_model_does_with_a_parameter_after_a_copy_sees_the_copy(url):
         norm.copy_(one.norm())
         return {"one"}
 
-    assert recorded.load(load_weights) == {"one"}
+    assert recorded.run(load_weights) == {"one"}
     whole = state["m"].float()
     assert torch.equal(other, whole[:512])
     whole[:2] += 1
@@ -175,8 +175,26 @@ def test_a_model_that_changes_what_it_is_given_gets_tensors(url, change, caplog)
                 change(tensor)
                 into.copy_(tensor)
 
-    recorded.load(load_weights)
+    recorded.run(load_weights)
     change(expected := state["m"].clone())
     assert torch.equal(into, expected)
     assert "changes a tensor in place" in caplog.text
     assert sum(recorded.read_at_once.values()) == 4
+
+
+def test_a_fused_parameter_that_lacks_a_part_is_named(url):
+    place, _ = url
+    recorded = Recorder(ModelView(place))
+    module = torch.nn.ParameterDict(
+        {"full": torch.zeros(6, 8), "part": torch.zeros(16, 6), "padded": torch.zeros(9, 6), "none": torch.zeros(3)}
+    )
+
+    def load_weights(weights):
+        w = dict(weights)["w"]
+        module["full"].data.copy_(w[0].t())
+        module["part"].data.narrow(0, 8, 8).copy_(w[1])
+        module["padded"].data[:8].copy_(w[2])
+        module["padded"].data[8:].fill_(0)
+
+    recorded.run(load_weights)
+    assert recorded.filled_in_part(module.named_parameters()) == ["part"]

@@ -29,7 +29,7 @@ def rank(place, load, **options):
     """The proof of a process that loads a model."""
     view = ModelView(place, **options)
     proof = ReadProof(view)
-    Recorder(view, proof.add).load(lambda weights: load(dict(weights)))
+    Recorder(view, proof.add).run(lambda weights: load(dict(weights)))
     return proof
 
 

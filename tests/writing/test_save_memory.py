@@ -68,8 +68,9 @@ def test_no_objects_stay_for_each_save_and_verification(tmp_path):
         gc.collect()
         return len(gc.get_objects())
 
-    before = objects_after(5)
-    assert objects_after(10) - before < 10
+    objects_after(5)
+    # The least of three, because threads that earlier tests have left may make objects meanwhile.
+    assert min(-objects_after(0) + objects_after(10) for _ in range(3)) < 10
 
 
 def test_what_the_system_gives_no_memory_for_is_an_error_of_ours(tmp_path):
