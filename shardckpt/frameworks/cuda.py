@@ -161,7 +161,7 @@ class Arrival:
     def wait(self) -> None:
         """Wait until all bytes have arrived; any thread may do so."""
         for event in self.events:
-            event.synchronize()
+            cuda_runtime.runtime.synchronize(event)
         self.held.clear()
 
 
@@ -372,12 +372,19 @@ class CudaSink(TensorSink):
 
     def place(self, buffers: Sequence[Array]) -> object:
         """Copy the buffers to the device, after the work that is queued there; when this returns they may be reused."""
-        devices = {}
-        for view, buffer in zip(self.views, buffers, strict=True):
-            device = cuda_runtime.runtime.device(view)
-            devices[device] = cuda_runtime.runtime.current_stream(device)
-            cuda_runtime.runtime.copy(view, host_tensor(buffer), devices[device])
-        for event in [cuda_runtime.runtime.record(stream) for stream in devices.values()]:
-            event.synchronize()
+        devices: dict[Any, Any] = {}
+        try:
+            for view, buffer in zip(self.views, buffers, strict=True):
+                device = cuda_runtime.runtime.device(view)
+                devices[device] = cuda_runtime.runtime.current_stream(device)
+                cuda_runtime.runtime.copy(view, host_tensor(buffer), devices[device])
+        except torch.OutOfMemoryError as e:
+            raise BudgetError(
+                f"{device} has no memory left to fill a tensor of shape {self.shape} that is not contiguous ({e}); its contents are "
+                f"undefined now. Free some memory, or restore to contiguous tensors."
+            ) from e
+        finally:
+            for event in [cuda_runtime.runtime.record(stream) for stream in devices.values()]:
+                cuda_runtime.runtime.synchronize(event)
         self.mark_written()
         return self.leaf

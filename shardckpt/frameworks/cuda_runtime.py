@@ -26,13 +26,20 @@ _BITS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64", 16: "complex128"}
 
 
 class CudaRuntime:
-    """The functions of CUDA that this module uses. Streams have `wait_event`, events have `synchronize`, as in torch."""
+    """The functions of CUDA that this module uses. Streams have `wait_event`, as in torch.
+
+    CUDA's current device is one of the thread, and the first call for it makes a context of some hundreds of megabytes there. A new thread
+    has device 0. So calls that name no device are made with a device that this process uses.
+    """
 
     def __init__(self) -> None:
         self._streams: dict[Any, Any] = {}
+        self._used: Any = None
+        """A device with a tensor of this process; None: there was none yet."""
 
     def device(self, tensor: Any) -> Any:
         """The device that holds a tensor."""
+        self._used = tensor.device
         return tensor.device
 
     def current_stream(self, device: Any) -> Any:
@@ -51,6 +58,11 @@ class CudaRuntime:
         event.record(stream)
         return event
 
+    def synchronize(self, event: Any) -> None:
+        """Wait for an event, on any thread."""
+        with torch.cuda.device(event.device):
+            event.synchronize()
+
     def copy(self, target: Any, source: Any, stream: Any) -> None:
         """Queue a copy between device and pinned memory on a stream; see `copy_bits`."""
         with torch.cuda.stream(stream):
@@ -59,11 +71,13 @@ class CudaRuntime:
 
     def pin(self, address: int, nbytes: int) -> int:
         """Pin host memory for all devices; return CUDA's error number, or 0."""
-        return _cleared(int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 1)))  # 1: cudaHostRegisterPortable
+        with torch.cuda.device(self._used):
+            return _cleared(int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 1)))  # 1: cudaHostRegisterPortable
 
     def unpin(self, address: int) -> int:
         """Undo `pin`; return CUDA's error number, or 0."""
-        return _cleared(int(torch.cuda.cudart().cudaHostUnregister(address)))
+        with torch.cuda.device(self._used):
+            return _cleared(int(torch.cuda.cudart().cudaHostUnregister(address)))
 
 
 def _cleared(error: int) -> int:

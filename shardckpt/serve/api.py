@@ -105,6 +105,8 @@ def tensor(service: Service, ident: str, name: str, *, box: str | None, format: 
     ckpt = opened.checkpoint
     info = ckpt.info(name)
     if format == "json":
+        if box is not None:
+            raise OptionError(f"{name}: box= selects elements, and format=json has none; add format=npy, raw or safetensors.")
         return {"id": ident, **documents.tensor_json(ckpt, name)}
     part = parse_box(box, info.shape, name)
     nbytes = prod(part.shape) * info.dtype.itemsize

@@ -162,6 +162,17 @@ def test_a_device_without_memory_for_a_new_tensor_is_named(tmp_path, monkeypatch
         shardckpt.restore(tmp_path / "c", {"model": {"w": Target(torch.device("cpu"))}})
 
 
+def test_a_device_that_runs_full_while_a_tensor_is_filled_is_named(fake, tmp_path, monkeypatch):
+    shardckpt.save(tmp_path / "c", {"w": torch.randn(40, 3)})
+
+    def full(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(fake, "copy", full)
+    with pytest.raises(errors.BudgetError, match=r"has no memory left to fill a tensor of shape \(40, 3\)"):
+        shardckpt.restore(tmp_path / "c", {"w": fake.put(torch.zeros(40, 3))})
+
+
 def test_the_default_device_of_the_program_changes_nothing(fake, tmp_path):
     """A model is often made under torch.device("meta"), and restored there too."""
     value = torch.randn(40, 3)

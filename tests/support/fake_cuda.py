@@ -154,6 +154,9 @@ class FakeCuda(cuda_runtime.CudaRuntime):
         with self.lock:
             return self._streams.setdefault(device, self._streams.get(device) or self._stream(device))
 
+    def synchronize(self, event):
+        event.synchronize()
+
     def record(self, stream):
         event = Event(self)
         stream.launch(lambda: setattr(event, "done", True))
