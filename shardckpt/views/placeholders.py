@@ -5,14 +5,16 @@ transposes, reshapes, and at last copies into a parameter. A `Placeholder` has t
 elements. Views of it are placeholders; a copy into a parameter is noted. `Recorder.fill` then reads just the noted parts, many at a
 time, most of them straight into the parameters.
 
-An operation that is neither a view nor such a copy gets the elements, which are read at once. So it sees what it would see of a
-tensor; these reads are counted (`Recorder.read_at_once`). An operation on a parameter into which a copy is noted gets it filled. A model
-that changes a placeholder in place gets tensors instead, and reads all of them.
+An operation that is neither a view nor such a copy gets the elements, which are read at once. So its result is the same as with a real
+tensor. These reads are counted (`Recorder.read_at_once`). Before an operation of torch uses a parameter with a noted copy, the copy is
+made; readers that torch does not dispatch, such as `numpy()` and `pickle`, would see the parameter without it. If a model changes a
+placeholder in place, its function is called again, with tensors, and reads all of them.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 from collections import Counter
 from dataclasses import dataclass
 from math import prod
@@ -48,8 +50,8 @@ _VIEWS = {
 _log = logging.getLogger("shardckpt")
 
 
-class _ChangedInPlaceError(Exception):
-    """A model writes to a placeholder, which has no memory."""
+class _ChangedInPlaceError(BaseException):
+    """A model writes to a placeholder, which has no memory. No `Exception`, because a model may catch those."""
 
 
 class Placeholder(torch.Tensor):  # type: ignore[misc]  # torch's types are not checked
@@ -69,6 +71,23 @@ class Placeholder(torch.Tensor):  # type: ignore[misc]  # torch's types are not 
         self.number = number
         self.place = place
 
+    @property
+    def data(self) -> Placeholder:
+        """A view of all elements."""
+        view: Placeholder = self.detach()
+        return view
+
+    @data.setter
+    def data(self, _: object) -> None:
+        raise _ChangedInPlaceError("data =")
+
+    def share_memory_(self) -> Placeholder:
+        """Raise TypeError: there is no memory."""
+        raise TypeError(f"{self!r} has no memory; clone it first")
+
+    def __dlpack__(self, **_: Any) -> Any:
+        raise TypeError(f"{self!r} has no memory; clone it first")
+
     def __repr__(self) -> str:
         """Shape and dtype."""
         return f"<shardckpt placeholder of {self.dtype} {tuple(self.shape)}>"
@@ -81,7 +100,7 @@ class Placeholder(torch.Tensor):  # type: ignore[misc]  # torch's types are not 
         if packet is _aten.copy_ and not isinstance(args[0], Placeholder):
             args[1].recorder.note(args[0], args[1])
             return args[0]
-        if packet in _VIEWS:
+        if _is_view(func):
             one = args[0]
             places = func(one.place, *args[1:], **kwargs)
             return tree_map_only(torch.Tensor, lambda place: cls(one.recorder, one.number, place), places)
@@ -90,6 +109,10 @@ class Placeholder(torch.Tensor):  # type: ignore[misc]  # torch's types are not 
         found, spec = tree_flatten((args, kwargs))
         args, kwargs = spec.unflatten([leaf.recorder.read(leaf, str(packet)) if isinstance(leaf, Placeholder) else leaf for leaf in found])
         return func(*args, **kwargs)
+
+
+def _is_view(func: Any) -> bool:
+    return func.overloadpacket in _VIEWS and func is not _aten.view.dtype  # that one has other elements
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +133,7 @@ class _Part:
 
     @classmethod
     def of(cls, source: Placeholder, shape: Sequence[int]) -> _Part:
-        """The smallest box that has what a placeholder stands for; or some complete rows, of a view that is no box."""
+        """The smallest box that contains a placeholder's elements; if the view crosses rows, the complete rows that it touches."""
         place = source.place
         size, strides, offset = tuple(place.shape), place.stride(), place.storage_offset()
         apart = _row_major(shape)
@@ -141,6 +164,8 @@ class Recorder:
         self._seen = seen
         self._arrays = view.arrays()
         self._dtypes = [by_name(array.dtype_name) for array in self._arrays]
+        self._thread: int | None = threading.get_ident()
+        """The thread in which copies are noted; in others, and after `run`, they are made at once."""
         self._noted: list[tuple[torch.Tensor, _Part]] = []
         self._touched: set[int] = set()
         """Addresses of the storages into which copies are noted."""
@@ -153,7 +178,7 @@ class Recorder:
         """Call a model's function with the placeholders, and read what it copied; return what it returned.
 
         Args:
-            load_weights: takes pairs of name and tensor.
+            load_weights: takes pairs of name and tensor. It is called a second time if it changes a placeholder in place.
 
         Raises:
             CorruptionError, MissingDataError, StorageError: stored bytes are damaged, gone, or cannot be read.
@@ -167,7 +192,10 @@ class Recorder:
             self._noted.clear()
             self._touched.clear()
             self._written.clear()
-            returned = load_weights((name, self.read(placeholder, str(changed))) for name, placeholder in self.placeholders())
+            with _FillBeforeUse(self):
+                returned = load_weights((name, self.read(placeholder, str(changed))) for name, placeholder in self.placeholders())
+        finally:
+            self._thread = None
         return returned
 
     def placeholders(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -177,27 +205,36 @@ class Recorder:
             yield array.name, Placeholder(self, number, place)
 
     def note(self, into: torch.Tensor, source: Placeholder) -> None:
-        """Note a copy; nothing is read yet."""
-        if source.numel() and into.device.type != "meta":
-            self._noted.append((into, _Part.of(source, self._arrays[source.number].shape)))
+        """Note a copy, which `fill` makes."""
+        into.new_empty(into.shape, device="meta").copy_(source.place)  # raises an error for shapes that do not fit
+        if self._thread != threading.get_ident():
+            into.copy_(self.read(source, "aten.copy_"))
+        elif source.numel() and into.device.type != "meta":
+            # An alias, because the program may give the tensor other memory.
+            self._noted.append((into.detach(), _Part.of(source, self._arrays[source.number].shape)))
             self._touched.add(into.untyped_storage().data_ptr())
             self.count(into)
 
     def count(self, tensor: torch.Tensor) -> None:
         """Count the elements of a tensor as written."""
-        if tensor.device.type != "meta":
+        if tensor.device.type != "meta" and tensor.layout == torch.strided:
             self._written[tensor.untyped_storage().data_ptr()] += tensor.numel()
 
     def filled_in_part(self, parameters: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
-        """Names of the parameters of which some elements were written, and some were not: a part of a fused weight is missing."""
-        counts = {
-            name: (self._written[one.untyped_storage().data_ptr()], one.numel()) for name, one in parameters if one.device.type != "meta"
-        }
-        return [name for name, (written, all_of_it) in counts.items() if 0 < written < all_of_it]
+        """Names of the parameters of which only some elements were written, for example because a part of a fused weight is missing.
+
+        Parameters that are placeholders still are among them. Elements are counted, so a part that was written twice may hide another one.
+        """
+        return [name for name, one in parameters if isinstance(one.data, Placeholder) or self._is_filled_in_part(one)]
+
+    def _is_filled_in_part(self, tensor: torch.Tensor) -> bool:
+        return tensor.device.type != "meta" and 0 < self._written[tensor.untyped_storage().data_ptr()] < tensor.numel()
 
     def is_noted(self, tensor: torch.Tensor) -> bool:
         """Whether a copy into the tensor's memory is noted, so that its elements are not there yet."""
-        return bool(self._touched) and tensor.device.type != "meta" and tensor.untyped_storage().data_ptr() in self._touched
+        if not self._touched or tensor.device.type == "meta" or tensor.layout != torch.strided:
+            return False
+        return tensor.untyped_storage().data_ptr() in self._touched
 
     def read(self, source: Placeholder, operation: str) -> torch.Tensor:
         """The elements that a placeholder stands for, for an operation that needs them now."""
@@ -218,7 +255,14 @@ class Recorder:
             CorruptionError, MissingDataError, StorageError: stored bytes are damaged, gone, or cannot be read.
         """
         noted, self._noted = self._noted, []
-        self._touched.clear()
+        touched, self._touched = self._touched, set()
+        try:
+            self._fill(noted)
+        except BaseException:
+            self._noted, self._touched = noted + self._noted, touched | self._touched
+            raise
+
+    def _fill(self, noted: Sequence[tuple[torch.Tensor, _Part]]) -> None:
         alone = _alone([into for into, _ in noted])
         with torch.no_grad():
             for batch in batches(enumerate(noted), lambda one: (self._nbytes(one[1][1]),), (_BATCH_BYTES,)):
@@ -226,6 +270,7 @@ class Recorder:
                 for i, (into, part) in batch:
                     dtype = torch_dtype(self._dtypes[part.number])
                     straight = into.device.type == "cpu" and into.dtype == dtype and into.shape == part.size and into.is_contiguous()
+                    straight = straight and not into.is_conj() and not into.is_neg()
                     if straight and part.is_whole and alone[i]:
                         reads.append((part, into.detach().view(part.box.shape)))
                     else:
@@ -264,7 +309,7 @@ class _FillBeforeUse(TorchDispatchMode):  # type: ignore[misc]  # torch's types 
     def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         packet = func.overloadpacket
-        if packet not in _VIEWS and not (packet is _aten.copy_ and isinstance(args[1], Placeholder)):
+        if not _is_view(func) and not (packet is _aten.copy_ and isinstance(args[1], Placeholder)):
             tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor) and not isinstance(leaf, Placeholder)]
             if any(map(self._recorder.is_noted, tensors)):
                 self._recorder.fill()

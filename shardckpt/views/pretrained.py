@@ -1,7 +1,7 @@
 """`from_pretrained`: a transformers model with the weights of a checkpoint, of which each process reads what it keeps.
 
 transformers builds the model on the meta device, and takes the weights as a dict of slices like those of safetensors. It indexes each
-by what its tensor-parallel plan, or its device map, leaves on this process.
+with the slices that this process holds under its tensor-parallel plan or device map.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from shardckpt.convert.formats.safetensors.hf_configs import CONFIGS
 from shardckpt.convert.naming.choose import NameOptions
-from shardckpt.errors import OptionError
+from shardckpt.errors import NamesMismatchError, OptionError
+from shardckpt.excerpt import few
 from shardckpt.frameworks.torch import torch_dtype
 from shardckpt.layout.dtypes import by_name
 from shardckpt.views.model_view import ModelView
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
     from shardckpt.reading.checkpoint import Checkpoint
 
+_KERNELS = {"attn_implementation", "attn_implementation_internal", "experts_implementation", "experts_implementation_internal"}
 _OF_VIEW = NameOptions.__dataclass_fields__.keys() - {"dtype", "config"}
 
 
@@ -36,10 +38,11 @@ def from_pretrained(model_class: Any, source: str | os.PathLike[str] | Checkpoin
         source: path or url of the checkpoint, or an open one.
         config: the model's configuration, or a directory or the path of a `config.json`; None: the one that an import kept.
         options: `include`, `mapping` and other options of `safetensors_view` that choose and name tensors; all others are for transformers,
-            such as `dtype`, `device_map`, `device_mesh` and `tp_plan`. dtype is by default that of most tensors.
+            such as `dtype`, `device_map`, `device_mesh` and `tp_plan`. By default, `dtype` is the most frequent floating-point dtype.
 
     Raises:
-        OptionError: there is no configuration.
+        OptionError: there is no configuration, or transformers does not know it.
+        NamesMismatchError: the model has weights that the checkpoint lacks.
         NotFoundError, CorruptionError, MissingDataError, StorageError: as for `safetensors_view`.
     """
     import torch
@@ -52,18 +55,31 @@ def from_pretrained(model_class: Any, source: str | os.PathLike[str] | Checkpoin
             raise OptionError(
                 f"{view.checkpoint.location} has no config.json, which only an import from Hugging Face keeps; give config=, a directory."
             )
-        described = kept["config.json"]
-        config = AutoConfig.for_model(described.pop("model_type"), **described)
+        # Names of kernels there would be names of code to download.
+        described = {name: value for name, value in kept["config.json"].items() if name.lstrip("_") not in _KERNELS}
+        try:
+            config = AutoConfig.for_model(described.pop("model_type"), **described)
+        except (KeyError, TypeError, ValueError) as error:
+            raise OptionError(
+                f"{view.checkpoint.location}: config.json is no model's that transformers knows ({error!r}); give config=."
+            ) from error
     elif not hasattr(config, "to_dict"):
         config = AutoConfig.from_pretrained(config)
     arrays = view.arrays()
     counts = Counter(dtype for array in arrays if (dtype := torch_dtype(by_name(array.dtype_name))) is not None and dtype.is_floating_point)
-    options.setdefault("dtype", counts.most_common(1)[0][0] if counts else torch.float32)
+    if not options.keys() & {"dtype", "torch_dtype"}:
+        options["dtype"] = counts.most_common(1)[0][0] if counts else torch.float32
     if hasattr(model_class, "from_config"):  # an Auto class; without a path these choose no class
         with torch.device("meta"):
             model_class = type(model_class.from_config(config))
     weights = {array.name: TensorSlice(array, "pt", "cpu") for array in arrays}
-    model = model_class.from_pretrained(None, config=config, state_dict=weights, **options)
+    with_info = options.pop("output_loading_info", False)
+    model, info = model_class.from_pretrained(None, config=config, state_dict=weights, output_loading_info=True, **options)
+    if info["missing_keys"] and not with_info:
+        raise NamesMismatchError(
+            f"{view.checkpoint.location} has no weights for {few(sorted(info['missing_keys']))} of {type(model).__name__}; choose and name "
+            f"tensors as the model does, by include=, strip_prefix= and mapping=, or take them as they are with output_loading_info=True."
+        )
     if "generation_config.json" in kept and getattr(model, "generation_config", None) is not None:
         model.generation_config = GenerationConfig.from_dict(kept["generation_config.json"])
-    return model
+    return (model, info) if with_info else model

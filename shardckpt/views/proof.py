@@ -33,7 +33,7 @@ class ReadProof:
     """Sums of the boxes that a process has read of a model. Boxes may be added on several threads."""
 
     def __init__(self, view: ModelView) -> None:
-        """Sum up tensors of which a fingerprint is recorded, and that the view does not change; of others nothing is known."""
+        """Sum up tensors of which a fingerprint is recorded, and that the view does not change. All others cannot be proved."""
         checkpoint = view.checkpoint
         self._where = checkpoint.location
         self._recorded = recorded_fingerprint(checkpoint.place, checkpoint.record)
@@ -61,7 +61,8 @@ class ReadProof:
             processes: `parts` of all processes.
 
         Returns:
-            Names of the tensors that are proved to be what was saved; all others were read in part, or in boxes that overlap.
+            Names of the tensors that are proved to be what was saved. All others have no fingerprint, are changed by the view, or were
+            read in part or in boxes that overlap.
 
         Raises:
             CorruptionError: a tensor is not what was saved.

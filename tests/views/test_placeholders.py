@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import pytest
 import torch
@@ -198,3 +200,39 @@ def test_a_fused_parameter_that_lacks_a_part_is_named(url):
 
     recorded.run(load_weights)
     assert recorded.filled_in_part(module.named_parameters()) == ["part"]
+
+
+def test_what_a_program_does_to_tensors_without_an_operation_changes_no_copy(url):
+    place, state = url
+    recorded = Recorder(ModelView(place))
+    q, bits, late, other = torch.zeros(8, 6), torch.zeros(1024, 512, dtype=torch.int16), torch.zeros(8, 6), torch.zeros(8, 6)
+    memory = q.data
+
+    def load_weights(weights):
+        found = dict(weights)
+        q.data.copy_(found["w"][0])
+        q.data = torch.zeros(8, 6)
+        bits.copy_(found["m"].view(torch.int16))
+        thread = threading.Thread(target=lambda: other.copy_(found["w"][1]).mul_(2))
+        thread.start()
+        thread.join()
+        with pytest.raises(RuntimeError, match="must match"):
+            torch.zeros(5).copy_(found["w"])
+        return found
+
+    found = recorded.run(load_weights)
+    late.copy_(found["w"][3])
+    assert torch.equal(memory, state["w"][0])
+    assert torch.equal(bits, state["m"].view(torch.int16))
+    assert torch.equal(other, state["w"][1] * 2)
+    assert torch.equal(late, state["w"][3])
+
+
+def test_a_parameter_that_is_a_placeholder_still_is_named(url):
+    place, _ = url
+    recorded = Recorder(ModelView(place))
+    module = torch.nn.Module()
+    recorded.run(lambda weights: module.register_parameter("kept", torch.nn.Parameter(dict(weights)["w"], requires_grad=False)))
+    assert recorded.filled_in_part(module.named_parameters()) == ["kept"]
+    with pytest.raises(TypeError, match="has no memory"):
+        torch.from_dlpack(dict(Recorder(ModelView(place)).placeholders())["w"])

@@ -69,6 +69,22 @@ def test_without_a_configuration_there_is_no_model(tmp_path):
         shardckpt.from_pretrained(AutoModelForCausalLM, tmp_path / "c")
 
 
+def test_weights_that_the_checkpoint_lacks_are_named_and_never_random(trained):
+    _, path = trained
+    options = {"config": path / "config", "include": "model/**", "strip_prefix": "model/", "exclude": "**/*up_proj.weight"}
+    with pytest.raises(errors.NamesMismatchError, match=r"no weights for .*up_proj\.weight"):
+        shardckpt.from_pretrained(AutoModelForCausalLM, path / "run", **options)
+    _, info = shardckpt.from_pretrained(AutoModelForCausalLM, path / "run", output_loading_info=True, **options)
+    assert len(info["missing_keys"]) == 2
+
+
+@pytest.mark.parametrize("config", [{}, {"model_type": "nobody's"}, {"model_type": "llama", "self": 3}])
+def test_a_configuration_that_is_no_models_is_refused(tmp_path, config):
+    shardckpt.save(tmp_path / "c", {"w": torch.zeros(3)}, options=SaveOptions(metadata={"config.json": config}))
+    with pytest.raises(errors.OptionError, match=r"config\.json"):
+        shardckpt.from_pretrained(AutoModelForCausalLM, tmp_path / "c")
+
+
 def test_of_two_processes_each_reads_what_it_keeps(trained, tmp_path):
     """With transformers' own plan for tensor parallelism."""
     model, path = trained
