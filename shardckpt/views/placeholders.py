@@ -228,7 +228,10 @@ class Recorder:
         return [name for name, one in parameters if isinstance(one.data, Placeholder) or self._is_filled_in_part(one)]
 
     def _is_filled_in_part(self, tensor: torch.Tensor) -> bool:
-        return tensor.device.type != "meta" and 0 < self._written[tensor.untyped_storage().data_ptr()] < tensor.numel()
+        if tensor.device.type == "meta":
+            return False
+        elements: int = tensor.numel()
+        return 0 < self._written[tensor.untyped_storage().data_ptr()] < elements
 
     def is_noted(self, tensor: torch.Tensor) -> bool:
         """Whether a copy into the tensor's memory is noted, so that its elements are not there yet."""

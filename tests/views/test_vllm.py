@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 
 import pytest
 from paths import CHILDREN
@@ -14,7 +15,11 @@ import shardckpt
 from shardckpt import Mesh, SaveOptions, Sharding
 from shardckpt import PartitionSpec as P
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM has an environment of its own: run `make vllm`"),
+]
 
 SIZES = {
     "hidden_size": 512,
