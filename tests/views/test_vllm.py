@@ -169,6 +169,7 @@ def test_what_does_not_fit_is_refused_by_name(trained, tmp_path):
         generated(tmp_path / "bare", **FORMATS)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of vLLM
 def test_quantised_models_are_refused_by_name():
     from vllm.config.load import LoadConfig
 
