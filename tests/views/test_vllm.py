@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from importlib.util import find_spec
+from types import SimpleNamespace
 
 import pytest
 from paths import CHILDREN
@@ -160,10 +161,20 @@ def test_what_does_not_fit_is_refused_by_name(trained, tmp_path):
     for options, message in [
         ({"model_loader_extra_config": {}}, "choose and name tensors as the model does"),
         ({"model_loader_extra_config": {**TRAINED, "exclude": "**/*q_proj.*"}}, "has no weights, or not all, for .*qkv_proj"),
-        ({"model_loader_extra_config": TRAINED, "quantization": "fp8"}, "shardckpt loads no quantised models"),
     ]:
         with pytest.raises(AssertionError, match=message):
             generated(trained / "run", **FORMATS, **options)
     shardckpt.save(tmp_path / "bare", shardckpt.restore(trained / "run"))
     with pytest.raises(AssertionError, match=r"has no config\.json"):
         generated(tmp_path / "bare", **FORMATS)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of vLLM
+def test_quantised_models_are_refused_by_name():
+    from vllm.config.load import LoadConfig
+
+    from shardckpt.views.vllm_plugin import CheckpointLoader
+
+    loader = CheckpointLoader(LoadConfig(load_format="shardckpt"))
+    with pytest.raises(shardckpt.errors.OptionError, match="run/100: shardckpt loads no quantised models, and this one is fp8"):
+        loader.load_weights(None, SimpleNamespace(model="run/100", quantization="fp8"))

@@ -82,7 +82,8 @@ def outputs_of(structure: Structure, options: NameOptions, where: str, *, import
 
     # Join, split and convert.
     prefix = naming.add_prefix
-    outputs = {prefix + output.name: replace(output, name=prefix + output.name) for output in naming.mapping.outputs(kept)}
+    mapped = naming.mapping.outputs(kept)
+    outputs = {prefix + output.name: replace(output, name=prefix + output.name) if prefix else output for output in mapped}
     origins = {name: output.sources[0].tensor for name, output in outputs.items() if output.sources}
     meaning, moments = meanings(tree), optimizer_state(tree) if naming.dtype else frozenset()
     meant = {name: meaning[origin] for name, origin in origins.items() if origin in meaning}
@@ -95,7 +96,10 @@ def outputs_of(structure: Structure, options: NameOptions, where: str, *, import
     notes += [f"{shown(name)} is the same tensor as {shown(first)}, and is not written again." for name, first in unwritten.items()]
     notes += [f"{shown(name)} is the same tensor as {shown(first)}, and is written for itself." for name, first in copied.items()]
     return Outputs(
-        tensors=tuple(replace(output, dtype=planned.dtypes[name]) for name, output in outputs.items()),
+        tensors=tuple(
+            output if output.dtype == planned.dtypes[name] else replace(output, dtype=planned.dtypes[name])
+            for name, output in outputs.items()
+        ),
         tied={name: first for name, first in tied.items() if first in outputs},
         notes=tuple(notes),
         renamed={old: prefix + name if old in stored else name for old, name in renamed.items()},
