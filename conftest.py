@@ -46,6 +46,16 @@ def s3_server():
         yield emulator
 
 
+@pytest.fixture(scope="session")
+def chromium():
+    """One browser for all tests."""
+    from chromium import Chromium
+
+    browser = Chromium()
+    yield browser
+    browser.close()
+
+
 @pytest.fixture(params=["gs", "s3"])
 def cloud(request):
     """An emulator of each kind, with this process's environment set for it."""

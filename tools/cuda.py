@@ -49,7 +49,7 @@ def main() -> int:
         return 1
     if names := unpacked():
         print(f"from {WHEELS.name}: {', '.join(names)}")
-    # What is unpacked is missing elsewhere, so its place in the path does not matter. The fixtures of other tests need more packages.
+    # These packages are installed nowhere else, so their place in the path does not matter. Fixtures of other tests need more packages.
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), str(PACKAGES), os.environ.get("PYTHONPATH")]))}
     commands = []
     if not asked.bench:

@@ -34,6 +34,7 @@ from shardckpt.frameworks import cuda_runtime
 from shardckpt.frameworks.cuda_runtime import host_tensor, pin
 from shardckpt.frameworks.torch import TensorSink, array_of
 from shardckpt.layout.box import Box, BoxArray
+from shardckpt.plan.pieces import large_parts
 from shardckpt.state.names import shown
 
 if TYPE_CHECKING:
@@ -334,10 +335,7 @@ def _slabs(array: NDArray[Any], tensor: Any) -> Iterator[tuple[NDArray[Any], Any
     if direct or array.nbytes <= _TEMPORARY:
         yield array, tensor
         return
-    axis = next(d for d, side in enumerate(array.shape) if side > 1)
-    side = max(1, array.shape[axis] * _TEMPORARY // array.nbytes)
-    for begin in range(0, array.shape[axis], side):
-        part = (*(slice(None),) * axis, slice(begin, begin + side))
+    for part in large_parts(array.shape, array.nbytes, _TEMPORARY):
         yield from _slabs(array[part], tensor[part])
 
 

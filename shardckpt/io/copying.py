@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from shardckpt.io.threads import cores, run_on_threads
+from shardckpt.plan.pieces import large_parts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -48,8 +49,5 @@ def _parts(target: NDArray[Any], source: NDArray[Any]) -> Iterator[_Pair]:
     if target.nbytes <= _PART_BYTES:
         yield target, source
         return
-    axis = next(d for d, side in enumerate(target.shape) if side > 1)
-    side = max(1, target.shape[axis] * _PART_BYTES // target.nbytes)
-    for begin in range(0, target.shape[axis], side):
-        part = (*(slice(None),) * axis, slice(begin, begin + side))
+    for part in large_parts(target.shape, target.nbytes, _PART_BYTES):
         yield target[part], source[part]

@@ -321,6 +321,20 @@ def _same_elements(whole: Box, parts: Sequence[Box]) -> bool:
 # --- batches
 
 
+def large_parts(shape: Sequence[int], nbytes: int, most: int) -> Iterator[tuple[slice, ...]]:
+    """Cut an array of more than `most` bytes along its first dimension that is longer than one; yield indices of the parts.
+
+    A part has more than `most` bytes if one index along that dimension has.
+
+    >>> [part[1].start for part in large_parts((1, 5, 8), 5 * 8, 16)]
+    [0, 2, 4]
+    """
+    axis = next(d for d, side in enumerate(shape) if side > 1)
+    side = max(1, shape[axis] * most // nbytes)
+    for begin in range(0, shape[axis], side):
+        yield (*(slice(None),) * axis, slice(begin, begin + side))
+
+
 def batches(items: Iterable[T], costs: Callable[[T], tuple[int, ...]], limits: tuple[int, ...]) -> Iterator[list[T]]:
     """Group consecutive items so that each group stays within all limits; a single item may exceed them.
 

@@ -302,6 +302,11 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
     return [args[i] if i < len(args) else kwargs.get(name) for i, name in writes]
 
 
+def _with_memory(arguments: Any) -> list[torch.Tensor]:
+    """The tensors in some arguments that are no placeholders."""
+    return [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor) and not isinstance(leaf, Placeholder)]
+
+
 class _FillBeforeUse(TorchDispatchMode):  # type: ignore[misc]  # torch's types are not checked
     """While it is active, an operation on memory into which a copy is noted sees the copied elements."""
 
@@ -313,12 +318,10 @@ class _FillBeforeUse(TorchDispatchMode):  # type: ignore[misc]  # torch's types 
         kwargs = kwargs or {}
         packet = func.overloadpacket
         if not _is_view(func) and not (packet is _aten.copy_ and isinstance(args[1], Placeholder)):
-            tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor) and not isinstance(leaf, Placeholder)]
-            if any(map(self._recorder.is_noted, tensors)):
+            if any(map(self._recorder.is_noted, _with_memory((args, kwargs)))):
                 self._recorder.fill()
-            for leaf in tree_leaves(_written(func, args, kwargs)):
-                if isinstance(leaf, torch.Tensor) and not isinstance(leaf, Placeholder):
-                    self._recorder.count(leaf)
+            for tensor in _with_memory(_written(func, args, kwargs)):
+                self._recorder.count(tensor)
         return func(*args, **kwargs)
 
 

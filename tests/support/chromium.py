@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import re
 import select
 import shutil
 import signal
@@ -160,3 +161,15 @@ class Page:
         """Urls that were asked for."""
         sent = (event["params"] for event in self._browser.events if event.get("method") == "Network.requestWillBeSent")
         return [params["request"]["url"] for params in sent]
+
+
+def contrast(first, second):
+    """WCAG's ratio of two colours, as getComputedStyle writes them."""
+
+    def luminance(color):
+        parts = [int(part) / 255 for part in re.findall(r"\d+", color)[:3]]
+        linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    light, dark = sorted((luminance(first), luminance(second)), reverse=True)
+    return (light + 0.05) / (dark + 0.05)

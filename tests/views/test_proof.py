@@ -1,4 +1,4 @@
-"""What several processes have read of a model is proved by the fingerprint that its save recorded."""
+"""A recorded fingerprint proves the tensors that several processes have read."""
 
 from __future__ import annotations
 

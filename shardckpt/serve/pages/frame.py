@@ -1,4 +1,4 @@
-"""What all pages of the service share: the document, the navigation, tables and links."""
+"""The shared parts of all pages: the document, the navigation, tables and links."""
 
 from __future__ import annotations
 

@@ -1,10 +1,9 @@
-"""One browser for all tests, and the page of one plan."""
+"""The page of one plan."""
 
 import json
 
 import numpy as np
 import pytest
-from chromium import Chromium
 from typer.testing import CliRunner
 
 import shardckpt
@@ -12,13 +11,6 @@ from shardckpt import Mesh, PartitionSpec, SaveOptions, Sharding
 from shardckpt.cli.app import app
 
 EVIL = ["</script><img src=x onerror=alert(1)>", "\"'><svg onload=alert(2)>", "&lt;b&gt;\u202e{{7*7}}", "a" * 200]
-
-
-@pytest.fixture(scope="session")
-def chromium():
-    browser = Chromium()
-    yield browser
-    browser.close()
 
 
 @pytest.fixture(scope="session")

@@ -1,8 +1,7 @@
 """The page of a plan, in a real Chromium."""
 
-import re
-
 import pytest
+from chromium import contrast
 
 pytestmark = pytest.mark.browser
 
@@ -20,18 +19,6 @@ def exact(page, number):
     return page.run(
         f"[...document.querySelectorAll('#tensors tbody tr')].map((row) => Number(row.cells[{number}].querySelector('data').value))"
     )
-
-
-def contrast(first, second):
-    """WCAG's ratio of two colours, as getComputedStyle writes them."""
-
-    def luminance(color):
-        parts = [int(part) / 255 for part in re.findall(r"\d+", color)[:3]]
-        linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
-        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-
-    light, dark = sorted((luminance(first), luminance(second)), reverse=True)
-    return (light + 0.05) / (dark + 0.05)
 
 
 @pytest.mark.parametrize("width", WIDTHS)

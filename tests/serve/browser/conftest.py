@@ -1,8 +1,7 @@
-"""One browser for all tests, and a service over runs with hostile names."""
+"""A service over runs with hostile names."""
 
 import numpy as np
 import pytest
-from chromium import Chromium
 from serving import serving
 
 import shardckpt
@@ -10,13 +9,6 @@ from shardckpt import Mesh, PartitionSpec, SaveOptions, Sharding
 from shardckpt.commit.pinning import pin
 
 EVIL = ["</script><img src=x onerror=alert(1)>", "\"'><svg onload=alert(2)>", "&lt;b&gt;\u202e{{7*7}}", "a" * 300, "\ud800"]
-
-
-@pytest.fixture(scope="session")
-def chromium():
-    browser = Chromium()
-    yield browser
-    browser.close()
 
 
 @pytest.fixture(scope="session")

@@ -1,9 +1,9 @@
 """The pages of the service, in a real Chromium."""
 
-import re
 from urllib.parse import quote, urlsplit
 
 import pytest
+from chromium import contrast
 from serving import serving
 
 from shardckpt.serve.tokens import add_token
@@ -21,18 +21,6 @@ PAGES = {
     "plan": f"/ui/plan/lab/llama/100?mesh={quote('data=2,model=2')}&rule={quote('model/**=(model,None)')}&devices_per_host=2",
     "storage": "/ui/storage",
 }
-
-
-def contrast(first, second):
-    """WCAG's ratio of two colours, as getComputedStyle writes them."""
-
-    def luminance(color):
-        parts = [int(part) / 255 for part in re.findall(r"\d+", color)[:3]]
-        linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
-        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-
-    light, dark = sorted((luminance(first), luminance(second)), reverse=True)
-    return (light + 0.05) / (dark + 0.05)
 
 
 @pytest.mark.parametrize("name", PAGES)
