@@ -91,7 +91,7 @@ layers: setup
 	$(BIN)/lint-imports
 
 examples: setup ## the examples in docstrings, run (those in README.md and docs/ are among the tests)
-	$(BIN)/python -m pytest --doctest-modules shardckpt --ignore-glob='shardckpt/frameworks/*xla*' -p no:xdist
+	$(BIN)/python -m pytest --doctest-modules shardckpt --ignore-glob='shardckpt/frameworks/*xla*' --ignore=shardckpt/views/vllm_plugin.py -p no:xdist
 
 check: lint types layers examples test sweeps browser ## exactly what CI runs
 
