@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from shardckpt.layout.sharding import Layout
 
-__all__ = ["DEFAULT_MEMORY_LIMIT", "SaveOptions", "check_flag", "checked_options", "parse_bytes"]
+__all__ = ["DEFAULT_MEMORY_LIMIT", "SaveOptions", "check_flag", "checked_options", "parse_bytes", "parse_duration"]
 
 DEFAULT_MEMORY_LIMIT = 1 << 30
 """Default of the host bytes that a save or restore uses beyond the state itself."""
@@ -30,6 +30,8 @@ _CHOICES = {
     "device_copy": ("wait", "overlap"),
 }
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", re.IGNORECASE)
+_SECONDS = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
+_DURATION = re.compile(r"\s*(\d{1,9}(?:\.\d{1,9})?)\s*(s|m|min|h|d)?\s*", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +139,21 @@ def parse_bytes(value: int | str, what: str) -> int:
     if math.isinf(size):  # a float of too many digits is infinite
         raise OptionError(f'{what}={excerpt(value)}: give bytes as a whole number, or as text such as "512MiB".')
     return int(size)
+
+
+def parse_duration(text: str, what: str) -> float:
+    """Seconds from text such as "24h", "30min" or "1.5 d"; only 0 needs no unit.
+
+    >>> parse_duration("24h", "--grace"), parse_duration("0", "--grace")
+    (86400.0, 0.0)
+
+    Raises:
+        OptionError: the text is invalid; names the option, `what`.
+    """
+    match = _DURATION.fullmatch(text)
+    if match is None or (match[2] is None and float(match[1])):
+        raise OptionError(f'{what} {text!r}: give a number and a unit (s, min, h, d), such as "24h".')
+    return float(match[1]) * _SECONDS[match[2] or "s"]
 
 
 def check_flag(value: object, what: str) -> None:

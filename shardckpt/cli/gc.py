@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shardckpt.cli.duration import parse_duration
 from shardckpt.cli.screen import Cell, Screen, write_json
 from shardckpt.excerpt import count, duration_text, visible
 
@@ -33,9 +32,10 @@ def gc(
 
     Checkpoints are kept, and so is everything that may belong to a running save.
     """
-    seconds = parse_duration(grace, "--grace")
     from shardckpt.commit.collecting import collect
+    from shardckpt.options import parse_duration
 
+    seconds = parse_duration(grace, "--grace")
     found = collect(root, grace=seconds, dry_run=dry_run)
     if as_json:
         write_json({"dry_run": dry_run, **_document(found)})
@@ -57,10 +57,11 @@ def rm(
 
     Files of unfinished saves to the same place are removed too, as gc does.
     """
-    seconds = parse_duration(grace, "--grace")
     from shardckpt.commit.collecting import check_exists, delete
     from shardckpt.io.url import parse
+    from shardckpt.options import parse_duration
 
+    seconds = parse_duration(grace, "--grace")
     if not yes:
         check_exists(url)
         if not sys.stdin.isatty():

@@ -13,9 +13,9 @@ import pytest
 from paths import DOCS
 
 import shardckpt
-from shardckpt.cli.duration import parse_duration
 from shardckpt.errors import NotFoundError, OptionError
 from shardckpt.excerpt import duration_text
+from shardckpt.options import parse_duration
 
 COMMAND = Path(sys.executable).with_name("shardckpt")
 PAGE = DOCS / "cli.md"
