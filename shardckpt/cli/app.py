@@ -109,6 +109,8 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "rm": gc.rm,
     "pin": pin.pin,
     "unpin": pin.unpin,
+    "tag": pin.tag,
+    "untag": pin.untag,
     "serve": serve.serve,
     "token": serve.token,
 }

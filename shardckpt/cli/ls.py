@@ -135,6 +135,6 @@ def _state(entry: CatalogEntry) -> str:
     """Notable facts about a checkpoint; empty for most."""
     from shardckpt.format.structure import BESIDE
 
-    said = (entry.superseded and "superseded", entry.pinned and "pinned")
+    said = (entry.superseded and "superseded", entry.pinned and "pinned", entry.tags and visible(f"tagged {' '.join(entry.tags)}"))
     needed = [f"needs {visible(url.removeprefix(BESIDE))}" for url in entry.bases]
     return ", ".join([*(word for word in said if word), *needed])

@@ -1,4 +1,4 @@
-"""`shardckpt pin` and `shardckpt unpin`: protection of checkpoints from deletion."""
+"""`shardckpt pin`, `unpin`, `tag` and `untag`: protection of checkpoints from deletion."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 Urls = Annotated[list[str], typer.Argument(metavar="URL…", help="Checkpoints: paths or urls.")]
+Name = Annotated[str, typer.Argument(metavar="NAME", help="The tag: letters, digits, dots, dashes and underscores.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 
 
@@ -34,6 +35,26 @@ def unpin(urls: Urls, as_json: Json = False) -> None:
 
     said = ["unpinned" if pinning.unpin(url) else "was not pinned" for url in urls]
     _report(urls, "unpinned", said, as_json=as_json)
+
+
+def tag(name: Name, urls: Urls, as_json: Json = False) -> None:
+    """Put a tag on checkpoints, such as best or released.
+
+    A tag keeps a checkpoint from being deleted, as a pin does; untag ends this.
+    """
+    from shardckpt.commit import pinning
+
+    for url in urls:
+        pinning.tag(url, name)
+    _report(urls, "tagged", [f"tagged {name}"] * len(urls), as_json=as_json)
+
+
+def untag(name: Name, urls: Urls, as_json: Json = False) -> None:
+    """Remove a tag from checkpoints."""
+    from shardckpt.commit import pinning
+
+    said = [f"untagged {name}" if pinning.untag(url, name) else f"was not tagged {name}" for url in urls]
+    _report(urls, "untagged", said, as_json=as_json)
 
 
 def _report(urls: Sequence[str], key: str, said: Sequence[str], *, as_json: bool) -> None:

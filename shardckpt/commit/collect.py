@@ -19,7 +19,7 @@ To collect a checkpoint's orphaned attempts:
 5. If only that tombstone is left, delete it too, on condition that it still has that version: a save that began
    meanwhile has put its placeholder there.
 
-To delete a checkpoint, a tombstone replaces its record under the same condition, unless it is pinned (`commit.markers`).
+To delete a checkpoint, a tombstone replaces its record under the same condition, unless it is pinned or tagged (`commit.markers`).
 Then its attempt is removed, then the tombstone.
 
 If the process stops in between, the checkpoint is either intact or gone, and the next collection removes the remaining attempts
@@ -36,7 +36,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from shardckpt.commit.attempts import attempts, is_attempt
-from shardckpt.commit.markers import PINNED, SUPERSEDED, is_marked, unmark
+from shardckpt.commit.markers import PINNED, SUPERSEDED, protection, unmark
 from shardckpt.commit.publish import RECORD, clear_place, put_tombstone
 from shardckpt.errors import FormatError, NotFoundError, OptionError, ReplacedError, StorageError, VersionError
 from shardckpt.format.documents import Fields, open_envelope, seal
@@ -163,7 +163,7 @@ def delete(store: Store, *, reason: str, grace: float) -> list[Collected]:
         NotFoundError: there is no checkpoint.
         ReplacedError: another checkpoint has just replaced it; nothing was deleted.
         VersionError: the checkpoint there comes from a newer version.
-        OptionError: it is pinned.
+        OptionError: it is pinned or tagged.
         StorageError: the storage failed.
     """
     named = _bury(store, reason)
@@ -216,8 +216,9 @@ def _bury(store: Store, reason: str) -> str | None:
             return first
         if first not in (None, named):
             raise ReplacedError(f"{store}: another checkpoint took its place while it was being deleted; nothing was deleted.")
-        if is_marked(store, PINNED, named):
-            raise OptionError(f"{store} is pinned, so it is not deleted; `shardckpt unpin` it first.")
+        protected = protection(store, named)
+        if protected:
+            raise OptionError(f"{store} is {protected}, so it is not deleted; {protected.undo} it first.")
         first = named
         if store.replace(RECORD, _tombstone(reason), generation):
             return first

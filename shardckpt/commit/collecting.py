@@ -85,7 +85,7 @@ def delete(url: str | os.PathLike[str], *, reason: str = "on request", grace: fl
 
     Raises:
         NotFoundError: no checkpoint there.
-        OptionError: it is pinned, or checkpoints beside it have left tensors in it; the message names them.
+        OptionError: it is pinned or tagged, or checkpoints beside it have left tensors in it; the message names them.
         ReplacedError: another checkpoint has just replaced it; nothing was deleted.
         VersionError: it was written by a newer version.
         StorageError: the storage failed; unless the message is about deleting the record, the record is deleted and data may be left.

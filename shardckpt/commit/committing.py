@@ -5,7 +5,7 @@ everything that a commit needs. So any process can commit it later from the reco
 the newest complete one is committed. If it has several complete reshards, none is, because their names give no order. An attempt is
 overtaken when the place no longer has the commit record that the save found: another attempt was committed there since, or the attempt's
 place was collected. Some attempts may have been refused publication: an attempt of a run that no longer saves there, and an
-attempt that would replace a pinned checkpoint. Such attempts are not committed (`commit.leftover`).
+attempt that would replace a pinned or tagged checkpoint. Such attempts are not committed (`commit.leftover`).
 Before the first save after a rollback is published, the steps that it supersedes are marked (`commit.rollback`).
 """
 

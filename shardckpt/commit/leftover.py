@@ -1,7 +1,7 @@
 """Refusal to publish a complete but unpublished save if that would undo something newer.
 
 Its own committer may have been refused for the same reasons: another run saves to the root now (`job`), or the
-checkpoint that would be replaced is pinned (`markers`).
+checkpoint that would be replaced is pinned or tagged (`markers`).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardckpt.commit.attempts import is_reshard
 from shardckpt.commit.job import RUN, holder
-from shardckpt.commit.markers import PINNED, is_marked
+from shardckpt.commit.markers import protection
 from shardckpt.errors import CommitError, OtherJobError
 from shardckpt.io.store import Store
 
@@ -41,12 +41,12 @@ def check_leftover(place: Store, attempt: str, metadata: Mapping[str, Any], repl
 
     Raises:
         OtherJobError: it comes from a run that no longer saves there.
-        CommitError: it would replace a pinned checkpoint.
+        CommitError: it would replace a checkpoint that is pinned or tagged.
         StorageError: the storage failed.
     """
     root = run_root(place, attempt, metadata)
     saved_by, saves = metadata.get(RUN), None if root is None else holder(root)
     if saves not in (None, saved_by):
         raise OtherJobError(f"{place}: the attempt {attempt} is of run {saved_by}, and run {saves} saves there now.")
-    if replaces is not None and is_marked(place, PINNED, replaces):
-        raise CommitError(f"{place}: the attempt {attempt} would replace a checkpoint that is pinned; `shardckpt unpin` it first.")
+    if replaces is not None and (protected := protection(place, replaces)):
+        raise CommitError(f"{place}: the attempt {attempt} would replace a checkpoint that is {protected}; {protected.undo} it first.")

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from shardckpt.commit.assemble import finished_hosts, read_host_record
 from shardckpt.commit.attempts import attempts, places
 from shardckpt.commit.leftover import check_leftover
-from shardckpt.commit.markers import PINNED, SUPERSEDED, is_marked
+from shardckpt.commit.markers import PINNED, SUPERSEDED, Protection, is_superseded, protection
 from shardckpt.commit.publish import RECORD
 from shardckpt.errors import FormatError, MissingDataError, NotFoundError, ShardckptError, StorageError
 from shardckpt.format.documents import LARGEST_DIMENSION, open_envelope
@@ -72,7 +72,9 @@ class CatalogEntry:
     bases: tuple[str, ...] = ()
     """Urls of the checkpoints that hold some of a checkpoint's tensors, as in its record: `../0` is the checkpoint 0 beside it."""
     pinned: bool = False
-    """Whether a checkpoint is protected against deletion."""
+    """Whether a checkpoint is pinned. A pin protects it against deletion, and so does a tag."""
+    tags: tuple[str, ...] = ()
+    """A checkpoint's tags, sorted."""
     superseded: bool = False
     """Whether training went back to a step before this checkpoint."""
     idle: float | None = None
@@ -92,7 +94,8 @@ class CatalogEntry:
             *("name", "state", "attempt", "created", "layout", "tensors", "nbytes", "stored_bytes", "metrics", "reason", "finished"),
             *("hosts", "committable", "pinned", "superseded", "idle"),
         )
-        return cls(location=parse(doc["url"]), bases=tuple(doc["bases"]), **{name: doc[names.get(name, name)] for name in plain})
+        tags = tuple(doc.get("tags", ()))  # earlier versions wrote none
+        return cls(location=parse(doc["url"]), bases=tuple(doc["bases"]), tags=tags, **{name: doc[names.get(name, name)] for name in plain})
 
     def to_json(self) -> dict[str, Any]:
         """The entry as JSON."""
@@ -113,6 +116,7 @@ class CatalogEntry:
             "hosts": self.hosts,
             "committable": self.committable,
             "pinned": self.pinned,
+            "tags": list(self.tags),
             "superseded": self.superseded,
             "bases": list(self.bases),
             "idle": self.idle,
@@ -171,8 +175,9 @@ def entries_at(place: Store, name: str, children: Sequence[str], *, everything: 
             data = place.read(RECORD)
     entry = None if data is None else _committed(data, place, name)
     if entry is not None and entry.state != "deleted":
-        pinned, superseded = (marker in children and is_marked(place, marker, entry.attempt) for marker in (PINNED, SUPERSEDED))
-        entry = replace(entry, pinned=pinned, superseded=superseded)
+        found = protection(place, entry.attempt) if PINNED in children else Protection()
+        superseded = SUPERSEDED in children and is_superseded(place, entry.attempt)
+        entry = replace(entry, pinned=found.pinned, tags=found.tags, superseded=superseded)
     begun = entry is not None and entry.state == "deleted" and entry.reason is None
     entries = [] if entry is None or begun or (entry.state == "deleted" and not everything) else [entry]
     if everything:

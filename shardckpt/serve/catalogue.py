@@ -15,7 +15,7 @@ import sqlite3
 import threading
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from shardckpt.errors import OptionError, StorageError
 from shardckpt.excerpt import excerpt
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from shardckpt.reading.catalog import CatalogEntry
 
-_VERSION = 1
+_VERSION = 2
 _SCHEMA = f"""
 PRAGMA journal_mode = WAL;
 PRAGMA synchronous = OFF;
@@ -39,6 +39,10 @@ CREATE TABLE IF NOT EXISTS metrics (
   id TEXT NOT NULL REFERENCES checkpoints ON DELETE CASCADE, name TEXT NOT NULL, value REAL NOT NULL, PRIMARY KEY (id, name)
 ) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS by_value ON metrics (name, value);
+CREATE TABLE IF NOT EXISTS tags (
+  tag TEXT NOT NULL, id TEXT NOT NULL REFERENCES checkpoints ON DELETE CASCADE, PRIMARY KEY (tag, id)
+) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS tags_of ON tags (id);
 PRAGMA user_version = {_VERSION};
 """
 _NO_STEP = -1
@@ -55,7 +59,8 @@ class CheckpointQuery:
     first_step: int | None = None
     last_step: int | None = None
     state: str | None = None
-    tag: Literal["pinned", "superseded"] | None = None
+    tag: str | None = None
+    """A tag, or "pinned" or "superseded", which no tag is called."""
     metric: tuple[str, str, float] | None = None
     """Name, comparison ("<", "<=", "=", ">=", ">") and number."""
     text: str | None = None
@@ -127,6 +132,8 @@ class Catalogue:
                     "INSERT INTO metrics VALUES (?,?,?)",
                     [(ident, k, float(v)) for ident, (_, entry) in entries.items() for k, v in entry.metrics.items() if v != "nan"],
                 )
+                tags = [(tag, ident) for ident, (_, entry) in entries.items() for tag in entry.tags]
+                db.executemany("INSERT INTO tags VALUES (?,?)", tags)
         except sqlite3.Error as e:
             self._damaged = not isinstance(e, sqlite3.OperationalError)
             raise StorageError(f"the catalogue {self._path} cannot be written ({e}); the next scan tries again.") from e
@@ -192,8 +199,11 @@ class Catalogue:
             if value is not None:
                 terms.append(term)
                 values.append(value)
-        if query.tag is not None:
-            terms.append("pinned" if query.tag == "pinned" else "superseded")
+        if query.tag in ("pinned", "superseded"):
+            terms.append(query.tag)
+        elif query.tag is not None:
+            terms.append("id IN (SELECT id FROM tags WHERE tag = ?)")
+            values.append(query.tag)
         if query.metric is not None:
             name, comparison, number = query.metric
             terms.append(f"id IN (SELECT id FROM metrics WHERE name = ? AND value {_COMPARISONS[comparison]} ?)")  # noqa: S608

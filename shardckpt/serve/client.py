@@ -66,6 +66,7 @@ class CheckpointEntry(TypedDict):
     hosts: int | None
     committable: bool
     pinned: bool
+    tags: list[str]
     superseded: bool
     bases: list[str]
     idle: float | None
@@ -123,7 +124,7 @@ class Client:
         *,
         step: str | int | None = None,
         state: str | None = None,
-        tag: Literal["pinned", "superseded"] | None = None,
+        tag: str | None = None,
         metric: str | None = None,
         text: str | None = None,
         order: Literal["ascending", "descending"] = "ascending",
@@ -134,7 +135,7 @@ class Client:
             run: id of a run; None: all.
             step: a step, or a range such as "100:200", to which both ends belong.
             state: "committed", "uncommitted", "unreadable" or "deleted".
-            tag: only pinned, or only superseded ones.
+            tag: only those with this tag; or "pinned" or "superseded".
             metric: a name, a comparison and a number, as in "loss<2.5".
             text: a part of the id.
             order: of runs and steps.

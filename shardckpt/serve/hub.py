@@ -1,8 +1,9 @@
 """The endpoints that `huggingface_hub` asks for, so that `from_pretrained` loads a training checkpoint that was never exported.
 
 A run is a model: its id is that of the run, with `__` for the third slash and those after it. A revision is `main` (the last step that was
-not superseded), `step-100`, the name of a checkpoint, or a commit; `step-100+bfloat16` converts. A commit is a digest of the attempt and of
-the options, so it stands for the same bytes for ever. If a state has a part called `model`, the model consists of that part.
+not superseded), `step-100`, the name of a checkpoint, a tag (the last step that has it), or a commit; `step-100+bfloat16` converts. A
+commit is a digest of the attempt and of the options, so it stands for the same bytes for ever. If a state has a part called `model`, the
+model consists of that part.
 
 `config.json`, tokenizers and the like come from the checkpoint, if an import kept them there, or lie beside the checkpoints of the run.
 """
@@ -137,7 +138,10 @@ def _at_revision(service: Service, run: str, revision: str) -> Iterator[dict[str
         else:
             yield from (one for one in entries if one["name"] == revision)
         if cursor is None:
-            return
+            break
+    if revision not in ("main", "pinned", "superseded") and not _COMMIT.fullmatch(revision):
+        tagged = CheckpointQuery(run=run, state="committed", tag=revision, descending=True, limit=1)
+        yield from service.catalogue.checkpoints(tagged)[0]
 
 
 def _options(checkpoint: Checkpoint, dtype: str) -> dict[str, Any]:

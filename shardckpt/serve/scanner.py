@@ -37,6 +37,8 @@ _SHARE = 0.1
 """Largest share of the time that cycles take, up to the longest pause."""
 _AGAIN, _EMPTY = 600.0, 60.0
 _BATCH = 512
+_STEP_OF_TIMES = 2_000_000_000
+"""Nanoseconds."""
 
 
 @dataclass(slots=True)
@@ -153,7 +155,7 @@ class Scanner:
             del children[child]
         entry = self._entry(ident, store, listed)
         now = time.monotonic()
-        if store.location.local is not None and entry is not None and entry.state != "uncommitted":
+        if store.location.local is not None and entry is not None and entry.state != "uncommitted" and _is_settled(version):
             due = inf  # or when its version changes
         elif store.location.local is None and (entry is not None or not children):
             due = now + (_AGAIN if entry is not None and entry.state == "committed" else 0 if entry is not None else _EMPTY)
@@ -201,6 +203,11 @@ class Scanner:
         for ident in gone:
             if ident not in looked:
                 self._seen.pop(ident, None)
+
+
+def _is_settled(version: tuple[int, ...] | None) -> bool:
+    """Whether a change now would have another time than the last one: file systems keep times in steps of up to some seconds."""
+    return version is None or abs(time.time_ns() - max(version)) > _STEP_OF_TIMES
 
 
 def _version(store: Store) -> tuple[int, ...] | None:

@@ -2,7 +2,7 @@
 
 1. Check that no other job has taken over the root (`job`).
 2. Ask the retention rule which live steps to keep. Five kinds of step stay in any case: the newest live step, the steps
-   that this process is reading, pinned steps (the deletion itself finds the pins), the steps that running saves name as their
+   that this process is reading, pinned and tagged steps (the deletion itself finds them), the steps that running saves name as their
    base, and the bases of all existing steps (`skipping`). A base is deleted after the steps that name it.
 3. Superseded steps are deleted once training has passed them: until then a rollback can be undone.
 4. Each deletion replaces the commit record with a tombstone before it removes data, and removes the tombstone at the end
@@ -129,7 +129,7 @@ class Cleaner:
         try:
             left = at_one_place.delete(place, reason="not kept any more", grace=self._grace)
         except OptionError:
-            return  # pinned
+            return  # pinned or tagged
         except (NotFoundError, FormatError):  # another process deleted or replaced it first
             steps.pop(step, None)
             return

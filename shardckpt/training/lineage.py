@@ -11,7 +11,7 @@ import dataclasses
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from shardckpt.commit.markers import PINNED, SUPERSEDED, is_marked, unmark
+from shardckpt.commit.markers import SUPERSEDED, protection, unmark
 from shardckpt.commit.publish import published_attempt
 from shardckpt.commit.rollback import ROLLBACK, Rollback
 from shardckpt.errors import AlreadyExistsError, ShardckptError
@@ -53,21 +53,21 @@ class Lineage:
         return step in self.later
 
     def protects(self, step: int) -> bool:
-        """Whether the old step was pinned, or the base of a pinned one, at the restore; `tell_storage` finds later pins."""
+        """Whether the old step was pinned or tagged, or the base of such a step, at the restore; `tell_storage` finds later pins."""
         return step in self._kept
 
     def tell_storage(self, step: int) -> None:
         """Mark the superseded steps in the storage; runs on the leader just before a step is published.
 
         Raises:
-            AlreadyExistsError: the step would replace a pinned one.
+            AlreadyExistsError: the step would replace one that is pinned or tagged.
             StorageError: the storage failed.
         """
         place = self._root.sub(str(step))
-        if step in self.later and is_marked(place, PINNED, self.later[step]):
-            raise AlreadyExistsError(f"{place}: the step from before the rollback is pinned; `shardckpt unpin` lets it be replaced.")
-        if self._overwrites and is_marked(place, PINNED, published_attempt(place)):
-            raise AlreadyExistsError(f"{place}: the step that is there is pinned; `shardckpt unpin` lets it be replaced.")
+        if step in self.later and (protected := protection(place, self.later[step])):
+            raise AlreadyExistsError(f"{place}: the step from before the rollback is {protected}; {protected.undo} lets it be replaced.")
+        if self._overwrites and (protected := protection(place, published_attempt(place))):
+            raise AlreadyExistsError(f"{place}: the step that is there is {protected}; {protected.undo} lets it be replaced.")
         if self._pending is not None:
             self._pending.tell(self._root)
             self._pending = None

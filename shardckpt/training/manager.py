@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("shardckpt")
 _DEFAULT_EVERY = EveryCall()
 """The `every` of a manager that was created without one."""
-_PROTECTED = "the step from before the rollback is pinned, or the base of one that is; `shardckpt unpin` lets it be replaced"
+_PROTECTED = "the step from before the rollback is pinned or tagged, or the base of one that is; `unpin` or `untag` lets it be replaced"
 _managers: Counter[str] = Counter()
 """Number of managers that a run has created in this process: all of its processes create equally many, in the same order."""
 

@@ -63,7 +63,7 @@ class Resumed:
     later: dict[int, str | None]
     """Steps after it, with the attempt in each one's record (None if unreadable)."""
     kept: frozenset[int]
-    """Later steps that are pinned, or hold tensors of a pinned step."""
+    """Later steps that are pinned or tagged, or hold tensors of such a step."""
 
 
 def resume(
@@ -197,7 +197,7 @@ def _choose(root: Store, step: int | None, below: int | None, rolled_back: dict[
         there = ", ".join(str(n) for n in known) or "none"
         return {"error": f"{root}: there is no step {step}; there are: {there}."}
     later = [s for s in steps if s.step > chosen_step]
-    kept = {step for s in steps if s.pinned for step in (s.step, *s.bases) if step > chosen_step}
+    kept = {step for s in steps if s.protected for step in (s.step, *s.bases) if step > chosen_step}
     return {
         "step": chosen_step,
         "attempt": known[chosen_step].attempt,

@@ -17,7 +17,7 @@ from urllib.parse import unquote
 from shardckpt.commit import pinning
 from shardckpt.commit.attempts import LARGEST_STEP, step_of
 from shardckpt.commit.base_places import base_url
-from shardckpt.commit.markers import PINNED, SUPERSEDED, is_marked, read_sealed
+from shardckpt.commit.markers import is_superseded, protection, read_sealed
 from shardckpt.commit.publish import RECORD
 from shardckpt.errors import FormatError, OptionError
 from shardckpt.excerpt import excerpt
@@ -51,6 +51,8 @@ class StepInfo:
     metrics: Mapping[str, float] = field(default_factory=dict)
     """The metrics of `CheckpointManager.save(metrics=…)`."""
     pinned: bool = False
+    tags: tuple[str, ...] = ()
+    """Names given by `shardckpt tag`; they protect the step as a pin does."""
     bases: frozenset[int] = frozenset()
     """Other steps of this run that hold tensors of this one."""
 
@@ -58,6 +60,11 @@ class StepInfo:
     def live(self) -> bool:
         """Whether training could continue from this step, as far as is known."""
         return self.state != "superseded"
+
+    @property
+    def protected(self) -> bool:
+        """Whether a pin or a tag protects this step from deletion."""
+        return self.pinned or bool(self.tags)
 
     def saved(self) -> SavedStep:
         """The step as retention rules see it."""
@@ -115,10 +122,11 @@ def read_step(root: Store, step: int) -> StepInfo | None:
         attempt, created, metadata = record.string("attempt"), record.string("created"), record.mapping("metadata")
         bases = frozenset(_steps(names_beside(bases_of(record.doc, record.where))))
     except FormatError:
-        state: Literal["superseded", "unreadable"] = "superseded" if is_marked(store, SUPERSEDED, None) else "unreadable"
-        return StepInfo(step, state, pinned=is_marked(store, PINNED, None))
-    superseded, pinned = is_marked(store, SUPERSEDED, attempt), is_marked(store, PINNED, attempt)
-    return StepInfo(step, "superseded" if superseded else "committed", attempt, created, decode_metrics(metadata), pinned, bases)
+        state: Literal["committed", "superseded", "unreadable"] = "superseded" if is_superseded(store, None) else "unreadable"
+        found = protection(store, None)
+        return StepInfo(step, state, pinned=found.pinned, tags=found.tags)
+    state, found = "superseded" if is_superseded(store, attempt) else "committed", protection(store, attempt)
+    return StepInfo(step, state, attempt, created, decode_metrics(metadata), found.pinned, found.tags, bases)
 
 
 def check_step(step: object) -> None:

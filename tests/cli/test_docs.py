@@ -109,7 +109,7 @@ def test_the_examples_of_the_command_line_show_what_it_says(runs, run, monkeypat
     examples = EXAMPLE.findall(PAGE.read_text(encoding="utf-8"))
     assert (
         " ".join(command.split()[0] for command, _ in examples)
-        == "ls ls info info verify diff fingerprint plan plan reshard export import commit gc rm pin ls"
+        == "ls ls info info verify diff fingerprint plan plan reshard export import commit gc rm pin ls tag ls"
     )
     for command, documented in examples:
         BEFORE.get(command, lambda: None)()

@@ -82,6 +82,7 @@ def test_json_has_a_document_per_checkpoint(run, saver, tmp_path):
         "hosts": None,
         "committable": False,
         "pinned": False,
+        "tags": [],
         "superseded": False,
         "bases": [],
         "idle": None,

@@ -45,3 +45,32 @@ def test_a_superseded_checkpoint_is_listed_so(run, saver, tmp_path):
     assert run("ls", tmp_path, width=200).out.splitlines()[1].endswith("superseded")
     run("pin", tmp_path / "1")
     assert run("ls", tmp_path, width=200).out.splitlines()[1].endswith("superseded, pinned")
+
+
+def test_a_tagged_checkpoint_is_listed_so_and_cannot_be_deleted(run, saver, tmp_path):
+    for step in (1, 2):
+        saver(tmp_path / str(step))
+    assert run("tag", "best", tmp_path / "1", tmp_path / "2").out == f"tagged best  {tmp_path / '1'}\ntagged best  {tmp_path / '2'}\n"
+    run("tag", "released", tmp_path / "1")
+    run("pin", tmp_path / "1")
+    first, second = run("ls", tmp_path, width=200).out.splitlines()[1:]
+    assert first.endswith("pinned, tagged best released")
+    assert second.endswith("packed   tagged best")
+    assert [entry["tags"] for entry in run("ls", tmp_path, "--json").json["checkpoints"]] == [["best", "released"], ["best"]]
+    answer = run("rm", "-y", tmp_path / "2")
+    assert answer.status == 2
+    assert "is tagged best, so it is not deleted; `shardckpt untag best` it first" in answer.err
+    assert run("untag", "best", tmp_path / "2").out == f"untagged best  {tmp_path / '2'}\n"
+    assert run("untag", "best", tmp_path / "2").out == f"was not tagged best  {tmp_path / '2'}\n"
+    assert run("rm", "-y", tmp_path / "2").status == 0
+
+
+def test_tags_in_json_and_names_that_are_none(run, saver, tmp_path):
+    saver(tmp_path / "1")
+    assert run("tag", "best", tmp_path / "1", "--json").json == {"tagged": [str(tmp_path / "1")]}
+    assert run("untag", "best", tmp_path / "1", "--json").json == {"untagged": [str(tmp_path / "1")]}
+    for name in ("step-7", "a b"):
+        assert run("tag", name, tmp_path / "1").status == 2
+    answer = run("tag", "best", tmp_path / "2")
+    assert answer.status == 3
+    assert "no checkpoint there to tag" in answer.err

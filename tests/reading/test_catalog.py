@@ -9,11 +9,12 @@ from placeholders import put_placeholder, undo_commit
 import shardckpt
 from shardckpt import SaveOptions
 from shardckpt.commit.collecting import collect
+from shardckpt.commit.pinning import tag
 from shardckpt.errors import NotFoundError, UrlError
 from shardckpt.format.documents import seal
 from shardckpt.format.record import Tombstone
 from shardckpt.frameworks.coordination.base import SingleProcess
-from shardckpt.reading.catalog import catalog
+from shardckpt.reading.catalog import CatalogEntry, catalog
 
 
 def save(place, **options):
@@ -164,3 +165,14 @@ def test_a_name_is_listed_before_those_that_begin_with_it(tmp_path):
     for name in names:
         save(tmp_path / name)
     assert [entry.name for entry in catalog(tmp_path)] == names
+
+
+def test_entries_are_read_again_from_json_also_from_that_of_earlier_versions(tmp_path):
+    save(tmp_path / "1")
+    tag(tmp_path / "1", "best")
+    (entry,) = catalog(tmp_path)
+    assert (entry.pinned, entry.tags) == (False, ("best",))
+    document = json.loads(json.dumps(entry.to_json()))
+    assert CatalogEntry.from_json(document) == entry
+    del document["tags"]
+    assert CatalogEntry.from_json(document).tags == ()

@@ -1,6 +1,7 @@
 """The catalogue shows what is in the roots within seconds, and can be lost at any time."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from safetensors.numpy import load
 from serving import serving
 
 import shardckpt
-from shardckpt.commit.pinning import pin, unpin
+from shardckpt.commit.pinning import pin, tag, unpin, untag
 from shardckpt.errors import OptionError, StorageError
 from shardckpt.serve.catalogue import Catalogue, CheckpointQuery
 from shardckpt.serve.roots import Roots
@@ -64,6 +65,57 @@ def test_it_follows_the_storage(scanned):
     save(root / "other")
     save(root / "other" / "below")  # beside the attempt of a checkpoint
     assert ids("committed") == ["lab/other", "lab/other/below"]
+
+
+def test_tags_are_seen_at_once_and_found(scanned):
+    root, catalogue, _, ids = scanned
+    for step in (1, 2):
+        save(root / "a" / str(step))
+
+    def tagged(name):
+        ids()
+        return [(one["id"], one["pinned"], one["tags"]) for one in catalogue.checkpoints(CheckpointQuery(tag=name))[0]]
+
+    for _ in range(3):
+        tag(root / "a" / "1", "best")
+        assert tagged("best") == [("lab/a/1", False, ["best"])]
+        assert tagged("pinned") == tagged("bes") == []
+        untag(root / "a" / "1", "best")
+        assert tagged("best") == []
+    for step in (1, 2):
+        tag(root / "a" / str(step), "best")
+    pin(root / "a" / "2")
+    assert tagged("best") == [("lab/a/1", False, ["best"]), ("lab/a/2", True, ["best"])]
+    shutil.rmtree(root / "a" / "1")
+    assert tagged("best") == [("lab/a/2", True, ["best"])]
+    assert catalogue._read("SELECT * FROM tags", ()) == [("best", "lab/a/2")]
+
+
+def test_a_change_within_one_step_of_the_file_systems_clock_is_seen(scanned):
+    root, catalogue, _, ids = scanned
+    save(root / "1")
+    ids()
+    times = [(path, path.stat().st_mtime_ns) for path in (root / "1", root / "1" / "checkpoint.json")]
+    tag(root / "1", "best")
+    for path, then in times:
+        os.utime(path, ns=(then, then))
+    ids()
+    assert len(catalogue.checkpoints(CheckpointQuery(tag="best"))[0]) == 1
+
+
+def test_on_an_object_store_a_tag_is_seen_when_it_is_announced(tmp_path):
+    place = f"memory://{tmp_path.name}/tags/run"
+    save(f"{place}/1")
+    catalogue = Catalogue(tmp_path / "state")
+    scanner = Scanner(Roots([f"lab={place}"]), catalogue)
+    scanner.scan()
+    tag(f"{place}/1", "best")
+    scanner.scan()
+    assert catalogue.checkpoints(CheckpointQuery(tag="best"))[0] == []
+    scanner.announce("lab/1")
+    scanner.scan()
+    assert [one["id"] for one in catalogue.checkpoints(CheckpointQuery(tag="best"))[0]] == ["lab/1"]
+    catalogue.close()
 
 
 def test_saves_that_are_not_committed_are_shown_until_they_are(scanned):
@@ -270,3 +322,17 @@ def test_a_bucket_is_listed_read_and_followed(store, tmp_path):
         service.ask("/v1/announcements", "POST", json.dumps({"url": f"{root}/a/2"}).encode())
         service.wait_until(lambda: len(service.get("/v1/checkpoints")["checkpoints"]) == 2)
         assert service.ask("/files/lab/a/2/model.safetensors", Range="bytes=0-7").status == 206
+
+
+def test_pages_and_lists_show_tags(tmp_path):
+    save(tmp_path / "run" / "1")
+    tag(tmp_path / "run" / "1", "best")
+    with serving(("lab", tmp_path)) as service:
+        assert service.get("/v1/checkpoints?tag=best")["checkpoints"][0]["tags"] == ["best"]
+        assert service.get("/v1/checkpoints?tag=other")["checkpoints"] == []
+        page = service.ask("/ui/run/lab/run").body.decode()
+        assert "step 1: 28 B, tagged best" in page
+        assert ">committed, tagged best<" in page
+        assert "<p>tagged best</p>" in service.ask("/ui/checkpoint/lab/run/1").body.decode()
+        with shardckpt.Client(service.url) as client:
+            assert [one["tags"] for one in client.checkpoints("lab/run", tag="best")] == [["best"]]

@@ -23,6 +23,7 @@ from serving import serving
 
 import shardckpt
 from shardckpt import SaveOptions
+from shardckpt.commit import pinning
 from shardckpt.serve import sources
 
 FILE = "/files/lab/llama/10/model.safetensors"
@@ -212,10 +213,13 @@ torch.save(model.state_dict(), sys.argv[1])
 half = AutoModelForCausalLM.from_pretrained("lab/tiny", revision="main+bfloat16", dtype="auto")
 assert next(half.parameters()).dtype == torch.bfloat16, half.dtype
 assert info.sha == api.model_info("lab/tiny", revision="step-100").sha != api.model_info("lab/tiny", revision="step-100+bfloat16").sha
+assert info.sha == api.model_info("lab/tiny", revision="best").sha
+assert api.model_info("lab/tiny", revision="best+bfloat16").sha == api.model_info("lab/tiny", revision="main+bfloat16").sha
 from huggingface_hub.errors import EntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError
 for error, call in (
     (RepositoryNotFoundError, lambda: api.model_info("lab/none")),
     (RevisionNotFoundError, lambda: api.model_info("lab/tiny", revision="step-7")),
+    (RevisionNotFoundError, lambda: api.model_info("lab/tiny", revision="pinned")),
     (EntryNotFoundError, lambda: hf_hub_download("lab/tiny", "none.bin", revision="step-100")),
 ):
     try:
@@ -234,6 +238,10 @@ def test_from_pretrained_loads_a_training_checkpoint_over_the_hub(tmp_path):
     model = LlamaForCausalLM(config)
     state = {"model": model.state_dict(), "optimizer": {"count": torch.ones(5)}, "step": 100}
     shardckpt.save(tmp_path / "root" / "tiny" / "100", state)
+    shardckpt.save(tmp_path / "root" / "tiny" / "99", {"model": {"w": torch.ones(3)}})
+    for step in (99, 100):
+        pinning.tag(tmp_path / "root" / "tiny" / str(step), "best")
+    pinning.pin(tmp_path / "root" / "tiny" / "100")
     config.architectures = ["LlamaForCausalLM"]
     config.save_pretrained(tmp_path / "root" / "tiny")
     with serving(("lab", tmp_path / "root")) as service:

@@ -94,13 +94,14 @@ def kind(one: dict[str, Any]) -> str:
     """The class of a checkpoint's mark."""
     if one["state"] != "committed":
         return f"mark-{one['state']}"
-    return "mark-pinned" if one["pinned"] else "mark-superseded" if one["superseded"] else "mark-committed"
+    return "mark-pinned" if one["pinned"] or one["tags"] else "mark-superseded" if one["superseded"] else "mark-committed"
 
 
 def words(one: dict[str, Any]) -> str:
     """What is to be said about a checkpoint besides its step."""
     said = [one["state"]] if one["state"] != "committed" else []
     said += [word for word in ("pinned", "superseded") if one[word]]
+    said += [f"tagged {' '.join(one['tags'])}"] if one["tags"] else []
     return "".join(f", {word}" for word in said)
 
 

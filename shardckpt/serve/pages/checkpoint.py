@@ -8,7 +8,7 @@ from urllib.parse import quote
 from shardckpt.excerpt import count, file_size, shape_text
 from shardckpt.layout.text import layout_text, spec_text
 from shardckpt.reading.documents import leaf_text, node_totals
-from shardckpt.serve.pages.charts import histogram
+from shardckpt.serve.pages.charts import histogram, words
 from shardckpt.serve.pages.figures import tile_grid
 from shardckpt.serve.pages.frame import address, crumbs, facts, frame, link, search, table
 from shardckpt.serve.pages.markup import Html, data, el
@@ -43,7 +43,7 @@ def checkpoint_page(ident: str, ckpt: Checkpoint, top: Node, entry: dict[str, An
     ]
     shown += [(key, value if isinstance(value, str) else f"{value:.6g}") for key, value in (entry or {}).get("metrics", {}).items()]
     bases = el("p", "Some tensors lie in ", ", ".join(base.url for base in record.structure.bases), ".") if record.structure.bases else None
-    state = entry is not None and [word for word in ("pinned", "superseded") if entry[word]]
+    state = "" if entry is None else words(entry).removeprefix(", ")
     fetch = el(
         "ul",
         el("li", el("a", "model.safetensors", href=f"/files/{quote(ident)}/model.safetensors")),
@@ -55,7 +55,7 @@ def checkpoint_page(ident: str, ckpt: Checkpoint, top: Node, entry: dict[str, An
     main = el(
         "main",
         el("h1", ident if not name else f"{ident}: {name}"),
-        section("Facts", facts(shown), bases, el("p", ", ".join(state)) if state else None),
+        section("Facts", facts(shown), bases, el("p", state) if state else None),
         section("Tree", search("Names that contain", "text", text), up, body),
         section("Reshard", plan_form(ident, {})),
         section("Fetch", fetch),

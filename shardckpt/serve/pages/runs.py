@@ -93,7 +93,7 @@ def storage_page(runs: Sequence[dict[str, Any]], who: str | None) -> str:
 
 _LEGEND = (
     ("committed", "committed"),
-    ("pinned", "pinned"),
+    ("pinned", "pinned or tagged"),
     ("superseded", "superseded"),
     ("uncommitted", "not committed"),
     ("unreadable", "damaged"),

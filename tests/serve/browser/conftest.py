@@ -6,7 +6,7 @@ from serving import serving
 
 import shardckpt
 from shardckpt import Mesh, PartitionSpec, SaveOptions, Sharding
-from shardckpt.commit.pinning import pin
+from shardckpt.commit.pinning import pin, tag
 
 EVIL = ["</script><img src=x onerror=alert(1)>", "\"'><svg onload=alert(2)>", "&lt;b&gt;\u202e{{7*7}}", "a" * 300, "\ud800"]
 
@@ -24,6 +24,7 @@ def shown(tmp_path_factory):
         shardckpt.save(top / "llama" / str(step), state, options=SaveOptions(shardings=shardings, metadata={"metrics": metrics}))
     shardckpt.save(top / "<img src=x onerror=alert(5)>" / "1", {"w": np.ones(2)})
     pin(top / "llama" / "300")
+    tag(top / "llama" / "200", "best")
     (top / "llama" / "500" / "checkpoint.json").write_text("{}")
     (top / "llama" / "800" / "checkpoint.json").unlink()
     with serving(("lab", top)) as service:

@@ -66,7 +66,16 @@ def test_text_can_be_read_in_light_and_dark(chromium, shown, dark):
 def test_a_run_shows_its_steps_states_and_metrics_and_leads_on_by_keyboard(chromium, shown):
     with chromium.page(shown.url + PAGES["run"]) as page:
         states = page.run("[...document.querySelectorAll('#checkpoints tbody tr')].map((row) => row.querySelector('.state').textContent)")
-        assert states == ["uncommitted", "committed", "committed", "unreadable", "committed", "committed, pinned", "committed", "committed"]
+        assert states == [
+            "uncommitted",
+            "committed",
+            "committed",
+            "unreadable",
+            "committed",
+            "committed, pinned",
+            "committed, tagged best",
+            "committed",
+        ]
         captions = page.run("[...document.querySelectorAll('.charts figcaption')].map((one) => one.textContent)")
         assert captions == ["steps and sizes", "loss", "</title><b>"]
         assert page.run("document.querySelectorAll('.charts figure:nth-child(2) circle').length") == 6

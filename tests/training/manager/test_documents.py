@@ -9,6 +9,8 @@ import jsonschema
 from paths import DOCS
 from training_runs import state
 
+from shardckpt.commit.pinning import tag
+
 
 def test_the_code_of_the_guide_runs_and_does_what_it_says(tmp_path):
     blocks = re.findall(r"^```python\n(.*?)^```", (DOCS / "training.md").read_text(), re.MULTILINE | re.DOTALL)
@@ -36,6 +38,7 @@ def test_markers_and_the_file_of_the_job_conform_to_the_schema(run):
     run.train(1, 2)
     with run.manager() as manager:
         manager.pin(1)
+        tag(manager.url(1), "best")
         manager.restore(step=1)
         manager.save(3, state(3))
     for file, kind in (("1/pinned.json", "markerFile"), ("2/superseded.json", "markerFile"), ("job.json", "jobFile")):

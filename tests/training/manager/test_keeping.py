@@ -84,6 +84,24 @@ def test_a_pinned_step_stays_until_it_is_unpinned(run):
         assert manager.all_steps() == [4]
 
 
+def test_a_tagged_step_stays_until_it_is_untagged(run):
+    with run.manager(keep=1) as manager:
+        manager.save(1, state(1))
+        manager.wait()
+        pinning.tag(manager.url(1), "best")
+        for step in (2, 3):
+            manager.save(step, state(step))
+        manager.wait()
+        assert [(info.step, info.pinned, info.tags, info.protected) for info in manager.steps()] == [
+            (1, False, ("best",), True),
+            (3, False, (), False),
+        ]
+        pinning.untag(manager.url(1), "best")
+        manager.save(4, state(4))
+        manager.wait()
+        assert manager.all_steps() == [4]
+
+
 def test_pinning_a_step_while_it_is_deleted_either_fails_or_keeps_it(run):
     """Both at once, over and over: a pin that was put in place holds."""
     run.train(*range(1, 21))

@@ -6,6 +6,7 @@ from training_runs import state
 
 import shardckpt
 from shardckpt import errors
+from shardckpt.commit import pinning
 from shardckpt.frameworks.coordination.base import SingleProcess
 from shardckpt.training.policies import OnPreemption, any_of
 
@@ -218,4 +219,12 @@ def test_a_save_that_would_replace_a_pinned_step_is_not_committed(run, rolled_ba
     with pytest.raises(errors.AlreadyExistsError):
         rolled_back.wait()
     assert run.manager().restore().step == 1000
+    assert "again" not in shardckpt.restore(run.root / "1000")
+
+
+def test_a_tagged_step_is_not_replaced_either(run, rolled_back):
+    pinning.tag(run.root / "1000", "best")
+    rolled_back.save(1000, {**state(1000), "again": True})
+    with pytest.raises(errors.AlreadyExistsError, match="is tagged best; `shardckpt untag best` lets it be replaced"):
+        rolled_back.wait()
     assert "again" not in shardckpt.restore(run.root / "1000")
