@@ -146,7 +146,7 @@ def collect(store: Store, *, grace: float, dry_run: bool = False) -> list[Collec
     return done
 
 
-def delete(store: Store, *, reason: str, grace: float) -> list[Collected]:
+def delete(store: Store, *, reason: str, grace: float, attempt: str | None = None) -> list[Collected]:
     """Delete the checkpoint at one place; then collect everything else there.
 
     If the deletion of a checkpoint was interrupted, this finishes it.
@@ -155,18 +155,19 @@ def delete(store: Store, *, reason: str, grace: float) -> list[Collected]:
         store: the checkpoint's place.
         reason: for people who look for the checkpoint later.
         grace: as for `collect`; the checkpoint itself is deleted whatever its age.
+        attempt: the attempt that is to be deleted; None: whichever the record names.
 
     Returns:
         The outcome for all attempts there except the checkpoint's own; that one is included if it could not be removed.
 
     Raises:
         NotFoundError: there is no checkpoint.
-        ReplacedError: another checkpoint has just replaced it; nothing was deleted.
+        ReplacedError: another checkpoint has just replaced it, or `attempt` is not there; nothing was deleted.
         VersionError: the checkpoint there comes from a newer version.
         OptionError: it is pinned or tagged.
         StorageError: the storage failed.
     """
-    named = _bury(store, reason)
+    named = _bury(store, reason, attempt)
     for marker in (PINNED, SUPERSEDED):
         unmark(store, marker)
     left = []
@@ -196,9 +197,11 @@ def renew(store: Store, attempt: str) -> bool:
     raise StorageError(f"cannot mark {store}: {_CONTENDED}; try again.")
 
 
-def _bury(store: Store, reason: str) -> str | None:
-    """Put a tombstone in place of the record; return the attempt that the record named, None if that is not known."""
-    first: str | None = None
+def _bury(store: Store, reason: str, first: str | None) -> str | None:
+    """Put a tombstone in place of the record; return the attempt that the record named, None if that is not known.
+
+    If `first` is an attempt, a record that names another one stays.
+    """
     for _ in range(_ROUNDS):
         data, generation = store.read_versioned(RECORD)
         if data is None:
@@ -215,7 +218,7 @@ def _bury(store: Store, reason: str) -> str | None:
         if record.is_tombstone:
             return first
         if first not in (None, named):
-            raise ReplacedError(f"{store}: another checkpoint took its place while it was being deleted; nothing was deleted.")
+            raise ReplacedError(f"{store}: another checkpoint has taken its place; nothing was deleted.")
         protected = protection(store, named)
         if protected:
             raise OptionError(f"{store} is {protected}, so it is not deleted; {protected.undo} it first.")

@@ -27,10 +27,10 @@ from shardckpt.reading.checkpoint import open_in_this_process
 from shardckpt.training.steps import StepInfo, list_steps, step_numbers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
     from shardckpt.io.store import Store
-    from shardckpt.training.retention import Retention
+    from shardckpt.training.retention import Retention, SavedStep
 
 _log = logging.getLogger("shardckpt")
 _DELETED = "deleted.json"
@@ -161,18 +161,25 @@ class Cleaner:
                 place.remove_empty()  # a deletion was killed just before it removed the directory
 
 
-def doomed(steps: dict[int, StepInfo], rule: Retention, committed: int | None = None) -> list[int]:
+def doomed(
+    steps: Mapping[int, StepInfo],
+    rule: Retention,
+    committed: int | None = None,
+    *,
+    saved: Callable[[StepInfo], SavedStep] = StepInfo.saved,
+) -> list[int]:
     """The steps to delete, ascending.
 
     Args:
         steps: all steps that hold a checkpoint.
         rule: which of the live steps to keep.
         committed: the step that was saved last, which stays.
+        saved: makes what the rule sees of a step.
     """
     live = [steps[step] for step in sorted(steps) if steps[step].state == "committed"]
     if not live:
         return []
     newest = live[-1].step
-    kept = {newest, *rule.kept([info.saved() for info in live])}
+    kept = {newest, *rule.kept([saved(info) for info in live])}
     passed = {info.step for info in steps.values() if info.state == "superseded" and info.step < newest}
     return sorted(({info.step for info in live} - kept | passed) - {committed})

@@ -1,0 +1,273 @@
+"""Rules of retention for runs that have ended, and the deletion of steps by them.
+
+While a run saves, its own `CheckpointManager` decides what to keep. When it has ended and an operator has marked it
+(`commit.ended`), the service may delete steps by rules of its own. A dry run says which; a second call deletes only those among
+them that are still to be deleted. Each deletion is that of `commit.collect`: a tombstone first, so a pin or a tag that comes in time wins.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+from urllib.parse import unquote
+
+from shardckpt.commit import collect as at_one_place
+from shardckpt.commit.attempts import step_of
+from shardckpt.commit.collecting import GRACE
+from shardckpt.commit.ended import check_idle
+from shardckpt.commit.markers import Protection
+from shardckpt.commit.publish import RECORD
+from shardckpt.errors import CommitError, FormatError, NotFoundError, OptionError, StorageError
+from shardckpt.excerpt import excerpt, few
+from shardckpt.format.structure import BESIDE
+from shardckpt.io.ages import idle_seconds
+from shardckpt.options import parse_duration
+from shardckpt.reading.catalog import CatalogEntry, catalog
+from shardckpt.state.select import pattern_regex
+from shardckpt.training import cleaning
+from shardckpt.training.measured import METRICS, decode_metrics
+from shardckpt.training.retention import Best, EveryKth, KeepAnyOf, Latest, Retention, SavedStep, Younger, any_of
+from shardckpt.training.steps import StepInfo
+
+if TYPE_CHECKING:
+    import os
+    import re
+    from collections.abc import Callable, Mapping
+
+    from shardckpt.io.store import Store
+
+_REASON = "not kept by the rules for ended runs"
+_NOT_LISTED = "it was not among the steps that the dry run listed"
+
+
+@dataclass(frozen=True, slots=True)
+class RetentionRules:
+    """The rules of a file, for runs by their ids."""
+
+    entries: tuple[tuple[re.Pattern[str], Retention], ...]
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str]) -> RetentionRules:
+        """Read a TOML file with `[[keep]]` entries.
+
+        Raises:
+            OptionError: the file cannot be read, or an entry is invalid; the message names both.
+        """
+        try:
+            found = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as e:
+            raise OptionError(f"the rules {path} cannot be read: {e}") from None
+        entries = found.get("keep")
+        if not isinstance(entries, list) or not entries or found.keys() != {"keep"}:
+            raise OptionError(f"the rules {path}: write [[keep]] entries, and nothing else.")
+        made = []
+        for i, entry in enumerate(entries, 1):
+            try:
+                made.append(_entry(entry))
+            except OptionError as e:
+                raise OptionError(f"the rules {path}, entry {i}: {e}") from None
+        return cls(tuple(made))
+
+    def rule_for(self, run: str) -> Retention | None:
+        """The rule of the first entry whose pattern matches the id of a run; None: no entry does, and nothing is deleted."""
+        return next((rule for pattern, rule in self.entries if pattern.fullmatch(run)), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Doomed:
+    """A step that is to be deleted, or was."""
+
+    name: str
+    """Name relative to the root, the step's number."""
+    attempt: str
+    nbytes: int
+    """Bytes of its chunks as stored."""
+
+
+@dataclass(frozen=True, slots=True)
+class RetentionReport:
+    """The outcome of `retain`."""
+
+    deleted: tuple[Doomed, ...]
+    """In this order; in a dry run what would be deleted. Without what an interrupted call had begun to delete."""
+    left: Mapping[str, str]
+    """Steps that the rule gives up, or that were expected to be deleted, and that stay or have left data → the reason."""
+
+    @property
+    def nbytes(self) -> int:
+        """Stored bytes that this frees."""
+        return sum(one.nbytes for one in self.deleted)
+
+
+def doomed(root: Store, rule: Retention) -> list[Doomed]:
+    """The steps that a rule gives up and nothing protects, in the order in which they are deleted.
+
+    The newest step that was not superseded stays, and so do pinned and tagged steps, and all that hold tensors of a checkpoint
+    in the root that stays, directly or through others. Checkpoints in other directories that have left tensors in a step are not
+    seen: pin such a step. Superseded steps go if the newest step is later. If a checkpoint in the root cannot be read, its bases
+    are not known, and everything stays.
+
+    Ages are those of the commit records, by the storage's clock: a pin or a tag makes a step young again.
+
+    Raises:
+        NotFoundError: there is no such directory.
+        StorageError: the storage failed.
+    """
+    return _survey(root, rule)[0]
+
+
+def retain(
+    root: Store,
+    rule: Retention,
+    expected: Mapping[str, str] | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> RetentionReport:
+    """Delete the steps of an ended run that a rule gives up; if a call was interrupted, the same call finishes it.
+
+    Args:
+        root: the run's root.
+        rule: which steps to keep.
+        expected: the steps that may be deleted, name → attempt, of an earlier dry run; None: delete nothing, and report.
+        progress: called with steps handled so far and in all.
+
+    Raises:
+        OptionError, CommitError: the run has not ended (`commit.ended.check_idle`); nothing was deleted.
+        NotFoundError: there is no such directory.
+        FormatError: the mark of the end is damaged.
+        StorageError: the storage failed before anything was deleted.
+    """
+    going, left, entries = _survey(root, rule)
+    if expected is None:
+        return RetentionReport(tuple(going), left)
+    known = check_idle(root)
+    stays = {name: "the rules keep it now" for name in expected if name in entries}
+    left = stays | {name: why for name, why in left.items() if name in expected} | {one.name: _NOT_LISTED for one in going}
+    deleted = []
+    buried = [Doomed(name, attempt, 0) for name, attempt in expected.items() if name not in entries and step_of(name) is not None]
+    due = [*buried, *(one for one in going if one.name in expected)]
+    for done, one in enumerate(due):
+        if progress is not None:
+            progress(done, len(due))
+        try:
+            check_idle(root, known)
+        except (OptionError, CommitError, FormatError, StorageError) as e:
+            left |= {rest.name: str(e) for rest in due[done:]}
+            break
+        dependants = [name for name, entry in entries.items() if one.name in _bases(entry) and name != one.name]
+        if dependants:
+            left[one.name] = f"{few(dependants)} stayed, and stores tensors in it"
+            continue
+        try:
+            why = _delete(root, one, expected[one.name])
+        except (OptionError, FormatError, StorageError) as e:  # pinned meanwhile, or damaged
+            why = str(e)
+        if why is None:
+            left.pop(one.name, None)
+            entries.pop(one.name, None)
+            deleted += [] if one in buried else [one]
+        else:
+            left[one.name] = why
+    else:
+        if progress is not None:
+            progress(len(due), len(due))
+    return RetentionReport(tuple(deleted), left)
+
+
+def _delete(root: Store, one: Doomed, attempt: str) -> str | None:
+    """Delete a step, or what an interrupted deletion has left of it; return why something stays, None if nothing does."""
+    place = root.sub(one.name)
+    try:
+        found = at_one_place.delete(place, reason=_REASON, grace=GRACE, attempt=attempt)
+    except NotFoundError as e:
+        there, generation = place.read_versioned(RECORD)
+        if there is not None:  # another attempt, or a save that has begun
+            return str(e)
+        if place.location.local is not None:
+            place.remove(RECORD, generation)  # a process that was killed just here has left the lock of the record
+        place.remove_empty()
+        return None
+    failed = [data.reason for data in found if data.outcome == "failed"]
+    return f"it is deleted, but its data cannot be removed: {failed[0]}" if failed else None
+
+
+def _survey(root: Store, rule: Retention) -> tuple[list[Doomed], dict[str, str], dict[str, CatalogEntry]]:
+    """The steps to delete in order, the reasons for which others stay although the rule gives them up, and all checkpoints by name."""
+    entries = {entry.name: entry for entry in catalog(str(root.location)) if entry.name != "."}
+    steps = {
+        step: _info(step, entry) for name, entry in entries.items() if (step := step_of(name)) is not None and entry.attempt is not None
+    }
+    ages: dict[str, float | None] = {}
+    if _has_ages(rule):
+        ages = idle_seconds(root, [f"{step}/{RECORD}" for step in steps])
+
+    def saved(info: StepInfo) -> SavedStep:
+        return SavedStep(info.step, ages.get(f"{info.step}/{RECORD}") or 0.0, info.metrics)
+
+    given_up = {str(step): steps[step] for step in cleaning.doomed(steps, rule, saved=saved)}
+    unreadable = [name for name, entry in entries.items() if entry.state == "unreadable"]
+    if unreadable:
+        why = f"{few(unreadable)} cannot be read, and may store tensors in it; delete that first, or restore it from a copy"
+        return [], dict.fromkeys(given_up, why), entries
+    left = {name: f"it is {Protection(info.pinned, info.tags)}" for name, info in given_up.items() if info.protected}
+    stack = [*(entries.keys() - given_up.keys()), *left]
+    while stack:
+        name = stack.pop()
+        for base in (_bases(entries[name]) & given_up.keys()) - left.keys():
+            left[base] = f"{name} stays, and stores tensors in it"
+            stack.append(base)
+    order: list[str] = []
+    rest = given_up.keys() - left.keys()
+    while rest:
+        named = frozenset[str]().union(*(_bases(entries[name]) - {name} for name in rest))
+        free = sorted(rest - named, key=int)
+        if not free:  # only in forged records
+            left |= dict.fromkeys(rest, "it and others store tensors in each other")
+            break
+        order += free
+        rest = rest - {*free}
+    return [Doomed(name, entries[name].attempt or "", entries[name].stored_bytes or 0) for name in order], left, entries
+
+
+def _info(step: int, entry: CatalogEntry) -> StepInfo:
+    metrics = decode_metrics({METRICS: entry.metrics})
+    state: Literal["superseded", "committed"] = "superseded" if entry.superseded else "committed"
+    return StepInfo(step, state, entry.attempt, entry.created or "", metrics, entry.pinned, entry.tags)
+
+
+def _bases(entry: CatalogEntry) -> frozenset[str]:
+    """Names of the checkpoints beside this one that hold tensors of it."""
+    return frozenset(unquote(url.removeprefix(BESIDE)) for url in entry.bases if url.startswith(BESIDE))
+
+
+def _has_ages(rule: Retention) -> bool:
+    """Whether a rule may look at ages, which take a request per step."""
+    return any(map(_has_ages, rule.rules)) if isinstance(rule, KeepAnyOf) else not isinstance(rule, Latest | EveryKth | Best)
+
+
+def _entry(entry: Any) -> tuple[re.Pattern[str], Retention]:
+    """An entry's pattern and rule; raises OptionError."""
+    known = ("runs", "latest", "every", "younger", "best")
+    if not isinstance(entry, dict) or (odd := [key for key in entry if key not in known]):
+        raise OptionError(f"there is no key {few(odd)}; there are {', '.join(known)}." if isinstance(entry, dict) else "write [[keep]].")
+    pattern = entry.get("runs")
+    if not isinstance(pattern, str) or not pattern:
+        raise OptionError('runs is missing, or no text: give a pattern of ids of runs, such as "llama/*".')
+    rules: list[Retention] = []
+    if "latest" in entry:
+        rules.append(Latest(entry["latest"]))
+    if "every" in entry:
+        rules.append(EveryKth(entry["every"]))
+    if "younger" in entry:
+        if not isinstance(entry["younger"], str):
+            raise OptionError(f'younger={excerpt(entry["younger"])}: give text such as "7d".')
+        rules.append(Younger(parse_duration(entry["younger"], "younger")))
+    if "best" in entry:
+        best = entry["best"]
+        if not isinstance(best, dict) or not {"metric"} <= best.keys() <= {"metric", "n", "mode"}:
+            raise OptionError(f'best={excerpt(best)}: write {{ metric = "loss", n = 2, mode = "min" }}; n and mode may be left out.')
+        rules.append(Best(best.get("n", 1), best["metric"], best.get("mode", "min")))
+    if not rules:
+        raise OptionError(f"it keeps nothing of the runs {excerpt(pattern)}; give latest, every, younger or best.")
+    return pattern_regex(pattern), any_of(*rules)
