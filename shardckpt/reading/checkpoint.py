@@ -313,7 +313,7 @@ class Checkpoint:
         """
         check_fork(self.location)  # its errors would be reported as damage
         with reading_takes_threads(self.location):
-            return verify(self._store, self.record, progress)
+            return verify(self._store, self.record, progress and (lambda done, total, _read: progress(done, total)))
 
     @out_of_memory_is_typed
     def fingerprint(self, *, recorded: bool = True, progress: Callable[[int, int], None] | None = None) -> Fingerprint:
