@@ -90,10 +90,13 @@ class WholeTable:
             most: at least 1 in any case.
         """
         chunk = self.arrays.get(piece.path, _NO_CHUNKS).chunk
-        held = chunk[(chunk >= begin) & (chunk < piece.num_chunks)].astype(np.int64)
+        num_chunks = piece.num_chunks
+        held = chunk[chunk < num_chunks].astype(np.int64)
+        if begin:
+            held = held[held >= begin]
         most = max(1, most)
         for row in range(0, max(1, len(held)), most):
-            end = int(held[row + most]) if row + most < len(held) else piece.num_chunks
+            end = int(held[row + most]) if row + most < len(held) else num_chunks
             if begin < end:
                 yield range(begin, end), held[row : row + most]
             begin = end
