@@ -145,10 +145,10 @@ class Checkpoint:
             OptionError: `name` is not a str.
         """
         if not isinstance(name, str):
-            raise OptionError(f"{self.location}: {excerpt(name)} is no name of a tensor; give one of names(), as a str.")
+            raise OptionError(f"{self.location}: {excerpt(name)} is no name of a tensor; give one of its names, as a str.")
         if name not in self._stored_name:
             raise NamesMismatchError(
-                f"{self.location}: no tensor {name!r}{naming.did_you_mean(name, self._stored_name)}; names() lists them."
+                f"{self.location}: no tensor {name!r}{naming.did_you_mean(name, self._stored_name)}; `shardckpt info` lists its names."
             )
         return self.record.structure.tensors[self._stored_name[name]]
 
