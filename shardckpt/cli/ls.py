@@ -9,7 +9,8 @@ import typer
 
 from shardckpt.cli.opening import suggesting_import
 from shardckpt.cli.screen import Cell, Screen, write_json
-from shardckpt.excerpt import count, duration_text, file_size, shortened, visible
+from shardckpt.errors import NotFoundError
+from shardckpt.excerpt import count, duration_text, excerpt, file_size, shortened, visible
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -38,6 +39,8 @@ def ls(
                 _list_runs(list(client.runs()), as_json=as_json)
                 return
             found = list(client.checkpoints(root.strip("/")))
+            if not found:
+                raise NotFoundError(f"{client.url}: there is no run {excerpt(root)}; `shardckpt --server {client.url} ls` lists the runs.")
         entries = [CatalogEntry.from_json(one) for one in found if everything or one["state"] in ("committed", "unreadable")]
     else:
         with suggesting_import(root):

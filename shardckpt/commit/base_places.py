@@ -77,7 +77,10 @@ def base_location(checkpoint: Location, base: Base) -> Location:
     except (UrlError, UnicodeDecodeError) as e:
         raise FormatError(f"{checkpoint}: its record names {base.url!r} as a base, which is not valid: {e}") from None
     if not places:
-        raise FormatError(f"{checkpoint}: its record names {base.url!r} as a base, which is in another kind of storage than it is itself.")
+        raise FormatError(
+            f"{checkpoint}: its record names {base.url!r} as a base, which is in another kind of storage than it is itself, and not "
+            f"read; read the checkpoint where its base is, or leave out the tensors in the base with only= (an export: exclude=)."
+        )
     return next((place for place in places if place.local is not None and (place.local / RECORD).exists()), places[0])
 
 

@@ -98,10 +98,14 @@ class BasedReader:
                 base_record(self._checkpoint, base, shown(requests[0].name))
             raise
 
-    def check(self, requests: Sequence[Request], damaged: Damaged) -> None:
-        """Compare every chunk of the requests' tensors with the table of the checkpoint that holds it; see `ChunkReader.check`."""
-        for base, some in self._sorted(requests).items():
-            self._opened[base][0].check(some, damaged)
+    def check(self, requests: Sequence[Request], damaged: Damaged, *, after: int, most: int) -> Iterator[int]:
+        """Compare every chunk of tensors that one checkpoint holds with its table; see `ChunkReader.check`.
+
+        Raises:
+            MissingDataError, FormatError: a base is gone, was replaced, or does not hold the tensor.
+        """
+        ((base, some),) = self._sorted(requests).items()
+        return self._opened[base][0].check(some, damaged, after=after, most=most)
 
     def stored_chunk(self, name: str, dtype: np.dtype[np.generic], piece: Piece, position: int) -> bytes:
         """A chunk's stored bytes; see `ChunkReader.stored_chunk`."""

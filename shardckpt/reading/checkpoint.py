@@ -145,10 +145,10 @@ class Checkpoint:
             OptionError: `name` is not a str.
         """
         if not isinstance(name, str):
-            raise OptionError(f"{self.location}: {excerpt(name)} is no name of a tensor; give one of names(), as a str.")
+            raise OptionError(f"{self.location}: {excerpt(name)} is no name of a tensor; give one of its names, as a str.")
         if name not in self._stored_name:
             raise NamesMismatchError(
-                f"{self.location}: no tensor {name!r}{naming.did_you_mean(name, self._stored_name)}; names() lists them."
+                f"{self.location}: no tensor {name!r}{naming.did_you_mean(name, self._stored_name)}; `shardckpt info` lists its names."
             )
         return self.record.structure.tensors[self._stored_name[name]]
 
@@ -313,7 +313,7 @@ class Checkpoint:
         """
         check_fork(self.location)  # its errors would be reported as damage
         with reading_takes_threads(self.location):
-            return verify(self._store, self.record, progress)
+            return verify(self._store, self.record, progress and (lambda done, total, _read: progress(done, total)))
 
     @out_of_memory_is_typed
     def fingerprint(self, *, recorded: bool = True, progress: Callable[[int, int], None] | None = None) -> Fingerprint:

@@ -22,10 +22,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardckpt.errors import FormatError, MissingDataError
-from shardckpt.format.table import OWN_OBJECT, ArrayChunks
+from shardckpt.format.table import OWN_OBJECT
 from shardckpt.format.zarr_arrays import CHECKSUM_BYTES, chunk_object_key, plain_key
 from shardckpt.layout.box import BoxArray
-from shardckpt.plan.pieces import chunk_boxes, overlaps_of, touched, touching
+from shardckpt.plan.pieces import batches, chunk_boxes, overlaps_of, touched, touching
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -51,7 +51,6 @@ MOST_REPORTED = 10_000
 """Number of missing chunks of an array that are reported one by one."""
 _FARTHEST = 1 << 62
 """An offset beyond the end of any file."""
-_NO_CHUNKS = ArrayChunks.none()
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,6 +259,16 @@ class Located:
         return int(self.offset[row] + self.length[row])
 
 
+@dataclass(frozen=True, slots=True)
+class _Range:
+    """Consecutive positions in the grid of an array, those of them that the table has, and the number of all chunks up to their end."""
+
+    array: RequestedArray
+    chunks: range
+    held: Ints
+    end: int
+
+
 class ChunkFinder:
     """Finds chunks with the help of an attempt's chunk table."""
 
@@ -297,33 +306,46 @@ class ChunkFinder:
         for i in range(0, len(wanted), MOST_CHUNKS):
             yield self.located(wanted.take(np.arange(i, min(i + MOST_CHUNKS, len(wanted)))))
 
-    def every(self, requests: Sequence[Request], damaged: Damaged) -> Iterator[Located]:
-        """Yield batches of all chunks of the requests' pieces that the table has; call `damaged` for each missing chunk."""
-        arrays = self._table.whole().arrays
+    def every(self, requests: Sequence[Request], damaged: Damaged, *, after: int, most: int) -> Iterator[tuple[int, Located]]:
+        """Yield groups of all chunks of the requests' pieces that the table has, each with the number of chunks up to its end.
 
-        def held() -> Iterator[tuple[Request, Piece, Ints]]:
-            for request in requests:
-                for piece in request.pieces:
-                    table = arrays.get(piece.path, _NO_CHUNKS)
-                    self._report_missing(request, piece, table, damaged)
-                    yield request, piece, table.chunk[table.chunk < piece.num_chunks].astype(np.int64)
+        The numbers count missing chunks, too; `damaged` is called for each of those when its group comes. This call reads the table.
+        """
+        table = self._table.whole()
 
-        return self.some(held())
+        def ranges() -> Iterator[_Range]:
+            passed = 0
+            for array in [RequestedArray(request, piece) for request in requests for piece in request.pieces]:
+                for chunks, held in table.ranges(array.piece, max(0, after - passed), min(most // array.chunk_bytes, MOST_CHUNKS)):
+                    yield _Range(array, chunks, held, passed + chunks.stop)
+                passed += array.piece.num_chunks
 
-    def _report_missing(self, request: Request, piece: Piece, table: ArrayChunks, damaged: Damaged) -> None:
-        """Call `damaged` for the chunks of an array that its table lacks."""
-        missing = piece.num_chunks - int((table.chunk < piece.num_chunks).sum())
+        def groups() -> Iterator[tuple[int, Located]]:
+            array, left = None, 0
+            for group in batches(ranges(), lambda r: (len(r.held) * r.array.chunk_bytes, len(r.held)), (most, MOST_CHUNKS)):
+                for some in group:
+                    array, left = some.array, left if array is some.array else MOST_REPORTED
+                    left -= self._report_missing(some, left, damaged)
+                yield group[-1].end, self.located(RequestedChunks.of_positions([(r.array.request, r.array.piece, r.held) for r in group]))
+
+        return groups()
+
+    def _report_missing(self, some: _Range, most: int, damaged: Damaged) -> int:
+        """Call `damaged` for the chunks that a range lacks, one by one for the first `most`; return the number of those."""
+        request, piece, chunks = some.array.request, some.array.piece, some.chunks
+        missing = chunks.stop - chunks.start - len(some.held)
         if not missing:
-            return
+            return 0
         # The first missing chunks lie within this range, even if the rest of the grid is missing too.
-        first = np.arange(min(piece.num_chunks, len(table) + MOST_REPORTED))
-        first = first[table.find(first) < 0][:MOST_REPORTED]
+        positions = np.arange(chunks.start, min(chunks.stop, chunks.start + len(some.held) + most))
+        first = np.setdiff1d(positions, some.held)[:most]
         boxes = chunk_boxes(piece, first)
         for i in range(len(boxes)):
             damaged(request.name, boxes[i], piece.path, self._lost(request.name, boxes[i]))
         if missing > len(first):
             error = MissingDataError(f"{request.name}: {missing - len(first)} more of its chunks are in no host's chunk table.")
             damaged(request.name, piece.box, piece.path, error)
+        return len(first)
 
     def some(self, wanted: Iterable[tuple[Request, Piece, Ints]]) -> Iterator[Located]:
         """Yield batches of chunks given by their positions; the chunks of a batch are read together."""
@@ -371,15 +393,6 @@ class ChunkFinder:
         if self._compression is not None:
             least, most = CHECKSUM_BYTES, most + (most >> 8) + 64  # ZSTD_compressBound
         return least, most
-
-    def bytes_in_files(self) -> dict[str, int]:
-        """Bytes of each data file that belong to chunks."""
-        table = self._table.whole()
-        held = np.zeros(len(table.files), np.uint64)
-        for rows in table.arrays.values():
-            packed = rows.file != OWN_OBJECT
-            np.add.at(held, rows.file[packed], rows.length[packed])
-        return dict(zip(table.files, held.tolist(), strict=True))
 
     def _lost(self, name: str, box: Box) -> MissingDataError:
         return MissingDataError(

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from shardckpt.format.table import ArrayChunks
+from shardckpt.format.table import OWN_OBJECT, ArrayChunks
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -78,6 +78,36 @@ class WholeTable:
                 raise KeyError(begin + int(np.argmax(row < 0)))
             found.append(table.take(row))
         return self.files, ArrayChunks.concatenate(found)
+
+    def ranges(self, piece: Piece, begin: int, most: int) -> Iterator[tuple[range, NDArray[np.int64]]]:
+        """Cut the grid of an array into ranges with at most `most` chunks that the table has; yield each, and those chunks.
+
+        The number of ranges follows from the table, which is in memory, and not from the grid, which may claim any number of chunks.
+
+        Args:
+            piece: the array.
+            begin: the first chunk.
+            most: at least 1 in any case.
+        """
+        chunk = self.arrays.get(piece.path, _NO_CHUNKS).chunk
+        num_chunks = piece.num_chunks
+        held = chunk[chunk < num_chunks].astype(np.int64)
+        if begin:
+            held = held[held >= begin]
+        most = max(1, most)
+        for row in range(0, max(1, len(held)), most):
+            end = int(held[row + most]) if row + most < len(held) else num_chunks
+            if begin < end:
+                yield range(begin, end), held[row : row + most]
+            begin = end
+
+    def bytes_in_files(self) -> dict[str, int]:
+        """Bytes of each data file that belong to chunks."""
+        held = np.zeros(len(self.files), np.uint64)
+        for rows in self.arrays.values():
+            packed = rows.file != OWN_OBJECT
+            np.add.at(held, rows.file[packed], rows.length[packed])
+        return dict(zip(self.files, held.tolist(), strict=True))
 
     def whole(self) -> WholeTable:
         """Return this table."""

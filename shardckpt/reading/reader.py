@@ -68,6 +68,8 @@ OBJECT_RUN = (10 << 20, 16 << 20)
 """Least and most bytes of a run on an object store, by memory and threads; a run of complete chunks then has at least 8 MiB."""
 OBJECT_GAP = 64 << 10
 """Most bytes between two chunks that are read along instead of starting another request."""
+CHECKED_BYTES = 512 << 20
+"""Most bytes of elements that are checked together, unless one chunk has more."""
 
 
 @dataclass(slots=True)
@@ -181,12 +183,19 @@ class ChunkReader:
         self.stats.count(needed=needed)
         self._workers.do(self._read_task, some)
 
-    def check(self, requests: Sequence[Request], damaged: Damaged) -> None:
+    def check(self, requests: Sequence[Request], damaged: Damaged, *, after: int = 0, most: int = CHECKED_BYTES) -> Iterator[int]:
         """Read every chunk of the requests' pieces and compare it with the table; buffers are not used.
+
+        The chunk table is read by this call, and chunks group by group as the iterator is consumed.
 
         Args:
             requests: tensors; `boxes` and `buffers` may be empty.
-            damaged: called with tensor name, index range, file and error for each damaged or missing chunk.
+            damaged: called with tensor name, index range, file and error for each damaged or missing chunk, by several threads.
+            after: number of chunks that are left out at the begin; one that the iterator yielded.
+            most: most bytes of elements that are checked at a time, unless one chunk has more.
+
+        Returns:
+            The number of chunks up to the end of each group, when that has been checked.
         """
 
         def report(chunks: Located, row: int, error: ShardckptError) -> None:
@@ -209,11 +218,15 @@ class ChunkReader:
                     CorruptionError(f"{chunks.wanted.where(row)}: {self._store}/{task.file} is longer than what was written."),
                 )
 
-        for chunks in self._finder.every(requests, damaged):
-            impossible = self._finder.impossible(chunks)
-            for row in impossible.tolist():
-                report(chunks, row, self._finder.refusal(chunks, row))
-            self._each(chunks.take(np.setdiff1d(np.arange(len(chunks)), impossible)), check_task)
+        def check_groups(groups: Iterator[tuple[int, Located]]) -> Iterator[int]:
+            for done, chunks in groups:
+                impossible = self._finder.impossible(chunks)
+                for row in impossible.tolist():
+                    report(chunks, row, self._finder.refusal(chunks, row))
+                self._each(chunks.take(np.setdiff1d(np.arange(len(chunks)), impossible)), check_task)
+                yield done
+
+        return check_groups(self._finder.every(requests, damaged, after=after, most=most))
 
     def confirm(self, wanted: Iterable[tuple[Request, Piece, NDArray[np.int64]]]) -> None:
         """Read some chunks and compare them with the table.
@@ -228,7 +241,7 @@ class ChunkReader:
 
     def longer_files(self) -> Iterator[tuple[str, ShardckptError]]:
         """The data files with more bytes than their chunks, between them or at the end. Readers never read those bytes."""
-        for file, nbytes in self._finder.bytes_in_files().items():
+        for file, nbytes in self._table.whole().bytes_in_files().items():
             try:
                 if self._store.is_longer(file, nbytes):
                     yield file, CorruptionError(f"{self._store}/{file} has more bytes than the {nbytes} of its chunks.")

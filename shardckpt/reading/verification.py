@@ -12,6 +12,7 @@ from __future__ import annotations
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from threading import Lock
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,7 +20,7 @@ import numpy as np
 from shardckpt.commit.assemble import merge_tables, read_host_files, read_table
 from shardckpt.commit.index_check import IndexCheck
 from shardckpt.commit.publish import RECORD
-from shardckpt.errors import FormatError, ShardckptError
+from shardckpt.errors import FormatError, OptionError, ShardckptError
 from shardckpt.format.documents import format_version
 from shardckpt.format.record import CheckpointRecord, parse_checkpoint
 from shardckpt.format.zarr_arrays import zarr_documents
@@ -27,7 +28,7 @@ from shardckpt.layout.box import Box, BoxArray
 from shardckpt.plan.pieces import batches
 from shardckpt.reading.locate import Request
 from shardckpt.reading.lookup import WholeTable
-from shardckpt.reading.reader import ChunkReader, open_reader
+from shardckpt.reading.reader import CHECKED_BYTES, ChunkReader, open_reader
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -35,13 +36,14 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from shardckpt.format.documents import FileReference
-    from shardckpt.format.structure import TensorRecord
+    from shardckpt.format.structure import Base, TensorRecord
     from shardckpt.format.table import ArrayChunks
     from shardckpt.io.store import Store
+    from shardckpt.reading.based_reader import BasedReader
 
+    Progress = Callable[[int, int, int], None]
+    """Called with chunks checked so far and in all, and bytes of chunks that were read."""
 
-_GROUP_BYTES = 512 << 20
-"""Most bytes of tensors that are checked together, unless one has more; progress is reported once per group."""
 _GROUP_TENSORS = 4096
 """Most tensors that are checked together: the data kept for each is small, but for 100,000 tensors it is not."""
 
@@ -74,57 +76,134 @@ class VerifyReport:
         return not self.damage
 
 
-def verify(store: Store, record: CheckpointRecord, progress: Callable[[int, int], None] | None = None) -> VerifyReport:
+def verify(
+    store: Store,
+    record: CheckpointRecord,
+    progress: Progress | None = None,
+    *,
+    after: int = 0,
+    group_bytes: int = CHECKED_BYTES,
+    on_damage: Callable[[Damage], None] | None = None,
+) -> VerifyReport:
     """Read everything and compare it with what was written; see `Checkpoint.verify`.
+
+    A verification can be stopped by an exception of `progress` or `on_damage`, and resumed by another call with `after`. The
+    order of chunks follows from the record alone. All metadata is checked by each call.
 
     Args:
         store: the checkpoint's place.
         record: its record at the time it was opened.
-        progress: called with chunks checked so far and in all.
+        progress: called before the first chunk and after each group, by the calling thread, with the number of chunks up to there, the
+            number of all chunks, and the bytes of chunks that this call has read.
+        after: number of chunks that need no check: one that an earlier call for the same record told `progress`.
+        group_bytes: most bytes of elements that are checked between two calls of `progress`, unless one chunk has more.
+        on_damage: called at once with each damage, by one thread at a time. Damage that was found in a group that did not end is found
+            again by a call that resumes, and damage to metadata by each call.
+
+    Raises:
+        OptionError: `after` is no number of chunks of the checkpoint.
     """
-    return _Verification(store, record, progress).run()
+    return _Verification(store, record, progress, on_damage, after, group_bytes).run()
 
 
 class _Verification:
     """One run of `verify`."""
 
-    def __init__(self, store: Store, record: CheckpointRecord, progress: Callable[[int, int], None] | None) -> None:
+    def __init__(
+        self,
+        store: Store,
+        record: CheckpointRecord,
+        progress: Progress | None,
+        on_damage: Callable[[Damage], None] | None,
+        after: int,
+        group_bytes: int,
+    ) -> None:
         self.record = record
         self.store = store
         self.place = store.sub(record.attempt)
-        self.progress = progress or (lambda _done, _all: None)
+        self.progress = progress or (lambda _done, _all, _read: None)
+        self.on_damage = on_damage or (lambda _damage: None)
+        self.after = after
+        self.group_bytes = group_bytes
         self.report = VerifyReport()
+        self.lock = Lock()
         self.lanes: list[str] = []
         self.versions: list[tuple[int, int]] = []
         """Format versions in the hosts' files."""
 
     def run(self) -> VerifyReport:
         """Check the metadata first, then all chunks, then the metadata for stock readers."""
+        total = sum(t.num_chunks for t in self.record.structure.tensors.values())
+        if not 0 <= self.after <= total:
+            raise OptionError(f"{self.store}: after={self.after} is no number of its {total} chunks; begin again with 0.")
         version = self._record()
         table = self._table()
         if version is not None and self.versions and version != max(self.versions):
             self._damaged_record("it names another format version than the hosts' files")
         complete = self.report.ok
         reader = ChunkReader(self.place, table, compression=self.record.compression)
-        everything = list(self.record.structure.tensors.values())
-        tensors = [t for t in everything if t.base is None]
-        total = sum(t.num_chunks for t in everything)
-        done = 0
-        self.progress(0, total)
-        for some in batches(tensors, lambda tensor: (tensor.nbytes, 1), (_GROUP_BYTES, _GROUP_TENSORS)):
-            reader.check(_requests(some), self._damaged_chunk)
-            done += sum(t.num_chunks for t in some)
-            self.progress(done, total)
-        self.report.chunks = total
-        self.report.bytes_read = reader.stats.bytes_read
-        if done < total:
-            self._in_bases([t for t in everything if t.base is not None])
-            self.progress(total, total)
+        self.progress(self.after, total, 0)
+        for done, bytes_read in self._chunks(reader):
+            self.report.bytes_read = bytes_read
+            self.progress(done, total, bytes_read)
+        self.report.chunks = total - self.after
         for file, error in reader.longer_files():
             self._damaged_file(file, error)
         if complete:  # otherwise the table may be incomplete, and the index would seem to have extra entries
             self._index(table)
         return self.report
+
+    def _chunks(self, own: ChunkReader) -> Iterator[tuple[int, int]]:
+        """Compare all chunks with the tables that have them: this checkpoint's own chunks, then those in bases, base by base.
+
+        Returns:
+            For each group, the number of chunks up to its end, and the bytes of chunks that were read so far.
+        """
+        held: dict[Base | None, list[TensorRecord]] = {None: []}
+        for tensor in self.record.structure.tensors.values():
+            held.setdefault(None if tensor.base is None else tensor.base.base, []).append(tensor)
+        based = open_reader(self.place, self.record) if len(held) > 1 else own
+        readers = [own] if based is own else [own, based]
+        begin = 0
+        for base, of_base in held.items():
+            reader, place = (own, self.record.attempt) if base is None else (based, base.url)
+            for tensors in batches(of_base, lambda _tensor: (1,), (_GROUP_TENSORS,)):
+                for done in self._check(reader, place, tensors, begin):
+                    yield done, sum(some.stats.bytes_read for some in readers)
+                begin += sum(t.num_chunks for t in tensors)
+
+    def _check(self, reader: ChunkReader | BasedReader, place: str, tensors: Sequence[TensorRecord], begin: int) -> Iterator[int]:
+        """Compare the chunks of tensors that one checkpoint holds, in groups; yield the number of all chunks up to the end of each.
+
+        A tensor whose base cannot be read is damaged.
+
+        Args:
+            reader: reads them.
+            place: the checkpoint, for the names of files.
+            tensors: the tensors.
+            begin: number of chunks before theirs.
+        """
+        end = begin + sum(t.num_chunks for t in tensors)
+        if end <= self.after:
+            return
+
+        def damaged(name: str, box: Box, file: str, error: ShardckptError) -> None:
+            self._damaged(Damage(name, box, f"{place}/{file}", str(error)))
+
+        requests = [Request.of(t, BoxArray.of([], len(t.shape)), []) for t in tensors]
+        try:
+            groups = reader.check(requests, damaged, after=max(0, self.after - begin), most=self.group_bytes)
+        except ShardckptError as e:
+            if len(tensors) == 1:
+                self._damaged(Damage(tensors[0].name, Box.full(tensors[0].shape), place, str(e)))
+                yield end
+                return
+            for tensor in tensors:  # perhaps only some of them
+                yield from self._check(reader, place, [tensor], begin)
+                begin += tensor.num_chunks
+            return
+        for done in groups:
+            yield begin + done
 
     def _record(self) -> tuple[int, int] | None:
         """Compare the current commit record with the opened one; return its format version.
@@ -193,7 +272,8 @@ class _Verification:
         pieces = {p.path: p for t in structure.tensors.values() if t.base is None for p in t.pieces}
         check = IndexCheck(self.place, documents, pieces, table.files, table.arrays)
         found = check.packed(self.lanes) if self.record.layout == "packed" else check.plain()
-        self.report.damage += [Damage(None, None, f"{self.record.attempt}/{file}", reason) for file, reason in found]
+        for file, reason in found:
+            self._damaged(Damage(None, None, f"{self.record.attempt}/{file}", reason))
 
     @contextmanager
     def _reporting(self, file: str) -> Iterator[None]:
@@ -203,35 +283,17 @@ class _Verification:
         except ShardckptError as e:
             self._damaged_file(file, e)
 
-    def _in_bases(self, tensors: Sequence[TensorRecord]) -> None:
-        """Compare tensors with their chunks in the bases; a tensor whose base cannot be read is reported."""
-        reader = open_reader(self.place, self.record)
-        for tensor in tensors:
-            assert tensor.base is not None
-            url = tensor.base.base.url
-
-            def damaged(name: str, box: Box, file: str, error: ShardckptError, url: str = url) -> None:
-                self.report.damage.append(Damage(name, box, f"{url}/{file}", str(error)))
-
-            try:
-                reader.check(_requests([tensor]), damaged)
-            except ShardckptError as e:
-                self.report.damage.append(Damage(tensor.name, Box.full(tensor.shape), url, str(e)))
-        self.report.bytes_read += reader.stats.bytes_read
-
-    def _damaged_chunk(self, tensor: str, box: Box, file: str, error: ShardckptError) -> None:
-        self.report.damage.append(Damage(tensor, box, f"{self.record.attempt}/{file}", str(error)))
+    def _damaged(self, damage: Damage) -> None:
+        """Report damage; called by several threads."""
+        with self.lock:
+            self.report.damage.append(damage)
+            self.on_damage(damage)
 
     def _damaged_record(self, reason: str) -> None:
-        self.report.damage.append(Damage(None, None, RECORD, reason))
+        self._damaged(Damage(None, None, RECORD, reason))
 
     def _damaged_file(self, file: str, error: ShardckptError) -> None:
-        self.report.damage.append(Damage(None, None, f"{self.record.attempt}/{file}", str(error)))
-
-
-def _requests(tensors: Sequence[TensorRecord]) -> list[Request]:
-    """Requests for all of the tensors, without boxes and buffers, for checks only."""
-    return [Request.of(t, BoxArray.of([], len(t.shape)), []) for t in tensors]
+        self._damaged(Damage(None, None, f"{self.record.attempt}/{file}", str(error)))
 
 
 def _same_places(

@@ -222,6 +222,8 @@ def parse_box(text: str | None, shape: tuple[int, ...], name: str) -> Box:
         if found is None or (found[1] is None and ":" not in side):
             raise ShapeMismatchError(f"{name}: box={excerpt(text)}: write START:STOP for each dimension, as in 0:8,0:64.")
         first = int(found[1] or 0)
+        if found[2] is not None and int(found[2]) < first:
+            raise ShapeMismatchError(f"{name}: box={excerpt(text)}: the start {first} is after the stop {found[2]}; write START:STOP.")
         start.append(first)
         stop.append((n if found[2] is None else int(found[2])) if ":" in side else first + 1)
     inside = all(0 <= a <= b <= n for a, b, n in zip(start, stop, shape, strict=False))
@@ -260,11 +262,14 @@ def _steps(text: str | None) -> tuple[int | None, int | None]:
     if text is None:
         return None, None
     found = _STEPS.fullmatch(text)
-    if found is None or not text:
+    if found is None or text in ("", ":"):
         raise OptionError(f"step={excerpt(text)}: give a step, or a range such as 100:200.")
     first, colon, last = found.groups()
     low = None if first is None else int(first)
-    return low, (low if not colon else None if last is None else int(last))
+    high = low if not colon else None if last is None else int(last)
+    if low is not None and high is not None and low > high:
+        raise OptionError(f"step={excerpt(text)}: the first step is after the last; give a range such as 100:200.")
+    return low, high
 
 
 def _metric(text: str | None) -> tuple[str, str, float] | None:

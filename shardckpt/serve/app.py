@@ -55,11 +55,12 @@ def application(service: Service, options: ServeOptions) -> Guard:
         *(Route(one.path.replace("{path}", "{path:path}"), _Endpoint(service, one)) for one in files.ENDPOINTS),
         *ui.routes(service),
         Route("/api/models/{path:path}", _of_service(service, _hub_api)),
-        Route("/{path:path}", _of_service(service, _hub_file)),
+        Route("/{ident:path}/resolve/{rest:path}", _of_service(service, _hub_file)),
     ]
     handlers: dict[Any, Any] = {ShardckptError: of_error, HTTPException: of_error, Exception: failed}
     app = Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers)
     app.router.redirect_slashes = False
+    app.router.default = problems.problem(404, "not-found", "there is no such path.")
     guard = app.state.guard = Guard(app, tokens=service.tokens, hosts=options.allow_host, metrics=service.metrics)
     return guard
 
@@ -105,10 +106,7 @@ async def _hub_api(service: Service, request: Request) -> Any:
 
 
 async def _hub_file(service: Service, request: Request) -> Any:
-    ident, found, rest = request.path_params["path"].partition("/resolve/")
-    if not found:
-        raise HTTPException(404, "there is no such path.")
-    return SourceResponse(await to_thread.run_sync(hub.resolve, service, ident, rest))
+    return SourceResponse(await to_thread.run_sync(hub.resolve, service, request.path_params["ident"], request.path_params["rest"]))
 
 
 async def _healthz(_request: Request) -> Response:

@@ -1,9 +1,9 @@
 """The endpoints that `huggingface_hub` asks for, so that `from_pretrained` loads a training checkpoint that was never exported.
 
-A run is a model: its id is that of the run, with `__` for the third slash and those after it. A revision is `main` (the last step that was
-not superseded), `step-100`, the name of a checkpoint, a tag (the last step that has it), or a commit; `step-100+bfloat16` converts. A
-commit is a digest of the attempt and of the options, so it stands for the same bytes for ever. If a state has a part called `model`, the
-model consists of that part.
+A run is a model: its id is that of the run, with `__` for each slash after the first. A revision is `main` (the highest committed step
+that no rollback superseded), `step-100`, the name of a checkpoint, a tag (the last step that has it), or a commit; `step-100+bfloat16`
+converts. A commit is a digest of the attempt and of the options, so it stands for the same bytes for ever. If the state has a key `model`,
+the model consists of the tensors below it.
 
 `config.json`, tokenizers and the like come from the checkpoint, if an import kept them there, or lie beside the checkpoints of the run.
 """

@@ -6,6 +6,9 @@ import math
 import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
+from urllib.parse import parse_qsl
+
+from starlette.datastructures import QueryParams
 
 from shardckpt._version import __version__
 from shardckpt.errors import OptionError
@@ -104,9 +107,12 @@ class Endpoint:
         """The values of all parameters.
 
         Raises:
-            OptionError: a parameter is unknown, missing or invalid.
+            OptionError: a parameter is unknown, missing or invalid, or not UTF-8.
         """
-        query = request.query_params
+        try:
+            query = QueryParams(parse_qsl(request.url.query, keep_blank_values=True, errors="strict"))
+        except UnicodeDecodeError:
+            raise OptionError("the query is not valid UTF-8; encode it as UTF-8, and then with percent signs.") from None
         names = [parameter.name for parameter in self.parameters]
         odd = next((name for name in query if name not in names), None)
         if odd is not None:

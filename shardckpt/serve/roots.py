@@ -12,8 +12,9 @@ import re
 from typing import TYPE_CHECKING
 
 from shardckpt.commit.base_places import base_location
-from shardckpt.errors import NotFoundError, OptionError, StorageError, UrlError
+from shardckpt.errors import NotFoundError, OptionError, StorageError
 from shardckpt.excerpt import excerpt, few
+from shardckpt.format.documents import unfit
 from shardckpt.io.url import parse
 
 if TYPE_CHECKING:
@@ -67,11 +68,14 @@ class Roots:
         root = self.places.get(name)
         if root is None:
             raise NotFoundError(f"there is no root {excerpt(name)}; there are {few(list(self.places))}.")
+        why = unfit(below) if slash else ""
+        if why:
+            raise NotFoundError(f"{excerpt(ident)} is no place below {name}: {why}.")
         try:
             place = root.join(below) if slash else root
             inside = place.local is None or place.is_within(root)
-        except (UrlError, OSError, ValueError) as e:
-            raise NotFoundError(f"{excerpt(ident)} is no place below {name}: {e}") from None
+        except (OSError, ValueError) as e:  # a name that the system refuses
+            raise NotFoundError(f"{excerpt(ident)} is no place below {name}: {e}.") from None
         if not inside:
             raise NotFoundError(f"{excerpt(ident)} is no place below {name}: it leads out of it.")
         return place

@@ -33,7 +33,8 @@ _READS = 6
 _WHOLE, _WHOLE_SECONDS, _SEND_SECONDS = threading.BoundedSemaphore(16), 1.0, 60.0
 """Answers in memory at a time, how long one waits for others, and how long its client may take."""
 _PIECE = 1 << 18
-_RANGE = re.compile(r"bytes=(?:(\d{1,18})-(\d{1,18})?|-(\d{1,18}))", re.ASCII)
+_RANGE = re.compile(r"bytes=(?:(\d{1,1000})-(\d{1,1000})?|-(\d{1,1000}))", re.ASCII)
+_CONDITIONS = (b"range", b"if-range", b"if-match", b"if-none-match")
 _streams = 0
 _limit: RunVar[CapacityLimiter] = RunVar("shardckpt-reads")
 
@@ -92,7 +93,7 @@ class SourceResponse:
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         source = self._source
-        asked = {name: value.decode("latin-1") for name, value in scope["headers"] if name in (b"range", b"if-range", b"if-none-match")}
+        asked = {name: value.decode("latin-1") for name, value in scope["headers"] if name in _CONDITIONS}
         headers = {
             "etag": f'"{source.etag}"',
             "content-type": source.media_type,
@@ -100,7 +101,13 @@ class SourceResponse:
             **({} if source.whole else {"accept-ranges": "bytes"}),
             **source.headers,
         }
-        if _matches(asked.get(b"if-none-match"), source.etag):
+        if b"if-match" in asked and not _matches(asked[b"if-match"], source.etag, strongly=True):
+            refused = problem(
+                412, "changed", "these are other bytes than If-Match names; begin anew without it.", {"ETag": headers["etag"]}
+            )
+            await refused(scope, receive, send)
+            return
+        if b"if-none-match" in asked and _matches(asked[b"if-none-match"], source.etag):
             await _start(send, 304, headers)
             await send({"type": "http.response.body"})
             return
@@ -208,11 +215,10 @@ async def _start(send: Send, status: int, headers: Mapping[str, str]) -> None:
     await send({"type": "http.response.start", "status": status, "headers": raw})
 
 
-def _matches(condition: str | None, etag: str) -> bool:
-    """Whether If-None-Match names the tag."""
-    if condition is None:
-        return False
-    return condition.strip() == "*" or any(one.strip().removeprefix("W/") == f'"{etag}"' for one in condition.split(","))
+def _matches(condition: str, etag: str, *, strongly: bool = False) -> bool:
+    """Whether If-Match or If-None-Match names the tag; strongly: a weak tag is another one."""
+    tags = (one.strip() if strongly else one.strip().removeprefix("W/") for one in condition.split(","))
+    return condition.strip() == "*" or f'"{etag}"' in tags
 
 
 def _span(text: str, size: int) -> tuple[int, int] | None:

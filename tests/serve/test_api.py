@@ -118,6 +118,8 @@ def test_layouts_statistics_plans_and_differences(service, runs):
         (f"{CKPT}/tensors/model/embed.weight?format=raw&box=0:80,:", 400, "shape"),
         (f"{CKPT}/tensors/model/embed.weight?format=raw&box=zero", 400, "shape"),
         (f"{CKPT}/tensors/model/embed.weight?format=xml", 400, "option"),
+        ("/v1/checkpoints?step=200:100", 400, "option"),
+        ("/v1/checkpoints?step=:", 400, "option"),
         (f"{CKPT}/plan?mesh=nonsense", 400, "option"),
         (f"{CKPT}/plan?mesh=model=2&rule=model/head=(data)", 400, None),
         ("/v1/checkpoints?limit=0", 400, "option"),
@@ -135,6 +137,29 @@ def test_mistakes_are_problems_with_the_codes_of_the_library(service, runs, path
     assert reply.json["status"] == status
     assert code in (None, reply.json["code"])
     assert str(runs) not in reply.json["detail"]
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        (f"{CKPT}/tensors/model/embed.weight?format=raw&box=5:2,:", "box='5:2,:': the start 5 is after the stop 2; write START:STOP."),
+        (f"{CKPT}/tensors/model/embed.weight?format=raw&box=99:,:", "lies outside its shape (64, 48)"),
+        (f"{CKPT}/tensors/nothing", "no tensor 'nothing'; `shardckpt info` lists its names."),
+        ("/files/lab/../model.safetensors", "'lab/..' is no place below lab: one of the names between its slashes is '..'."),
+        ("/v1/checkpoints?step=200:100", "the first step is after the last"),
+    ],
+)
+def test_problems_say_what_to_do_to_a_client_that_knows_no_python(service, path, said):
+    assert said in service.ask(urllib.parse.quote(path, safe="/?&=:,")).json["detail"]
+
+
+def test_a_path_that_does_not_exist_is_not_found_by_any_method_and_one_that_does_takes_its_own(service):
+    for method in ("GET", "HEAD", "POST", "PUT", "DELETE"):
+        for path in ("/nothing", "/v1/nothing", "/v1", "/ui/nothing", "/lab/llama"):
+            assert service.ask(path, method).status == 404, (method, path)
+    for path in ("/v1/runs", "/v1/diff", "/v1/checkpoints/lab/llama/10", "/files/lab/llama/10/", "/lab/llama/resolve/main/config.json"):
+        assert service.ask(path, "POST").status == 405, path
+    assert service.ask("/v1/announcements").status == 405
 
 
 def test_the_openapi_document_is_valid(service):

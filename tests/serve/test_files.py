@@ -24,6 +24,7 @@ from serving import serving
 import shardckpt
 from shardckpt import SaveOptions
 from shardckpt.commit import pinning
+from shardckpt.errors import FormatError
 from shardckpt.serve import sources
 
 FILE = "/files/lab/llama/10/model.safetensors"
@@ -54,7 +55,7 @@ def test_a_file_has_the_bytes_of_an_export(service, exported):
 def test_ranges_are_those_of_the_file(service, exported, data):
     n = len(exported)
     first = data.draw(st.integers(0, n + 10))
-    last = data.draw(st.none() | st.integers(0, n + 10))
+    last = data.draw(st.none() | st.integers(0, n + 10) | st.sampled_from([2**63 - 1, 2**64, 10**30]))
     text = data.draw(st.sampled_from([f"bytes={first}-{'' if last is None else last}", f"bytes=-{first}"]))
     reply = service.ask(FILE, Range=text)
     if text.startswith("bytes=-"):
@@ -77,6 +78,13 @@ def test_a_range_is_of_the_file_that_was_begun(service, exported):
     assert service.ask(FILE, Range="bytes=5-9", If_Range=tag).body == exported[5:10]
     for other in ('"other"', f"W/{tag}", "Mon, 23 Nov 2026 00:00:00 GMT"):
         assert service.ask(FILE, Range="bytes=5-9", If_Range=other).body == exported
+    assert service.ask(FILE, If_Match=f'"other", {tag}', Range="bytes=5-9").body == exported[5:10]
+    assert service.ask(FILE, If_Match="*", If_None_Match=tag).status == 304
+    for other in ('"other"', f"W/{tag}", ""):
+        for method in ("GET", "HEAD"):
+            refused = service.ask(FILE, method, If_Match=other, Range="bytes=5-9", If_None_Match=tag)
+            assert (refused.status, refused.headers["etag"]) == (412, tag)
+    assert service.ask("/v1/checkpoints/lab/llama/10/tensors/model/head?format=raw", If_Match=tag).status == 412
     for odd in ("bytes=1-2,4-5", "lines=1-2", "bytes=a-b", "bytes=", "bytes=--1"):
         assert service.ask(FILE, Range=odd).status == 200
 
@@ -97,6 +105,8 @@ def test_options_split_convert_and_choose(service, runs, tmp_path):
     assert service.get(f"{FILE}?include=nothing", 404)["code"] == "names"
     assert service.get(f"{FILE}?mapping=/etc/passwd", 400)["code"] == "option"
     assert service.get(f"{FILE}?rename=s/a/b/", 400)["code"] == "option"
+    assert service.get(f"{FILE}?add_prefix=%ff", 400)["detail"].startswith("the query is not valid UTF-8")
+    assert b'"\xc3\xbfmodel.head"' in service.ask(f"{FILE}?add_prefix=%c3%bf").body
     assert service.get("/files/lab/llama/10/other.bin", 404)["code"] == "not-found"
 
 
@@ -146,6 +156,24 @@ def test_the_library_restores_from_raw_files(tmp_path, layout):
         assert np.array_equal(like["x"], state["x"])
         assert found["step"] == 7
         assert shardckpt.open(f"{service.url}/raw/lab/run/100").verify().ok
+
+
+def test_a_base_with_a_full_url_is_refused_by_the_reader_and_served_in_files(tmp_path):
+    """A reader elsewhere cannot reach the path that the record names, and must not read its own disk at that path."""
+    state = {"w": np.arange(5000, dtype=np.float32), "x": np.ones((3, 4))}
+    shardckpt.save(tmp_path / "root" / "pretrained", state)
+    options = SaveOptions(base=tmp_path / "root" / "pretrained", skip="w")
+    shardckpt.save(tmp_path / "root" / "run" / "100", state, options=options)
+    assert shardckpt.open(tmp_path / "root" / "run" / "100").record.structure.bases[0].url.startswith("file://")
+    with serving(("lab", tmp_path / "root")) as service:
+        url = f"{service.url}/raw/lab/run/100"
+        with pytest.raises(
+            FormatError, match=r"names 'file:///.*' as a base, which is in another kind of storage than it is itself, and not"
+        ):
+            shardckpt.restore(url)
+        assert np.array_equal(shardckpt.restore(url, only="x")["x"], state["x"])
+        assert [damage.tensor for damage in shardckpt.open(url).verify().damage] == ["w"]
+        assert np.array_equal(load(service.ask("/files/lab/run/100/model.safetensors").body)["w"], state["w"])
 
 
 def test_a_checkpoint_that_is_replaced_is_served_anew(tmp_path):
