@@ -101,25 +101,10 @@ def export(
             **options,
         )
     if as_json:
-        write_json(_document(report))
+        write_json(report.to_json())
     else:
         screen = Screen()
         screen.show(_lines(screen, report))
-
-
-def _document(report: ExportReport) -> dict[str, Any]:
-    return {
-        "url": report.url,
-        "files": list(report.files),
-        "tensors": report.tensors,
-        "bytes": report.nbytes,
-        "read_bytes": report.read_bytes,
-        "written_bytes": report.written_bytes,
-        "resumed_bytes": report.resumed_bytes,
-        "notes": list(report.notes),
-        "seconds": report.seconds,
-        "conversions": [one.to_json() for one in report.conversions],
-    }
 
 
 def _lines(screen: Screen, report: ExportReport) -> Iterator[str]:

@@ -21,7 +21,7 @@ from shardckpt.cli.naming_options import (
     TiesText,
     given,
 )
-from shardckpt.cli.reshard import document, lines
+from shardckpt.cli.reshard import lines
 from shardckpt.cli.reshard_options import (
     Dtypes,
     EngineUrl,
@@ -135,6 +135,6 @@ def import_(
             **choices,
         )
     if as_json:
-        write_json({"format": report.format, "notes": list(report.notes), **document(report)})
+        write_json(report.to_json())
     else:
         screen.show(lines(screen, report, "imported"))

@@ -99,26 +99,10 @@ def reshard(
             **choices,
         )
     if as_json:
-        write_json(document(report))
+        write_json(report.to_json())
     else:
         screen = Screen()
         screen.show(lines(screen, report, "resharded"))
-
-
-def document(report: ReshardReport) -> dict[str, Any]:
-    """A report as JSON."""
-    return {
-        "url": report.url,
-        "attempt": report.attempt,
-        "committed": report.committed,
-        "tasks": report.tasks,
-        "done_before": report.done_before,
-        "bytes": report.nbytes,
-        "read_bytes": report.read_bytes,
-        "stored_bytes": report.stored_bytes,
-        "seconds": report.seconds,
-        "conversions": [one.to_json() for one in report.conversions],
-    }
 
 
 def lines(screen: Screen, report: ReshardReport, done: str) -> Iterator[str]:

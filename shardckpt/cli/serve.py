@@ -7,13 +7,26 @@ from typing import Annotated
 
 import typer
 
+from shardckpt.cli.reshard_options import EngineUrl, MemoryLimit, Workers  # noqa: TC001  (typer reads the annotations)
+from shardckpt.options import parse_bytes, parse_duration
+
 
 def serve(
     roots: Annotated[list[str], typer.Argument(metavar="NAME=ROOT…", help="What to serve: a name, and a path or url.")],
     host: Annotated[str, typer.Option("--host", metavar="ADDRESS", help="The address to listen at.")] = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", min=0, max=65535, metavar="N", help="The port; 0: any that is free.")] = 8470,
     token_file: Annotated[Path | None, typer.Option("--token-file", metavar="FILE", help="Who may do what; see `shardckpt token`.")] = None,
-    state: Annotated[Path | None, typer.Option("--state", metavar="DIR", help="Where to keep the catalogue; default: nowhere.")] = None,
+    state: Annotated[
+        Path | None, typer.Option("--state", metavar="DIR", help="Where catalogue and jobs are kept; default: nowhere.")
+    ] = None,
+    jobs: Annotated[int, typer.Option("--jobs", min=1, metavar="N", help="Jobs at a time.")] = 1,
+    workers: Workers = None,
+    engine: EngineUrl = None,
+    memory_limit: MemoryLimit = "512MiB",
+    scrub: Annotated[str | None, typer.Option("--scrub", metavar="PERIOD", help="Verify every chunk once per period, as in 30d.")] = None,
+    scrub_rate: Annotated[str, typer.Option("--scrub-rate", metavar="BYTES", help="Most bytes per second that the scrub reads.")] = "64MiB",
+    keep: Annotated[Path | None, typer.Option("--keep", metavar="FILE", help="Rules of retention for runs that have ended.")] = None,
+    webhook: Annotated[str | None, typer.Option("--webhook", metavar="URL", help="What is told of damage.")] = None,
     allow_host: Annotated[
         list[str] | None,
         typer.Option("--allow-host", metavar="NAME", help="A name of the service in Host; may be repeated."),
@@ -44,6 +57,14 @@ def serve(
         port=port,
         token_file=token_file,
         state=state,
+        jobs=jobs,
+        workers=workers,
+        engine=engine,
+        memory_limit=memory_limit,
+        scrub=None if scrub is None else parse_duration(scrub, "--scrub"),
+        scrub_rate=parse_bytes(scrub_rate, "--scrub-rate"),
+        keep=keep,
+        webhook=webhook,
         allow_host=tuple(allow_host or ()),
         allow_base=tuple(allow_base or ()),
         certificate=certificate,

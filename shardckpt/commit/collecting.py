@@ -70,7 +70,7 @@ def collect(root: str | os.PathLike[str], *, grace: float = GRACE, dry_run: bool
         return [one for some in pool.map(at, [place for _, place in places(store, children)]) for one in some]
 
 
-def delete(url: str | os.PathLike[str], *, reason: str = "on request", grace: float = GRACE) -> list[Collected]:
+def delete(url: str | os.PathLike[str], *, reason: str = "on request", grace: float = GRACE, attempt: str | None = None) -> list[Collected]:
     """Delete a checkpoint. Saves to the same place that began before it can publish nothing any more.
 
     Also collects the attempts there that are older than the grace period; if none is younger, nothing stays.
@@ -79,6 +79,7 @@ def delete(url: str | os.PathLike[str], *, reason: str = "on request", grace: fl
         url: location of the checkpoint.
         reason: for people who look for it later; the time is put before it.
         grace: as for `collect`; the checkpoint itself is deleted whatever its age.
+        attempt: the attempt that is to be deleted; None: whichever is there.
 
     Returns:
         The outcome for other attempts there; and for the checkpoint's own data, if it could not be removed.
@@ -86,14 +87,14 @@ def delete(url: str | os.PathLike[str], *, reason: str = "on request", grace: fl
     Raises:
         NotFoundError: no checkpoint there.
         OptionError: it is pinned or tagged, or checkpoints beside it have left tensors in it; the message names them.
-        ReplacedError: another checkpoint has just replaced it; nothing was deleted.
+        ReplacedError: another checkpoint has replaced it; nothing was deleted.
         VersionError: it was written by a newer version.
         StorageError: the storage failed; unless the message is about deleting the record, the record is deleted and data may be left.
     """
     _check_seconds(grace)
     store = Store.open(parse(url))
     _check_no_base(store)
-    return at_one_place.delete(store, reason=reason, grace=grace)
+    return at_one_place.delete(store, reason=reason, grace=grace, attempt=attempt)
 
 
 def check_exists(url: str | os.PathLike[str]) -> None:

@@ -59,6 +59,21 @@ class ExportReport:
     conversions: tuple[ConvertedSubtree, ...] = ()
     """Tensors that `dtype` converts and leaves, counted by subtree; empty without `dtype`."""
 
+    def to_json(self) -> dict[str, Any]:
+        """The report as JSON."""
+        return {
+            "url": self.url,
+            "files": list(self.files),
+            "tensors": self.tensors,
+            "bytes": self.nbytes,
+            "read_bytes": self.read_bytes,
+            "written_bytes": self.written_bytes,
+            "resumed_bytes": self.resumed_bytes,
+            "notes": list(self.notes),
+            "seconds": self.seconds,
+            "conversions": [one.to_json() for one in self.conversions],
+        }
+
 
 @out_of_memory_is_typed
 def export(

@@ -44,6 +44,10 @@ class ImportReport(ReshardReport):
     notes: tuple[str, ...]
     """Messages about the files found and the parts left behind, a line each."""
 
+    def to_json(self) -> dict[str, Any]:
+        """The report as JSON."""
+        return {"format": self.format, "notes": list(self.notes), **ReshardReport.to_json(self)}
+
 
 @out_of_memory_is_typed
 def import_checkpoint(

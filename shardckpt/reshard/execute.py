@@ -85,6 +85,21 @@ class ReshardReport:
     conversions: tuple[ConvertedSubtree, ...] = field(kw_only=True, default=())
     """Tensors that `dtype` converts and leaves, by subtree; empty if `dtype` was not given."""
 
+    def to_json(self) -> dict[str, Any]:
+        """The report as JSON."""
+        return {
+            "url": self.url,
+            "attempt": self.attempt,
+            "committed": self.committed,
+            "tasks": self.tasks,
+            "done_before": self.done_before,
+            "bytes": self.nbytes,
+            "read_bytes": self.read_bytes,
+            "stored_bytes": self.stored_bytes,
+            "seconds": self.seconds,
+            "conversions": [one.to_json() for one in self.conversions],
+        }
+
 
 @dataclass(frozen=True, slots=True)
 class ExecutionOptions:

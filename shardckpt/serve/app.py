@@ -16,7 +16,9 @@ from shardckpt.errors import OptionError, ShardckptError, UrlError
 from shardckpt.io.url import parse
 from shardckpt.serve import api, files, hub, problems, ui
 from shardckpt.serve.guard import Guard, failed
-from shardckpt.serve.openapi import Endpoint, document
+from shardckpt.serve.jobs import endpoints as jobs
+from shardckpt.serve.jobs.operations import OPERATIONS
+from shardckpt.serve.openapi import Endpoint, Parameter, document, posted
 from shardckpt.serve.sources import ByteSource, SourceResponse
 
 if TYPE_CHECKING:
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 
     Answer = Callable[[Request], Awaitable[Any]]
 
+_ANNOUNCED = (Parameter(name="url", about="Place of a checkpoint.", required=True, example="gs://bucket/run/100"),)
 _THREADS, _DISTANT_THREADS = 8, 32
 """Requests that read at a time; others wait. Object stores answer late, so that more of them wait for one."""
 
@@ -37,7 +40,7 @@ def application(service: Service, options: ServeOptions) -> Guard:
     async def lifespan(_app: Starlette) -> AsyncIterator[None]:
         distant = any(place.local is None for place in service.roots.places.values())
         to_thread.current_default_thread_limiter().total_tokens = _DISTANT_THREADS if distant else _THREADS
-        service.scanner.start()
+        service.start()
         yield
         await to_thread.run_sync(service.close)
 
@@ -50,6 +53,10 @@ def application(service: Service, options: ServeOptions) -> Guard:
         Route("/metrics", _of_service(service, _metrics)),
         Route("/v1/openapi.json", _of_service(service, _openapi)),
         Route("/v1/announcements", _of_service(service, _announce), methods=["POST"]),
+        Route("/v1/jobs/{operation}", _of_service(service, jobs.start), methods=["POST"]),
+        Route("/v1/jobs/{job}/cancel", _of_service(service, jobs.cancel), methods=["POST"]),
+        Route("/v1/jobs/{job}/events", _of_service(service, jobs.events)),
+        *(Route(one.path, _Endpoint(service, one)) for one in jobs.ENDPOINTS),
         *(Route(one.path, _Endpoint(service, one)) for one in api.ENDPOINTS if "{" not in one.path),
         Route("/v1/checkpoints/{path:path}", _of_service(service, _of_checkpoint)),
         *(Route(one.path.replace("{path}", "{path:path}"), _Endpoint(service, one)) for one in files.ENDPOINTS),
@@ -119,12 +126,20 @@ async def _readyz(service: Service, _request: Request) -> Response:
 
 
 async def _metrics(service: Service, _request: Request) -> Response:
-    text = await to_thread.run_sync(lambda: service.metrics.text(service.catalogue.totals()))
-    return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+    def text() -> bytes:
+        if service.upkeep is not None:
+            service.metrics.note_upkeep(service.upkeep)
+        return service.metrics.text(service.catalogue.totals())
+
+    return Response(await to_thread.run_sync(text), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 async def _openapi(service: Service, _request: Request) -> Response:
-    return JSONResponse(document([*api.ENDPOINTS, *files.ENDPOINTS], tokens=service.tokens is not None))
+    posts: dict[str, tuple[Any, Any]] = {"/v1/announcements": (_announce, _ANNOUNCED), "/v1/jobs/{job}/cancel": (jobs.cancel, None)}
+    posts |= {f"/v1/jobs/{one.name}": (one.run, one.parameters) for one in OPERATIONS.values()}
+    endpoints = [*api.ENDPOINTS, *jobs.ENDPOINTS, *files.ENDPOINTS]
+    described = {path: posted(path, *one) for path, one in posts.items()}
+    return JSONResponse(document(endpoints, described, tokens=service.tokens is not None))
 
 
 async def _announce(service: Service, request: Request) -> Response:

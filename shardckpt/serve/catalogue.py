@@ -241,6 +241,17 @@ class Catalogue:
         """
         return {row[0] for row in self._read("SELECT id FROM checkpoints", ())}
 
+    def committed(self) -> list[dict[str, Any]]:
+        """`id`, `attempt`, `created` and `stored_bytes` of all committed checkpoints.
+
+        Raises:
+            StorageError: the database cannot be read.
+        """
+        rows = self._read(
+            "SELECT id, json_extract(entry, '$.attempt'), created, stored_bytes FROM checkpoints WHERE state = 'committed'", ()
+        )
+        return [dict(zip(("id", "attempt", "created", "stored_bytes"), row, strict=True)) for row in rows]
+
     def totals(self) -> dict[str, int]:
         """Number of checkpoints by state.
 

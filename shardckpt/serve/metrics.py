@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shardckpt.errors import MissingExtraError
+from shardckpt.serve.jobs.rows import STATES
 
 try:
     from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -13,6 +14,8 @@ except ImportError:
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from shardckpt.serve.jobs.upkeep import Upkeep
 
 _SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100)
 _AREAS = frozenset({"api", "files", "healthz", "metrics", "raw", "readyz", "static", "ui", "v1", "zarr"})
@@ -35,6 +38,11 @@ class ServeMetrics:
         self.scans = Counter("shardckpt_serve_scans", "Scans of the roots.", registry=registry)
         self.scan_seconds = Gauge("shardckpt_serve_last_scan_seconds", "Seconds of the last scan.", registry=registry)
         self.problems = Gauge("shardckpt_serve_unreachable_roots", "Roots that the last scan could not list.", registry=registry)
+        self.damaged = Gauge(
+            "shardckpt_serve_damaged_checkpoints", "Checkpoints whose last verification has found damage.", registry=registry
+        )
+        self.jobs = Gauge("shardckpt_serve_jobs", "Jobs in the journal.", ("state",), registry=registry)
+        self.due = Gauge("shardckpt_serve_scrub_due_bytes", "Stored bytes that were not verified within the period.", registry=registry)
         self.checkpoints = Gauge("shardckpt_serve_checkpoints", "Checkpoints in the catalogue.", ("state",), registry=registry)
 
     def note(self, method: str, path: str, status: int, sent: int, seconds: float) -> None:
@@ -50,6 +58,15 @@ class ServeMetrics:
         self.scans.inc()
         self.scan_seconds.set(seconds)
         self.problems.set(problems)
+
+    def note_upkeep(self, upkeep: Upkeep) -> None:
+        """Set what the journal knows. Raises StorageError."""
+        counts = upkeep.journal.counts()
+        for state in STATES:
+            self.jobs.labels(state).set(counts.get(state, 0))
+        self.damaged.set(len(upkeep.damaged()))
+        if upkeep.scrubber is not None:
+            self.due.set(upkeep.scrubber.status()["due_bytes"])
 
     def text(self, totals: Mapping[str, int]) -> bytes:
         """All metrics in Prometheus's text format."""

@@ -16,7 +16,7 @@ from shardckpt.excerpt import excerpt, few
 from shardckpt.serve.problems import STATUS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from starlette.requests import Request
 
@@ -77,8 +77,23 @@ class Parameter:
             raise OptionError(f"{self.name}: give at most {LONGEST_TEXT} characters, without NUL.")
         return text
 
-    def document(self) -> dict[str, Any]:
-        """The parameter in OpenAPI."""
+    def of_json(self, given: Mapping[str, Any]) -> Any:
+        """The value of a member of a JSON object; the default if the object has no such member, or null.
+
+        Raises:
+            OptionError: the value is missing or invalid.
+        """
+        value: Any = given.get(self.name)
+        if value is None:
+            return self.parse([])
+        several = isinstance(value, list) and all(type(one) is str for one in value)
+        if not (several if self.kind == "texts" else type(value) is {"text": str, "integer": int, "boolean": bool}[self.kind]):
+            raise OptionError(f"{self.name}: give {'a list of texts' if self.kind == 'texts' else f'one {self.kind}'}.")
+        return value if self.kind == "boolean" else self.parse([*value] if several else [str(value)])
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        """The JSON schema of its value."""
         text: dict[str, Any] = {"type": "string", "maxLength": LONGEST_TEXT} | ({"enum": list(self.choices)} if self.choices else {})
         schema = {
             "text": text,
@@ -88,8 +103,12 @@ class Parameter:
         }[self.kind]
         if self.default is not None:
             schema = schema | {"default": self.default}
+        return schema
+
+    def document(self) -> dict[str, Any]:
+        """The parameter in OpenAPI."""
         example = {} if self.example is None else {"example": self.example}
-        return {"name": self.name, "in": "query", "required": self.required, "description": self.about, "schema": schema, **example}
+        return {"name": self.name, "in": "query", "required": self.required, "description": self.about, "schema": self.schema, **example}
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,17 +140,13 @@ class Endpoint:
 
     def document(self) -> dict[str, Any]:
         """The endpoint in OpenAPI."""
-        named = [
-            {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
-            for name in re.findall(r"\{(\w+)\}", self.path)
-        ]
         about = (self.answer.__doc__ or "").strip().partition("\n")
         schema = dict(self.schema) or {"type": "object"}
         content = {kind: {"schema": schema if kind == "application/json" else {}} for kind in self.produces}
         return {
             "summary": about[0].rstrip("."),
             "operationId": self.answer.__name__,
-            "parameters": [*named, *(parameter.document() for parameter in self.parameters)],
+            "parameters": [*path_parameters(self.path), *(parameter.document() for parameter in self.parameters)],
             "responses": {
                 "200": {"description": "What was asked for.", "content": content},
                 "default": {"$ref": "#/components/responses/Problem"},
@@ -139,21 +154,42 @@ class Endpoint:
         }
 
 
-_OBJECT: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
-_PLACE = {"type": "object", "required": ["url"], "properties": {"url": {"type": "string", "example": "gs://bucket/run/100"}}}
-_ANNOUNCE: dict[str, Any] = {
-    "summary": "Look at a place now, as something was committed there",
-    "operationId": "announce",
-    "requestBody": {"required": True, "content": {"application/json": {"schema": _PLACE}}},
-    "responses": {
-        "202": {"description": "The id of the place; null if it is in no root.", "content": _OBJECT},
-        "default": {"$ref": "#/components/responses/Problem"},
-    },
-}
+def path_parameters(path: str) -> list[dict[str, Any]]:
+    """The parameters in a path, in OpenAPI."""
+    schema = {"type": "string", "minLength": 1}
+    return [{"name": name, "in": "path", "required": True, "schema": schema} for name in re.findall(r"\{(\w+)\}", path)]
 
 
-def document(endpoints: Iterable[Endpoint], *, tokens: bool) -> dict[str, Any]:
-    """The OpenAPI document of some endpoints."""
+def posted(path: str, answer: Callable[..., Any], parameters: Sequence[Parameter] | None = None) -> dict[str, Any]:
+    """What answers POST requests to a path with 202, in OpenAPI.
+
+    Args:
+        path: its last name is the id.
+        answer: its docstring is the summary.
+        parameters: members of the JSON object that is sent; None: nothing is sent.
+    """
+    found: dict[str, Any] = {
+        "summary": (answer.__doc__ or "").partition("\n")[0].rstrip("."),
+        "operationId": path.rpartition("/")[2],
+        "parameters": path_parameters(path),
+        "responses": {
+            "202": {"description": "What was asked for.", "content": {"application/json": {"schema": {"type": "object"}}}},
+            "default": {"$ref": "#/components/responses/Problem"},
+        },
+    }
+    if parameters is not None:
+        members = {
+            one.name: {**one.schema, "description": one.about} | ({} if one.example is None else {"example": one.example})
+            for one in parameters
+        }
+        required = [one.name for one in parameters if one.required]
+        schema = {"type": "object", "properties": members, "additionalProperties": False} | ({"required": required} if required else {})
+        found["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
+    return found
+
+
+def document(endpoints: Iterable[Endpoint], posts: Mapping[str, Mapping[str, Any]], *, tokens: bool) -> dict[str, Any]:
+    """The OpenAPI document of some endpoints, and of what answers POST requests, by path."""
     problem = {
         "type": "object",
         "required": ["type", "title", "status", "code", "detail"],
@@ -169,7 +205,8 @@ def document(endpoints: Iterable[Endpoint], *, tokens: bool) -> dict[str, Any]:
     return {
         "openapi": "3.1.0",
         "info": {"title": "shardckpt serve", "version": __version__, "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"}},
-        "paths": {endpoint.path: {"get": endpoint.document()} for endpoint in endpoints} | {"/v1/announcements": {"post": _ANNOUNCE}},
+        "paths": {endpoint.path: {"get": endpoint.document()} for endpoint in endpoints}
+        | {path: {"post": post} for path, post in posts.items()},
         "components": {
             "schemas": {"Problem": problem},
             "responses": {"Problem": {"description": "Why it was refused, or failed.", "content": content}},

@@ -100,8 +100,8 @@ class OpenCheckpoints:
         """An open checkpoint.
 
         Raises:
-            NotFoundError, FormatError: there is none, or its record is damaged.
-            StorageError: it needs something outside of the roots, or the storage failed.
+            NotFoundError, FormatError: there is none; its record is damaged, or it needs something outside of the roots.
+            StorageError: the storage failed.
         """
         found = self._opened.get(ident)
         now = time.monotonic()

@@ -12,7 +12,7 @@ import re
 from typing import TYPE_CHECKING
 
 from shardckpt.commit.base_places import base_location
-from shardckpt.errors import NotFoundError, OptionError, StorageError
+from shardckpt.errors import FormatError, NotFoundError, OptionError
 from shardckpt.excerpt import excerpt, few
 from shardckpt.format.documents import unfit
 from shardckpt.io.url import parse
@@ -43,6 +43,7 @@ class Roots:
             OptionError: a name is invalid or given twice, or a root is on a web server.
             UrlError: a root is not a valid path or url.
         """
+        self.given, self.given_bases = list(roots), list(bases)
         self.places: dict[str, Location] = {}
         for text in roots:
             name, equals, url = text.partition("=")
@@ -92,15 +93,24 @@ class Roots:
         """Check that all that a checkpoint needs lies below the roots and the allowed bases.
 
         Raises:
-            StorageError: a base or a link leads elsewhere.
+            FormatError: a base or a link leads elsewhere.
         """
         here = checkpoint.location
         for base in checkpoint.record.structure.bases:
             place = base_location(here, base)
             if not any(place.is_within(allowed) for allowed in self._bases):
-                raise StorageError(f"{here}: its base {place} lies outside of the roots; serve it, or allow it with --allow-base.")
+                raise FormatError(f"{here}: its base {place} lies outside of the roots; serve it, or allow it with --allow-base.")
             _check_links(place, self._bases)
         _check_links(here, self._bases)
+
+    def check_links(self, place: Location) -> None:
+        """Check that no link below a directory leads out of the roots.
+
+        Raises:
+            FormatError: a link does.
+        """
+        if place.local is None or place.local.is_dir():
+            _check_links(place, self.places.values())
 
     def without_places(self, text: str) -> str:
         """A message with names in place of the locations of roots, which clients need not know."""
@@ -118,6 +128,6 @@ def _check_links(place: Location, allowed: Iterable[Location]) -> None:
                 if entry.is_symlink():
                     target = parse(os.path.realpath(entry.path))
                     if not any(target.is_within(root) for root in allowed):
-                        raise StorageError(f"{place}: the link {excerpt(entry.name)} in it leads out of the roots.")
+                        raise FormatError(f"{place}: the link {excerpt(entry.name)} in it leads out of the roots.")
                 elif entry.is_dir(follow_symlinks=False):
                     stack.append(type(place.local)(entry.path))  # type: ignore[misc]

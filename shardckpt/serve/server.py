@@ -14,7 +14,7 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from shardckpt.serve.app import application
-from shardckpt.serve.guard import log_to_stderr
+from shardckpt.serve.logs import log_to_stderr
 from shardckpt.serve.service import ServeOptions, Service
 
 if TYPE_CHECKING:
@@ -153,13 +153,17 @@ def make_server(options: ServeOptions, started: Callable[[str], Any]) -> uvicorn
         ssl_certfile=options.certificate,
         ssl_keyfile=options.key,
     )
-    return _Server(config, started)
+    return _Server(config, started, service)
 
 
 class _Server(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config, started: Callable[[str], Any]) -> None:
+    def __init__(self, config: uvicorn.Config, started: Callable[[str], Any], service: Service) -> None:
         super().__init__(config)
-        self._on_start = started
+        self._on_start, self._service = started, service
+
+    async def shutdown(self, sockets: Any = None) -> None:
+        self._service.closing.set()  # responses that would go on end now
+        await super().shutdown(sockets)
 
     async def startup(self, sockets: Any = None) -> None:
         await super().startup(sockets)

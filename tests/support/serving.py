@@ -1,4 +1,4 @@
-"""A real service on a free port of loopback, for tests."""
+"""A real service on a free port of loopback, and runs that it serves, for tests."""
 
 from __future__ import annotations
 
@@ -9,10 +9,44 @@ import time
 from contextlib import contextmanager
 from dataclasses import dataclass
 from http.client import HTTPConnection
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+import ml_dtypes
+import numpy as np
+
+import shardckpt
+from shardckpt import Mesh, PartitionSpec, SaveOptions, Sharding
 from shardckpt.serve.server import make_server
 from shardckpt.serve.service import ServeOptions
+
+if TYPE_CHECKING:
+    from shardckpt.serve.jobs.upkeep import Upkeep
+
+MESH = Mesh((4, 2), ("data", "model"))
+SHARDINGS = {"model/embed.weight": Sharding(MESH, PartitionSpec("data", "model")), "model/head": Sharding(MESH, PartitionSpec("model"))}
+
+
+def state(step):
+    """A state of several dtypes that differs for each step."""
+    rng = np.random.default_rng(step)
+    return {
+        "model": {
+            "embed.weight": rng.normal(size=(64, 48)).astype(np.float32),
+            "head": rng.normal(size=(16, 8)).astype(ml_dtypes.bfloat16),
+            "scale": np.full((), step, np.float32),
+            "none": np.zeros((0, 4), np.float32),
+        },
+        "optimizer": {"count": np.arange(300, dtype=np.int64)},
+        "step": step,
+    }
+
+
+def save_run(root, steps, **metrics):
+    """Save steps of a run, with a loss that falls."""
+    for step in steps:
+        metadata = {"metrics": {"loss": 4 - step / 10, **metrics}}
+        shardckpt.save(root / str(step), state(step), options=SaveOptions(shardings=SHARDINGS, metadata=metadata))
 
 
 @dataclass
@@ -34,6 +68,7 @@ class Running:
 
     url: str
     options: ServeOptions
+    upkeep: Upkeep | None = None
 
     @property
     def address(self):
@@ -83,7 +118,7 @@ def serving(*roots, **options):
     thread.start()
     try:
         assert begun.wait(30)
-        found = Running(urls[0], chosen)
+        found = Running(urls[0], chosen, server._service.upkeep)
         found.wait_until(lambda: found.ask("/readyz").status == 200)
         yield found
     finally:

@@ -1,1 +1,1 @@
-"""Jobs of the service: what it does in the background, and what an operator has asked for."""
+"""Operations that change or check checkpoints, each as a job that survives restarts; begin with `operations`."""

@@ -1,0 +1,174 @@
+"""The endpoints of jobs: starting, listing, following and cancelling them; and the history of verifications."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from typing import TYPE_CHECKING, Any
+
+from anyio import to_thread
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse, Response, StreamingResponse
+
+from shardckpt.errors import NotFoundError, OptionError
+from shardckpt.excerpt import excerpt
+from shardckpt.serve.catalogue import MOST_ROWS
+from shardckpt.serve.jobs.operations import OPERATIONS
+from shardckpt.serve.jobs.rows import STATES
+from shardckpt.serve.openapi import Endpoint, Parameter
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from starlette.requests import Request
+
+    from shardckpt.serve.jobs.rows import JobRow
+    from shardckpt.serve.jobs.upkeep import Upkeep
+    from shardckpt.serve.service import Service
+
+_KEY = re.compile(r"[\x21-\x7e]{1,200}", re.ASCII)
+_NUMBER = re.compile(r"[1-9]\d{0,15}", re.ASCII)
+_EVENTS_POLL, _EVENTS_SECONDS, _KEEPALIVE_SECONDS = 0.25, 300.0, 10.0
+"""A stream of events ends after some minutes; the client asks again."""
+_MOST_STREAMS = 64
+
+
+def jobs(
+    service: Service, *, state: str | None, operation: str | None, subject: str | None, before: int | None, limit: int
+) -> dict[str, Any]:
+    """List jobs, the latest first."""
+    upkeep = upkeep_of(service)
+    found = upkeep.journal.jobs(state=state, operation=operation, subject=subject, before=before, limit=limit)
+    following = found[-1].number if len(found) == limit else None
+    return {"jobs": [job_json(service, one) for one in found], "next": following}
+
+
+def job(service: Service, number: str) -> dict[str, Any]:
+    """Describe a job: its state, progress, result or error."""
+    return job_json(service, upkeep_of(service).journal.job(job_number(number)))
+
+
+def verifications(service: Service, *, checkpoint: str | None, limit: int) -> dict[str, Any]:
+    """List verifications, the latest first: by scrubs and by jobs."""
+    return {"verifications": [one.to_json() for one in upkeep_of(service).journal.verifications(checkpoint, limit=limit)]}
+
+
+def scrub(service: Service) -> dict[str, Any]:
+    """Describe the scrub: its period and rate, and how much is due."""
+    scrubber = upkeep_of(service).scrubber
+    if scrubber is None:
+        raise NotFoundError("this service does not scrub; it is started with --scrub 30d for that.")
+    return scrubber.status()
+
+
+def job_json(service: Service, found: JobRow) -> dict[str, Any]:
+    """A job as JSON, without the places of roots; `waits_for` says why it is not started yet."""
+    doc = found.to_json() | {"waits_for": None}
+    if found.state == "queued":
+        doc["waits_for"] = upkeep_of(service).runner.waits_for.get(found.number)
+    if found.result is not None and "url" in found.result:
+        doc["result"] = {**found.result, "url": service.roots.without_places(found.result["url"])}
+    if found.error is not None:
+        doc["error"] = {**found.error, "message": service.roots.without_places(found.error["message"])}
+    return doc
+
+
+def upkeep_of(service: Service) -> Upkeep:
+    """What runs jobs.
+
+    Raises:
+        HTTPException: this service only reads.
+    """
+    if service.upkeep is None:
+        raise HTTPException(403, "this service only reads; for jobs it is started with --state DIR and --token-file FILE.")
+    return service.upkeep
+
+
+def job_number(text: str) -> int:
+    """The number of a job in a path.
+
+    Raises:
+        NotFoundError: it is none.
+    """
+    if not _NUMBER.fullmatch(text):
+        raise NotFoundError(f"there is no job {excerpt(text)}.")
+    return int(text)
+
+
+async def start(service: Service, request: Request) -> Response:
+    """Answer a POST that starts a job."""
+    operation = OPERATIONS.get(request.path_params["operation"])
+    if operation is None:
+        raise NotFoundError(f"there is no operation {excerpt(request.path_params['operation'])}; there are {', '.join(OPERATIONS)}.")
+    upkeep, who = upkeep_of(service), request.state.identity
+    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+        raise HTTPException(415, "send a JSON object, as application/json.")
+    key = request.headers.get("idempotency-key")
+    if key is not None and not _KEY.fullmatch(key):
+        raise OptionError("an Idempotency-Key has 1 to 200 visible ASCII characters.")
+    try:
+        given = json.loads(await request.body())
+    except (ValueError, RecursionError) as e:
+        raise OptionError(f"the body is no JSON ({e}).") from e
+    if not isinstance(given, dict):
+        raise OptionError("the body is no JSON object.")
+    found, new = await to_thread.run_sync(upkeep.start_job, who, operation, given, key)
+    return JSONResponse(job_json(service, found), 202 if new else 200, {"Location": f"/v1/jobs/{found.number}"})
+
+
+async def cancel(service: Service, request: Request) -> Response:
+    """Answer a POST that cancels a job."""
+    upkeep, number = upkeep_of(service), job_number(request.path_params["job"])
+    found = await to_thread.run_sync(upkeep.cancel, request.state.identity, number)
+    return JSONResponse(job_json(service, found), 202)
+
+
+async def events(service: Service, request: Request) -> Response:
+    """Follow a job: an event `job` with its JSON whenever it has changed, until it has ended."""
+    upkeep, number = upkeep_of(service), job_number(request.path_params["job"])
+    first = await to_thread.run_sync(upkeep.journal.job, number)
+    if service.streams >= _MOST_STREAMS:
+        raise HTTPException(503, "too many clients follow jobs; ask for the job itself from time to time.", {"Retry-After": "5"})
+    headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+    return StreamingResponse(_follow(service, upkeep, first), headers=headers, media_type="text/event-stream")
+
+
+async def _follow(service: Service, upkeep: Upkeep, found: JobRow) -> AsyncIterator[bytes]:
+    clock = asyncio.get_running_loop().time
+    end, sent, said = clock() + _EVENTS_SECONDS, 0.0, ""
+    service.streams += 1
+    try:
+        while True:
+            text = json.dumps(job_json(service, found))
+            if text != said:
+                said, sent = text, clock()
+                yield f"event: job\ndata: {text}\n\n".encode()
+            elif clock() >= sent + _KEEPALIVE_SECONDS:
+                sent = clock()
+                yield b": still there\n\n"
+            if found.is_over or clock() >= end or service.closing.is_set():
+                return
+            await asyncio.sleep(_EVENTS_POLL)
+            found = await to_thread.run_sync(upkeep.journal.job, found.number)
+    finally:
+        service.streams -= 1
+
+
+_LIMIT = Parameter(name="limit", kind="integer", about="Most rows.", least=1, most=MOST_ROWS, default=100)
+ENDPOINTS = (
+    Endpoint(
+        "/v1/jobs",
+        jobs,
+        (
+            Parameter(name="state", about="State.", choices=STATES),
+            Parameter(name="operation", about="Operation.", choices=tuple(OPERATIONS)),
+            Parameter(name="subject", about="Id of a checkpoint, run or place that jobs are about, or write to."),
+            Parameter(name="before", kind="integer", about="The `next` of the last page.", least=1),
+            _LIMIT,
+        ),
+    ),
+    Endpoint("/v1/jobs/{job}", job, ()),
+    Endpoint("/v1/verifications", verifications, (Parameter(name="checkpoint", about="Id of a checkpoint."), _LIMIT)),
+    Endpoint("/v1/scrub", scrub, ()),
+)

@@ -1,0 +1,359 @@
+"""The journal of the service: its jobs and what verifications have found, in a SQLite database that must not be deleted.
+
+A row of a job is durable before the job starts, and its outcome is durable before anybody is told of it. A job that is `running` when the
+service starts was interrupted, and is queued again. The order of jobs is that of their numbers; no decision depends on their times.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+import sqlite3
+import threading
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING, Any
+
+from shardckpt.errors import NotFoundError, OptionError, StorageError
+from shardckpt.serve.jobs.rows import JobRow, Verification
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from shardckpt.serve.jobs.rows import JobState
+
+MOST_QUEUED = 1000
+"""Most jobs that wait."""
+_MOST_JOBS, _MOST_VERIFICATIONS = 20_000, 20
+"""Most ended jobs, and most verifications of a checkpoint, that are kept; older ones are deleted."""
+_PRUNE_EVERY, _MOST_NOTICES = 100, 1000
+_VERSION = 1
+_SCHEMA = f"""
+PRAGMA journal_mode = WAL;
+PRAGMA synchronous = FULL;
+CREATE TABLE IF NOT EXISTS jobs (
+  number INTEGER PRIMARY KEY AUTOINCREMENT, operation TEXT NOT NULL, asked TEXT NOT NULL, arguments TEXT NOT NULL, subject TEXT NOT NULL,
+  destination TEXT, who TEXT NOT NULL, key TEXT, state TEXT NOT NULL, cancelling INTEGER NOT NULL DEFAULT 0,
+  tries INTEGER NOT NULL DEFAULT 0, done INTEGER, total INTEGER, created TEXT NOT NULL, started TEXT, ended TEXT, result TEXT, error TEXT
+);
+CREATE UNIQUE INDEX IF NOT EXISTS by_key ON jobs (who, key) WHERE key IS NOT NULL;
+CREATE INDEX IF NOT EXISTS by_state ON jobs (state, number);
+CREATE INDEX IF NOT EXISTS by_subject ON jobs (subject, number);
+CREATE TABLE IF NOT EXISTS verifications (
+  number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL, attempt TEXT NOT NULL, begun TEXT NOT NULL, ended TEXT, job INTEGER,
+  chunks INTEGER NOT NULL DEFAULT 0, total INTEGER, bytes INTEGER NOT NULL DEFAULT 0, damaged INTEGER NOT NULL DEFAULT 0,
+  damage TEXT NOT NULL DEFAULT '[]', error TEXT
+);
+CREATE INDEX IF NOT EXISTS by_checkpoint ON verifications (id, number);
+CREATE TABLE IF NOT EXISTS notices (number INTEGER PRIMARY KEY AUTOINCREMENT, body TEXT NOT NULL);
+PRAGMA user_version = {_VERSION};
+"""
+_JOB = (
+    "number, operation, arguments, subject, destination, who, state, cancelling, tries, done, total, created, started, ended, result, error"
+)
+_VERIFICATION = "number, id, attempt, begun, ended, job, chunks, total, bytes, damaged, damage, error"
+
+
+_JOB, _VERIFICATION = (", ".join(one.name for one in fields(kind)) for kind in (JobRow, Verification))
+
+
+class Journal:
+    """Jobs and verifications. Safe to use from several threads."""
+
+    def __init__(self, directory: Path) -> None:
+        """Open or make the journal of a state directory, which the catalogue has locked.
+
+        Raises:
+            StorageError: it is damaged, of another version, or cannot be written.
+        """
+        self._path = directory / "journal.sqlite"
+        self._lock = threading.RLock()
+        self.changed = threading.Condition(self._lock)
+        """Notified when a job has changed."""
+        self._progress: dict[int, tuple[int, int]] = {}
+        try:
+            self._db = sqlite3.connect(self._path, check_same_thread=False)
+            if self._db.execute("PRAGMA user_version").fetchone()[0] not in (0, _VERSION):
+                raise StorageError(f"the journal {self._path} was made by another version of shardckpt; use that one, or move it away.")
+            self._db.executescript(_SCHEMA)
+            if self._db.execute("PRAGMA quick_check").fetchone()[0] != "ok":
+                raise sqlite3.DatabaseError("its pages are malformed")
+            with self._db as db:
+                db.execute("UPDATE jobs SET state = 'cancelled', ended = ? WHERE state IN ('queued', 'running') AND cancelling", (now(),))
+                db.execute("UPDATE jobs SET state = 'queued' WHERE state = 'running'")
+        except sqlite3.Error as e:
+            raise StorageError(
+                f"the journal {self._path} cannot be used ({e}). Jobs and the history of verifications are in it; checkpoints are not: "
+                f"make room, or move it away to begin a new one."
+            ) from e
+
+    def close(self) -> None:
+        """Close the database."""
+        with self._lock:
+            self._db.close()
+
+    # --- jobs
+
+    def find(self, who: str, key: str, operation: str, asked: Mapping[str, Any]) -> JobRow | None:
+        """The job that somebody has started with an idempotency key.
+
+        Raises:
+            OptionError: it is another job than is asked for. StorageError: the journal cannot be read.
+        """
+        with self._lock:
+            rows = self._all(f"SELECT asked, {_JOB} FROM jobs WHERE who = ? AND key = ?", (who, key))  # noqa: S608
+            if not rows:
+                return None
+            text, *row = rows[0]
+            job = self._job(row)
+        if (job.operation, text) != (operation, _sorted(asked)):
+            raise OptionError(f"the idempotency key was used for job {job.number}, which differs; give each request a key of its own.")
+        return job
+
+    def add(
+        self,
+        operation: str,
+        asked: Mapping[str, Any],
+        arguments: Mapping[str, Any],
+        *,
+        subject: str,
+        destination: str | None,
+        who: str,
+        key: str | None,
+    ) -> tuple[JobRow, bool]:
+        """Queue a job; return it, and whether it is new.
+
+        Args:
+            operation: its operation.
+            asked: what was asked for, as JSON: what `find` compares.
+            arguments: the arguments of the operation, as JSON.
+            subject: see `JobRow`.
+            destination: see `JobRow`.
+            who: see `JobRow`.
+            key: an idempotency key of `who`: the second call with it returns the job of the first.
+
+        Raises:
+            OptionError: too many jobs wait, or as for `find`.
+            StorageError: the journal cannot be written.
+        """
+        with self.changed:
+            found = None if key is None else self.find(who, key, operation, asked)
+            if found is not None:
+                return found, False
+            if self._all("SELECT count(*) FROM jobs WHERE state = 'queued'", ())[0][0] >= MOST_QUEUED:
+                raise OptionError(f"{MOST_QUEUED:,} jobs wait already; wait for some, or cancel some.")
+            number = self._write(
+                "INSERT INTO jobs (operation, asked, arguments, subject, destination, who, key, state, created) "
+                "VALUES (?,?,?,?,?,?,?,'queued',?)",
+                (operation, _sorted(asked), json.dumps(arguments), subject, destination, who, key, now()),
+            )
+            if number % _PRUNE_EVERY == 0:
+                self._write("DELETE FROM jobs WHERE state IN ('done', 'failed', 'cancelled') AND number <= ?", (number - _MOST_JOBS,))
+            self.changed.notify_all()
+            return self.job(number), True
+
+    def job(self, number: int) -> JobRow:
+        """A job by its number.
+
+        Raises:
+            NotFoundError: there is none. StorageError: the journal cannot be read.
+        """
+        with self._lock:
+            rows = self._all(f"SELECT {_JOB} FROM jobs WHERE number = ?", (number,))  # noqa: S608
+            if not rows:
+                raise NotFoundError(f"there is no job {number}; GET /v1/jobs lists them.")
+            return self._job(rows[0])
+
+    def jobs(
+        self,
+        *,
+        state: str | None = None,
+        operation: str | None = None,
+        subject: str | None = None,
+        before: int | None = None,
+        limit: int = 100,
+    ) -> list[JobRow]:
+        """Jobs, the latest first.
+
+        Args:
+            state: only those in this state.
+            operation: only those of this operation.
+            subject: only those about this id, or that write to it.
+            before: only those with smaller numbers.
+            limit: most jobs.
+
+        Raises:
+            StorageError: the journal cannot be read.
+        """
+        terms, values = ["number < ?"], [before if before is not None else (1 << 62)]
+        for term, value in (("state = ?", state), ("operation = ?", operation)):
+            if value is not None:
+                terms.append(term)
+                values.append(value)  # type: ignore[arg-type]
+        if subject is not None:
+            terms.append("(subject = ? OR destination = ?)")
+            values += [subject, subject]  # type: ignore[list-item]
+        with self._lock:
+            rows = self._all(f"SELECT {_JOB} FROM jobs WHERE {' AND '.join(terms)} ORDER BY number DESC LIMIT ?", (*values, limit))  # noqa: S608
+            return [self._job(row) for row in rows]
+
+    def queued(self) -> list[JobRow]:
+        """The jobs that wait, the first one first."""
+        with self._lock:
+            return [self._job(row) for row in self._all(f"SELECT {_JOB} FROM jobs WHERE state = 'queued' ORDER BY number", ())]  # noqa: S608
+
+    def begin(self, number: int) -> bool:
+        """Note that a job starts; return whether it still waited. Raises StorageError."""
+        with self.changed:
+            if self.job(number).state != "queued":
+                return False
+            started = "UPDATE jobs SET state = 'running', tries = tries + 1, started = coalesce(started, ?) WHERE number = ?"
+            self._write(started, (now(), number))
+            self.changed.notify_all()
+            return True
+
+    def note_progress(self, number: int, done: int, total: int) -> None:
+        """Set a job's progress, which is kept in memory until the job is not running any more."""
+        with self.changed:
+            self._progress[number] = done, total
+            self.changed.notify_all()
+
+    def end(self, number: int, state: JobState, *, result: Any = None, error: Mapping[str, str] | None = None) -> None:
+        """Note that a job has ended, or that it waits again. Raises StorageError."""
+        with self.changed:
+            done, total = self._progress.get(number, (None, None))
+            over = None if state == "queued" else now()
+            self._write(
+                "UPDATE jobs SET state = ?, ended = ?, result = ?, error = ?, done = coalesce(?, done), total = coalesce(?, total) "
+                "WHERE number = ?",
+                (state, over, _text(result), _text(error), done, total, number),
+            )
+            self._progress.pop(number, None)
+            self.changed.notify_all()
+
+    def cancel(self, number: int) -> JobRow:
+        """Cancel a job: one that waits has ended then; of one that runs it is noted.
+
+        Raises:
+            NotFoundError: there is none. OptionError: it has ended. StorageError: the journal cannot be written.
+        """
+        with self.changed:
+            job = self.job(number)
+            if job.is_over:
+                raise OptionError(f"job {number} is {job.state}; only one that waits or runs can be cancelled.")
+            ends = job.state == "queued"
+            self._write(
+                "UPDATE jobs SET cancelling = 1, state = ?, ended = ? WHERE number = ?",
+                ("cancelled" if ends else job.state, now() if ends else None, number),
+            )
+            self.changed.notify_all()
+            return self.job(number)
+
+    def counts(self) -> dict[str, int]:
+        """Number of jobs by state. Raises StorageError."""
+        with self._lock:
+            return dict(self._all("SELECT state, count(*) FROM jobs GROUP BY state", ()))
+
+    # --- verifications
+
+    def begin_verification(self, ident: str, attempt: str, job: int | None) -> Verification:
+        """Begin a verification of an attempt, by a scrub or a job. Raises StorageError."""
+        with self._lock:
+            number = self._write("INSERT INTO verifications (id, attempt, begun, job) VALUES (?,?,?,?)", (ident, attempt, now(), job))
+            kept = "SELECT number FROM verifications WHERE id = ? ORDER BY number DESC LIMIT ?"
+            self._write(f"DELETE FROM verifications WHERE id = ? AND number NOT IN ({kept})", (ident, ident, _MOST_VERIFICATIONS))  # noqa: S608
+            return _verification(self._all(f"SELECT {_VERIFICATION} FROM verifications WHERE number = ?", (number,))[0])  # noqa: S608
+
+    def unfinished_verification(self, ident: str, job: int | None) -> Verification | None:
+        """The verification that a scrub, or a job, has begun and not ended. Raises StorageError."""
+        where = "WHERE id = ? AND job IS ? AND ended IS NULL ORDER BY number DESC LIMIT 1"
+        with self._lock:
+            rows = self._all(f"SELECT {_VERIFICATION} FROM verifications {where}", (ident, job))  # noqa: S608
+        return _verification(rows[0]) if rows else None
+
+    def update_verification(self, one: Verification, *, over: bool = False) -> Verification:
+        """Write the progress of a verification, and that it has ended. Raises StorageError."""
+        one = replace(one, ended=now()) if over else one
+        with self._lock:
+            self._write(
+                "UPDATE verifications SET ended=?, chunks=?, total=?, bytes=?, damaged=?, damage=?, error=? WHERE number = ?",
+                (one.ended, one.chunks, one.total, one.bytes, one.damaged, json.dumps(one.damage), one.error, one.number),
+            )
+        return one
+
+    def verifications(self, ident: str | None = None, *, limit: int = 100) -> list[Verification]:
+        """Verifications of a checkpoint, or of all, the latest first. Raises StorageError."""
+        where, values = ("WHERE id = ?", (ident,)) if ident is not None else ("", ())
+        with self._lock:
+            rows = self._all(f"SELECT {_VERIFICATION} FROM verifications {where} ORDER BY number DESC LIMIT ?", (*values, limit))  # noqa: S608
+        return [_verification(row) for row in rows]
+
+    def latest_verifications(self, idents: Sequence[str] | None = None) -> dict[str, Verification]:
+        """By id, the latest verification that has ended. Raises StorageError."""
+        where = "" if idents is None else f"AND id IN ({','.join('?' * len(idents))})"
+        with self._lock:
+            rows = self._all(
+                f"SELECT {_VERIFICATION} FROM verifications WHERE number IN "  # noqa: S608
+                f"(SELECT max(number) FROM verifications WHERE ended IS NOT NULL {where} GROUP BY id)",
+                tuple(idents or ()),
+            )
+        return {one.id: one for one in map(_verification, rows)}
+
+    # --- notices for the webhook
+
+    def add_notice(self, body: Mapping[str, Any]) -> None:
+        """Queue a notice; the oldest are dropped when there are too many. Raises StorageError."""
+        with self._lock:
+            number = self._write("INSERT INTO notices (body) VALUES (?)", (json.dumps(body),))
+            self._write("DELETE FROM notices WHERE number <= ?", (number - _MOST_NOTICES,))
+
+    def notices(self, limit: int = 10) -> list[tuple[int, str]]:
+        """Number and body of the oldest notices. Raises StorageError."""
+        with self._lock:
+            return self._all("SELECT number, body FROM notices ORDER BY number LIMIT ?", (limit,))
+
+    def drop_notice(self, number: int) -> None:
+        """Forget a notice. Raises StorageError."""
+        with self._lock:
+            self._write("DELETE FROM notices WHERE number = ?", (number,))
+
+    # ---
+
+    def _all(self, sql: str, values: Sequence[Any]) -> list[Any]:
+        try:
+            return self._db.execute(sql, values).fetchall()
+        except sqlite3.Error as e:
+            raise StorageError(f"the journal {self._path.name} cannot be read now ({e}).") from e
+
+    def _write(self, sql: str, values: Sequence[Any]) -> int:
+        try:
+            with self._db as db:
+                return db.execute(sql, values).lastrowid or 0
+        except sqlite3.Error as e:
+            raise StorageError(f"the journal {self._path.name} cannot be written ({e}); nothing was changed. Is the disk full?") from e
+
+    def _job(self, row: Sequence[Any]) -> JobRow:
+        found = dict(zip(JobRow.__slots__, row, strict=True))
+        if found["number"] in self._progress:
+            found["done"], found["total"] = self._progress[found["number"]]
+        for name in ("arguments", "result", "error"):
+            found[name] = None if found[name] is None else json.loads(found[name])
+        return JobRow(**found | {"cancelling": bool(found["cancelling"])})
+
+
+def now() -> str:
+    """The time: UTC, ISO 8601."""
+    return dt.datetime.now(dt.UTC).isoformat(timespec="seconds")
+
+
+def _sorted(asked: Mapping[str, Any]) -> str:
+    return json.dumps(asked, sort_keys=True)
+
+
+def _text(value: Any) -> str | None:
+    return None if value is None else json.dumps(value)
+
+
+def _verification(row: Sequence[Any]) -> Verification:
+    found = dict(zip(Verification.__slots__, row, strict=True))
+    return Verification(**found | {"damage": json.loads(found["damage"])})

@@ -1,0 +1,134 @@
+"""The keeper: applies the rules of retention to runs that an operator has marked as ended.
+
+A dry run comes first, as a job that anybody can see. What it lists is deleted a day later at the earliest, by another job, if nobody has
+pinned, tagged or saved anything since. Where the machine's clock jumps, a day without a jump must pass.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import logging
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+from shardckpt.commit.ended import ended
+from shardckpt.errors import OptionError, ShardckptError
+from shardckpt.io.store import Store
+from shardckpt.serve.catalogue import MOST_ROWS
+from shardckpt.serve.jobs.operations import OPERATIONS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from shardckpt.serve.catalogue import Catalogue
+    from shardckpt.serve.jobs.journal import Journal
+    from shardckpt.serve.jobs.retention import RetentionRules
+    from shardckpt.serve.jobs.rows import JobRow
+    from shardckpt.serve.roots import Roots
+
+_log = logging.getLogger("shardckpt.serve.retention")
+WHO = "rules"
+"""Stands for a token's name in the jobs that the keeper starts."""
+DELAY = 24 * 3600.0
+"""Seconds between a dry run and the deletion of what it lists, and between two dry runs."""
+_POLL, _END_SECONDS = 600.0, 10.0
+_JUMP = 300.0
+
+
+class Keeper:
+    """Starts jobs of retention in the background."""
+
+    def __init__(self, journal: Journal, catalogue: Catalogue, roots: Roots, rules: RetentionRules) -> None:
+        """Nothing is started before `start`."""
+        self._journal, self._catalogue, self._roots, self.rules = journal, catalogue, roots, rules
+        self._offset, self._not_before = _offset(), time.monotonic()
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="shardckpt-keeper", daemon=True)
+
+    def start(self) -> None:
+        """Begin to look for ended runs, until `stop`."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End; jobs that were started go on."""
+        self._stopped.set()
+        if self._thread.is_alive():
+            self._thread.join(_END_SECONDS)
+
+    def _run(self) -> None:
+        while not self._stopped.wait(_POLL):
+            try:
+                self.look()
+            except ShardckptError as e:
+                _log.warning("%s", e)
+            except Exception:  # noqa: BLE001  (a bug must not end the thread)
+                _log.exception("the rules could not be applied")
+
+    def look(self) -> None:
+        """Start the jobs that are due.
+
+        Raises:
+            StorageError: the catalogue or the journal cannot be used.
+        """
+        self._watch_the_clock()
+        for run in self._runs():
+            if self._stopped.is_set():
+                return
+            try:
+                if self.rules.rule_for(run) is not None and ended(Store.open(self._roots.locate(run))) is not None:
+                    self._next(run)
+            except ShardckptError as e:
+                _log.warning("retention", extra={"fields": {"run": run, "reason": str(e)}})
+
+    def _next(self, run: str) -> None:
+        """Start a dry run, or the deletion of what the last one lists."""
+        last = next(iter(self._journal.jobs(operation="retain", subject=run, limit=1)), None)
+        if last is None or (last.is_over and last.state != "done" and self._is_old(last)):
+            self._start(run, None)
+        elif last.state == "done" and self._is_old(last):
+            listed = last.result is not None and last.result["dry"] and last.result["steps"]
+            self._start(run, last if listed else None)
+
+    def _is_old(self, job: JobRow) -> bool:
+        assert job.ended is not None
+        age = (dt.datetime.now(dt.UTC) - dt.datetime.fromisoformat(job.ended)).total_seconds()
+        return age >= DELAY and time.monotonic() >= self._not_before
+
+    def _start(self, run: str, dry: JobRow | None) -> None:
+        asked = OPERATIONS["retain"].arguments({"run": run} | ({} if dry is None else {"apply": dry.number}))
+        arguments = asked | {"expected": None if dry is None else expected(dry, run)}
+        job, _ = self._journal.add("retain", asked, arguments, subject=run, destination=None, who=WHO, key=None)
+        _log.info("retention", extra={"fields": {"run": run, "job": job.number, "dry": dry is None}})
+
+    def _runs(self) -> Iterator[str]:
+        cursor = None
+        while True:
+            found, cursor = self._catalogue.runs(None, MOST_ROWS, cursor)
+            yield from (one["run"] for one in found)
+            if cursor is None:
+                return
+
+    def _watch_the_clock(self) -> None:
+        offset = _offset()
+        if abs(offset - self._offset) > _JUMP:
+            self._not_before = time.monotonic() + DELAY
+            _log.warning("the clock has jumped", extra={"fields": {"seconds": round(offset - self._offset)}})
+        self._offset = offset
+
+
+def expected(dry: JobRow, run: str) -> dict[str, str]:
+    """The steps that a dry run has listed for a run, by name: their attempts.
+
+    Raises:
+        OptionError: the job is no dry run of retention for that run that is done.
+    """
+    result: dict[str, Any] = dry.result or {}
+    if dry.operation != "retain" or dry.subject != run or dry.state != "done" or not result.get("dry"):
+        raise OptionError(f"apply={dry.number}: give the number of a job `retain` without apply for {run} that is done.")
+    return {one["name"]: one["attempt"] for one in result["steps"]}
+
+
+def _offset() -> float:
+    """The clock of the machine relative to one that does not jump."""
+    return time.time() - time.monotonic()

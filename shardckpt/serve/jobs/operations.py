@@ -1,0 +1,326 @@
+"""The operations that can be started as jobs: their parameters, who may start them, and what they do.
+
+Each runs in a process of its own (`worker`). It may be interrupted at any moment and run again with the same arguments: then it goes on, or
+finds that everything is done. Places are given as ids. They are looked up below the roots when a job is asked for, and again when it runs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from shardckpt.commit import collecting, ended, pinning
+from shardckpt.commit.markers import protection
+from shardckpt.commit.publish import RECORD, published_attempt
+from shardckpt.convert.export import export_safetensors
+from shardckpt.convert.importing import import_checkpoint
+from shardckpt.errors import AlreadyExistsError, FormatError, OptionError
+from shardckpt.excerpt import excerpt
+from shardckpt.io.store import Store
+from shardckpt.reading.checkpoint import Checkpoint
+from shardckpt.reshard.execute import reshard
+from shardckpt.reshard.rules import Rules, parse_mesh
+from shardckpt.serve.files import VIEW, view_options
+from shardckpt.serve.jobs import retention
+from shardckpt.serve.jobs.retention import RetentionRules
+from shardckpt.serve.openapi import Parameter
+from shardckpt.views.model_view import ModelView
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from shardckpt.io.url import Location
+    from shardckpt.serve.roots import Roots
+
+_COMPARED = 8 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What an operation has, besides its arguments."""
+
+    roots: Roots
+    who: str
+    again: bool
+    """Whether it was started before, and interrupted."""
+    options: Mapping[str, Any]
+    """`writing`: `engine`, `workers` and `memory_limit` of reshards and imports; `keep`: the file of rules; `rate`: that of a scrub."""
+    progress: Callable[[int, int], None]
+    """Called with what is done, and all."""
+    note: Callable[[dict[str, Any]], None]
+    """Called with what the service is to write down at once."""
+    resume: dict[str, Any] = field(default_factory=dict)
+    """What was written down before."""
+
+    def open(self, ident: str) -> Checkpoint:
+        """A checkpoint all of whose files lie below the roots."""
+        checkpoint = Checkpoint(str(self.roots.locate(ident)))
+        self.roots.check(checkpoint)
+        return checkpoint
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """An operation."""
+
+    name: str
+    run: Callable[..., dict[str, Any]]
+    """Called with a `Work` and the arguments; returns the result as JSON. Its docstring is the summary for programs."""
+    parameters: tuple[Parameter, ...]
+    scope: str = "operate"
+    quick: bool = False
+    """Whether it takes seconds, and need not wait for others."""
+
+    def arguments(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """The values of all parameters.
+
+        Raises:
+            OptionError: a parameter is unknown, missing or invalid.
+        """
+        names = [parameter.name for parameter in self.parameters]
+        odd = next((name for name in given if name not in names), None)
+        if odd is not None:
+            raise OptionError(f"{self.name} has no parameter {excerpt(odd)}; there are {', '.join(names)}.")
+        return {parameter.name: parameter.of_json(given) for parameter in self.parameters}
+
+    def needs(self, arguments: Mapping[str, Any]) -> str:
+        """The scope that starting it with these arguments needs."""
+        return "admin" if arguments.get("overwrite") or arguments.get("apply") is not None else self.scope
+
+    def places(self, roots: Roots, arguments: Mapping[str, Any]) -> tuple[str, str | None]:
+        """The id that it is about, and the id of the place that it writes, both checked.
+
+        Raises:
+            NotFoundError, OptionError: a place cannot be used.
+        """
+        subject = next(str(arguments[name]).strip("/") for name in ("checkpoint", "run", "from") if name in arguments)
+        roots.locate(subject)
+        to = arguments.get("to")
+        if to is None:
+            return subject, None
+        destination(roots, to)
+        return subject, str(to).strip("/")
+
+
+def destination(roots: Roots, ident: str) -> Location:
+    """The place of an id that may be written.
+
+    Raises:
+        NotFoundError: it lies in no root. OptionError: it is a root, lies in a checkpoint, or is one that is pinned or tagged.
+    """
+    ident = ident.strip("/")
+    place = roots.locate(ident)
+    parts = ident.split("/")
+    if len(parts) < 2:
+        raise OptionError(f"to={excerpt(ident)}: give a place below a root, as in {excerpt(ident)}/NAME.")
+    for n in range(1, len(parts)):
+        above = "/".join(parts[:n])
+        if Store.open(roots.locate(above)).exists(RECORD):
+            raise OptionError(f"to={excerpt(ident)}: it lies in the checkpoint {above}; give a place outside of it.")
+    protected = protection(Store.open(place), None)
+    if protected:
+        raise OptionError(f"to={excerpt(ident)}: the checkpoint there is {protected}, and is not replaced; choose another place.")
+    return place
+
+
+def verify(work: Work, checkpoint: str) -> dict[str, Any]:
+    """Read every chunk of a checkpoint and compare it with its checksum."""
+    from shardckpt.serve.jobs.verification import verify_checkpoint
+
+    return verify_checkpoint(work, work.open(checkpoint))
+
+
+def pin(work: Work, checkpoint: str) -> dict[str, Any]:
+    """Protect a checkpoint from deletion."""
+    pinning.pin(str(work.roots.locate(checkpoint)))
+    return {"pinned": True}
+
+
+def unpin(work: Work, checkpoint: str) -> dict[str, Any]:
+    """Allow a checkpoint to be deleted again."""
+    return {"pinned": False, "was_pinned": pinning.unpin(str(work.roots.locate(checkpoint)))}
+
+
+def tag(work: Work, checkpoint: str, tag: str) -> dict[str, Any]:
+    """Give a checkpoint a tag, such as `best` or `released`, which also protects it from deletion."""
+    pinning.tag(str(work.roots.locate(checkpoint)), tag)
+    return {"tag": tag}
+
+
+def untag(work: Work, checkpoint: str, tag: str) -> dict[str, Any]:
+    """Take a tag from a checkpoint."""
+    return {"tag": tag, "was_tagged": pinning.untag(str(work.roots.locate(checkpoint)), tag)}
+
+
+def delete(work: Work, checkpoint: str, attempt: str | None, reason: str) -> dict[str, Any]:
+    """Delete a checkpoint, unless it is pinned, tagged, or a base of others beside it."""
+    store = Store.open(work.roots.locate(checkpoint))
+    try:
+        gone = work.again and published_attempt(store) != attempt
+    except FormatError:
+        gone = False
+    if gone and not store.exists(RECORD):  # an earlier start has deleted it
+        return {"deleted": True, "left": []}
+    left = collecting.delete(str(store.location), reason=f"{reason} ({work.who})", attempt=attempt)
+    return {"deleted": True, "left": [f"{one.attempt}: {one.outcome}: {one.reason}" for one in left if one.outcome != "removed"]}
+
+
+def reshard_checkpoint(work: Work, checkpoint: str, to: str, **asked: Any) -> dict[str, Any]:
+    """Write a checkpoint anew for another mesh or partition; the source stays as it is."""
+    source = work.open(checkpoint)
+    rules, preset = asked.pop("rule"), asked.pop("preset")
+    chosen = Rules.parse(rules) if rules else None
+    if preset is not None:
+        chosen = Rules.preset(preset) if chosen is None else chosen.then(Rules.preset(preset))
+    mesh = asked.pop("mesh")
+    place = destination(work.roots, to)
+    parsed = None if mesh is None else parse_mesh(mesh)
+    report = reshard(
+        str(source.location), str(place), mesh=parsed, rules=chosen, progress=work.progress, **work.options["writing"], **asked
+    )
+    return report.to_json()
+
+
+def copy(work: Work, checkpoint: str, to: str, overwrite: bool) -> dict[str, Any]:
+    """Copy a checkpoint as it is, with the tensors that lie in its bases; server-side or by hard links where that is possible."""
+    place = destination(work.roots, to)
+    source = work.open(checkpoint)
+    return reshard(str(source.location), str(place), overwrite=overwrite, progress=work.progress, **work.options["writing"]).to_json()
+
+
+def export(work: Work, checkpoint: str, to: str, overwrite: bool, **asked: Any) -> dict[str, Any]:
+    """Write a checkpoint as safetensors: a file, or a directory as on Hugging Face."""
+    place = destination(work.roots, to)
+    source = work.open(checkpoint)
+    options = view_options(asked)
+    limit = work.options["writing"]["memory_limit"]
+    try:
+        report = export_safetensors(
+            str(source.location), str(place), overwrite=overwrite, memory_limit=limit, progress=work.progress, **options
+        )
+    except AlreadyExistsError:
+        view = ModelView(source, **options)
+        if not work.again or not _is_exported(view, place):
+            raise
+        return {"url": str(place), "files": list(view.sizes), "bytes": sum(view.sizes.values()), "done_before": True}
+    return report.to_json()
+
+
+def import_foreign(work: Work, to: str, **asked: Any) -> dict[str, Any]:
+    """Import a checkpoint of another format, such as safetensors, DCP or Orbax. No pickle is trusted."""
+    source = work.roots.locate(asked.pop("from"))
+    work.roots.check_links(source)
+    place = destination(work.roots, to)
+    mesh, rules = asked.pop("mesh"), asked.pop("rule")
+    given = {name: value for name, value in asked.items() if value is not None}
+    parsed = None if mesh is None else parse_mesh(mesh)
+    report = import_checkpoint(
+        str(source), str(place), mesh=parsed, rules=rules or None, progress=work.progress, **work.options["writing"], **given
+    )
+    return report.to_json()
+
+
+def end(work: Work, run: str) -> dict[str, Any]:
+    """Mark a run as ended, so that rules of retention may delete its steps."""
+    ended.mark_ended(Store.open(work.roots.locate(run)), work.who)
+    return {"ended": True}
+
+
+def reopen(work: Work, run: str) -> dict[str, Any]:
+    """Remove the mark of a run that has ended."""
+    return {"ended": False, "was_ended": ended.unmark_ended(Store.open(work.roots.locate(run)))}
+
+
+def retain(work: Work, run: str, apply: int | None, expected: Mapping[str, str] | None) -> dict[str, Any]:
+    """List the steps of a run that the rules give up; or delete those that an earlier such job has listed."""
+    path = work.options.get("keep")
+    rule = None if path is None else RetentionRules.read(path).rule_for(run)
+    if rule is None:
+        raise OptionError(f"no rule of --keep is for {excerpt(run)}, so nothing of it is deleted.")
+    report = retention.retain(Store.open(work.roots.locate(run)), rule, expected, work.progress)
+    steps = [{"name": one.name, "attempt": one.attempt, "bytes": one.nbytes} for one in report.deleted]
+    return {"dry": expected is None, "applied": apply, "steps": steps, "bytes": report.nbytes, "left": dict(report.left)}
+
+
+def _is_exported(view: ModelView, place: Location) -> bool:
+    """Whether the files at a place are those that an export of the view writes."""
+    single = place.name.endswith(".safetensors")
+    above = place.parent if single else place
+    assert above is not None, "a file is below something"
+    store = Store.open(above)
+    mine, theirs = bytearray(_COMPARED), bytearray(_COMPARED)
+    for name in view.weights:
+        key, size = place.name if single else name, view.sizes[name]
+        if store.size(key) != size:
+            return False
+        for first in range(0, size, _COMPARED):
+            n = min(_COMPARED, size - first)
+            view.read_into(name, first, memoryview(mine)[:n])
+            store.read_into(key, first, [memoryview(theirs)[:n]])
+            if mine[:n] != theirs[:n]:
+                return False
+    return True
+
+
+_CHECKPOINT = Parameter(name="checkpoint", about="Id of the checkpoint.", required=True, example="lab/run-7/100")
+_TO = Parameter(name="to", about="Id of the new place.", required=True, example="lab/copies/100")
+_OVERWRITE = Parameter(name="overwrite", kind="boolean", about="Replace what is there; needs the scope admin.", default=False)
+_RUN = Parameter(name="run", about="Id of the run.", required=True, example="lab/run-7")
+_TAG = Parameter(name="tag", about="The tag.", required=True, example="best")
+_STORED = (
+    Parameter(name="mesh", about="The new mesh, as in data=2,model=4.", example="data=2,model=2"),
+    Parameter(name="rule", kind="texts", about="PATTERN=SPEC: how matching tensors are cut."),
+    Parameter(name="dtype", about="Convert weights to this dtype."),
+    Parameter(name="only", kind="texts", about="Keep only names that match a pattern."),
+    Parameter(name="layout", about="How the new checkpoint is stored.", choices=("packed", "zarr")),
+    Parameter(name="compression", about="Compression.", choices=("zstd", "none")),
+    _OVERWRITE,
+)
+OPERATIONS = {
+    one.name: one
+    for one in (
+        Operation("verify", verify, (_CHECKPOINT,)),
+        Operation("pin", pin, (_CHECKPOINT,), quick=True),
+        Operation("unpin", unpin, (_CHECKPOINT,), "admin", quick=True),
+        Operation("tag", tag, (_CHECKPOINT, _TAG), quick=True),
+        Operation("untag", untag, (_CHECKPOINT, _TAG), "admin", quick=True),
+        Operation(
+            "reshard", reshard_checkpoint, (_CHECKPOINT, _TO, *_STORED, Parameter(name="preset", about="Rules for a family of models."))
+        ),
+        Operation("copy", copy, (_CHECKPOINT, _TO, _OVERWRITE)),
+        Operation("export", export, (_CHECKPOINT, _TO, *VIEW, _OVERWRITE)),
+        Operation(
+            "import",
+            import_foreign,
+            (
+                Parameter(name="from", about="Id of the file or directory to import.", required=True, example="lab/downloads/llama"),
+                _TO,
+                *_STORED,
+                Parameter(name="mapping", about="A mapping that comes with shardckpt.", choices=VIEW[5].choices),
+                Parameter(name="strip_prefix", about="Remove a prefix from names."),
+                Parameter(name="add_prefix", about="Add a prefix to names."),
+                Parameter(name="into", about="Put the state below this name, as in model."),
+            ),
+        ),
+        Operation("end", end, (_RUN,), "admin", quick=True),
+        Operation("reopen", reopen, (_RUN,), "admin", quick=True),
+        Operation(
+            "retain",
+            retain,
+            (
+                _RUN,
+                Parameter(name="apply", kind="integer", about="Number of the job that has listed the steps; default: only list.", least=1),
+            ),
+        ),
+        Operation(
+            "delete",
+            delete,
+            (
+                _CHECKPOINT,
+                Parameter(name="attempt", about="The attempt to delete, as `GET` shows it; default: the one that is there now."),
+                Parameter(name="reason", about="For people who look for it later.", default="on request"),
+            ),
+            "admin",
+        ),
+    )
+}

@@ -1,0 +1,80 @@
+"""What the journal holds: jobs and verifications."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+JobState = Literal["queued", "running", "done", "failed", "cancelled"]
+STATES: tuple[str, ...] = get_args(JobState)
+_ENDED = ("done", "failed", "cancelled")
+
+
+@dataclass(frozen=True, slots=True)
+class JobRow:
+    """A job."""
+
+    number: int
+    operation: str
+    arguments: dict[str, Any]
+    subject: str
+    """Id of the checkpoint, run or place that it is about."""
+    destination: str | None
+    """Id of the place that it writes; no two jobs write one place at a time."""
+    who: str
+    """Name of the token that started it."""
+    state: JobState
+    cancelling: bool = False
+    """Whether somebody has cancelled it and its process has not ended yet."""
+    tries: int = 0
+    """How often it was started."""
+    done: int | None = None
+    total: int | None = None
+    """Progress, in the unit of the operation."""
+    created: str = ""
+    """Times are UTC, ISO 8601, by this machine's clock."""
+    started: str | None = None
+    ended: str | None = None
+    result: dict[str, Any] | None = None
+    error: dict[str, str] | None = None
+    """Code and message."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has ended."""
+        return self.state in _ENDED
+
+    def to_json(self) -> dict[str, Any]:
+        """The job as JSON."""
+        return {name: getattr(self, name) for name in self.__slots__}
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """A verification of a checkpoint: ended, or begun."""
+
+    number: int
+    id: str
+    attempt: str
+    begun: str
+    ended: str | None = None
+    job: int | None = None
+    """The job that it was; None: it belongs to a scrub."""
+    chunks: int = 0
+    """Chunks that are verified, and in all."""
+    total: int | None = None
+    bytes: int = 0
+    damaged: int = 0
+    """Number of damaged parts; the first of them are in `damage`."""
+    damage: list[dict[str, Any]] = field(default_factory=list)
+    error: str | None = None
+    """Why it could not end."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing damaged was found."""
+        return not self.damaged and self.error is None
+
+    def to_json(self) -> dict[str, Any]:
+        """The verification as JSON."""
+        return {name: getattr(self, name) for name in self.__slots__} | {"ok": self.ok}

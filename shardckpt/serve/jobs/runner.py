@@ -1,0 +1,293 @@
+"""The runner: starts the processes of jobs, follows them, and writes down how they end.
+
+Jobs run in the order of their numbers, quick ones beside the others. No two jobs that write one place run at a time. A process that dies is
+started again, as is a job that a storage failed: a few times, with growing pauses. Then the job has failed.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from shardckpt.errors import StorageError
+from shardckpt.serve.jobs.operations import OPERATIONS
+from shardckpt.serve.jobs.verification import VerificationNotes
+from shardckpt.serve.jobs.worker import BUSY
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
+
+    from shardckpt.serve.jobs.journal import Journal
+    from shardckpt.serve.jobs.rows import JobRow
+    from shardckpt.serve.roots import Roots
+
+_log = logging.getLogger("shardckpt.serve.jobs")
+_QUICK = 2
+"""Quick jobs at a time."""
+_PAUSES = (2.0, 10.0, 60.0, 300.0)
+"""Seconds before a job is started again; then it has failed."""
+_AGAIN = frozenset({"storage", "coordination"})
+"""Codes of errors that may pass."""
+_POLL, _BUSY_SECONDS = 0.5, 2.0
+_END_SECONDS = 10.0
+_LONGEST_LINE = 4 << 20
+
+
+@dataclass(slots=True)
+class JobEnd:
+    """How the process of a job has ended."""
+
+    result: dict[str, Any] | None = None
+    error: dict[str, str] | None = None
+    again: bool = False
+    """Whether it may succeed when it is started again."""
+    busy: bool = False
+    """Whether another process has the job's lock, so that it was not started."""
+
+
+@dataclass(slots=True)
+class JobProcess:
+    """A process that runs an operation."""
+
+    directory: Path
+    """Where the files are by which processes lock jobs."""
+    roots: Roots
+    options: Mapping[str, Any]
+    _process: subprocess.Popen[bytes] | None = None
+    _ended: bool = False
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def run(
+        self,
+        name: str,
+        request: Mapping[str, Any],
+        *,
+        progress: Callable[[int, int], None],
+        note: Callable[[dict[str, Any]], None] = lambda _: None,
+    ) -> JobEnd:
+        """Run an operation to its end.
+
+        Args:
+            name: of the lock: only one process at a time runs what has this name.
+            request: `operation`, `arguments`, `job`, `who`, `again` and `resume`.
+            progress: called with what is done, and all.
+            note: called with what the operation wants written down.
+        """
+        asked = {**request, "roots": self.roots.given, "bases": self.roots.given_bases, "options": dict(self.options)}
+        self.directory.mkdir(exist_ok=True)
+        lock = self.directory / f"{name}.lock"
+        with self._lock:
+            if self._ended:
+                return JobEnd(again=True)
+            process = self._process = subprocess.Popen(  # noqa: S603  (this interpreter, and a path of the service's own)
+                [sys.executable, "-m", "shardckpt.serve.jobs.worker", str(lock)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                start_new_session=True,
+            )
+        assert process.stdin is not None
+        assert process.stdout is not None
+        end = JobEnd()
+        try:
+            with suppress(BrokenPipeError):
+                process.stdin.write(json.dumps(asked).encode() + b"\n")
+                process.stdin.flush()
+            while line := process.stdout.readline(_LONGEST_LINE):
+                message = json.loads(line)
+                if "progress" in message:
+                    progress(*message["progress"])
+                elif "note" in message:
+                    note(message["note"])
+                else:
+                    end = JobEnd(message.get("result"), message.get("error"))
+        finally:
+            self._kill(process)
+            status = process.wait()
+            process.stdout.close()
+        if end.error is not None:
+            end.again = end.error["code"] in _AGAIN
+        if end.result is None and end.error is None:
+            end.busy = status == BUSY
+            how = f"signal {-status}" if status < 0 else f"status {status}"
+            said = "the process of an earlier service still runs it" if end.busy else f"its process ended with {how}; the log has more"
+            end = JobEnd(error={"code": "storage", "message": f"{said}."}, again=True, busy=end.busy)
+        elif not end.busy:
+            lock.unlink(missing_ok=True)
+        return end
+
+    def end(self) -> None:
+        """End the process now; `run` returns."""
+        with self._lock:
+            self._ended = True
+            if self._process is not None:
+                self._kill(self._process)
+
+    @staticmethod
+    def _kill(process: subprocess.Popen[bytes]) -> None:
+        """Kill the process and those that it has started."""
+        if process.returncode is None:
+            with suppress(OSError):
+                os.killpg(process.pid, signal.SIGKILL)
+        if process.stdin is not None:
+            with suppress(OSError):
+                process.stdin.close()
+
+
+class JobRunner:
+    """Runs the jobs of a journal in the background."""
+
+    def __init__(
+        self,
+        journal: Journal,
+        directory: Path,
+        roots: Roots,
+        *,
+        at_once: int,
+        options: Mapping[str, Any],
+        on_end: Callable[[JobRow], object] = lambda _: None,
+    ) -> None:
+        """Nothing runs before `start`.
+
+        Args:
+            journal: has the jobs.
+            directory: for the files by which processes lock jobs.
+            roots: where sources and destinations lie.
+            at_once: jobs at a time, besides quick ones.
+            options: see `Work.options`.
+            on_end: called with each job that has ended.
+        """
+        self._journal, self._directory, self._roots = journal, directory, roots
+        self._at_once, self._options, self._on_end = at_once, options, on_end
+        self._running: dict[int, tuple[JobRow, JobProcess, threading.Thread]] = {}
+        self._not_before: dict[int, float] = {}
+        self._failures: Counter[int] = Counter()
+        self.waits_for: dict[int, str] = {}
+        """Why a job that is queued has not been started, by its number."""
+        self._stopped = False
+        self._thread = threading.Thread(target=self._run, name="shardckpt-jobs", daemon=True)
+
+    def start(self) -> None:
+        """Begin to run jobs, until `stop`."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End all processes; their jobs go on when the service is started again."""
+        self._stopped = True
+        with self._journal.changed:
+            self._journal.changed.notify_all()
+        if self._thread.is_alive():
+            self._thread.join(_END_SECONDS)
+        running = list(self._running.values())
+        for _, process, _ in running:
+            process.end()
+        for _, _, thread in running:
+            thread.join(_END_SECONDS)
+
+    def _run(self) -> None:
+        while not self._stopped:
+            try:
+                self._end_cancelled()
+                self._start_queued()
+            except StorageError as e:  # the journal's disk is full, or the like: it may pass
+                _log.warning("%s", e)
+                time.sleep(_POLL)
+            with self._journal.changed:
+                self._journal.changed.wait(_POLL)
+
+    def _end_cancelled(self) -> None:
+        for number, (_, process, _) in list(self._running.items()):
+            if self._journal.job(number).cancelling:
+                process.end()
+
+    def _start_queued(self) -> None:
+        self._running = {number: one for number, one in self._running.items() if one[2].is_alive()}
+        waits: dict[int, str] = {}
+        for job in self._journal.queued():
+            why = self._why_not(job)
+            if why is not None:
+                waits[job.number] = why
+            elif not self._stopped and self._journal.begin(job.number):
+                process = JobProcess(self._directory, self._roots, self._options)
+                thread = threading.Thread(target=self._follow, args=(job, process), name=f"shardckpt-job-{job.number}", daemon=True)
+                self._running[job.number] = job, process, thread
+                thread.start()
+        self.waits_for = waits
+
+    def _why_not(self, job: JobRow) -> str | None:
+        """Why a job is not started now."""
+        if job.number in self._running:
+            return "it is about to be started again"
+        running = [one for one, _, _ in self._running.values()]
+        same = next((one for one in running if job.destination is not None and one.destination == job.destination), None)
+        if same is not None:
+            return f"job {same.number} writes to the same place"
+        quick = OPERATIONS[job.operation].quick
+        if sum(OPERATIONS[one.operation].quick == quick for one in running) >= (_QUICK if quick else self._at_once):
+            return "other jobs run"
+        left = self._not_before.get(job.number, 0.0) - time.monotonic()
+        if left > 0:
+            return f"it failed, and is started again in {left:.0f} s"
+        return None
+
+    def _follow(self, job: JobRow, process: JobProcess) -> None:
+        """Run a job, and write down its end; tries that as long as the journal cannot be written."""
+        number = job.number
+        verification = VerificationNotes(self._journal, job.subject, number) if job.operation == "verify" else None
+        request = {
+            "operation": job.operation,
+            "arguments": job.arguments,
+            "job": number,
+            "who": job.who,
+            "again": job.tries > 0,
+            "resume": verification.resume if verification is not None else {},
+        }
+        try:
+            end = process.run(
+                str(number),
+                request,
+                progress=lambda done, total: self._journal.note_progress(number, done, total),
+                note=verification.note if verification is not None else lambda _: None,
+            )
+        except (OSError, ValueError) as e:  # no process could be started, or what it says is none of the messages
+            end = JobEnd(error={"code": "storage", "message": f"its process cannot be run ({e})."}, again=True)
+        while not self._stopped:
+            try:
+                self._write_down(job, end)
+            except StorageError as e:
+                _log.warning("%s", e)
+                time.sleep(_POLL)
+            else:
+                break
+
+    def _write_down(self, job: JobRow, end: JobEnd) -> None:
+        number = job.number
+        if end.result is not None:
+            self._journal.end(number, "done", result=end.result)
+        elif self._journal.job(number).cancelling and not end.busy:
+            self._journal.end(number, "cancelled")
+        elif end.busy or (end.again and self._failures[number] < len(_PAUSES)):
+            pause = _BUSY_SECONDS if end.busy else _PAUSES[self._failures[number]]
+            self._failures[number] += not end.busy
+            self._not_before[number] = time.monotonic() + pause
+            self._journal.end(number, "queued", error=end.error)
+        else:
+            self._journal.end(number, "failed", error=end.error)
+        ended = self._journal.job(number)
+        log = _log.warning if ended.state == "failed" else _log.info
+        fields = {"job": number, "operation": ended.operation, "state": ended.state, "who": ended.who, "error": ended.error}
+        log("job", extra={"fields": fields})
+        if ended.is_over:
+            self._not_before.pop(number, None)
+            self._failures.pop(number, None)
+            self._on_end(ended)

@@ -1,0 +1,154 @@
+"""The scrub: every chunk of every checkpoint is read and verified once per period.
+
+One checkpoint at a time is verified, in a process like that of a job, within a rate limit. A checkpoint is due if its attempt was not
+verified within the period; those never verified come first. A verification that was interrupted goes on where it was. Damage is written
+down at once; when the checkpoint is done, damage is logged, and the webhook is told.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import logging
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+from shardckpt.errors import StorageError
+from shardckpt.serve.jobs.runner import JobProcess
+from shardckpt.serve.jobs.verification import VerificationNotes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from shardckpt.serve.catalogue import Catalogue
+    from shardckpt.serve.jobs.journal import Journal
+    from shardckpt.serve.jobs.rows import Verification
+    from shardckpt.serve.roots import Roots
+
+_log = logging.getLogger("shardckpt.serve.scrub")
+_POLL, _LONGEST_POLL = 1.0, 30.0
+_AGAIN_SECONDS = 600.0
+"""Seconds after which a checkpoint is tried again that could not be verified to its end."""
+_END_SECONDS = 10.0
+_FUTURE = dt.timedelta(hours=1)
+
+
+class Scrubber:
+    """Verifies checkpoints in the background."""
+
+    def __init__(
+        self,
+        journal: Journal,
+        catalogue: Catalogue,
+        directory: Path,
+        roots: Roots,
+        *,
+        period: float,
+        rate: int,
+        on_damage: Callable[[Verification], object] = lambda _: None,
+    ) -> None:
+        """Nothing is read before `start`.
+
+        Args:
+            journal: where verifications are written down.
+            catalogue: has the checkpoints.
+            directory: for the file by which processes lock a scrub.
+            roots: where the checkpoints lie.
+            period: seconds within which each checkpoint is verified once.
+            rate: most bytes per second.
+            on_damage: called with a verification that has found damage, when it has ended.
+        """
+        self._journal, self._catalogue, self._directory, self._roots = journal, catalogue, directory, roots
+        self.period, self.rate, self._on_damage = period, rate, on_damage
+        self._not_before: dict[str, float] = {}
+        self.at_work: str | None = None
+        """Id of the checkpoint that is being verified."""
+        self._process: JobProcess | None = None
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="shardckpt-scrub", daemon=True)
+
+    def start(self) -> None:
+        """Begin to verify, until `stop`."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End; the verification at work goes on when the service is started again."""
+        self._stopped.set()
+        if self._process is not None:
+            self._process.end()
+        if self._thread.is_alive():
+            self._thread.join(_END_SECONDS)
+
+    def status(self) -> dict[str, Any]:
+        """Progress of the period: `period` and `rate`; `checkpoints` and `bytes` to verify, and how many of them are `due`; `at_work`."""
+        entries = self._catalogue.committed()
+        due = self._due(entries)
+        total, left = (sum(one["stored_bytes"] or 0 for one in some) for some in (entries, due))
+        return {
+            "period": self.period,
+            "rate": self.rate,
+            "checkpoints": len(entries),
+            "bytes": total,
+            "due": len(due),
+            "due_bytes": left,
+            "at_work": self.at_work,
+            "keeps_up": total <= self.rate * self.period,
+        }
+
+    def _run(self) -> None:
+        pause = _POLL
+        while not self._stopped.wait(pause):
+            try:
+                due = [one for one in self._due(self._catalogue.committed()) if self._may(one["id"])]
+                if due:
+                    self._verify(due[0]["id"])
+                pause = _POLL if due else min(2 * pause, _LONGEST_POLL)
+            except StorageError as e:  # of the journal or the catalogue
+                _log.warning("%s", e)
+                pause = _LONGEST_POLL
+            except Exception:  # noqa: BLE001  (a bug must not end the thread)
+                _log.exception("the scrub failed")
+                pause = _LONGEST_POLL
+            finally:
+                self.at_work = None
+
+    def _due(self, entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The checkpoints to verify, in order."""
+        latest, now = self._journal.latest_verifications(), dt.datetime.now(dt.UTC)
+
+        def last(one: dict[str, Any]) -> str:
+            found = latest.get(one["id"])
+            if found is None or found.ended is None or found.attempt != one["attempt"] or found.error is not None:
+                return ""
+            ended = dt.datetime.fromisoformat(found.ended)
+            # A time in the future is none: the clock has been set back.
+            return found.ended if now - dt.timedelta(seconds=self.period) < ended < now + _FUTURE else "0"
+
+        order = sorted((last(one), one["created"] or "", one["id"]) for one in entries)
+        by_id = {one["id"]: one for one in entries}
+        return [by_id[ident] for when, _, ident in order if len(when) <= 1]
+
+    def _may(self, ident: str) -> bool:
+        return time.monotonic() >= self._not_before.get(ident, 0.0)
+
+    def _verify(self, ident: str) -> None:
+        self.at_work = ident
+        notes = VerificationNotes(self._journal, ident, None)
+        options = {"rate": self.rate}
+        self._process = JobProcess(self._directory, self._roots, options)
+        if self._stopped.is_set():
+            return
+        request = {"operation": "verify", "arguments": {"checkpoint": ident}, "job": None, "who": "scrub", "again": False}
+        end = self._process.run("scrub", {**request, "resume": notes.resume}, progress=lambda *_: None, note=notes.note)
+        if self._stopped.is_set():
+            return
+        if end.error is not None:
+            self._not_before[ident] = time.monotonic() + _AGAIN_SECONDS
+            if not end.again:
+                notes.end(end.error["message"])
+            level = logging.INFO if end.error["code"] in ("replaced", "not-found") else logging.WARNING
+            _log.log(level, "not verified", extra={"fields": {"checkpoint": ident, **end.error}})
+        elif notes.last is not None and notes.last.damaged:
+            _log.error("damaged", extra={"fields": {"checkpoint": ident, "damaged": notes.last.damaged, "first": notes.last.damage[:1]}})
+            self._on_damage(notes.last)

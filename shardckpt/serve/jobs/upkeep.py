@@ -1,0 +1,132 @@
+"""The parts of a service that change and look after checkpoints: jobs, the scrub, retention and the webhook, over one journal."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from starlette.exceptions import HTTPException
+
+from shardckpt.commit.publish import published_attempt
+from shardckpt.errors import FormatError
+from shardckpt.io.store import Store
+from shardckpt.serve.jobs.journal import Journal
+from shardckpt.serve.jobs.keeper import Keeper, expected
+from shardckpt.serve.jobs.operations import OPERATIONS, Operation
+from shardckpt.serve.jobs.retention import RetentionRules
+from shardckpt.serve.jobs.runner import JobRunner
+from shardckpt.serve.jobs.scrub import Scrubber
+from shardckpt.serve.jobs.webhook import Webhook
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from shardckpt.serve.catalogue import Catalogue
+    from shardckpt.serve.jobs.rows import JobRow, Verification
+    from shardckpt.serve.roots import Roots
+    from shardckpt.serve.scanner import Scanner
+    from shardckpt.serve.service import ServeOptions
+    from shardckpt.serve.tokens import Identity
+
+
+class Upkeep:
+    """What writes: to the journal, and through jobs to the roots."""
+
+    def __init__(self, directory: Path, options: ServeOptions, roots: Roots, catalogue: Catalogue, scanner: Scanner) -> None:
+        """Open the journal; nothing runs before `start`.
+
+        Raises:
+            OptionError, StorageError: an option is invalid, or the journal cannot be used.
+        """
+        self._roots, self._catalogue, self._scanner = roots, catalogue, scanner
+        self.journal = Journal(directory)
+        locks = directory / "jobs"
+        writing = {"memory_limit": options.memory_limit, "workers": options.workers, "engine": options.engine}
+        settings = {"writing": writing, "keep": None if options.keep is None else str(options.keep)}
+        self.runner = JobRunner(self.journal, locks, roots, at_once=options.jobs, options=settings, on_end=self._ended)
+        self.webhook = None if options.webhook is None else Webhook(self.journal, options.webhook)
+        self.scrubber = None
+        if options.scrub is not None:
+            self.scrubber = Scrubber(
+                self.journal, catalogue, locks, roots, period=options.scrub, rate=options.scrub_rate, on_damage=self._damaged
+            )
+
+        rules = None if options.keep is None else RetentionRules.read(options.keep)
+        self.keeper = None if rules is None else Keeper(self.journal, catalogue, roots, rules)
+
+    def start(self) -> None:
+        """Begin to run jobs, to scrub, to apply rules and to tell."""
+        for one in (self.runner, self.scrubber, self.keeper, self.webhook):
+            if one is not None:
+                one.start()
+
+    def close(self) -> None:
+        """End all, and close the journal. Jobs go on when the service is started again."""
+        for one in (self.scrubber, self.keeper, self.webhook, self.runner):
+            if one is not None:
+                one.stop()
+        self.journal.close()
+
+    def start_job(self, who: Identity, operation: Operation, given: Mapping[str, Any], key: str | None) -> tuple[JobRow, bool]:
+        """Queue a job; return it, and whether it is new.
+
+        Args:
+            who: asks for it.
+            operation: its operation.
+            given: values of parameters, by name; others have their defaults.
+            key: see `Journal.add`.
+
+        Raises:
+            HTTPException: it needs another scope.
+            OptionError, NotFoundError: an argument is invalid. StorageError: the journal cannot be written, or a storage failed.
+        """
+        asked = operation.arguments(given)
+        require(who, operation.needs(asked))
+        found = None if key is None else self.journal.find(who.name, key, operation.name, asked)
+        if found is not None:
+            return found, False
+        subject, destination = operation.places(self._roots, asked)
+        arguments = {**asked}
+        if operation.name == "delete" and asked["attempt"] is None:
+            with suppress(FormatError):  # a damaged checkpoint may be deleted, too
+                arguments["attempt"] = published_attempt(Store.open(self._roots.locate(subject)))
+        if operation.name == "retain":
+            arguments["expected"] = None if asked["apply"] is None else expected(self.journal.job(asked["apply"]), subject)
+        return self.journal.add(operation.name, asked, arguments, subject=subject, destination=destination, who=who.name, key=key)
+
+    def cancel(self, who: Identity, number: int) -> JobRow:
+        """Cancel a job; raises as `start_job` and `Journal.cancel`."""
+        require(who, "operate")
+        require(who, OPERATIONS[self.journal.job(number).operation].scope)
+        return self.journal.cancel(number)
+
+    def damaged(self) -> list[Verification]:
+        """The verifications that found damage in checkpoints that are still there. Raises StorageError."""
+        attempts = {one["id"]: one["attempt"] for one in self._catalogue.committed()}
+        latest = self.journal.latest_verifications()
+        return [one for one in latest.values() if one.damaged and attempts.get(one.id) == one.attempt]
+
+    def _ended(self, job: JobRow) -> None:
+        for ident in (job.subject, job.destination):
+            if ident is not None:
+                self._scanner.announce(ident)
+        if job.operation == "verify" and job.result is not None and not job.result["ok"]:
+            self._tell(job.subject, job.result["damaged"], job.result["damage"])
+
+    def _damaged(self, found: Verification) -> None:
+        self._tell(found.id, found.damaged, found.damage)
+
+    def _tell(self, ident: str, damaged: int, damage: list[dict[str, Any]]) -> None:
+        if self.webhook is not None:
+            self.webhook.tell("damage", {"checkpoint": ident, "damaged": damaged, "damage": damage[:10]})
+
+
+def require(who: Identity, scope: str) -> None:
+    """Check that somebody may do something.
+
+    Raises:
+        HTTPException: the token has another scope, or there is none.
+    """
+    if not who.may(scope):
+        raise HTTPException(403, f"this needs a token with the scope {scope}; `shardckpt token NAME --scope {scope}` makes one.")

@@ -1,0 +1,115 @@
+"""Verification of checkpoints, which goes on where it was after an interruption: the part of the job's process, and that of the service."""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from shardckpt.commit.publish import published_attempt
+from shardckpt.errors import FormatError, ReplacedError
+from shardckpt.io.store import Store
+from shardckpt.reading import verification as reading
+
+if TYPE_CHECKING:
+    from shardckpt.reading.checkpoint import Checkpoint
+    from shardckpt.reading.verification import Damage
+    from shardckpt.serve.jobs.journal import Journal
+    from shardckpt.serve.jobs.operations import Work
+    from shardckpt.serve.jobs.rows import Verification
+
+MOST_DAMAGE = 100
+"""Most damaged parts of a verification that are written down one by one; all are counted."""
+_NOTE_SECONDS = 1.0
+_GROUP_SECONDS = 0.25
+_LEAST_GROUP = 1 << 20
+_LONGEST_REASON = 500
+
+
+def verify_checkpoint(work: Work, checkpoint: Checkpoint) -> dict[str, Any]:
+    """Read every chunk of a checkpoint, within `work.options["rate"]` bytes per second, and note what is found.
+
+    Returns:
+        `ok`, `chunks`, `bytes`, `damaged` (their number) and `damage` (the first of them).
+
+    Raises:
+        ReplacedError: another checkpoint took its place meanwhile.
+    """
+    store, attempt, rate = Store.open(checkpoint.location), checkpoint.record.attempt, work.options.get("rate")
+    found: dict[str, Any] = {"attempt": attempt, "chunks": 0, "total": None, "bytes": 0, "damaged": 0, "damage": [], "over": False}
+    if work.resume.get("attempt") == attempt:
+        found |= work.resume
+    before, begun, noted = found["bytes"], time.monotonic(), time.monotonic()
+    known = {(one["file"], one["tensor"], one["box"]) for one in found["damage"]}
+    work.note(found)
+
+    def progress(done: int, total: int, nbytes: int) -> None:
+        nonlocal noted
+        found.update(chunks=done, total=total, bytes=before + nbytes)
+        work.progress(done, total)
+        if rate is not None:
+            time.sleep(max(0.0, begun + nbytes / rate - time.monotonic()))
+        if time.monotonic() >= noted + _NOTE_SECONDS:
+            noted = time.monotonic()
+            work.note(found)
+
+    def damaged(one: Damage) -> None:
+        said = {"file": one.file, "tensor": one.tensor, "box": None if one.box is None else str(one.box)}
+        key = said["file"], said["tensor"], said["box"]
+        if key in known:  # metadata is verified again after an interruption
+            return
+        _check_there(store, attempt)  # what is being deleted is not damaged
+        known.add(key)
+        found["damaged"] += 1
+        if len(found["damage"]) < MOST_DAMAGE:
+            found["damage"].append({**said, "reason": one.reason[:_LONGEST_REASON]})
+        work.note(found)
+
+    group = {} if rate is None else {"group_bytes": max(_LEAST_GROUP, round(rate * _GROUP_SECONDS))}
+    store = Store.open(checkpoint.location)
+    reading.verify(store, checkpoint.record, progress, after=found["chunks"], on_damage=damaged, **group)
+    _check_there(store, attempt)
+    work.note({**found, "over": True})
+    return {"ok": not found["damaged"], **{name: found[name] for name in ("chunks", "bytes", "damaged", "damage")}}
+
+
+def _check_there(store: Store, attempt: str) -> None:
+    with suppress(FormatError):  # a damaged record is damage
+        if published_attempt(store) != attempt:
+            raise ReplacedError(f"{store}: it was replaced or deleted while it was verified.")
+
+
+class VerificationNotes:
+    """Writes down what the process of a verification notes."""
+
+    def __init__(self, journal: Journal, ident: str, job: int | None) -> None:
+        """Look for an unfinished verification by the same job (None: by a scrub).
+
+        Raises:
+            StorageError: the journal cannot be read.
+        """
+        self._journal, self._ident, self._job = journal, ident, job
+        self.last: Verification | None = journal.unfinished_verification(ident, job)
+
+    @property
+    def resume(self) -> dict[str, Any]:
+        """What the process needs to go on."""
+        if self.last is None:
+            return {}
+        return {name: getattr(self.last, name) for name in ("attempt", "chunks", "total", "bytes", "damaged", "damage")}
+
+    def note(self, said: dict[str, Any]) -> None:
+        """Write down what the process says. Raises StorageError."""
+        if self.last is not None and self.last.attempt != said["attempt"]:
+            self.end("it was replaced")
+        if self.last is None:
+            self.last = self._journal.begin_verification(self._ident, said["attempt"], self._job)
+        counted = {name: said[name] for name in ("chunks", "total", "bytes", "damaged", "damage")}
+        self.last = self._journal.update_verification(replace(self.last, **counted), over=said["over"])
+
+    def end(self, error: str) -> None:
+        """Write down that it cannot end. Raises StorageError."""
+        if self.last is not None and self.last.ended is None:
+            self._journal.update_verification(replace(self.last, error=error), over=True)
+        self.last = None

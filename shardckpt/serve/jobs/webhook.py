@@ -1,0 +1,87 @@
+"""Notices to a webhook, which are kept in the journal until they have been received.
+
+The address is an option of the service, which no request can set. Redirects are not followed. With `SHARDCKPT_WEBHOOK_SECRET` each body is
+signed: `X-Shardckpt-Signature: sha256=HMAC`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import os
+import threading
+from typing import TYPE_CHECKING, Any
+
+from shardckpt.errors import OptionError, StorageError
+from shardckpt.excerpt import excerpt
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import httpx
+
+    from shardckpt.serve.jobs.journal import Journal
+
+_log = logging.getLogger("shardckpt.serve.webhook")
+_SECRET = "SHARDCKPT_WEBHOOK_SECRET"  # noqa: S105  (the name of a variable)
+_TIMEOUT = 10.0
+_POLL, _LONGEST_PAUSE = 1.0, 600.0
+
+
+class Webhook:
+    """Sends notices in the background."""
+
+    def __init__(self, journal: Journal, url: str) -> None:
+        """Nothing is sent before `start`.
+
+        Raises:
+            OptionError: the address is not a web server's.
+        """
+        if not url.startswith(("http://", "https://")) or "@" in url:
+            raise OptionError(f"--webhook {excerpt(url)}: give http://… or https://…, without a password.")
+        self._journal, self._url = journal, url
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="shardckpt-webhook", daemon=True)
+
+    def start(self) -> None:
+        """Begin to send, until `stop`."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End; notices that were not received are sent when the service is started again."""
+        self._stopped.set()
+        if self._thread.is_alive():
+            self._thread.join(_TIMEOUT)
+
+    def tell(self, event: str, said: Mapping[str, Any]) -> None:
+        """Queue a notice. Raises StorageError: the journal cannot be written."""
+        self._journal.add_notice({"event": event, **said})
+
+    def _run(self) -> None:
+        import httpx
+
+        pause = _POLL
+        with httpx.Client(timeout=_TIMEOUT, follow_redirects=False) as http:
+            while not self._stopped.wait(pause):
+                try:
+                    for number, body in self._journal.notices():
+                        self._send(http, body)
+                        self._journal.drop_notice(number)
+                        _log.info("told", extra={"fields": {"notice": number}})
+                    pause = _POLL
+                except (httpx.HTTPError, httpx.InvalidURL, StorageError) as e:
+                    pause = min(2 * pause, _LONGEST_PAUSE)
+                    _log.warning("the webhook was not told", extra={"fields": {"reason": str(e), "again_in": pause}})
+
+    def _send(self, http: httpx.Client, body: str) -> None:
+        reply = http.post(self._url, content=body, headers={"Content-Type": "application/json", **_signature(body)})
+        if not reply.is_success:
+            raise StorageError(f"it answers {reply.status_code}")
+
+
+def _signature(body: str) -> dict[str, str]:
+    secret = os.environ.get(_SECRET)
+    if not secret:
+        return {}
+    return {"X-Shardckpt-Signature": f"sha256={hmac.new(secret.encode(), body.encode(), hashlib.sha256).hexdigest()}"}

@@ -1,0 +1,363 @@
+"""Jobs: what they do, who may start them, and how they end whatever happens to their processes."""
+
+import json
+import os
+import signal
+import sqlite3
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+from job_services import operated
+from safetensors.numpy import load_file, save_file
+from serve_kills import ServiceProcess
+from serving import save_run, state
+
+import shardckpt
+from shardckpt.errors import OptionError, StorageError
+from shardckpt.serve.jobs import journal, runner
+from shardckpt.serve.jobs.journal import Journal
+from shardckpt.serve.service import ServeOptions, Service
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory):
+    """A service over a root with a run, which tests may change."""
+    top = tmp_path_factory.mktemp("operated")
+    save_run(top / "runs" / "llama", (10, 20))
+    with operated(top, ("lab", top / "runs")) as found:
+        found.root = top / "runs"
+        yield found
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    """Jobs are started again without long pauses."""
+    monkeypatch.setattr(runner, "_PAUSES", (0.1, 0.1))
+
+
+class Evil:
+    """What a pickle would run."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
+def frozen(found, number):
+    """Stop the process of a job for good as soon as there is one; return its process id."""
+    lock = found.root.parent / "state" / "jobs" / f"{number}.lock"
+    found.service.wait_until(lambda: lock.exists() and lock.read_text(), 30)
+    pid = int(lock.read_text())
+    os.kill(pid, signal.SIGSTOP)
+    return pid
+
+
+def same(a, b):
+    found, expected = shardckpt.restore(a), shardckpt.restore(b)
+    assert found.keys() == expected.keys()
+    for name in expected["model"]:
+        np.testing.assert_array_equal(found["model"][name], expected["model"][name])
+
+
+def test_each_operation_does_what_the_library_does(lab):
+    source = {"checkpoint": "lab/llama/10"}
+    assert lab.done("verify", **source)["ok"]
+    lab.done("copy", **source, to="lab/copies/10")
+    same(lab.root / "copies" / "10", lab.root / "llama" / "10")
+    result = lab.done("reshard", **source, to="lab/wide/10", mesh="x=2", rule=["**/embed.weight=(x,)"])
+    assert result["url"] == "lab/wide/10"
+    assert str(shardckpt.open(lab.root / "wide" / "10").info("model/embed.weight").layout.spec) == "PartitionSpec('x')"
+    same(lab.root / "wide" / "10", lab.root / "llama" / "10")
+    lab.done("export", **source, to="lab/exported", include=["model/**"], strip_prefix="model.")
+    expected = {name: value for name, value in state(10)["model"].items() if value is not None}
+    for name, value in load_file(lab.root / "exported" / "model.safetensors").items():
+        np.testing.assert_array_equal(value, expected[name])
+    lab.done("import", **{"from": "lab/exported"}, to="lab/imported/10", into="model")
+    np.testing.assert_array_equal(shardckpt.restore(lab.root / "imported" / "10")["model"]["head"], state(10)["model"]["head"])
+
+    lab.done("pin", checkpoint="lab/copies/10")
+    lab.done("tag", checkpoint="lab/copies/10", tag="best")
+    lab.service.wait_until(lambda: lab.ask("/v1/checkpoints?tag=best").json["checkpoints"])
+    refused = lab.run("delete", checkpoint="lab/copies/10")
+    assert refused["state"] == "failed"
+    assert refused["error"]["code"] == "option"
+    assert "lab/copies/10 is pinned and tagged best" in refused["error"]["message"]
+    assert lab.done("unpin", checkpoint="lab/copies/10") == {"pinned": False, "was_pinned": True}
+    assert lab.done("untag", checkpoint="lab/copies/10", tag="best")["was_tagged"]
+    assert lab.done("delete", checkpoint="lab/copies/10", reason="a test") == {"deleted": True, "left": []}
+    assert not (lab.root / "copies" / "10").exists()
+    lab.service.wait_until(lambda: lab.ask("/v1/checkpoints/lab/copies/10").status == 404)
+    found = lab.ask("/v1/jobs?subject=lab/copies/10").json["jobs"]
+    assert [one["operation"] for one in found] == ["delete", "untag", "unpin", "delete", "tag", "pin", "copy"]
+    assert [one["number"] for one in lab.ask("/v1/jobs?limit=2").json["jobs"]] == [found[0]["number"], found[1]["number"]]
+
+
+def test_scopes_say_who_may_start_what(lab):
+    pin = {"checkpoint": "lab/llama/20"}
+    assert lab.post("pin", scope="read", **pin).json["code"] == "http-403"
+    assert lab.post("unpin", scope="operate", **pin).status == 403
+    assert lab.post("delete", scope="operate", **pin).status == 403
+    assert lab.post("copy", scope="operate", **pin, to="lab/llama/10", overwrite=True).status == 403
+    accepted = lab.post("verify", scope="operate", **pin)
+    assert accepted.status == 202
+    assert accepted.headers["location"] == f"/v1/jobs/{accepted.json['number']}"
+    assert accepted.json["who"] == "the-operate"
+    assert lab.ask(f"/v1/jobs/{accepted.json['number']}", scope="read").status == 200
+    assert lab.ask(f"/v1/jobs/{accepted.json['number']}/cancel", "POST", scope="read").status == 403
+    assert lab.service.ask("/v1/jobs/verify", "POST", json.dumps(pin), Content_Type="application/json").status == 401
+
+
+def test_without_tokens_or_state_nothing_can_be_changed(service, tmp_path, runs):
+    body = json.dumps({"checkpoint": "lab/llama/10"})
+    reply = service.ask("/v1/jobs/pin", "POST", body, Content_Type="application/json")
+    assert (reply.status, reply.json["code"]) == (403, "http-403")
+    assert "--state" in reply.json["detail"]
+    with pytest.raises(OptionError, match="need --state"):
+        ServeOptions(roots=(f"lab={runs}",), scrub=3600.0)
+
+
+def test_a_key_makes_a_request_that_is_sent_twice_one_job(lab):
+    arguments = {"checkpoint": "lab/llama/20", "to": "lab/keyed/20"}
+    with ThreadPoolExecutor(8) as pool:
+        replies = list(pool.map(lambda _: lab.post("copy", key="once", **arguments), range(8)))
+    assert sorted(one.status for one in replies) == [200] * 7 + [202]
+    assert len({one.json["number"] for one in replies}) == 1
+    assert lab.wait(replies[0].json["number"])["state"] == "done"
+    assert lab.post("copy", key="once", **arguments).status == 200
+    other = lab.post("copy", key="once", **arguments | {"to": "lab/keyed/21"})
+    assert (other.status, other.json["code"]) == (400, "option")
+    assert lab.post("copy", "operate", key="once", **arguments | {"to": "lab/keyed/22"}).status == 202
+    delete = {"checkpoint": "lab/keyed/20"}
+    first = lab.post("delete", key="gone", **delete).json["number"]
+    assert lab.wait(first)["state"] == "done"
+    assert lab.post("delete", key="gone", **delete).json["number"] == first
+
+
+def test_places_outside_of_the_roots_are_refused(lab, tmp_path):
+    (lab.root / "out").symlink_to(tmp_path)
+    torch.save({"w": Evil(str(tmp_path / "harm"))}, lab.root / "pickled.pt")
+    save_file({"w": np.ones(3)}, tmp_path / "secret.safetensors")
+    (lab.root / "linked").mkdir()
+    (lab.root / "linked" / "model.safetensors").symlink_to(tmp_path / "secret.safetensors")
+    for to in ("lab/../x", "lab/out/x", "other/x", "/etc", "lab", "lab/", "lab/llama/10/x", "lab/llama/10/x/y", "lab/a\0b", "../x"):
+        reply = lab.post("copy", checkpoint="lab/llama/10", to=to)
+        assert reply.status in (400, 404), (to, reply)
+        assert str(tmp_path) not in reply.json["detail"]
+    for source in ("lab/out/secret.safetensors", "lab/../x", "lab/linked/model.safetensors"):
+        assert lab.post("import", **{"from": source}, to="lab/stolen/1").status == 404
+    for source in ("lab/linked", "lab/pickled.pt"):
+        found = lab.run("import", **{"from": source}, to="lab/stolen/1")
+        assert found["state"] == "failed"
+        assert str(tmp_path) not in found["error"]["message"]
+    assert not (lab.root / "stolen").exists()
+    assert list(tmp_path.iterdir()) == [tmp_path / "secret.safetensors"]
+
+
+@pytest.mark.parametrize(
+    ("operation", "arguments", "status"),
+    [
+        ("nothing", {}, 404),
+        ("pin", {}, 400),
+        ("pin", {"checkpoint": 3}, 400),
+        ("pin", {"checkpoint": "lab/llama/10", "other": 1}, 400),
+        ("copy", {"checkpoint": "lab/llama/10", "to": "lab/x/1", "overwrite": "yes"}, 400),
+        ("reshard", {"checkpoint": "lab/llama/10", "to": "lab/x/1", "rule": "a=(b)"}, 400),
+        ("export", {"checkpoint": "lab/llama/10", "to": "lab/x", "mapping": "/etc/passwd"}, 400),
+    ],
+)
+def test_bad_requests_are_told_what_is_wrong(lab, operation, arguments, status):
+    reply = lab.post(operation, **arguments)
+    assert reply.status == status
+    assert len(reply.json["detail"]) > 10
+
+
+def test_bodies_are_json_objects(lab):
+    for body, kind, status in (
+        (b"[1]", None, 400),
+        (b"{", None, 400),
+        (b"[" * 5000, None, 400),
+        (b"{}", "text/plain", 415),
+        (b"", None, 400),
+    ):
+        headers = {"Authorization": f"Bearer {lab.tokens['admin']}", "Content-Type": kind or "application/json"}
+        assert lab.service.ask("/v1/jobs/pin", "POST", body, **headers).status == status
+    assert lab.post("pin", checkpoint="x" * 70_000).status == 413
+
+
+def test_a_job_that_waits_or_runs_can_be_cancelled(lab):
+    first = lab.post("verify", checkpoint="lab/llama/10").json["number"]
+    frozen(lab, first)
+    second = lab.post("verify", checkpoint="lab/llama/20").json["number"]
+    lab.service.wait_until(lambda: lab.job(second)["waits_for"] == "other jobs run")
+    assert lab.ask(f"/v1/jobs/{second}/cancel", "POST").json["state"] == "cancelled"
+    assert lab.ask(f"/v1/jobs/{first}/cancel", "POST").status == 202
+    assert lab.wait(first)["state"] == "cancelled"
+    assert lab.ask(f"/v1/jobs/{first}/cancel", "POST").status == 400
+    assert lab.ask("/v1/jobs/99999/cancel", "POST").status == 404
+
+
+def test_jobs_that_write_one_place_run_one_after_the_other(lab, tmp_path):
+    first = lab.post("copy", checkpoint="lab/llama/10", to="lab/one/1").json["number"]
+    pid = frozen(lab, first)
+    second = lab.post("copy", "operate", checkpoint="lab/llama/20", to="lab/one/1").json["number"]
+    lab.service.wait_until(lambda: lab.job(second)["waits_for"] == f"job {first} writes to the same place")
+    os.kill(pid, signal.SIGCONT)
+    assert lab.wait(first)["state"] == "done"
+    lost = lab.wait(second)
+    assert (lost["state"], lost["error"]["code"]) == ("failed", "exists")
+    same(lab.root / "one" / "1", lab.root / "llama" / "10")
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_job_whose_process_dies_is_started_again_and_then_fails(lab):
+    number = lab.post("copy", checkpoint="lab/llama/10", to="lab/killed/1").json["number"]
+    os.kill(frozen(lab, number), signal.SIGKILL)
+    found = lab.wait(number)
+    assert (found["state"], found["tries"]) == ("done", 2)
+    same(lab.root / "killed" / "1", lab.root / "llama" / "10")
+
+    number = lab.post("copy", checkpoint="lab/llama/10", to="lab/killed/2").json["number"]
+    lock = lab.root.parent / "state" / "jobs" / f"{number}.lock"
+    end = time.monotonic() + 60
+    while lab.job(number)["state"] != "failed":
+        assert time.monotonic() < end
+        try:
+            os.kill(int(lock.read_text()), signal.SIGKILL)
+        except (OSError, ValueError):
+            time.sleep(0.005)
+    found = lab.job(number)
+    assert found["error"] == {"code": "storage", "message": "its process ended with signal 9; the log has more."}
+    assert found["tries"] == 3
+
+
+def test_events_tell_the_progress_until_the_end(lab):
+    number = lab.post("copy", checkpoint="lab/llama/10", to="lab/followed/1").json["number"]
+    reply = lab.ask(f"/v1/jobs/{number}/events")
+    assert reply.headers["content-type"].startswith("text/event-stream")
+    told = [json.loads(part.partition("data: ")[2]) for part in reply.body.decode().split("\n\n") if part.startswith("event: job")]
+    assert told[-1]["state"] == "done"
+    assert told[-1]["done"] == told[-1]["total"] > 0
+    assert all(one["number"] == number for one in told)
+    assert lab.ask("/v1/jobs/0/events").status == 404
+
+
+def test_a_service_that_is_killed_goes_on_with_its_jobs_and_never_runs_one_twice_at_a_time(tmp_path):
+    save_run(tmp_path / "runs" / "llama", (10,))
+    with ServiceProcess(tmp_path, {"lab": tmp_path / "runs"}) as service:
+        number = service.start("copy", checkpoint="lab/llama/10", to="lab/copies/1")
+        lock = tmp_path / "state" / "jobs" / f"{number}.lock"
+        end = time.monotonic() + 30
+        while not (lock.exists() and lock.read_text()):
+            assert time.monotonic() < end
+        pid = int(lock.read_text())
+        os.kill(pid, signal.SIGSTOP)
+        queued = service.start("verify", checkpoint="lab/llama/10")
+        service.kill()
+        service.restart()
+        # The process of the killed service is frozen: it still has the lease.
+        service.wait_until(number, lambda job: job["error"] is not None and "earlier service" in job["error"]["message"])
+        os.kill(pid, signal.SIGCONT)  # it sees that its service is gone, and ends
+        done = service.wait_until(number, lambda job: job["state"] == "done")
+        assert done["tries"] > 1
+        assert service.wait_until(queued, lambda job: job["state"] == "done")["result"]["ok"]
+    same(tmp_path / "runs" / "copies" / "1", tmp_path / "runs" / "llama" / "10")
+
+
+def test_what_was_done_before_a_kill_is_not_done_again_nor_an_error(tmp_path, monkeypatch):
+    """The process of each operation has done everything, and the service did not learn of it."""
+    save_run(tmp_path / "runs" / "llama", (10, 20))
+    forget = journal.Journal.end
+    lost = {}
+
+    def end(self, number, state, **how):
+        if state == "done" and number not in lost:
+            lost[number] = True
+            return forget(self, number, "queued")
+        return forget(self, number, state, **how)
+
+    monkeypatch.setattr(journal.Journal, "end", end)
+    with operated(tmp_path, ("lab", tmp_path / "runs")) as lab:
+        source = {"checkpoint": "lab/llama/10"}
+        assert lab.done("copy", **source, to="lab/copies/10")["committed"]
+        assert lab.done("reshard", **source, to="lab/wide/10", mesh="x=2", rule=["**/embed.weight=(x,)"])["done_before"]
+        assert lab.done("export", **source, to="lab/exported", include=["model/**"])["done_before"]
+        assert lab.done("export", **source, to="lab/one.safetensors", include=["model/**"])["done_before"]
+        assert lab.done("import", **{"from": "lab/exported"}, to="lab/imported/10")["committed"]
+        assert lab.done("delete", checkpoint="lab/llama/20")["deleted"]
+        assert lab.done("verify", **source)["ok"]
+        assert len(lost) == 7
+    # The same export to a place where somebody else's file is fails, also when it is tried again.
+    with operated(tmp_path, ("lab", tmp_path / "runs")) as lab:
+        monkeypatch.setattr(journal.Journal, "end", forget)
+        assert lab.run("export", **source, to="lab/one.safetensors")["error"]["code"] == "exists"
+
+
+def test_a_deletion_never_hits_a_checkpoint_that_came_later(tmp_path):
+    save_run(tmp_path / "runs" / "llama", (10,))
+    with operated(tmp_path, ("lab", tmp_path / "runs")) as lab:
+        first = lab.post("verify", checkpoint="lab/llama/10").json["number"]
+        lock = tmp_path / "state" / "jobs" / f"{first}.lock"
+        lab.service.wait_until(lambda: lock.exists() and lock.read_text(), 30)
+        pid = int(lock.read_text())
+        os.kill(pid, signal.SIGSTOP)
+        number = lab.post("delete", checkpoint="lab/llama/10").json["number"]
+        shardckpt.save(tmp_path / "runs" / "llama" / "10", {"new": np.ones(3)}, options=shardckpt.SaveOptions(overwrite=True))
+        os.kill(pid, signal.SIGCONT)
+        verified = lab.wait(first)  # it saw the first one replaced, or the second one; neither is damage
+        assert verified["result"]["ok"] if verified["state"] == "done" else verified["error"]["code"] == "replaced"
+        assert lab.wait(number)["error"]["code"] == "replaced"
+    np.testing.assert_array_equal(shardckpt.restore(tmp_path / "runs" / "llama" / "10")["new"], np.ones(3))
+
+
+def test_a_journal_on_a_full_disk_refuses_jobs_and_gets_over(tmp_path):
+    save_run(tmp_path / "runs" / "llama", (10,))
+    with operated(tmp_path, ("lab", tmp_path / "runs")) as lab:
+        path = tmp_path / "state" / "journal.sqlite"
+        assert lab.done("verify", checkpoint="lab/llama/10")["ok"]
+        db = lab.service.upkeep.journal._db
+        pages = db.execute("PRAGMA page_count").fetchone()[0]
+        db.execute(f"PRAGMA max_page_count = {pages}")
+        replies = [lab.post("verify", checkpoint="lab/llama/10", key=f"{i:0200}") for i in range(60)]
+        assert replies[-1].status == 502
+        assert "disk full" in replies[-1].json["detail"]
+        assert lab.ask("/v1/jobs").status == lab.ask("/v1/checkpoints").status == 200
+        db.execute("PRAGMA max_page_count = 1000000")
+        assert lab.post("verify", checkpoint="lab/llama/10", key=f"{59:0200}").status == 202
+    assert sqlite3.connect(path).execute("PRAGMA quick_check").fetchone() == ("ok",)
+
+
+def test_a_damaged_journal_is_told_and_a_lost_catalogue_does_no_harm(tmp_path):
+    save_run(tmp_path / "runs" / "llama", (10,))
+    with operated(tmp_path, ("lab", tmp_path / "runs")) as lab:
+        assert lab.done("pin", checkpoint="lab/llama/10")["pinned"]
+    (tmp_path / "state" / "catalogue.sqlite").unlink()
+    with operated(tmp_path, ("lab", tmp_path / "runs")) as lab:
+        assert lab.job(1)["state"] == "done"
+        assert lab.ask("/v1/checkpoints/lab/llama/10").json["entry"]["pinned"]
+    (tmp_path / "state" / "journal.sqlite").write_bytes(b"nothing" * 1000)
+    options = ServeOptions(roots=(f"lab={tmp_path / 'runs'}",), state=tmp_path / "state")
+    with pytest.raises(StorageError, match=r"journal.*move it away"):
+        Service(options)
+    (tmp_path / "state" / "journal.sqlite").unlink()
+    Service(options).close()
+
+
+def test_the_journal_keeps_a_bounded_number_of_jobs(tmp_path, monkeypatch):
+    monkeypatch.setattr(journal, "_MOST_JOBS", 150)
+    monkeypatch.setattr(journal, "MOST_QUEUED", 50)
+    found = Journal(tmp_path)
+    for i in range(400):
+        job, new = found.add("pin", {"i": i}, {"i": i}, subject="a/b", destination=None, who="ann", key=None)
+        assert new
+        if i < 350:
+            found.end(job.number, "done")
+    with pytest.raises(OptionError, match="50 jobs wait already"):
+        found.add("pin", {}, {}, subject="a/b", destination=None, who="ann", key=None)
+    assert 150 <= len(found.jobs(limit=1000)) <= 250
+    assert found.counts()["queued"] == 50
+    found.close()

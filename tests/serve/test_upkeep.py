@@ -1,0 +1,273 @@
+"""What the service does by itself: the scrub, retention by rules, and notices to a webhook."""
+
+import datetime as dt
+import hashlib
+import hmac
+import json
+import random
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import numpy as np
+import pytest
+from job_services import operated
+from serve_kills import ServiceProcess
+from serving import save_run
+
+import shardckpt
+from shardckpt import SaveOptions
+from shardckpt.errors import OptionError
+from shardckpt.serve.catalogue import Catalogue
+from shardckpt.serve.jobs import keeper, webhook
+from shardckpt.serve.jobs.journal import Journal
+from shardckpt.serve.jobs.retention import RetentionRules
+from shardckpt.serve.jobs.scrub import Scrubber
+from shardckpt.serve.jobs.webhook import Webhook
+from shardckpt.serve.roots import Roots
+from shardckpt.serve.scanner import Scanner
+
+RULES = '[[keep]]\nruns = "lab/*"\nlatest = 1\nbest = { metric = "loss", n = 1, mode = "max" }\n'
+
+
+def flip(path, rng):
+    """Flip one bit of a file."""
+    data = bytearray(path.read_bytes())
+    data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+    path.write_bytes(data)
+
+
+def ended(service, ident):
+    """The latest verification of a checkpoint that has ended."""
+    found = service.ask(f"/v1/verifications?checkpoint={ident}").json["verifications"]
+    return next((one for one in found if one["ended"]), None)
+
+
+def test_one_cycle_of_the_scrub_finds_every_flip_and_tells_nothing_else(tmp_path, receiver, monkeypatch):
+    monkeypatch.setenv("SHARDCKPT_WEBHOOK_SECRET", "s3cret")
+    rng, damaged = random.Random(0), set()
+    for layout in ("packed", "zarr"):
+        for step in range(6):
+            place = tmp_path / "runs" / layout / str(step)
+            state = {"a": np.arange(30_000, dtype=np.float32) + step, "b": np.ones((40, 50), np.int16)}
+            shardckpt.save(place, state, options=SaveOptions(layout=layout))
+            if step % 2:
+                files = [one for one in sorted(place.rglob("*")) if one.is_file() and one.stat().st_size and one.name != "checkpoint.json"]
+                flip(rng.choice(files), rng)
+                damaged.add(f"lab/{layout}/{step}")
+    shardckpt.save(tmp_path / "runs" / "record" / "1", {"w": np.ones(3)})
+    flip(tmp_path / "runs" / "record" / "1" / "checkpoint.json", rng)  # listed as unreadable
+    with operated(tmp_path, ("lab", tmp_path / "runs"), scrub=3600.0, webhook=receiver.url) as lab:
+        lab.service.wait_until(lambda: lab.ask("/v1/scrub").json["due"] == 0, 120)
+        found = {f"lab/{layout}/{step}": ended(lab, f"lab/{layout}/{step}") for layout in ("packed", "zarr") for step in range(6)}
+        assert {ident for ident, one in found.items() if not one["ok"]} == damaged
+        assert all(one["damaged"] == len(one["damage"]) > 0 for one in found.values() if not one["ok"])
+        assert all(one["chunks"] == one["total"] > 0 and one["job"] is None for one in found.values())
+        status = lab.ask("/v1/scrub").json
+        assert (status["checkpoints"], status["keeps_up"]) == (12, True)
+        lab.service.wait_until(lambda: len(receiver.told) >= len(damaged))
+        assert [one["id"] for one in lab.ask("/v1/checkpoints?state=unreadable").json["checkpoints"]] == ["lab/record/1"]
+        text = lab.ask("/metrics").body.decode()
+        assert f"shardckpt_serve_damaged_checkpoints {float(len(damaged))}" in text
+    assert {json.loads(body)["checkpoint"] for body, _ in receiver.told} == damaged
+    for body, headers in receiver.told:
+        assert headers["X-Shardckpt-Signature"] == f"sha256={hmac.new(b's3cret', body, hashlib.sha256).hexdigest()}"
+
+
+def test_a_scrub_keeps_its_rate_and_goes_on_where_it_was_killed(tmp_path):
+    shardckpt.save(tmp_path / "runs" / "a" / "1", {"w": np.random.default_rng(0).normal(size=(3 << 18,))})  # 6 MiB
+    options = ("--scrub", "1h", "--scrub-rate", "1MiB")
+    with ServiceProcess(tmp_path, {"lab": tmp_path / "runs"}, *options) as service:
+
+        def last():
+            found = service.http.get("/v1/verifications").json()["verifications"]
+            return found[0] if found else {"chunks": 0, "ended": None}
+
+        begun = time.monotonic()
+        while not last()["chunks"] > 0:
+            assert time.monotonic() < begun + 60
+            time.sleep(0.1)
+        service.kill()
+        service.restart()
+        before = last()
+        assert before["ended"] is None
+        while last()["ended"] is None:
+            assert last()["chunks"] >= before["chunks"]
+            assert time.monotonic() < begun + 60
+            time.sleep(0.1)
+        done = last()
+        assert (done["number"], done["chunks"], done["ok"]) == (before["number"], done["total"], True)
+        assert done["bytes"] >= 6 << 20  # what was read twice counts twice
+        assert done["bytes"] < 11 << 20
+
+
+def test_checkpoints_are_due_by_their_attempt_and_not_by_a_clock_that_was_set_back(tmp_path):
+    save_run(tmp_path / "runs" / "a", (1, 2))
+    roots = Roots([f"lab={tmp_path / 'runs'}"])
+    catalogue, journal = Catalogue(tmp_path / "state"), Journal(tmp_path / "state")
+    Scanner(roots, catalogue).scan()
+    scrubber = Scrubber(journal, catalogue, tmp_path / "locks", roots, period=3600.0, rate=1 << 30)
+
+    def due():
+        return [one["id"] for one in scrubber._due(catalogue.committed())]
+
+    assert due() == ["lab/a/1", "lab/a/2"]
+    scrubber._verify("lab/a/1")
+    assert due() == ["lab/a/2"]
+    scrubber._verify("lab/a/2")
+    assert due() == []
+    for hours, expected in ((-2, ["lab/a/1", "lab/a/2"]), (2, ["lab/a/1", "lab/a/2"]), (-0.5, [])):
+        moved = (dt.datetime.now(dt.UTC) + dt.timedelta(hours=hours)).isoformat(timespec="seconds")
+        with journal._db as db:
+            db.execute("UPDATE verifications SET ended = ?", (moved,))
+        assert due() == expected
+    shardckpt.save(tmp_path / "runs" / "a" / "2", {"w": np.ones(3)}, options=SaveOptions(overwrite=True))
+    time.sleep(0.01)
+    Scanner(roots, catalogue).scan()
+    assert due() == ["lab/a/2"]
+    catalogue.close()
+    journal.close()
+
+
+def test_retention_deletes_what_a_dry_run_has_listed_of_an_ended_run(tmp_path):
+    save_run(tmp_path / "runs" / "a", (1, 2, 3, 4, 5))  # the loss falls: 1 is the best by "max"
+    (tmp_path / "rules.toml").write_text(RULES)
+    with operated(tmp_path, ("lab", tmp_path / "runs"), keep=tmp_path / "rules.toml") as lab:
+        lab.done("pin", checkpoint="lab/a/3")
+        dry = lab.run("retain", run="lab/a")
+        assert dry["result"]["dry"]
+        assert [one["name"] for one in dry["result"]["steps"]] == ["2", "4"]
+        assert dry["result"]["bytes"] == sum(one["bytes"] for one in dry["result"]["steps"]) > 0
+        assert dry["result"]["left"] == {"3": "it is pinned"}
+        assert lab.post("retain", "operate", run="lab/a", apply=dry["number"]).status == 403
+        refused = lab.run("retain", run="lab/a", apply=dry["number"])
+        assert "not marked as ended" in refused["error"]["message"]
+        assert lab.post("retain", run="lab/a", apply=999).status == 404
+        assert "apply=" in lab.post("retain", run="lab/a", apply=1).json["detail"]
+        assert lab.done("end", run="lab/a") == {"ended": True}
+        lab.done("tag", checkpoint="lab/a/4", tag="released")
+        result = lab.done("retain", run="lab/a", apply=dry["number"])
+        assert [one["name"] for one in result["steps"]] == ["2"]
+        assert "tagged released" in result["left"]["4"]
+        assert sorted(one.name for one in (tmp_path / "runs" / "a").iterdir() if one.is_dir()) == ["1", "3", "4", "5"]
+        save_run(tmp_path / "runs" / "a", (6,))
+        again = lab.run("retain", run="lab/a")
+        lab.done("untag", checkpoint="lab/a/4", tag="released")
+        assert "6 was saved after" in lab.run("retain", run="lab/a", apply=again["number"])["error"]["message"]
+        assert lab.done("reopen", run="lab/a")["was_ended"]
+        assert "no rule" in lab.run("retain", run="lab")["error"]["message"]
+
+
+def test_the_keeper_waits_a_day_after_the_dry_run_and_after_a_jump_of_the_clock(tmp_path, monkeypatch):
+    save_run(tmp_path / "runs" / "a", (1, 2, 3))
+    save_run(tmp_path / "runs" / "going", (1, 2, 3))
+    (tmp_path / "rules.toml").write_text(RULES)
+    with operated(tmp_path, ("lab", tmp_path / "runs"), keep=tmp_path / "rules.toml") as lab:
+        lab.done("end", run="lab/a")
+        found = lab.service.upkeep.keeper
+        jobs = lab.service.upkeep.journal
+
+        def looked():
+            found.look()
+            made = jobs.jobs(operation="retain")
+            return [(lab.wait(one.number)["state"], one.subject, one.arguments["apply"], one.who) for one in made]
+
+        first = ("done", "lab/a", None, "rules")
+        assert looked() == [first]
+        assert looked() == [first]
+        dry = jobs.jobs(operation="retain")[0].number
+
+        def pass_time(hours):
+            with jobs._db as db:
+                moved = (dt.datetime.now(dt.UTC) - dt.timedelta(hours=hours)).isoformat(timespec="seconds")
+                db.execute("UPDATE jobs SET ended = ? WHERE operation = 'retain'", (moved,))
+
+        pass_time(23)
+        assert looked() == [first]
+        pass_time(25)
+        monkeypatch.setattr(keeper, "_offset", lambda: time.time() - time.monotonic() + 90_000)
+        assert looked() == [first]  # the day may have been none
+        found._not_before = time.monotonic()
+        assert looked() == [("done", "lab/a", dry, "rules"), first]
+        assert sorted(one.name for one in (tmp_path / "runs" / "a").iterdir() if one.is_dir()) == ["1", "3"]
+        assert len(list((tmp_path / "runs" / "going").iterdir())) == 3
+        assert looked() == [("done", "lab/a", dry, "rules"), first]
+
+
+@pytest.mark.parametrize(
+    "text", ["", "keep = 3", "[[keep]]\nlatest = 1", '[[keep]]\nruns = "a"\nlatest = 0', '[[keep]]\nruns = "a"\nfirst = 3']
+)
+def test_rules_that_are_none_are_refused_at_the_start(tmp_path, text):
+    (tmp_path / "rules.toml").write_text(text)
+    with pytest.raises(OptionError, match=r"rules\.toml"):
+        RetentionRules.read(tmp_path / "rules.toml")
+
+
+class Receiver:
+    """A web server that takes notices."""
+
+    def __init__(self):
+        self.told, self.answers, self.asked = [], [], []
+        receiver = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self):
+                body = self.rfile.read(int(self.headers["Content-Length"]))
+                status = receiver.answers.pop(0) if receiver.answers else 204
+                receiver.asked.append(self.path)
+                if status == 204:
+                    receiver.told.append((body, dict(self.headers)))
+                self.send_response(status)
+                if status == 302:
+                    self.send_header("Location", "/elsewhere")
+                self.end_headers()
+
+            def log_message(self, *_):
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}/hook"
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+
+@pytest.fixture
+def receiver():
+    """A web server that takes notices."""
+    found = Receiver()
+    yield found
+    found.server.shutdown()
+    found.server.server_close()
+
+
+def test_notices_are_kept_until_they_are_received_and_follow_no_redirect(tmp_path, receiver, monkeypatch):
+    monkeypatch.setattr(webhook, "_POLL", 0.01)
+    monkeypatch.setattr(webhook, "_LONGEST_PAUSE", 0.05)
+    journal = Journal(tmp_path)
+    receiver.answers = [500, 302, 204]
+    sending = Webhook(journal, receiver.url)
+    sending.tell("damage", {"checkpoint": "lab/a/1"})
+    sending.start()
+    end = time.monotonic() + 20
+    while not receiver.told:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    sending.stop()
+    assert receiver.asked == ["/hook"] * 3
+    assert json.loads(receiver.told[0][0]) == {"event": "damage", "checkpoint": "lab/a/1"}
+    assert "X-Shardckpt-Signature" not in receiver.told[0][1]
+    assert journal.notices() == []
+    gone = Webhook(journal, "http://127.0.0.1:9/closed")
+    gone.tell("damage", {"checkpoint": "lab/a/2"})
+    gone.start()
+    time.sleep(0.2)
+    gone.stop()
+    journal.close()
+    journal = Journal(tmp_path)
+    assert [json.loads(body)["checkpoint"] for _, body in journal.notices()] == ["lab/a/2"]
+    journal.close()
+
+
+@pytest.mark.parametrize("url", ["file:///etc/passwd", "gopher://x", "http://user:pass@host/", "//host"])
+def test_a_webhook_is_a_web_server(tmp_path, url):
+    with pytest.raises(OptionError, match="--webhook"):
+        Webhook(None, url)
