@@ -29,6 +29,7 @@ from shardckpt.reshard.options import ReshardOptions
 from shardckpt.reshard.plan import plan_reshard
 from shardckpt.reshard.rules import Rules, parse_mesh
 from shardckpt.serve.catalogue import MOST_ROWS, CheckpointQuery
+from shardckpt.serve.health import with_damaged, with_verifications
 from shardckpt.serve.openapi import Endpoint, Parameter, number
 from shardckpt.serve.sources import ByteSource
 from shardckpt.state.select import selector
@@ -54,6 +55,7 @@ _SIDE = re.compile(r"\s*(\d{1,16})?\s*(?::\s*(\d{1,16})?\s*)?", re.ASCII)
 def runs(service: Service, *, text: str | None, limit: int, cursor: str | None) -> dict[str, Any]:
     """List runs: directories of checkpoints."""
     found, following = service.catalogue.runs(text, limit, cursor)
+    found = with_damaged(service, found)
     return {"runs": found, "next": following, "complete": service.scanner.complete.is_set(), "unreachable": dict(service.scanner.problems)}
 
 
@@ -85,7 +87,7 @@ def checkpoints(
         cursor=cursor,
     )
     found, following = service.catalogue.checkpoints(query)
-    return {"checkpoints": found, "next": following}
+    return {"checkpoints": with_verifications(service, found), "next": following}
 
 
 def checkpoint(service: Service, ident: str, *, only: list[str] | None, depth: int | None) -> dict[str, Any]:
@@ -96,7 +98,12 @@ def checkpoint(service: Service, ident: str, *, only: list[str] | None, depth: i
     found = documents.checkpoint_json(opened.checkpoint, node if node is not None else opened.checkpoint.parsed_tree)
     if depth is not None:
         found["tensors"] = [one for one in found["tensors"] if one["name"].count("/") < depth]
-    return {"id": ident, **found, **(empty if node is None else {}), "entry": next(iter(service.catalogue.find([ident])), None)}
+    return {"id": ident, **found, **(empty if node is None else {}), "entry": entry_of(service, ident)}
+
+
+def entry_of(service: Service, ident: str) -> dict[str, Any] | None:
+    """A checkpoint as lists have it; None: no scan has found it yet."""
+    return next(iter(with_verifications(service, service.catalogue.find([ident]))), None)
 
 
 def tensor(service: Service, ident: str, name: str, *, box: str | None, format: str) -> Any:  # noqa: A002  (of the query)

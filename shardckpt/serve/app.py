@@ -9,7 +9,7 @@ from anyio import to_thread
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from shardckpt.errors import OptionError, ShardckptError, UrlError
@@ -19,6 +19,7 @@ from shardckpt.serve.guard import Guard, failed
 from shardckpt.serve.jobs import endpoints as jobs
 from shardckpt.serve.jobs.operations import OPERATIONS
 from shardckpt.serve.openapi import Endpoint, Parameter, document, posted
+from shardckpt.serve.problems import DocumentResponse
 from shardckpt.serve.sources import ByteSource, SourceResponse
 
 if TYPE_CHECKING:
@@ -90,7 +91,7 @@ class _Endpoint:
 
 def _answer(service: Service, endpoint: Endpoint, path: tuple[str, ...], request: Request) -> Response | SourceResponse:
     found = endpoint.answer(service, *path, **endpoint.parse(request))
-    return SourceResponse(found, sends=request.method == "GET") if isinstance(found, ByteSource) else JSONResponse(found)
+    return SourceResponse(found, sends=request.method == "GET") if isinstance(found, ByteSource) else DocumentResponse(found)
 
 
 def _of_service(service: Service, answer: Callable[[Service, Request], Awaitable[Any]]) -> Answer:
@@ -109,7 +110,7 @@ async def _of_checkpoint(service: Service, request: Request) -> Any:
 
 
 async def _hub_api(service: Service, request: Request) -> Any:
-    return JSONResponse(await to_thread.run_sync(hub.api, service, request.path_params["path"]))
+    return DocumentResponse(await to_thread.run_sync(hub.api, service, request.path_params["path"]))
 
 
 async def _hub_file(service: Service, request: Request) -> Any:
@@ -139,7 +140,7 @@ async def _openapi(service: Service, _request: Request) -> Response:
     posts |= {f"/v1/jobs/{one.name}": (one.run, one.parameters) for one in OPERATIONS.values()}
     endpoints = [*api.ENDPOINTS, *jobs.ENDPOINTS, *files.ENDPOINTS]
     described = {path: posted(path, *one) for path, one in posts.items()}
-    return JSONResponse(document(endpoints, described, tokens=service.tokens is not None))
+    return DocumentResponse(document(endpoints, described, tokens=service.tokens is not None))
 
 
 async def _announce(service: Service, request: Request) -> Response:
@@ -152,4 +153,4 @@ async def _announce(service: Service, request: Request) -> Response:
     ident = service.roots.ident(place)
     if ident is not None:
         service.scanner.announce(ident)
-    return JSONResponse({"id": ident}, 202)
+    return DocumentResponse({"id": ident}, 202)

@@ -37,6 +37,7 @@ class RunEntry(TypedDict):
     committed: int
     uncommitted: int
     unreadable: int
+    damaged: int
     first_step: int | None
     last_step: int | None
     bytes: int | None
@@ -45,8 +46,24 @@ class RunEntry(TypedDict):
     created: str | None
 
 
+class VerificationEntry(TypedDict):
+    """A verification that has ended: `damaged` parts of `chunks`. `job` is None for the scrub; `error` says why it came to no end."""
+
+    number: int
+    attempt: str
+    begun: str
+    ended: str
+    job: int | None
+    chunks: int
+    total: int | None
+    bytes: int
+    damaged: int
+    error: str | None
+    ok: bool
+
+
 class CheckpointEntry(TypedDict):
-    """A checkpoint in a list, as `shardckpt ls --json` has it, with its id and its run."""
+    """A checkpoint in a list, as `shardckpt ls --json` has it, with its id, its run and the latest verification of its attempt."""
 
     id: str
     run: str
@@ -70,6 +87,7 @@ class CheckpointEntry(TypedDict):
     superseded: bool
     bases: list[str]
     idle: float | None
+    verification: VerificationEntry | None
 
 
 class Client:

@@ -46,10 +46,18 @@ _CODES = {400: "option", 404: "not-found", 405: "method", 413: "memory"}
 LONGEST = 2000
 
 
+class DocumentResponse(JSONResponse):
+    """A JSON document in ASCII: names of tensors may have lone surrogates, which UTF-8 has not."""
+
+    def render(self, content: object) -> bytes:
+        """The document as bytes."""
+        return json.dumps(content, allow_nan=False, separators=(",", ":")).encode("ascii")
+
+
 def problem(status: int, code: str, detail: str, headers: dict[str, str] | None = None) -> JSONResponse:
     """A problem as a response."""
     body = {"type": f"urn:shardckpt:error:{code}", "title": HTTPStatus(status).phrase, "status": status, "code": code, "detail": detail}
-    return JSONResponse(body, status, headers, "application/problem+json")
+    return DocumentResponse(body, status, headers, "application/problem+json")
 
 
 def of_error(error: Exception, roots: Roots) -> JSONResponse:

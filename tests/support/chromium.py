@@ -14,6 +14,7 @@ import tempfile
 import time
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -173,3 +174,24 @@ def contrast(first, second):
 
     light, dark = sorted((luminance(first), luminance(second)), reverse=True)
     return (light + 0.05) / (dark + 0.05)
+
+
+def check_page(page, url):
+    """What holds for every page of a service."""
+    assert page.complaints == []
+    assert {urlsplit(one).netloc for one in page.requests} == {urlsplit(url).netloc}
+    assert page.run("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
+    assert page.run("document.querySelectorAll('img, iframe, object, embed, [style], style').length") == 0
+    assert page.run("[...document.scripts].every((one) => one.src || one.type === 'application/json')")
+    assert page.run("[...document.querySelectorAll('*')].every((one) => [...one.attributes].every((a) => !a.name.startsWith('on')))")
+    assert page.run("document.documentElement.lang") == "en"
+    assert page.run("document.querySelectorAll('h1').length") == 1
+    assert page.run("document.querySelectorAll('main').length") == 1
+    ids = page.run("[...document.querySelectorAll('[id]')].map((one) => one.id)")
+    assert len(ids) == len(set(ids))
+    assert page.run("[...document.querySelectorAll('input:not([type=hidden]), select, textarea')].every((one) => one.labels.length === 1)")
+    assert page.run("[...document.querySelectorAll('svg:not([aria-hidden])')].every((one) => one.getAttribute('aria-label')?.length > 20)")
+    assert page.run("[...document.querySelectorAll('a')].every((one) => one.textContent.trim() || one.getAttribute('aria-label'))")
+    # Even what got in would not be run.
+    script = "Object.assign(document.createElement('script'), {textContent: 'window.ran = 1'})"
+    assert page.run(f"document.body.append({script}); window.ran ?? 0") == 0

@@ -9,20 +9,23 @@ from typing import TYPE_CHECKING, Any
 
 from anyio import to_thread
 from starlette.exceptions import HTTPException
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import Response, StreamingResponse
 
 from shardckpt.errors import NotFoundError, OptionError
 from shardckpt.excerpt import excerpt
+from shardckpt.serve import health
 from shardckpt.serve.catalogue import MOST_ROWS
 from shardckpt.serve.jobs.operations import OPERATIONS
 from shardckpt.serve.jobs.rows import STATES
 from shardckpt.serve.openapi import Endpoint, Parameter
+from shardckpt.serve.problems import DocumentResponse
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from starlette.requests import Request
 
+    from shardckpt.serve.jobs.operations import Operation
     from shardckpt.serve.jobs.rows import JobRow
     from shardckpt.serve.jobs.upkeep import Upkeep
     from shardckpt.serve.service import Service
@@ -51,7 +54,8 @@ def job(service: Service, number: str) -> dict[str, Any]:
 
 def verifications(service: Service, *, checkpoint: str | None, limit: int) -> dict[str, Any]:
     """List verifications, the latest first: by scrubs and by jobs."""
-    return {"verifications": [one.to_json() for one in upkeep_of(service).journal.verifications(checkpoint, limit=limit)]}
+    upkeep_of(service)
+    return {"verifications": [one.to_json() for one in health.verifications(service, checkpoint, limit=limit)]}
 
 
 def scrub(service: Service) -> dict[str, Any]:
@@ -69,6 +73,8 @@ def job_json(service: Service, found: JobRow) -> dict[str, Any]:
         doc["waits_for"] = upkeep_of(service).runner.waits_for.get(found.number)
     if found.result is not None and "url" in found.result:
         doc["result"] = {**found.result, "url": service.roots.without_places(found.result["url"])}
+    if found.result is not None and "damage" in found.result:
+        doc["result"] = {**found.result, "damage": health.damage_without_places(service, found.result["damage"])}
     if found.error is not None:
         doc["error"] = {**found.error, "message": service.roots.without_places(found.error["message"])}
     return doc
@@ -96,17 +102,36 @@ def job_number(text: str) -> int:
     return int(text)
 
 
+def operation_of(name: str) -> Operation:
+    """An operation by its name.
+
+    Raises:
+        NotFoundError: there is none.
+    """
+    found = OPERATIONS.get(name)
+    if found is None:
+        raise NotFoundError(f"there is no operation {excerpt(name)}; there are {', '.join(OPERATIONS)}.")
+    return found
+
+
+def key_of(text: str) -> str:
+    """An idempotency key.
+
+    Raises:
+        OptionError: it is none.
+    """
+    if not _KEY.fullmatch(text):
+        raise OptionError("an idempotency key has 1 to 200 visible ASCII characters.")
+    return text
+
+
 async def start(service: Service, request: Request) -> Response:
     """Answer a POST that starts a job."""
-    operation = OPERATIONS.get(request.path_params["operation"])
-    if operation is None:
-        raise NotFoundError(f"there is no operation {excerpt(request.path_params['operation'])}; there are {', '.join(OPERATIONS)}.")
+    operation = operation_of(request.path_params["operation"])
     upkeep, who = upkeep_of(service), request.state.identity
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise HTTPException(415, "send a JSON object, as application/json.")
-    key = request.headers.get("idempotency-key")
-    if key is not None and not _KEY.fullmatch(key):
-        raise OptionError("an Idempotency-Key has 1 to 200 visible ASCII characters.")
+    key = None if "idempotency-key" not in request.headers else key_of(request.headers["idempotency-key"])
     try:
         given = json.loads(await request.body())
     except (ValueError, RecursionError) as e:
@@ -114,14 +139,14 @@ async def start(service: Service, request: Request) -> Response:
     if not isinstance(given, dict):
         raise OptionError("the body is no JSON object.")
     found, new = await to_thread.run_sync(upkeep.start_job, who, operation, given, key)
-    return JSONResponse(job_json(service, found), 202 if new else 200, {"Location": f"/v1/jobs/{found.number}"})
+    return DocumentResponse(job_json(service, found), 202 if new else 200, {"Location": f"/v1/jobs/{found.number}"})
 
 
 async def cancel(service: Service, request: Request) -> Response:
     """Answer a POST that cancels a job."""
     upkeep, number = upkeep_of(service), job_number(request.path_params["job"])
     found = await to_thread.run_sync(upkeep.cancel, request.state.identity, number)
-    return JSONResponse(job_json(service, found), 202)
+    return DocumentResponse(job_json(service, found), 202)
 
 
 async def events(service: Service, request: Request) -> Response:

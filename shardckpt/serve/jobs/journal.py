@@ -45,6 +45,7 @@ CREATE TABLE IF NOT EXISTS verifications (
   damage TEXT NOT NULL DEFAULT '[]', error TEXT
 );
 CREATE INDEX IF NOT EXISTS by_checkpoint ON verifications (id, number);
+CREATE INDEX IF NOT EXISTS by_damage ON verifications (id, number) WHERE damaged > 0;
 CREATE TABLE IF NOT EXISTS notices (number INTEGER PRIMARY KEY AUTOINCREMENT, body TEXT NOT NULL);
 PRAGMA user_version = {_VERSION};
 """
@@ -296,6 +297,17 @@ class Journal:
                 f"SELECT {_VERIFICATION} FROM verifications WHERE number IN "  # noqa: S608
                 f"(SELECT max(number) FROM verifications WHERE ended IS NOT NULL {where} GROUP BY id)",
                 tuple(idents or ()),
+            )
+        return {one.id: one for one in map(_verification, rows)}
+
+    def damaged_verifications(self) -> dict[str, Verification]:
+        """By id, those of `latest_verifications` that have found damage. Raises StorageError."""
+        later = "SELECT 1 FROM verifications AS later WHERE later.id = one.id AND later.number > one.number AND later.ended IS NOT NULL"
+        with self._lock:
+            rows = self._all(
+                f"SELECT {_VERIFICATION} FROM verifications AS one "  # noqa: S608
+                f"WHERE damaged > 0 AND ended IS NOT NULL AND NOT EXISTS ({later})",
+                (),
             )
         return {one.id: one for one in map(_verification, rows)}
 

@@ -94,15 +94,24 @@ def kind(one: dict[str, Any]) -> str:
     """The class of a checkpoint's mark."""
     if one["state"] != "committed":
         return f"mark-{one['state']}"
+    if is_damaged(one):
+        return "mark-unreadable"
     return "mark-pinned" if one["pinned"] or one["tags"] else "mark-superseded" if one["superseded"] else "mark-committed"
 
 
 def words(one: dict[str, Any]) -> str:
     """What is to be said about a checkpoint besides its step."""
     said = [one["state"]] if one["state"] != "committed" else []
+    said += ["damaged"] if is_damaged(one) else []
     said += [word for word in ("pinned", "superseded") if one[word]]
     said += [f"tagged {' '.join(one['tags'])}"] if one["tags"] else []
     return "".join(f", {word}" for word in said)
+
+
+def is_damaged(one: dict[str, Any]) -> bool:
+    """Whether the latest verification of a checkpoint found damage."""
+    found = one.get("verification")
+    return found is not None and found["damaged"] > 0
 
 
 def thinned(points: list[Any]) -> list[Any]:

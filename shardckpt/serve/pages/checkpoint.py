@@ -8,9 +8,9 @@ from urllib.parse import quote
 from shardckpt.excerpt import count, file_size, shape_text
 from shardckpt.layout.text import layout_text, spec_text
 from shardckpt.reading.documents import leaf_text, node_totals
-from shardckpt.serve.pages.charts import histogram, words
+from shardckpt.serve.pages.charts import histogram, is_damaged, words
 from shardckpt.serve.pages.figures import tile_grid
-from shardckpt.serve.pages.frame import address, crumbs, facts, frame, link, search, table
+from shardckpt.serve.pages.frame import Viewer, address, crumbs, facts, frame, link, search, table
 from shardckpt.serve.pages.markup import Html, data, el
 from shardckpt.serve.pages.plan import section
 from shardckpt.state.document import Branch, Tensor, Tied, leaves_of
@@ -30,8 +30,16 @@ MOST_CHANGES = 500
 MOST_DEVICES = 256
 
 
-def checkpoint_page(ident: str, ckpt: Checkpoint, top: Node, entry: dict[str, Any] | None, text: str | None, who: str | None) -> str:
-    """A checkpoint, or a container of it, as a tree; or the names that contain a text."""
+def checkpoint_page(
+    ident: str,
+    ckpt: Checkpoint,
+    top: Node,
+    entry: dict[str, Any] | None,
+    text: str | None,
+    viewer: Viewer,
+    sections: Sequence[Html | None] = (),
+) -> str:
+    """A checkpoint, or a container of it, as a tree; or the names that contain a text. `sections` follow the tree."""
     record, name = ckpt.record, top.name
     shown: list[tuple[str, Html | str]] = [
         ("Tensors", f"{record.totals['tensors']:,}"),
@@ -43,7 +51,9 @@ def checkpoint_page(ident: str, ckpt: Checkpoint, top: Node, entry: dict[str, An
     ]
     shown += [(key, value if isinstance(value, str) else f"{value:.6g}") for key, value in (entry or {}).get("metrics", {}).items()]
     bases = el("p", "Some tensors lie in ", ", ".join(base.url for base in record.structure.bases), ".") if record.structure.bases else None
-    state = "" if entry is None else words(entry).removeprefix(", ")
+    state: Html | str = "" if entry is None else words(entry).removeprefix(", ")
+    if entry is not None and is_damaged(entry):
+        state = el("a", state, href="#section-verification", class_="state mark-unreadable")
     fetch = el(
         "ul",
         el("li", el("a", "model.safetensors", href=f"/files/{quote(ident)}/model.safetensors")),
@@ -57,15 +67,23 @@ def checkpoint_page(ident: str, ckpt: Checkpoint, top: Node, entry: dict[str, An
         el("h1", ident if not name else f"{ident}: {name}"),
         section("Facts", facts(shown), bases, el("p", state) if state else None),
         section("Tree", search("Names that contain", "text", text), up, body),
+        sections,
         section("Reshard", plan_form(ident, {})),
         section("Fetch", fetch),
         id="main",
     )
-    return frame(ident, crumbs(ident, checkpoint=True), main, here="/ui/runs", who=who)
+    return frame(ident, crumbs(ident, checkpoint=True), main, here="/ui/runs", viewer=viewer)
+
+
+def unreadable_page(ident: str, reason: str, viewer: Viewer, sections: Sequence[Html | None]) -> str:
+    """A checkpoint that cannot be opened: why, and what is known of it besides."""
+    said = el("p", reason, class_="bad", role="alert")
+    main = el("main", el("h1", ident), section("Unreadable", said), sections, id="main")
+    return frame(ident, crumbs(ident, checkpoint=True), main, here="/ui/runs", viewer=viewer)
 
 
 def tensor_page(
-    ident: str, ckpt: Checkpoint, name: str, devices: Sequence[dict[str, Any]], found: dict[str, Any] | None, who: str | None
+    ident: str, ckpt: Checkpoint, name: str, devices: Sequence[dict[str, Any]], found: dict[str, Any] | None, viewer: Viewer
 ) -> str:
     """A tensor: its layout as a picture, the devices' boxes, and on demand statistics of its values."""
     info = ckpt.info(name)
@@ -93,10 +111,10 @@ def tensor_page(
         section("Values", values),
         id="main",
     )
-    return frame(name, crumbs(ident, checkpoint=True, tensor=name), main, here="/ui/runs", who=who)
+    return frame(name, crumbs(ident, checkpoint=True, tensor=name), main, here="/ui/runs", viewer=viewer)
 
 
-def diff_page(a: str | None, b: str | None, doc: dict[str, Any] | None, *, structure: bool, who: str | None) -> str:
+def diff_page(a: str | None, b: str | None, doc: dict[str, Any] | None, *, structure: bool, viewer: Viewer) -> str:
     """A comparison of two checkpoints, and the form that asks for it."""
     fields = [
         el("label", f"{what} ", el("input", type="text", name=key, value=value or "", required=True, id=f"field-{key}", size=40))
@@ -110,7 +128,7 @@ def diff_page(a: str | None, b: str | None, doc: dict[str, Any] | None, *, struc
         said = "equal" if doc["equal"] else "different"
         compared = "values were not compared" if structure else f"{count(doc['tensors_compared'], 'tensor')} compared bit by bit"
         parts.append(section("Result", el("p", el("strong", said), f": {compared}", class_="verdict"), *_changes(doc, b or "")))
-    return frame("Compare", el("main", el("h1", "Compare"), parts, id="main"), here="/ui/diff", who=who)
+    return frame("Compare", el("main", el("h1", "Compare"), parts, id="main"), here="/ui/diff", viewer=viewer)
 
 
 def plan_form(ident: str, asked: dict[str, Any]) -> Html:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from urllib.parse import quote, urlencode
 
@@ -11,26 +12,51 @@ from shardckpt.serve.pages.markup import Html, Part, el
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from shardckpt.serve.tokens import Identity
+
 POLICY = (
-    "default-src 'none'; style-src 'self'; script-src 'self'; img-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
+    "default-src 'none'; style-src 'self'; script-src 'self'; img-src 'self'; connect-src 'self'; form-action 'self'; base-uri 'none'; "
+    "frame-ancestors 'none'"
 )
 """Content-Security-Policy of the pages."""
 STATIC = ("plan.css", "service.css", "plan.js", "service.js", "icon.svg")
 _AREAS = (("Runs", "/ui/runs"), ("Compare", "/ui/diff"), ("Storage", "/ui/storage"))
+_AREAS_OF_JOBS = (("Jobs", "/ui/jobs"), ("Health", "/ui/health"))
 
 
-def frame(title: str, *parts: Part, here: str = "", who: str | None = None, script: str = "service.js") -> str:
+@dataclass(frozen=True, slots=True)
+class Viewer:
+    """Somebody who looks at a page."""
+
+    identity: Identity | None = None
+    signed_in: bool = False
+    """Whether there is a session, which can be ended."""
+    jobs: bool = False
+    """Whether the service runs jobs."""
+
+    def may(self, scope: str) -> bool:
+        """Whether they may start jobs that need a scope."""
+        return self.jobs and self.identity is not None and self.identity.may(scope)
+
+
+NOBODY = Viewer()
+
+
+def frame(title: str, *parts: Part, here: str = "", viewer: Viewer = NOBODY, script: str = "service.js") -> str:
     """A complete page.
 
     Args:
         title: its title.
         parts: what follows the navigation; one of them is `main`.
         here: the address of the area that it belongs to.
-        who: the name of the session's token, for the button that ends it; None: there is no session.
+        viewer: whom it is for: decides which areas and which buttons there are.
         script: its script.
     """
-    links = [el("li", el("a", text, href=at, aria_current="page" if at == here else None)) for text, at in _AREAS]
-    leave = None if who is None else el("form", el("button", f"Sign out {who}", type="submit"), method="post", action="/ui/logout")
+    areas = _AREAS + _AREAS_OF_JOBS if viewer.jobs else _AREAS
+    links = [el("li", el("a", text, href=at, aria_current="page" if at == here else None)) for text, at in areas]
+    leave = None
+    if viewer.signed_in and viewer.identity is not None:
+        leave = el("form", el("button", f"Sign out {viewer.identity.name}", type="submit"), method="post", action="/ui/logout")
     head = el(
         "head",
         el("meta", charset="utf-8"),
@@ -100,10 +126,24 @@ def search(label: str, name: str, value: str | None) -> Html:
     return el("form", el("label", f"{label} ", field), el("button", "Search", type="submit"), class_="line", role="search")
 
 
-def error_page(status: int, title: str, detail: str) -> str:
-    """A page that says what went wrong."""
-    back = el("p", el("a", "All runs", href="/ui/runs"))
-    return frame(title, el("main", el("h1", f"{status} {title}"), el("section", el("p", detail), back), id="main"))
+def more(path: str, **query: object) -> Html:
+    """A link to the next page of a list."""
+    given = {key: value for key, value in query.items() if value}
+    return el("p", el("a", "More", href=f"{path}?{urlencode(given, errors='surrogatepass')}", rel="next"))
+
+
+def when(time: str | None) -> Html | str:
+    """A time, UTC."""
+    if time is None:
+        return "–"
+    return el("time", time.replace("T", " ").removesuffix("+00:00"), datetime=time)
+
+
+def error_page(status: int, title: str, detail: str, viewer: Viewer, back: Html | None = None) -> str:
+    """A page that says what went wrong, with a link to go on."""
+    link_back = el("p", back or el("a", "All runs", href="/ui/runs"))
+    main = el("main", el("h1", f"{status} {title}"), el("section", el("p", detail, role="alert"), link_back), id="main")
+    return frame(title, main, viewer=viewer)
 
 
 def login_page(message: str | None) -> str:

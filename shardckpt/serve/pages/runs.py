@@ -7,7 +7,7 @@ from urllib.parse import urlencode
 
 from shardckpt.excerpt import count, file_size
 from shardckpt.serve.pages.charts import kind, metric_chart, time_line, words
-from shardckpt.serve.pages.frame import address, crumbs, facts, frame, link, search, table
+from shardckpt.serve.pages.frame import Viewer, address, crumbs, facts, frame, link, more, search, table, when
 from shardckpt.serve.pages.markup import Html, data, el
 from shardckpt.serve.pages.plan import section
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 MOST_METRICS = 6
 
 
-def runs_page(doc: dict[str, Any], text: str | None, who: str | None) -> str:
+def runs_page(doc: dict[str, Any], text: str | None, viewer: Viewer) -> str:
     """All runs."""
     rows = [
         (
@@ -25,7 +25,7 @@ def runs_page(doc: dict[str, Any], text: str | None, who: str | None) -> str:
             data("checkpoints", one["checkpoints"], f"{one['checkpoints']:,}"),
             "–" if one["last_step"] is None else data("last_step", one["last_step"], f"{one['last_step']:,}"),
             data("stored_bytes", one["stored_bytes"], file_size(one["stored_bytes"] or 0)),
-            _when(one["created"]),
+            when(one["created"]),
             _remarks(one),
         )
         for one in doc["runs"]
@@ -33,11 +33,11 @@ def runs_page(doc: dict[str, Any], text: str | None, who: str | None) -> str:
     heads = (("Run", False), ("Checkpoints", True), ("Last step", True), ("Stored", True), ("Last commit", False), ("Remarks", False))
     parts: list[Html | None] = [search("Runs whose name contains", "text", text), *_problems(doc)]
     parts.append(table(heads, rows, caption=count(len(rows), "run"), ident="runs") if rows else el("p", "There are no runs."))
-    parts.append(_more("/ui/runs", doc["next"], text=text))
-    return frame("Runs", el("main", el("h1", "Runs"), section("All runs", *parts), id="main"), here="/ui/runs", who=who)
+    parts.append(more("/ui/runs", text=text, cursor=doc["next"]) if doc["next"] else None)
+    return frame("Runs", el("main", el("h1", "Runs"), section("All runs", *parts), id="main"), here="/ui/runs", viewer=viewer)
 
 
-def run_page(run: str, entries: Sequence[dict[str, Any]], following: str | None, who: str | None) -> str:
+def run_page(run: str, entries: Sequence[dict[str, Any]], following: str | None, viewer: Viewer) -> str:
     """A run: its metrics and steps over time, and its checkpoints."""
     names = list(dict.fromkeys(name for one in entries for name in one["metrics"]))
     charts = [metric_chart(name, entries) for name in names[:MOST_METRICS]]
@@ -58,13 +58,13 @@ def run_page(run: str, entries: Sequence[dict[str, Any]], following: str | None,
             legend,
             el("p", f"{count(hidden, 'more metric')}; the checkpoints have them.", class_="quiet") if hidden else None,
         ),
-        section("Checkpoints", listed, _more(address("run", run), following)),
+        section("Checkpoints", listed, more(address("run", run), cursor=following) if following else None),
         id="main",
     )
-    return frame(run, crumbs(run, checkpoint=False), main, here="/ui/runs", who=who)
+    return frame(run, crumbs(run, checkpoint=False), main, here="/ui/runs", viewer=viewer)
 
 
-def storage_page(runs: Sequence[dict[str, Any]], who: str | None) -> str:
+def storage_page(runs: Sequence[dict[str, Any]], viewer: Viewer) -> str:
     """The storage that each run uses."""
     ranked = sorted(runs, key=lambda one: -(one["stored_bytes"] or 0))
     total = sum(one["stored_bytes"] or 0 for one in ranked)
@@ -88,7 +88,7 @@ def storage_page(runs: Sequence[dict[str, Any]], who: str | None) -> str:
     note = el("p", "Bytes of chunks as stored. Tensors that a checkpoint left in its base count where they lie.", class_="quiet")
     listed = table(heads, rows, caption=count(len(rows), "run"), ident="storage")
     body = section("By run", facts([("Stored", file_size(total)), ("Runs", f"{len(ranked):,}")]), note, listed)
-    return frame("Storage", el("main", el("h1", "Storage"), body, id="main"), here="/ui/storage", who=who)
+    return frame("Storage", el("main", el("h1", "Storage"), body, id="main"), here="/ui/storage", viewer=viewer)
 
 
 _LEGEND = (
@@ -105,7 +105,7 @@ def _row(one: dict[str, Any], before: str | None, metrics: Sequence[str]) -> lis
     state = el("span", f"{one['state']}{words(one)}" if one["state"] == "committed" else one["state"], class_=f"state {kind(one)}")
     return [
         link("checkpoint", one["id"], one["name"]),
-        _when(one["created"]),
+        when(one["created"]),
         "–" if one["tensors"] is None else data("tensors", one["tensors"], f"{one['tensors']:,}"),
         "–" if one["stored_bytes"] is None else data("stored_bytes", one["stored_bytes"], file_size(one["stored_bytes"])),
         *("–" if v is None else v if isinstance(v, str) else data("metric", v, f"{v:.6g}") for v in values),
@@ -120,8 +120,11 @@ def _compare(a: str, b: str) -> Html:
 
 
 def _remarks(one: dict[str, Any]) -> Html:
-    words_of = {"pinned": "pinned", "uncommitted": "not committed", "unreadable": "damaged"}
-    said = [(one[key], text, key) for key, text in words_of.items()]
+    said = [
+        (one["pinned"], "pinned", "pinned"),
+        (one["uncommitted"], "not committed", "uncommitted"),
+        (one["unreadable"] + one["damaged"], "damaged", "unreadable"),
+    ]
     return el("span", [el("span", f"{n:,} {text} ", class_=f"state mark-{name}") for n, text, name in said if n])
 
 
@@ -129,16 +132,3 @@ def _problems(doc: dict[str, Any]) -> list[Html]:
     unreachable = doc["unreachable"].items()
     found = [el("p", f"The root {name} cannot be listed now: {why}", class_="bad", role="alert") for name, why in unreachable]
     return found if doc["complete"] else [el("p", "The roots are being scanned; more will follow.", role="status"), *found]
-
-
-def _more(path: str, following: str | None, **query: str | None) -> Html | None:
-    if following is None:
-        return None
-    given = {key: value for key, value in query.items() if value} | {"cursor": following}
-    return el("p", el("a", "More", href=f"{path}?{urlencode(given)}", rel="next"))
-
-
-def _when(created: str | None) -> Html | str:
-    if created is None:
-        return "–"
-    return el("time", created.replace("T", " ").removesuffix("+00:00"), datetime=created)

@@ -1,0 +1,143 @@
+"""The forms of the page: they sign people in and out, and start and cancel jobs.
+
+A form that changes something must come from a page of this service: `guard` compares `Origin`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING
+from urllib.parse import parse_qs
+
+from anyio import to_thread
+from starlette.exceptions import HTTPException
+from starlette.responses import HTMLResponse, RedirectResponse, Response
+
+from shardckpt.errors import OptionError, ShardckptError
+from shardckpt.excerpt import visible
+from shardckpt.serve import problems
+from shardckpt.serve.guard import COOKIE, LOGIN, Guard
+from shardckpt.serve.jobs.endpoints import job_number, key_of, operation_of, upkeep_of
+from shardckpt.serve.pages.actions import CONFIRM, KEY
+from shardckpt.serve.pages.frame import POLICY, Viewer, error_page, link, login_page
+from shardckpt.serve.pages.markup import Html, el
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
+
+    from shardckpt.serve.openapi import Parameter
+    from shardckpt.serve.service import Service
+
+_MOST_FIELDS, _LONGEST_KEY = 300, 100
+
+
+def html(text: str, status: int = 200) -> HTMLResponse:
+    """A page as a response."""
+    # Lone surrogates in names, which no encoding has, are shown escaped.
+    return HTMLResponse(text.encode("utf-8", "backslashreplace"), status, {"Content-Security-Policy": POLICY})
+
+
+def viewer_of(service: Service, request: Request) -> Viewer:
+    """Whom a page is for."""
+    identity = getattr(request.state, "identity", None)
+    return Viewer(identity, signed_in=service.tokens is not None, jobs=service.upkeep is not None)
+
+
+def refused(service: Service, request: Request, error: ShardckptError | HTTPException, back: Html | None = None) -> HTMLResponse:
+    """The page that says what went wrong."""
+    said = problems.of_error(error, service.roots)
+    return html(error_page(said.status_code, *problems.words(said), viewer_of(service, request), back), said.status_code)
+
+
+class PageSession:
+    """Sign in and out."""
+
+    def __init__(self, service: Service) -> None:
+        """Nobody is signed in yet."""
+        self._service = service
+
+    async def login(self, request: Request) -> Response:
+        """The form, and what it sends."""
+        tokens = self._service.tokens
+        if tokens is None:
+            return RedirectResponse("/ui/runs", 303)
+        if request.method == "GET":
+            return html(login_page(None))
+        guard: Guard = request.app.state.guard
+        address = "" if request.client is None else request.client.host
+        if wait := guard.wait(address):
+            return html(login_page(f"Too many wrong tokens; try again in {wait} s."), 429)
+        given = parse_qs((await request.body()).decode("utf-8", "replace")).get("token", [""])[0].strip()
+        if tokens.identity(given) is None:
+            guard.wrong_token(address)
+            return html(login_page("Nobody has this token."), 403)
+        response = RedirectResponse("/ui/runs", 303)
+        secure = request.url.scheme == "https"
+        response.set_cookie(COOKIE, tokens.begin_session(given), max_age=12 * 3600, httponly=True, samesite="strict", secure=secure)
+        return response
+
+    async def logout(self, request: Request) -> Response:
+        """Forget the session."""
+        if self._service.tokens is not None:
+            self._service.tokens.end_session(request.cookies.get(COOKIE, ""))
+        response = RedirectResponse(LOGIN, 303)
+        response.delete_cookie(COOKIE)
+        return response
+
+
+async def start(service: Service, request: Request) -> Response:
+    """Start the job that a form asks for, and lead to its page."""
+    body = await request.body()
+    return await to_thread.run_sync(_started, service, request, body)
+
+
+async def cancel(service: Service, request: Request) -> Response:
+    """Cancel a job, and lead to its page."""
+    return await to_thread.run_sync(_cancelled, service, request)
+
+
+def _started(service: Service, request: Request, body: bytes) -> Response:
+    back = None
+    try:
+        upkeep, fields = upkeep_of(service), _fields(request, body)
+        ident = fields.get("checkpoint", [""])[0]
+        if ident:
+            back = link("checkpoint", ident, f"Back to {ident}")
+        operation = operation_of(request.path_params["operation"])
+        # A form that was changed after it had been sent asks for another job.
+        key = f"{key_of(fields.pop(KEY, [''])[0])[:_LONGEST_KEY]}.{hashlib.sha256(body).hexdigest()[:16]}"
+        if operation.name == "delete" and fields.pop(CONFIRM, [""])[0].strip() != visible(ident).strip():
+            raise OptionError(f"nothing was deleted: type {ident} to confirm that it is to be deleted.")
+        given = {parameter.name: parameter.parse(_values(parameter, fields.pop(parameter.name, []))) for parameter in operation.parameters}
+        found, _ = upkeep.start_job(request.state.identity, operation, given | fields, key)
+    except (ShardckptError, HTTPException) as e:
+        return refused(service, request, e, back)
+    return RedirectResponse(f"/ui/job/{found.number}", 303)
+
+
+def _cancelled(service: Service, request: Request) -> Response:
+    back = None
+    try:
+        number = job_number(request.path_params["job"])
+        back = el("a", f"Back to job {number}", href=f"/ui/job/{number}")
+        upkeep_of(service).cancel(request.state.identity, number)
+    except (ShardckptError, HTTPException) as e:
+        return refused(service, request, e, back)
+    return RedirectResponse(f"/ui/job/{number}", 303)
+
+
+def _fields(request: Request, body: bytes) -> dict[str, list[str]]:
+    """The fields of a form, without those that are empty."""
+    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/x-www-form-urlencoded":
+        raise HTTPException(415, "send a form, as application/x-www-form-urlencoded.")
+    try:
+        return parse_qs(body.decode("ascii"), encoding="utf-8", errors="strict", max_num_fields=_MOST_FIELDS)
+    except ValueError as e:
+        raise OptionError(f"the body is no form ({e}).") from e
+
+
+def _values(parameter: Parameter, given: list[str]) -> list[str]:
+    """The values of a parameter: of one that takes several, each line is one."""
+    if parameter.kind != "texts":
+        return given
+    return [line.strip() for text in given for line in text.splitlines() if line.strip()]

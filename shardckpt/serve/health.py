@@ -1,0 +1,86 @@
+"""The health of checkpoints: what the catalogue and the journal of verifications say together."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from shardckpt.serve.catalogue import MOST_ROWS, CheckpointQuery
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from shardckpt.serve.jobs.rows import Verification
+    from shardckpt.serve.service import Service
+
+_MOST_LATEST = 50
+_KEPT = ("number", "attempt", "begun", "ended", "job", "chunks", "total", "bytes", "damaged", "error", "ok")
+
+
+def with_verifications(service: Service, entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Entries with their `verification`: the latest one of the same attempt that has ended, without its list of damage; or None."""
+    idents = [one["id"] for one in entries]
+    latest = {} if service.upkeep is None or not idents else service.upkeep.journal.latest_verifications(idents)
+    return [one | {"verification": _of_attempt(latest.get(one["id"]), one["attempt"])} for one in entries]
+
+
+def verifications(service: Service, ident: str | None, *, limit: int) -> list[Verification]:
+    """Verifications of a checkpoint, or of all, the latest first, without the places of roots."""
+    assert service.upkeep is not None, "they are only asked for where there is a journal"
+    said = service.roots.without_places
+    return [
+        replace(one, damage=damage_without_places(service, one.damage), error=one.error and said(one.error))
+        for one in service.upkeep.journal.verifications(ident, limit=limit)
+    ]
+
+
+def damage_without_places(service: Service, damage: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Damaged parts with names in place of the locations of roots."""
+    return [{**one, "reason": service.roots.without_places(one["reason"])} for one in damage]
+
+
+def damaged_checkpoints(service: Service) -> list[dict[str, Any]]:
+    """Entries, with their verification, of committed checkpoints in which the latest verification of that attempt found damage."""
+    if service.upkeep is None:
+        return []
+    found = service.upkeep.journal.damaged_verifications()
+    idents, entries = sorted(found), []
+    for first in range(0, len(idents), MOST_ROWS):
+        for one in service.catalogue.find(idents[first : first + MOST_ROWS]):
+            verification = _of_attempt(found[one["id"]], one["attempt"])
+            if one["state"] == "committed" and verification is not None:
+                entries.append(one | {"verification": verification})
+    return sorted(entries, key=lambda one: str(one["id"]))
+
+
+def with_damaged(service: Service, runs: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Runs with `damaged`: the number of their checkpoints in which the latest verification found damage."""
+    counts: dict[str, int] = {}
+    for one in damaged_checkpoints(service):
+        counts[one["run"]] = counts.get(one["run"], 0) + 1
+    return [run | {"damaged": counts.get(run["run"], 0)} for run in runs]
+
+
+def health(service: Service) -> dict[str, Any]:
+    """What the page about health shows: `damaged`, `unreadable`, `latest`, `scrub`, and numbers of `checkpoints` and `never_verified`."""
+    assert service.upkeep is not None, "the page is only asked for where there is a journal"
+    journal, scrubber = service.upkeep.journal, service.upkeep.scrubber
+    committed, latest = service.catalogue.committed(), journal.latest_verifications()
+    never = [one for one in committed if _of_attempt(latest.get(one["id"]), one["attempt"]) is None]
+    unreadable, _ = service.catalogue.checkpoints(CheckpointQuery(state="unreadable", limit=MOST_ROWS))
+    said = service.roots.without_places
+    return {
+        "checkpoints": len(committed),
+        "never_verified": len(never),
+        "damaged": damaged_checkpoints(service),
+        "unreadable": [one | {"reason": said(one["reason"] or "")} for one in unreadable],
+        "latest": verifications(service, None, limit=_MOST_LATEST),
+        "scrub": None if scrubber is None else scrubber.status(),
+    }
+
+
+def _of_attempt(found: Verification | None, attempt: str | None) -> dict[str, Any] | None:
+    if found is None or found.attempt != attempt:
+        return None
+    said = found.to_json()
+    return {name: said[name] for name in _KEPT}

@@ -1,0 +1,154 @@
+"""The forms that start jobs. Each has a key of its own, so that it starts one job however often it is sent."""
+
+from __future__ import annotations
+
+import secrets
+from typing import TYPE_CHECKING, Any
+
+from shardckpt.excerpt import visible
+from shardckpt.serve.pages.markup import Html, Part, el
+from shardckpt.serve.pages.plan import section
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from shardckpt.serve.pages.frame import Viewer
+
+KEY, CONFIRM = "key", "confirm"
+"""Names of fields that are no parameters of the operation."""
+
+
+def actions_section(ident: str, attempt: str, entry: Mapping[str, Any], viewer: Viewer) -> Html | None:
+    """What a viewer may do with a checkpoint; None: nothing."""
+    if not viewer.may("operate"):
+        return None
+    admin, given = viewer.may("admin"), {"checkpoint": ident}
+    buttons = [job_form("verify", given, "Verify now")]
+    if not entry.get("pinned"):
+        buttons.append(job_form("pin", given, "Pin"))
+    elif admin:
+        buttons.append(job_form("unpin", given, "Unpin"))
+    if admin:
+        buttons += [job_form("untag", {**given, "tag": tag}, f"Remove tag {tag}") for tag in entry.get("tags", ())]
+    tag = job_form("tag", given, "Add tag", [_field("tag", "tag", "Tag", "best")], style="line")
+    overwrite = _overwrite(viewer)
+    copy = [_field("copy", "to", "Copy to", "lab/copies/100"), *overwrite("copy")]
+    export = [
+        _field("export", "to", "Write to", "lab/exports/model.safetensors"),
+        _field("export", "dtype", "Convert to dtype", "as stored", required=False),
+        _lines("export", "include", "Only names that match, a pattern a line", "model/**"),
+        *overwrite("export"),
+    ]
+    about_export = "Writes safetensors: a file, or a directory as on Hugging Face."
+    parts = [
+        el("div", buttons, class_="buttons"),
+        tag,
+        _disclosed("Copy", "Writes the same checkpoint to another place.", job_form("copy", given, "Start copy", copy)),
+        _disclosed("Export", about_export, job_form("export", given, "Start export", export)),
+    ]
+    return section("Actions", *parts, _delete(ident, attempt, entry) if admin else None)
+
+
+def reshard_section(ident: str, asked: Mapping[str, Any], viewer: Viewer) -> Html | None:
+    """The form that starts the reshard of a plan; None: the viewer may not."""
+    if not viewer.may("operate"):
+        return None
+    given = {"checkpoint": ident, **{name: asked[name] for name in ("mesh", "rule", "preset")}}
+    fields = [_field("reshard", "to", "Write to", "lab/resharded/100"), *_overwrite(viewer)("reshard")]
+    hint = el("p", "The source stays as it is. The options are those of the plan.", class_="quiet")
+    return section("Start this reshard", hint, job_form("reshard", given, "Start reshard", fields))
+
+
+def import_form(mappings: Sequence[str], viewer: Viewer) -> Html | None:
+    """The form that starts an import; None: the viewer may not."""
+    if not viewer.may("operate"):
+        return None
+    fields = [
+        _field("import", "from", "File or directory", "lab/downloads/llama"),
+        _field("import", "to", "Write to", "lab/imported/llama"),
+        _field("import", "into", "Put the state below the name", "model", required=False),
+        _field("import", "mesh", "Mesh", "data=2,model=4", required=False),
+        _lines("import", "rule", "Rules, one a line", "model/**=(model,None)"),
+        el("label", "Mapping of names ", choice("mapping", "import-mapping", ("", *mappings), None, "none")),
+        *_overwrite(viewer)("import"),
+    ]
+    hint = "Reads safetensors, DCP, Orbax and others below a root. Formats that need a pickle are refused."
+    return _disclosed("Import a checkpoint of another format", hint, job_form("import", {}, "Start import", fields))
+
+
+def again_form(operation: str, arguments: Mapping[str, Any]) -> Html | None:
+    """The button that starts a job with the arguments of an earlier one; None: its operation has to be confirmed."""
+    return None if operation == "delete" else job_form(operation, arguments, "Start again")
+
+
+def cancel_form(number: int) -> Html:
+    """The button that cancels a job."""
+    return el("form", el("button", "Cancel", type="submit", class_="danger"), method="post", action=f"/ui/job/{number}/cancel")
+
+
+def job_form(
+    operation: str, given: Mapping[str, Any], text: str, fields: Iterable[Html] = (), *, style: str = "fields", danger: bool = False
+) -> Html:
+    """A form that starts a job.
+
+    Args:
+        operation: name of its operation.
+        given: arguments that are not asked for; None, False and empty ones are left out.
+        text: what is written on the button.
+        fields: what is asked for.
+        style: class of the form.
+        danger: whether the button is marked as one that destroys.
+    """
+    fields = list(fields)
+    hidden = [_hidden(KEY, secrets.token_urlsafe(16))]
+    for name, value in given.items():
+        values = value if isinstance(value, list) else ["true" if value is True else value]
+        hidden += [_hidden(name, str(one)) for one in values if one not in (None, False, "")]
+    button = el("button", text, type="submit", class_="danger" if danger else None)
+    return el("form", hidden, fields, button, method="post", action=f"/ui/jobs/{operation}", class_=style if fields else None)
+
+
+def choice(name: str, ident: str, values: Iterable[str], chosen: str | None, nothing: str) -> Html:
+    """A selection of one text; an empty one is shown as `nothing`."""
+    options = [el("option", value or nothing, value=value, selected=value == (chosen or "")) for value in values]
+    return el("select", options, name=name, id=ident)
+
+
+def _delete(ident: str, attempt: str, entry: Mapping[str, Any]) -> Html:
+    protected = [word for word, is_so in (("pinned", entry.get("pinned")), ("tagged", entry.get("tags"))) if is_so]
+    if protected:
+        return _disclosed("Delete", f"The checkpoint is {' and '.join(protected)}, and cannot be deleted.")
+    fields = [
+        _field("delete", CONFIRM, f"Type {visible(ident)} to confirm", ""),
+        _field("delete", "reason", "Reason", "on request", required=False),
+    ]
+    form = job_form("delete", {"checkpoint": ident, "attempt": attempt}, "Delete for ever", fields, danger=True)
+    return _disclosed("Delete", "Deletes the checkpoint and its data. This cannot be undone.", form)
+
+
+def _overwrite(viewer: Viewer) -> Any:
+    def box(operation: str) -> list[Html]:
+        if not viewer.may("admin"):
+            return []
+        ticked = el("input", type="checkbox", name="overwrite", value="true", id=f"{operation}-overwrite")
+        return [el("label", ticked, " replace what is there")]
+
+    return box
+
+
+def _disclosed(title: str, hint: str, form: Part = None) -> Html:
+    return el("details", el("summary", title), el("p", hint, class_="quiet"), form, class_="action")
+
+
+def _field(operation: str, name: str, label: str, hint: str, *, required: bool = True) -> Html:
+    given = {"placeholder": hint or None, "required": required, "maxlength": 1000, "autocomplete": "off", "spellcheck": "false"}
+    return el("label", f"{label} ", el("input", type="text", name=name, id=f"{operation}-{name}", **given))
+
+
+def _lines(operation: str, name: str, label: str, hint: str) -> Html:
+    given = {"placeholder": hint, "rows": 2, "spellcheck": "false"}
+    return el("label", f"{label} ", el("textarea", "", name=name, id=f"{operation}-{name}", **given))
+
+
+def _hidden(name: str, value: str) -> Html:
+    return el("input", type="hidden", name=name, value=value)
