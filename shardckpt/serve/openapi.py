@@ -129,7 +129,7 @@ class Endpoint:
             OptionError: a parameter is unknown, missing or invalid, or not UTF-8.
         """
         try:
-            query = QueryParams(parse_qsl(request.url.query, keep_blank_values=True, errors="strict"))
+            query = QueryParams(parse_qsl(request.scope["query_string"].decode(), keep_blank_values=True, errors="strict"))
         except UnicodeDecodeError:
             raise OptionError("the query is not valid UTF-8; encode it as UTF-8, and then with percent signs.") from None
         names = [parameter.name for parameter in self.parameters]

@@ -2,8 +2,9 @@
 
 An output is a run of bytes, row by row. It is cut into blocks of complete rows, as tall as stored chunks (`cut_into_slabs`), so that a
 sequential read needs most chunks once. Blocks that a read covers completely are read straight into the caller's memory, all with one
-call of the checkpoint's reader. Others go through a cache, because the next read is likely to need them as well. A read that continues
-where the last one ended also reads the blocks that follow.
+call of the checkpoint's reader. Of another block, the first read of a small part reads only the rows that it needs. The next read of the
+same block puts it into a cache, because others are likely to follow. A read that continues where the last one ended puts it there at once,
+with blocks that follow.
 
 Every stored chunk is verified before any of its bytes is returned.
 """
@@ -21,7 +22,7 @@ import numpy as np
 
 from shardckpt.convert.streaming.chunking import cut_into_slabs
 from shardckpt.convert.streaming.outputs import check
-from shardckpt.layout.box import BoxArray
+from shardckpt.layout.box import Box, BoxArray
 from shardckpt.plan.pieces import chunk_boxes
 from shardckpt.reading.locate import TensorBoxes
 
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from shardckpt.convert.streaming.outputs import OutputTensor
-    from shardckpt.layout.box import Box
     from shardckpt.reading.checkpoint import Checkpoint
 
     Bytes = NDArray[np.uint8]
@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 
 CACHE_BYTES = 128 << 20
 """Bytes of blocks that are kept; the last one is kept even if it is larger."""
+_SMALL = 64
+"""A part is small if the block has at least so many times its bytes."""
 AHEAD_BYTES = 16 << 20
 """Most bytes that are read ahead of a sequential reader."""
 LARGEST_BLOCK = 64 << 20
@@ -77,7 +79,9 @@ class OutputReader:
         self._most = cache_bytes
         self._blocks: dict[int, _Blocks] = {}
         self._cache: OrderedDict[Key, Bytes] = OrderedDict()
-        self._expected: tuple[int, int] | None = None
+        self._touched: OrderedDict[Key, int] = OrderedDict()
+        """Bytes of blocks of which parts were read lately; a block is kept when it is read again."""
+        self._expected: tuple[int, int] | None = 0, 0
         """Output and byte at which a sequential reader continues."""
         self._lock = Lock()
 
@@ -91,6 +95,27 @@ class OutputReader:
             CorruptionError, MissingDataError, ReplacedError: stored bytes are damaged or gone.
             StorageError: they cannot be read.
         """
+        direct, parts = self._split(ranges)
+        blocks, new = self._kept(ranges, parts)
+        rows: list[tuple[tuple[int, Box, NDArray[Any]], int, memoryview]] = []
+        for key, begin, part in parts:
+            if key not in blocks and key not in new:
+                box, skipped = self._rows(key, begin, len(part))
+                rows.append((box, skipped, part))
+        wanted = [*self._whole([*direct, *new.items()]), *(box for box, *_ in rows)]
+        if wanted:
+            self.read_boxes(wanted)
+        for (_, _, memory), skipped, part in rows:
+            part[:] = memory.reshape(-1).view(np.uint8)[skipped : skipped + len(part)].data
+        for key, begin, part in parts:
+            kept = blocks[key] if key in blocks else new.get(key)
+            if kept is not None:
+                part[:] = kept[begin : begin + len(part)].data
+        if new:
+            self._keep(new)
+
+    def _split(self, ranges: Sequence[tuple[int, int, memoryview]]) -> tuple[list[tuple[Key, Bytes]], list[tuple[Key, int, memoryview]]]:
+        """Split ranges into complete blocks that are not kept, with memory for each, and parts of blocks."""
         direct: list[tuple[Key, Bytes]] = []
         parts: list[tuple[Key, int, memoryview]] = []
         for number, begin, into in ranges:
@@ -104,11 +129,7 @@ class OutputReader:
                 else:
                     parts.append(((number, block), at - edges[block], part))
                 at, block = stop, block + 1
-        blocks, new = self._kept(ranges, parts)
-        self._read_blocks([*direct, *new.items()])
-        for key, begin, part in parts:
-            part[:] = (blocks[key] if key in blocks else new[key])[begin : begin + len(part)].data
-        self._keep(new)
+        return direct, parts
 
     def _kept(
         self, ranges: Sequence[tuple[int, int, memoryview]], parts: Sequence[tuple[Key, int, memoryview]]
@@ -123,10 +144,33 @@ class OutputReader:
             self._expected = number, begin + len(into)
             if len(into) + begin == self._outputs[number].nbytes:
                 self._expected = next(((n, 0) for n in range(number + 1, len(self._outputs)) if self._outputs[n].nbytes), None)
-        missing = list(dict.fromkeys(key for key, *_ in parts if key not in blocks))
+            missing = [key for key in dict.fromkeys(key for key, *_ in parts) if key not in blocks]
+            if missing and not continues:
+                small = {key for key, _, part in parts if len(part) * _SMALL <= self._nbytes(key)}
+                missing = [key for key in missing if key not in small or self._touched.pop(key, None) is not None]
+                self._touch(small - blocks.keys() - set(missing))
         if missing and continues:
             missing += self._following(missing[-1])
         return blocks, {key: np.empty(self._nbytes(key), np.uint8) for key in missing}
+
+    def _touch(self, keys: Iterable[Key]) -> None:
+        """Note blocks of which a part is read; the lock is held."""
+        self._touched.update((key, self._nbytes(key)) for key in keys)
+        while self._touched and sum(self._touched.values()) > self._most // 2:
+            self._touched.popitem(last=False)
+
+    def _rows(self, key: Key, begin: int, nbytes: int) -> tuple[tuple[int, Box, NDArray[Any]], int]:
+        """The rows of a block with some of its bytes, as `read_boxes` wants them, with memory; and the bytes in that before them."""
+        number, block = key
+        box = self._blocks_of(number).boxes[block]
+        start, stop, before = list(box.start), list(box.stop), 0
+        along = next((d for d, side in enumerate(box.shape) if side > 1), None)
+        if along is not None:
+            row = self._nbytes(key) // box.shape[along]
+            first, last = begin // row, -(-(begin + nbytes) // row)
+            start[along], stop[along], before = start[along] + first, start[along] + last, first * row
+        part = Box(tuple(start), tuple(stop))
+        return (number, part, np.empty(part.shape, self._outputs[number].dtype.numpy)), begin - before
 
     def _following(self, key: Key) -> Iterator[Key]:
         """The blocks after a block, up to one that is kept."""
@@ -199,6 +243,8 @@ class OutputReader:
                     [some.request(self._tensors[name], converts=converts) for (name, converts), some in found.items()]
                 )
 
-    def _read_blocks(self, wanted: Iterable[tuple[Key, Bytes]]) -> None:
-        boxes = [(number, self._blocks_of(number).boxes[block], memory) for (number, block), memory in wanted]
-        self.read_boxes([(number, box, memory.view(self._outputs[number].dtype.numpy).reshape(box.shape)) for number, box, memory in boxes])
+    def _whole(self, wanted: Iterable[tuple[Key, Bytes]]) -> Iterator[tuple[int, Box, NDArray[Any]]]:
+        """Blocks and memory for them, as `read_boxes` wants them."""
+        for (number, block), memory in wanted:
+            box = self._blocks_of(number).boxes[block]
+            yield number, box, memory.view(self._outputs[number].dtype.numpy).reshape(box.shape)

@@ -106,6 +106,19 @@ def test_an_eighth_of_the_rows_reads_hardly_more(large):
     assert file.view.checkpoint.stats.bytes_read <= 1.1 * rows
 
 
+def test_small_parts_at_random_places_are_read_by_rows_and_a_block_that_is_read_again_is_kept(large):
+    place, expected = large
+    view = ModelView(place)
+    file = view.open()
+    header, stats, cache = len(expected) - (24 << 20), view.checkpoint.stats, view._reader._cache
+    block = view._reader._nbytes((0, 0))
+    for i, place in enumerate((block + 3000, block + 99, 3 * block + 1, block + 77_000)):
+        needed = stats.bytes_needed
+        assert file.pread(header + place, 1000) == expected[header + place :][:1000]
+        assert stats.bytes_needed - needed == (2 * 768 * 4, block, 768 * 4, 0)[i]
+        assert list(cache) == ([(0, 1)] if i else [])
+
+
 def test_the_header_reads_no_chunk(large):
     place, expected = large
     file = safetensors_view(place)
