@@ -22,8 +22,8 @@ from shardckpt.serve.forms import PageSession, html, refused, viewer_of
 from shardckpt.serve.guard import LOGIN
 from shardckpt.serve.health import health, verifications, with_verifications
 from shardckpt.serve.jobs import endpoints
-from shardckpt.serve.jobs.rows import STATES
 from shardckpt.serve.jobs.operations import OPERATIONS
+from shardckpt.serve.jobs.rows import STATES
 from shardckpt.serve.openapi import Parameter
 from shardckpt.serve.pages.actions import actions_section, import_form, reshard_section
 from shardckpt.serve.pages.checkpoint import checkpoint_page, diff_page, plan_form, tensor_page, unreadable_page
