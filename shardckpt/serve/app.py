@@ -16,6 +16,7 @@ from shardckpt.errors import OptionError, ShardckptError, UrlError
 from shardckpt.io.url import parse
 from shardckpt.serve import api, files, hub, problems, ui
 from shardckpt.serve.guard import Guard, failed
+from shardckpt.serve.health import damaged_checkpoints
 from shardckpt.serve.jobs import endpoints as jobs
 from shardckpt.serve.jobs.operations import OPERATIONS
 from shardckpt.serve.openapi import Endpoint, Parameter, document, posted
@@ -129,7 +130,7 @@ async def _readyz(service: Service, _request: Request) -> Response:
 async def _metrics(service: Service, _request: Request) -> Response:
     def text() -> bytes:
         if service.upkeep is not None:
-            service.metrics.note_upkeep(service.upkeep)
+            service.metrics.note_upkeep(service.upkeep, len(damaged_checkpoints(service)))
         return service.metrics.text(service.catalogue.totals())
 
     return Response(await to_thread.run_sync(text), media_type="text/plain; version=0.0.4; charset=utf-8")

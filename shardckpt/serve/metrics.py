@@ -59,12 +59,12 @@ class ServeMetrics:
         self.scan_seconds.set(seconds)
         self.problems.set(problems)
 
-    def note_upkeep(self, upkeep: Upkeep) -> None:
-        """Set what the journal knows. Raises StorageError."""
+    def note_upkeep(self, upkeep: Upkeep, damaged: int) -> None:
+        """Set what the journal knows, and the number of damaged checkpoints. Raises StorageError."""
         counts = upkeep.journal.counts()
         for state in STATES:
             self.jobs.labels(state).set(counts.get(state, 0))
-        self.damaged.set(len(upkeep.damaged()))
+        self.damaged.set(damaged)
         if upkeep.scrubber is not None:
             self.due.set(upkeep.scrubber.status()["due_bytes"])
 

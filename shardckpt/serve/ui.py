@@ -12,8 +12,10 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.routing import Route
 
+from shardckpt.commit.ended import ended
 from shardckpt.convert.naming.mapping_file import PRESETS
 from shardckpt.errors import FormatError, NamesMismatchError, NotFoundError, OptionError, ShardckptError
+from shardckpt.io.store import Store
 from shardckpt.reading.documents import find_node
 from shardckpt.reshard.forecast.document import document as forecast_document
 from shardckpt.serve import api, forms
@@ -32,6 +34,7 @@ from shardckpt.serve.pages.health import health_page, verification_section
 from shardckpt.serve.pages.jobs import job_page, jobs_page, jobs_table
 from shardckpt.serve.pages.markup import Html, el
 from shardckpt.serve.pages.plan import plan_parts, section
+from shardckpt.serve.pages.retention import retention_section
 from shardckpt.serve.pages.runs import run_page, runs_page, storage_page
 
 if TYPE_CHECKING:
@@ -109,11 +112,29 @@ def _run(service: Service, request: Request, viewer: Viewer) -> str:
     entries = with_verifications(service, found)
     for entry in entries:
         entry["reason"] = entry["reason"] and service.roots.without_places(entry["reason"])
-    return run_page(run, entries[::-1], following, viewer)
+    return run_page(run, entries[::-1], following, viewer, _retention(service, run, viewer))
+
+
+def _retention(service: Service, run: str, viewer: Viewer) -> list[Html | None]:
+    if service.upkeep is None:
+        return []
+    try:
+        mark = ended(Store.open(service.roots.locate(run)))
+    except FormatError:  # a job that marks it again replaces it
+        mark = None
+    last = next(iter(service.upkeep.journal.jobs(state="done", operation="retain", subject=run, limit=1)), None)
+    said = None if mark is None else {"by": mark.by, "when": mark.when}
+    ruled = service.upkeep.keeper is not None and service.upkeep.keeper.rules.rule_for(run) is not None
+    return [retention_section(run, said, None if last is None else endpoints.job_json(service, last), viewer, ruled=ruled)]
 
 
 def _storage(service: Service, _request: Request, viewer: Viewer) -> str:
-    return storage_page(service.catalogue.runs(limit=MOST_ROWS)[0], viewer)
+    freed = None
+    if service.upkeep is not None and service.upkeep.keeper is not None:
+        looked = service.upkeep.journal.jobs(state="done", operation="retain", limit=MOST_ROWS)
+        latest = {job.subject: job.result or {} for job in reversed(looked)}
+        freed = {run: result["bytes"] for run, result in latest.items() if result.get("dry")}
+    return storage_page(service.catalogue.runs(limit=MOST_ROWS)[0], freed, viewer)
 
 
 def _checkpoint(service: Service, request: Request, viewer: Viewer) -> str:

@@ -336,3 +336,30 @@ def test_a_page_of_ten_thousand_rows_asks_the_journal_once(tmp_path, monkeypatch
 
 def _dict(one):
     return {name: getattr(one, name) for name in one.__slots__}
+
+
+def test_the_page_of_a_run_lists_what_rules_give_up_and_deletes_it_when_the_run_has_ended(tmp_path):
+    for step in (1, 2, 3):
+        shardckpt.save(tmp_path / "lab" / "run" / str(step), {"w": np.arange(64, dtype=np.float32) + step})
+    (tmp_path / "rules.toml").write_text('[[keep]]\nruns = "lab/run"\nlatest = 1\n')
+    tokens = {scope: add_token(tmp_path / "tokens", scope, scope) for scope in SCOPES}
+    options = {"token_file": tmp_path / "tokens", "state": tmp_path / "state", "keep": tmp_path / "rules.toml"}
+    with serving(("lab", tmp_path / "lab"), **options) as service:
+        people = {scope: Person(service, token) for scope, token in tokens.items()}
+        page, admin = "/ui/run/lab/run", people["admin"]
+        assert people["read"].forms(page) == {}
+        assert set(people["operate"].forms(page)) == {"retain"}
+        assert set(admin.forms(page)) == {"retain", "end"}
+        assert admin.end(people["operate"].start(page, "retain"))["result"]["dry"]
+        shown = admin.see(page)
+        assert "2 steps that the rules give up" in shown
+        assert "for ever" not in shown  # the run goes on
+        assert "Rules would free" in admin.see("/ui/storage")
+        admin.end(admin.start(page, "end"))
+        assert "Delete 2 steps for ever" in admin.see(page)
+        assert "for ever" not in people["operate"].see(page)
+        deleted = admin.end(admin.start(page, "retain"))["result"]  # the last form of that operation is the one that deletes
+        assert [one["name"] for one in deleted["steps"]] == ["1", "2"]
+        assert "2 steps deleted" in admin.see(page)
+        assert set(admin.forms(page)) == {"retain", "reopen"}
+    assert [one.name for one in (tmp_path / "lab" / "run").iterdir() if one.is_dir()] == ["3"]

@@ -28,6 +28,8 @@ _MOST_JOBS, _MOST_VERIFICATIONS = 20_000, 20
 """Most ended jobs, and most verifications of a checkpoint, that are kept; older ones are deleted."""
 _PRUNE_EVERY, _MOST_NOTICES = 100, 1000
 _VERSION = 1
+_COMPLETE = "ended IS NOT NULL AND (error IS NULL OR damaged > 0)"
+"""Verifications that have read everything, or found damage before they could not go on."""
 _SCHEMA = f"""
 PRAGMA journal_mode = WAL;
 PRAGMA synchronous = FULL;
@@ -46,6 +48,7 @@ CREATE TABLE IF NOT EXISTS verifications (
 );
 CREATE INDEX IF NOT EXISTS by_checkpoint ON verifications (id, number);
 CREATE INDEX IF NOT EXISTS by_damage ON verifications (id, number) WHERE damaged > 0;
+CREATE INDEX IF NOT EXISTS complete ON verifications (id, number) WHERE {_COMPLETE};
 CREATE TABLE IF NOT EXISTS notices (number INTEGER PRIMARY KEY AUTOINCREMENT, body TEXT NOT NULL);
 PRAGMA user_version = {_VERSION};
 """
@@ -290,25 +293,22 @@ class Journal:
         return [_verification(row) for row in rows]
 
     def latest_verifications(self, idents: Sequence[str] | None = None) -> dict[str, Verification]:
-        """By id, the latest verification that has ended. Raises StorageError."""
+        """By id, the latest verification that has read everything, or found damage. Raises StorageError."""
         where = "" if idents is None else f"AND id IN ({','.join('?' * len(idents))})"
         with self._lock:
             rows = self._all(
                 f"SELECT {_VERIFICATION} FROM verifications WHERE number IN "  # noqa: S608
-                f"(SELECT max(number) FROM verifications WHERE ended IS NOT NULL {where} GROUP BY id)",
+                f"(SELECT max(number) FROM verifications WHERE {_COMPLETE} {where} GROUP BY id)",
                 tuple(idents or ()),
             )
         return {one.id: one for one in map(_verification, rows)}
 
     def damaged_verifications(self) -> dict[str, Verification]:
         """By id, those of `latest_verifications` that have found damage. Raises StorageError."""
-        later = "SELECT 1 FROM verifications AS later WHERE later.id = one.id AND later.number > one.number AND later.ended IS NOT NULL"
+        later = f"SELECT max(number) FROM verifications WHERE {_COMPLETE} AND id = one.id"  # noqa: S608
+        sql = f"SELECT {_VERIFICATION} FROM verifications AS one WHERE damaged > 0 AND ended IS NOT NULL AND number = ({later})"  # noqa: S608
         with self._lock:
-            rows = self._all(
-                f"SELECT {_VERIFICATION} FROM verifications AS one "  # noqa: S608
-                f"WHERE damaged > 0 AND ended IS NOT NULL AND NOT EXISTS ({later})",
-                (),
-            )
+            rows = self._all(sql, ())
         return {one.id: one for one in map(_verification, rows)}
 
     # --- notices for the webhook

@@ -39,7 +39,7 @@ class Upkeep:
         Raises:
             OptionError, StorageError: an option is invalid, or the journal cannot be used.
         """
-        self._roots, self._catalogue, self._scanner = roots, catalogue, scanner
+        self._roots, self._scanner = roots, scanner
         self.journal = Journal(directory)
         locks = directory / "jobs"
         writing = {"memory_limit": options.memory_limit, "workers": options.workers, "engine": options.engine}
@@ -100,12 +100,6 @@ class Upkeep:
         require(who, "operate")
         require(who, OPERATIONS[self.journal.job(number).operation].scope)
         return self.journal.cancel(number)
-
-    def damaged(self) -> list[Verification]:
-        """The verifications that found damage in checkpoints that are still there. Raises StorageError."""
-        attempts = {one["id"]: one["attempt"] for one in self._catalogue.committed()}
-        latest = self.journal.latest_verifications()
-        return [one for one in latest.values() if one.damaged and attempts.get(one.id) == one.attempt]
 
     def _ended(self, job: JobRow) -> None:
         for ident in (job.subject, job.destination):

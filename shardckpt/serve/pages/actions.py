@@ -77,8 +77,8 @@ def import_form(mappings: Sequence[str], viewer: Viewer) -> Html | None:
 
 
 def again_form(operation: str, arguments: Mapping[str, Any]) -> Html | None:
-    """The button that starts a job with the arguments of an earlier one; None: its operation has to be confirmed."""
-    return None if operation == "delete" else job_form(operation, arguments, "Start again")
+    """The button that starts a job with the arguments of an earlier one; None: its operation deletes."""
+    return None if operation in ("delete", "retain") else job_form(operation, arguments, "Start again")
 
 
 def cancel_form(number: int) -> Html:

@@ -12,7 +12,7 @@ from shardckpt.serve.pages.markup import Html, data, el
 from shardckpt.serve.pages.plan import section
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
 MOST_METRICS = 6
 
@@ -37,8 +37,10 @@ def runs_page(doc: dict[str, Any], text: str | None, viewer: Viewer) -> str:
     return frame("Runs", el("main", el("h1", "Runs"), section("All runs", *parts), id="main"), here="/ui/runs", viewer=viewer)
 
 
-def run_page(run: str, entries: Sequence[dict[str, Any]], following: str | None, viewer: Viewer) -> str:
-    """A run: its metrics and steps over time, and its checkpoints."""
+def run_page(
+    run: str, entries: Sequence[dict[str, Any]], following: str | None, viewer: Viewer, sections: Sequence[Html | None] = ()
+) -> str:
+    """A run: its metrics and steps over time, its checkpoints, and further sections."""
     names = list(dict.fromkeys(name for one in entries for name in one["metrics"]))
     charts = [metric_chart(name, entries) for name in names[:MOST_METRICS]]
     hidden = len(names) - len(charts)
@@ -59,13 +61,14 @@ def run_page(run: str, entries: Sequence[dict[str, Any]], following: str | None,
             el("p", f"{count(hidden, 'more metric')}; the checkpoints have them.", class_="quiet") if hidden else None,
         ),
         section("Checkpoints", listed, more(address("run", run), cursor=following) if following else None),
+        *sections,
         id="main",
     )
     return frame(run, crumbs(run, checkpoint=False), main, here="/ui/runs", viewer=viewer)
 
 
-def storage_page(runs: Sequence[dict[str, Any]], viewer: Viewer) -> str:
-    """The storage that each run uses."""
+def storage_page(runs: Sequence[dict[str, Any]], freed: Mapping[str, int] | None, viewer: Viewer) -> str:
+    """The storage that each run uses, and what the rules would free of it (`freed`, by run; None: there are no rules)."""
     ranked = sorted(runs, key=lambda one: -(one["stored_bytes"] or 0))
     total = sum(one["stored_bytes"] or 0 for one in ranked)
     rows = []
@@ -74,6 +77,7 @@ def storage_page(runs: Sequence[dict[str, Any]], viewer: Viewer) -> str:
         share = nbytes / total if total else 0
         bar = el("meter", f"{share:.0%}", value=f"{share:.4f}", min=0, max=1, aria_label=f"share of {one['run']}")
         each = nbytes // max(1, one["committed"])
+        nothing = freed is None or one["run"] not in freed
         rows.append(
             (
                 link("run", one["run"], one["run"]),
@@ -82,12 +86,23 @@ def storage_page(runs: Sequence[dict[str, Any]], viewer: Viewer) -> str:
                 f"{one['committed']:,}",
                 data("each", each, file_size(each)),
                 f"{one['pinned']:,}",
+                *(() if freed is None else ("–" if nothing else data("freed", freed[one["run"]], file_size(freed[one["run"]])),)),
             )
         )
-    heads = (("Run", False), ("Stored", True), ("Share", False), ("Checkpoints", True), ("Each", True), ("Pinned", True))
+    heads = (
+        ("Run", False),
+        ("Stored", True),
+        ("Share", False),
+        ("Checkpoints", True),
+        ("Each", True),
+        ("Pinned", True),
+        *(() if freed is None else (("Rules free", True),)),
+    )
     note = el("p", "Bytes of chunks as stored. Tensors that a checkpoint left in its base count where they lie.", class_="quiet")
     listed = table(heads, rows, caption=count(len(rows), "run"), ident="storage")
-    body = section("By run", facts([("Stored", file_size(total)), ("Runs", f"{len(ranked):,}")]), note, listed)
+    said = [("Stored", file_size(total)), ("Runs", f"{len(ranked):,}")]
+    said += [] if freed is None else [("Rules would free", file_size(sum(freed.values())))]
+    body = section("By run", facts(said), note, listed)
     return frame("Storage", el("main", el("h1", "Storage"), body, id="main"), here="/ui/storage", viewer=viewer)
 
 

@@ -1,0 +1,54 @@
+"""What rules of retention would delete of a run, and the forms for it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from shardckpt.excerpt import count, file_size
+from shardckpt.serve.pages.actions import job_form
+from shardckpt.serve.pages.frame import facts, table, when
+from shardckpt.serve.pages.markup import Html, data, el
+from shardckpt.serve.pages.plan import section
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from shardckpt.serve.pages.frame import Viewer
+
+_MOST_LEFT = 100
+
+
+def retention_section(run: str, mark: Mapping[str, str] | None, last: Mapping[str, Any] | None, viewer: Viewer, *, ruled: bool) -> Html:
+    """The part of a run's page about its end and the rules.
+
+    Args:
+        run: id of the run.
+        mark: who has marked it as ended (`by`) and `when`; None: nobody.
+        last: the latest job `retain` of the run that is done; None: there is none.
+        viewer: for whom.
+        ruled: whether a rule is for the run.
+    """
+    said = [("Run", "goes on" if mark is None else el("span", f"marked as ended by {mark['by']}, ", when(mark["when"])))]
+    buttons: list[Html] = []
+    parts: list[Html | None] = []
+    if last is not None:
+        result = last["result"]
+        job = el("a", f"job {last['number']}", href=f"/ui/job/{last['number']}")
+        said.append(("Last look", el("span", job, ", ", when(last["ended"]))))
+        said.append(("Would free" if result["dry"] else "Freed", data("bytes", result["bytes"], file_size(result["bytes"]))))
+        rows = [(one["name"], data("bytes", one["bytes"], file_size(one["bytes"]))) for one in result["steps"]]
+        listed = count(len(rows), "step")
+        caption = f"{listed} that the rules give up" if result["dry"] else f"{listed} deleted"
+        parts.append(
+            table((("Step", False), ("Stored", True)), rows, caption=caption, ident="retention") if rows else el("p", f"{caption}.")
+        )
+        left = list(result["left"].items())[:_MOST_LEFT]
+        parts.append(table((("Step", False), ("Why", False)), left, caption="Steps that stay all the same", ident="left") if left else None)
+        if result["dry"] and rows and mark is not None and viewer.may("admin"):
+            buttons.append(job_form("retain", {"run": run, "apply": last["number"]}, f"Delete {listed} for ever", danger=True))
+    if ruled and viewer.may("operate"):
+        buttons.insert(0, job_form("retain", {"run": run}, "List what the rules give up"))
+    if viewer.may("admin"):
+        buttons.append(job_form("end", {"run": run}, "Mark as ended") if mark is None else job_form("reopen", {"run": run}, "Not ended"))
+    hint = None if ruled else el("p", "No rule is for this run, so nothing of it is deleted by rules.", class_="quiet")
+    return section("Retention", facts(said), hint, *parts, el("div", buttons, class_="buttons") if buttons else None)
