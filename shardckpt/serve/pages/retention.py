@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from shardckpt.excerpt import count, file_size
 from shardckpt.serve.pages.actions import job_form
 from shardckpt.serve.pages.frame import facts, table, when
-from shardckpt.serve.pages.markup import Html, data, el
+from shardckpt.serve.pages.markup import Html, Part, data, el
 from shardckpt.serve.pages.plan import section
 
 if TYPE_CHECKING:
@@ -28,13 +28,26 @@ def retention_section(run: str, mark: Mapping[str, str] | None, last: Mapping[st
         viewer: for whom.
         ruled: whether a rule is for the run.
     """
-    said = [("Run", "goes on" if mark is None else el("span", f"marked as ended by {mark['by']}, ", when(mark["when"])))]
+    said: list[tuple[str, Part]] = [("Run", "goes on" if mark is None else "has ended")]
+    lines: list[Html] = []
+    if mark is not None:
+        lines.append(el("p", f"{mark['by']} has marked it as ended, ", when(mark["when"]), ".", class_="quiet"))
     buttons: list[Html] = []
     parts: list[Html | None] = []
     if last is not None:
         result = last["result"]
         job = el("a", f"job {last['number']}", href=f"/ui/job/{last['number']}")
-        said.append(("Last look", el("span", job, ", ", when(last["ended"]))))
+        lines.append(
+            el(
+                "p",
+                "The rules were applied by " if not result["dry"] else "The list is that of ",
+                job,
+                ", ",
+                when(last["ended"]),
+                ".",
+                class_="quiet",
+            )
+        )
         said.append(("Would free" if result["dry"] else "Freed", data("bytes", result["bytes"], file_size(result["bytes"]))))
         rows = [(one["name"], data("bytes", one["bytes"], file_size(one["bytes"]))) for one in result["steps"]]
         listed = count(len(rows), "step")
@@ -51,4 +64,4 @@ def retention_section(run: str, mark: Mapping[str, str] | None, last: Mapping[st
     if viewer.may("admin"):
         buttons.append(job_form("end", {"run": run}, "Mark as ended") if mark is None else job_form("reopen", {"run": run}, "Not ended"))
     hint = None if ruled else el("p", "No rule is for this run, so nothing of it is deleted by rules.", class_="quiet")
-    return section("Retention", facts(said), hint, *parts, el("div", buttons, class_="buttons") if buttons else None)
+    return section("Retention", facts(said), *lines, hint, *parts, el("div", buttons, class_="buttons") if buttons else None)
