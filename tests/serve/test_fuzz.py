@@ -9,7 +9,12 @@ import pytest
 import schemathesis
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from schemathesis.specs.openapi.checks import positive_data_acceptance
+from job_services import operated
+from schemathesis.specs.openapi.checks import ignored_auth, positive_data_acceptance
+from serving import save_run
+
+from shardckpt.serve.jobs import journal
+from shardckpt.serve.jobs.runner import JobRunner
 
 
 def operations(schema):
@@ -38,6 +43,30 @@ def test_answers_conform_to_the_openapi_document(service, described):
     assert checked > 10
 
 
+def test_requests_for_jobs_conform_to_the_openapi_document(tmp_path, monkeypatch):
+    monkeypatch.setattr(JobRunner, "start", lambda _: None)  # the requests are tested, not the thousand jobs
+    monkeypatch.setattr(journal, "MOST_QUEUED", 100_000)
+    save_run(tmp_path / "runs" / "llama", (10,))
+    with operated(tmp_path, ("lab", tmp_path / "runs")) as lab:
+        headers = {"Authorization": f"Bearer {lab.tokens['admin']}"}
+        described = schemathesis.openapi.from_url(f"{lab.service.url}/v1/openapi.json", headers=headers)
+        posts = [one for one in operations(described) if one.method == "post"]
+        for operation in posts:
+
+            @settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+            @given(case=operation.as_strategy())
+            def answers(case):
+                reply = case.call(headers=headers)
+                assert reply.status_code < 500, (case.as_curl_command(), reply.text)
+                case.validate_response(reply, excluded_checks=[positive_data_acceptance, ignored_auth])
+
+            answers()
+        assert len(posts) >= 14
+        assert [one.name for one in (tmp_path / "runs").iterdir()] == ["llama"]
+        for number in [one["number"] for one in lab.ask("/v1/jobs?limit=5").json["jobs"]]:
+            assert lab.ask(f"/v1/jobs/{number}/cancel", "POST").json["state"] == "cancelled"
+
+
 IDS = st.sampled_from(
     [
         *("lab/llama/10", "lab/llama", "lab", "", "lab/llama/10/x", "lab/../lab/llama/10"),
@@ -55,10 +84,42 @@ TEXTS = st.text(max_size=30) | st.sampled_from(ODD)
 NAMES = st.sampled_from(
     [
         *("box", "format", "budget", "mesh", "rule", "preset", "dtype", "only", "rate", "memory_limit", "metric", "step"),
-        *("cursor", "limit", "a", "b", "include", "max_shard_size", "ties", "under", "text", "name", "values"),
+        *(
+            "cursor",
+            "limit",
+            "before",
+            "subject",
+            "checkpoint",
+            "a",
+            "b",
+            "include",
+            "max_shard_size",
+            "ties",
+            "under",
+            "text",
+            "name",
+            "values",
+        ),
     ]
 )
-AREAS = st.sampled_from(["v1/checkpoints", "files", "zarr", "raw", "ui/run", "ui/checkpoint", "ui/tensor", "ui/plan", "api/models"])
+AREAS = st.sampled_from(
+    [
+        "v1/checkpoints",
+        "files",
+        "zarr",
+        "raw",
+        "ui/run",
+        "ui/checkpoint",
+        "ui/tensor",
+        "ui/plan",
+        "ui/job",
+        "ui/jobs",
+        "ui/health",
+        "v1/jobs",
+        "v1/verifications",
+        "api/models",
+    ]
+)
 
 
 @settings(max_examples=400, deadline=None)
