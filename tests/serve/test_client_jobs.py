@@ -120,6 +120,7 @@ class Cutting:
         if self.lost:
             self.lost -= 1
             reply.read()
+            reply.close()
             raise httpx.ReadError("the connection was lost", request=request)
         return reply
 
@@ -132,7 +133,7 @@ def cutting(client):
     """Lets the client lose some answers."""
 
     def cut(lost):
-        client._http._transport = found = Cutting(httpx.HTTPTransport(), lost)
+        client._http._transport = found = Cutting(client._http._transport, lost)
         return found
 
     return cut
