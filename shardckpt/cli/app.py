@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from shardckpt.cli import commit, diff, exits, export, fingerprint, gc, import_, ls, pin, reshard, serve, verify
+from shardckpt.cli import commit, diff, exits, export, fingerprint, gc, import_, jobs, ls, pin, reshard, serve, verify
 from shardckpt.cli.info import command as info
 from shardckpt.cli.plan import command as plan
 from shardckpt.cli.project import project_url
@@ -83,7 +83,7 @@ def root(
     context: typer.Context,
     server: Annotated[
         str | None,
-        typer.Option("--server", metavar="URL", help="Read through a service (`shardckpt serve`), by its ids."),
+        typer.Option("--server", metavar="URL", help="Use a service (`shardckpt serve`) and its ids."),
     ] = None,
     version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
 ) -> None:
@@ -113,6 +113,12 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "untag": pin.untag,
     "serve": serve.serve,
     "token": serve.token,
+    "jobs": jobs.jobs,
 }
+_JOB_COMMANDS: dict[str, Callable[..., None]] = {"start": jobs.start, "show": jobs.show, "wait": jobs.wait, "cancel": jobs.cancel}
 for _name, _function in _COMMANDS.items():
     app.command(_name, cls=_Command)(_function)
+_job = typer.Typer(cls=_Group, rich_markup_mode=None, no_args_is_help=True)
+for _name, _function in _JOB_COMMANDS.items():
+    _job.command(_name, cls=_Command)(_function)
+app.add_typer(_job, name="job", help="Start, show, follow and cancel the jobs of a service.")

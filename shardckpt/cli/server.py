@@ -9,8 +9,8 @@ from shardckpt.errors import OptionError
 if TYPE_CHECKING:
     from shardckpt.serve.client import Client
 
-COMMANDS = ("ls", "info", "verify", "diff", "fingerprint", "plan")
-"""The commands that read through a service."""
+COMMANDS = ("ls", "info", "verify", "diff", "fingerprint", "plan", "jobs", "job")
+"""The commands that use a service."""
 _chosen: list[str] = []
 
 
@@ -18,7 +18,7 @@ def choose_server(url: str | None, command: str | None) -> None:
     """Set the service for a command; None: there is none.
 
     Raises:
-        OptionError: the command does not read through a service.
+        OptionError: the command does not use a service.
     """
     _chosen[:] = [] if url is None else [url]
     if url is not None and command not in COMMANDS:
@@ -30,6 +30,18 @@ def server() -> Client | None:
     from shardckpt.serve.client import Client
 
     return Client(_chosen[0]) if _chosen else None
+
+
+def required_server() -> Client:
+    """A client of the service.
+
+    Raises:
+        OptionError: there is none.
+    """
+    client = server()
+    if client is None:
+        raise OptionError("jobs are those of a service; give it before the command: shardckpt --server https://HOST:8470 jobs.")
+    return client
 
 
 def located(url: str) -> str:

@@ -6,19 +6,23 @@ Everything that reads elements verifies nothing by itself: the service has verif
 
 from __future__ import annotations
 
+import json
+import time
+import uuid
+from contextlib import closing
 from typing import TYPE_CHECKING, Any, Literal, Self, TypedDict
 from urllib.parse import quote
 
 import numpy as np
 
-from shardckpt.errors import MissingExtraError, ShardckptError, StorageError, UrlError, by_code
+from shardckpt.errors import CommitError, CoordinationError, MissingExtraError, OptionError, ShardckptError, StorageError, UrlError, by_code
 from shardckpt.excerpt import excerpt
 from shardckpt.io.buckets.cloud import web_headers
 from shardckpt.layout.dtypes import by_name
 from shardckpt.reading.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Generator, Iterator, Mapping
     from types import TracebackType
 
     import httpx
@@ -27,6 +31,10 @@ if TYPE_CHECKING:
     from shardckpt.layout.box import Box
 
 _PAGE = 500
+_PAUSE = 0.5
+"""Seconds between two looks at a job that cannot be followed."""
+_SILENCE = 15.0
+"""Seconds after which a stream of events without a sign of life has ended; the service sends one every 10 s."""
 
 
 class RunEntry(TypedDict):
@@ -90,6 +98,32 @@ class CheckpointEntry(TypedDict):
     verification: VerificationEntry | None
 
 
+class JobEntry(TypedDict):
+    """A job. `done` and `total` are its progress; `result` and `error` (`code`, `message`) are None until it has ended so."""
+
+    number: int
+    operation: str
+    arguments: dict[str, Any]
+    subject: str
+    destination: str | None
+    who: str
+    state: Literal["queued", "running", "done", "failed", "cancelled"]
+    cancelling: bool
+    tries: int
+    done: int | None
+    total: int | None
+    created: str
+    started: str | None
+    ended: str | None
+    result: dict[str, Any] | None
+    error: dict[str, str] | None
+    waits_for: str | None
+
+
+class _NoAnswerError(StorageError):
+    """The service does not answer; it may later."""
+
+
 class Client:
     """Asks a service. Safe to use from several threads; a context manager."""
 
@@ -114,6 +148,7 @@ class Client:
             raise UrlError(f"{excerpt(url)} is no service; write https://host:port.")
         headers = web_headers(self.url) if token is None else {"Authorization": f"Bearer {token}"}
         self._failures = httpx.HTTPError, httpx.InvalidURL
+        self._timeout = timeout
         self._http: httpx.Client = httpx.Client(base_url=self.url, headers=headers, timeout=timeout)
 
     def __enter__(self) -> Self:
@@ -199,30 +234,130 @@ class Client:
         """Open a checkpoint through the service. A token must be in `SHARDCKPT_HTTP_HEADERS`; raises as `shardckpt.open`."""
         return Checkpoint(self.raw_url(ident))
 
-    def _pages(self, path: str, what: str, asked: Mapping[str, Any]) -> Iterator[Any]:
-        cursor = None
-        while True:
-            page = self._json(path, **asked, limit=_PAGE, cursor=cursor)
-            yield from page[what]
-            cursor = page["next"]
-            if cursor is None:
-                return
+    def start(self, operation: str, /, *, key: str | None = None, **arguments: Any) -> JobEntry:
+        """Start a job and return it; if the connection is lost, the request is sent once more, and the job is still started once.
 
-    def _json(self, path: str, **asked: Any) -> dict[str, Any]:
-        reply = self._get(path, asked)
+        Args:
+            operation: its name, as in "verify" or "copy"; `operations` has all.
+            key: a later call with the same key returns the same job; None: a random one.
+            arguments: of the operation; `from_` is the argument `from`.
+
+        Raises:
+            OptionError: an argument is invalid. ShardckptError: as for `runs`.
+        """
+        given = {"from" if name == "from_" else name: value for name, value in arguments.items()}
         try:
-            found: dict[str, Any] = reply.json()
-        except ValueError as e:
-            raise StorageError(f"{self.url}{path}: the answer is no JSON; is that a shardckpt service?") from e
+            body = json.dumps(given, allow_nan=False)
+        except (TypeError, ValueError, RecursionError) as e:
+            raise OptionError(f"{operation}: the arguments cannot be sent as JSON ({e}); give texts, integers, booleans and lists.") from e
+        headers = {"Content-Type": "application/json", "Idempotency-Key": uuid.uuid4().hex if key is None else key}
+        path = f"/v1/jobs/{quote(operation, safe='')}"
+        try:
+            return self._entry("POST", path, content=body, headers=headers)
+        except _NoAnswerError:
+            return self._entry("POST", path, content=body, headers=headers)
+
+    def operations(self) -> dict[str, dict[str, Any]]:
+        """The operations that jobs can have: for each the JSON schema of its arguments; raises as `runs`."""
+        found = {}
+        for path, methods in self._json("/v1/openapi.json")["paths"].items():
+            above, _, name = path.rpartition("/")
+            if above == "/v1/jobs" and "requestBody" in methods.get("post", {}):
+                found[name] = methods["post"]["requestBody"]["content"]["application/json"]["schema"]
         return found
 
-    def _get(self, path: str, asked: Mapping[str, Any]) -> httpx.Response:
-        given = {key: value for key, value in asked.items() if value is not None}
+    def job(self, number: int) -> JobEntry:
+        """A job; raises as `runs`."""
+        return self._entry("GET", f"/v1/jobs/{number}")
+
+    def jobs(self, state: str | None = None, *, operation: str | None = None, subject: str | None = None) -> Iterator[JobEntry]:
+        """Jobs in a state, of an operation, or about the id of a checkpoint, run or place; the latest first; raises as `runs`."""
+        return self._pages("/v1/jobs", "jobs", {"state": state, "operation": operation, "subject": subject}, "before")
+
+    def cancel(self, number: int) -> JobEntry:
+        """Cancel a job and return it: its process may take a moment to end; raises as `runs`. OptionError: it has ended."""
+        return self._entry("POST", f"/v1/jobs/{number}/cancel")
+
+    def wait(self, number: int, timeout: float | None = None, progress: Callable[[int, int], None] | None = None) -> JobEntry:
+        """Wait for the end of a job, and return it.
+
+        Args:
+            number: of the job.
+            timeout: seconds after which to give up, while the job goes on; None: wait as long as the service answers.
+            progress: called with the amount done and the total amount.
+
+        Raises:
+            ShardckptError: the job's own error, or the service's, by its code.
+            CommitError: the job was cancelled.
+            CoordinationError: the time is over.
+            StorageError: the service has not answered for as long as a request may take; it may be restarted meanwhile.
+        """
+        heard = time.monotonic()
+        end = None if timeout is None else heard + timeout
+        while True:
+            try:
+                with closing(self._follow(number, end)) as told:
+                    for found in told:
+                        heard = time.monotonic()
+                        if progress is not None and found["done"] is not None and found["total"] is not None:
+                            progress(found["done"], found["total"])
+                        if found["state"] in ("done", "failed", "cancelled"):
+                            return _outcome(found)
+            except _NoAnswerError:
+                if time.monotonic() >= heard + self._timeout:
+                    raise
+            if end is not None and time.monotonic() >= end:
+                raise CoordinationError(f"{self.url}: job {number} has not ended within {timeout:g} s; it goes on.")
+            time.sleep(_PAUSE if end is None else max(0.0, min(_PAUSE, end - time.monotonic())))
+
+    def _follow(self, number: int, end: float | None) -> Generator[JobEntry]:
+        """The job whenever it has changed, until the stream of events ends or the time is nearly over; and the job as it is then."""
+        left = _left(end, self._timeout)
+        path = f"/v1/jobs/{number}"
+        if end is None or left > _SILENCE:
+            try:
+                with self._http.stream("GET", f"{path}/events", timeout=min(left, _SILENCE)) as reply:
+                    for line in reply.iter_lines() if reply.status_code == 200 else ():
+                        if line.startswith("data: "):
+                            yield json.loads(line[6:])
+                        if _left(end, 2 * _SILENCE) <= _SILENCE:
+                            break
+            except (*self._failures, ValueError):  # it was cut off, perhaps in a line; the job itself says more
+                pass
+        yield self._entry("GET", path, timeout=_left(end, self._timeout))
+
+    def _pages(self, path: str, what: str, asked: Mapping[str, Any], by: str = "cursor") -> Iterator[Any]:
+        following = None
+        while True:
+            page = self._json(path, **asked, limit=_PAGE, **{by: following})
+            yield from page[what]
+            following = page["next"]
+            if following is None:
+                return
+
+    def _entry(self, method: str, path: str, **how: Any) -> JobEntry:
+        found: JobEntry = self._document(self._send(method, path, **how), path)
+        return found
+
+    def _json(self, path: str, **asked: Any) -> dict[str, Any]:
+        found: dict[str, Any] = self._document(self._get(path, asked), path)
+        return found
+
+    def _document(self, reply: httpx.Response, path: str) -> Any:
         try:
-            reply = self._http.get(path, params=given)
+            return reply.json()
+        except ValueError as e:
+            raise StorageError(f"{self.url}{path}: the answer is no JSON; is that a shardckpt service?") from e
+
+    def _get(self, path: str, asked: Mapping[str, Any]) -> httpx.Response:
+        return self._send("GET", path, params={key: value for key, value in asked.items() if value is not None})
+
+    def _send(self, method: str, path: str, **how: Any) -> httpx.Response:
+        try:
+            reply = self._http.request(method, path, **how)
         except self._failures as e:
-            raise StorageError(f"{self.url}{path}: the service does not answer ({e}).") from e
-        if reply.status_code == 200:
+            raise _NoAnswerError(f"{self.url}{path}: the service does not answer ({e}).") from e
+        if reply.status_code in (200, 202):
             return reply
         raise _error(reply, f"{self.url}{path}")
 
@@ -231,12 +366,34 @@ def _path(ident: str, *words: str) -> str:
     return "/".join(["/v1/checkpoints", *(quote(word, errors="surrogatepass") for word in (ident, *words))])
 
 
+def _left(end: float | None, most: float) -> float:
+    """Seconds that a request may take until a time is over, at least a little, and at most `most`."""
+    return most if end is None else min(most, max(0.1, end - time.monotonic()))
+
+
 def _error(reply: httpx.Response, where: str) -> ShardckptError:
     """The error that the service tells of, by its code."""
     try:
         said = reply.json()
         code, detail = str(said["code"]), str(said["detail"])
     except (ValueError, KeyError, TypeError):
-        return StorageError(f"{where}: {reply.status_code} {reply.reason_phrase}")
+        kind = _NoAnswerError if reply.status_code in (502, 503, 504) else StorageError  # a proxy answers for the service
+        return kind(f"{where}: {reply.status_code} {reply.reason_phrase}")
+    return _typed(code, detail, f"{where}: {detail}")
+
+
+def _typed(code: str, message: str, unknown: str) -> ShardckptError:
+    """The error with a code; StorageError with the message `unknown` if none has it."""
     kind = by_code(code)
-    return kind(detail) if kind.code == code else StorageError(f"{where}: {detail}")
+    return kind(message) if kind.code == code else StorageError(unknown)
+
+
+def _outcome(found: JobEntry) -> JobEntry:
+    """A job that has ended well; raises CommitError if it was cancelled, or its own error."""
+    what = f"job {found['number']} ({found['operation']} {found['subject']})"
+    if found["state"] == "cancelled":
+        raise CommitError(f"{what} was cancelled.")
+    if found["error"] is not None and found["state"] == "failed":
+        message = f"{what}: {found['error']['message']}"
+        raise _typed(found["error"]["code"], message, message)
+    return found

@@ -1,0 +1,180 @@
+"""`shardckpt jobs` and `shardckpt job`: the jobs of a service."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from shardckpt.cli.exits import going_on_later
+from shardckpt.cli.screen import Cell, Screen, progress_bar, transfer_bar, write_json
+from shardckpt.cli.server import required_server
+from shardckpt.errors import OptionError
+from shardckpt.excerpt import excerpt, visible
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from shardckpt.serve.client import Client, JobEntry
+
+_STYLES = {"done": "green", "failed": "red", "running": "cyan", "queued": "yellow", "cancelled": "yellow"}
+_IN_BYTES = ("reshard", "copy", "export", "import")
+"""Operations with progress in bytes."""
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+Number = Annotated[int, typer.Argument(metavar="NUMBER", min=1, help="The number of the job.")]
+
+
+def jobs(
+    state: Annotated[
+        str | None, typer.Option("--state", metavar="STATE", help="Only these: queued, running, done, failed or cancelled.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """List the jobs of a service, the latest first."""
+    with required_server() as client:
+        found = list(client.jobs(state))
+    if as_json:
+        write_json({"jobs": found})
+    elif found:
+        screen = Screen()
+        screen.show(screen.table(_rows(found), gap=3))
+    else:
+        typer.echo(f"no jobs{'' if state is None else f' in the state {state}'}", err=True)
+
+
+def start(
+    operation: Annotated[str, typer.Argument(metavar="OPERATION", help="As in verify, copy or reshard.")],
+    values: Annotated[list[str] | None, typer.Argument(metavar="NAME=VALUE…", help="Its arguments; a list repeats NAME=.")] = None,
+    follow: Annotated[bool, typer.Option("--wait", help="Wait for the end, as `job wait` does.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Start a job on a service."""
+    with required_server() as client:
+        schema = client.operations().get(operation, {})
+        found = client.start(operation, **_arguments(values or [], schema.get("properties", {})))
+        if follow:
+            _wait(client, found["number"], as_json=as_json)
+        else:
+            _show(found, as_json=as_json)
+
+
+def show(number: Number, as_json: Json = False) -> None:
+    """Show a job of a service: its state, progress, result or error."""
+    with required_server() as client:
+        _show(client.job(number), as_json=as_json)
+
+
+def wait(
+    number: Number,
+    timeout: Annotated[str | None, typer.Option("--timeout", metavar="TIME", help="Give up after this time, as in 30m.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Wait for the end of a job of a service.
+
+    The exit status is that of the job's error, and 1 if a verification has found damage.
+    """
+    from shardckpt.options import parse_duration
+
+    seconds = None if timeout is None else parse_duration(timeout, "--timeout")
+    with required_server() as client:
+        _wait(client, number, seconds, as_json=as_json)
+
+
+def cancel(number: Number, as_json: Json = False) -> None:
+    """Cancel a job of a service; what it has not finished is not published."""
+    with required_server() as client:
+        _show(client.cancel(number), as_json=as_json)
+
+
+def _wait(client: Client, number: int, timeout: float | None = None, *, as_json: bool) -> None:
+    """Follow a job with a progress bar, and show it."""
+    found = client.job(number)
+    bar = transfer_bar if found["operation"] in _IN_BYTES else progress_bar
+    later = f"job {number} goes on; `shardckpt --server {client.url} job wait {number}` follows it, and `job cancel {number}` ends it"
+    with going_on_later(later), bar(found["operation"]) as progress:
+        found = client.wait(number, timeout, progress)
+    _show(found, as_json=as_json)
+    if found["result"] is not None and found["result"].get("ok") is False:
+        raise typer.Exit(1)
+
+
+def _show(found: JobEntry, *, as_json: bool) -> None:
+    if as_json:
+        write_json({**found})
+        return
+    screen = Screen()
+    screen.show(_lines(screen, found))
+
+
+def _arguments(values: Sequence[str], properties: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of an operation, each as its JSON schema says; one without a schema is sent as text.
+
+    Raises:
+        OptionError: a text is no NAME=VALUE, or is of another type than the schema says.
+    """
+    found: dict[str, Any] = {}
+    for text in values:
+        name, sign, value = text.partition("=")
+        if not sign or not name:
+            raise OptionError(f"{excerpt(text)}: give NAME=VALUE, as in checkpoint=lab/run-7/100.")
+        kind = properties.get(name, {}).get("type")
+        if kind == "array":
+            found.setdefault(name, []).append(value)
+        elif name in found:
+            raise OptionError(f"{name}= is given twice; give it once.")
+        elif kind == "boolean" and value not in ("true", "false"):
+            raise OptionError(f"{name}={excerpt(value)}: give true or false.")
+        elif kind == "integer" and not (value.isascii() and value.isdecimal() and len(value) <= 18):
+            raise OptionError(f"{name}={excerpt(value)}: give an integer.")
+        else:
+            found[name] = value == "true" if kind == "boolean" else int(value) if kind == "integer" else value
+    return found
+
+
+def _rows(found: Sequence[JobEntry]) -> list[list[Cell]]:
+    headings = ("job", "operation", "subject", "to", "state", "progress", "started by", "created")
+    rows = [[Cell(heading, "dim", right=heading in ("job", "progress")) for heading in headings]]
+    for one in found:
+        share = f"{one['done'] / one['total']:.0%}" if one["done"] is not None and one["total"] else ""
+        rows.append(
+            [
+                Cell(str(one["number"]), "bold", right=True),
+                Cell(visible(one["operation"])),
+                Cell(visible(one["subject"])),
+                Cell(visible(one["destination"] or "")),
+                Cell(visible(_state(one)), _STYLES.get(one["state"], "")),
+                Cell(share, right=True),
+                Cell(visible(one["who"])),
+                Cell(visible(_time(one["created"]))),
+            ]
+        )
+    return rows
+
+
+def _lines(screen: Screen, found: JobEntry) -> Iterator[str]:
+    state = screen.paint(visible(_state(found)), _STYLES.get(found["state"], ""))
+    to = "" if found["destination"] is None else f" to {found['destination']}"
+    yield f"job {found['number']}  {visible(found['operation'])} {visible(found['subject'] + to)}: {state}"
+    for name in ("created", "started", "ended"):
+        time: str | None = found[name]
+        if time is not None:
+            yield f"  {name:<9} {visible(_time(time))}"
+    yield f"  {'by':<9} {visible(found['who'])}"
+    if found["done"] is not None and found["total"] is not None:
+        yield f"  {'progress':<9} {found['done']:,} of {found['total']:,}"
+    if found["waits_for"] is not None:
+        yield f"  {'waits':<9} {visible(found['waits_for'])}"
+    if found["error"] is not None:
+        yield f"  {'error':<9} {visible(found['error']['message'])}"
+    for key, value in (found["result"] or {}).items():
+        yield f"  {visible(key)}: {visible(value if isinstance(value, str) else json.dumps(value))}"
+
+
+def _state(found: JobEntry) -> str:
+    return "cancelling" if found["cancelling"] and found["state"] in ("queued", "running") else found["state"]
+
+
+def _time(text: str) -> str:
+    return text.replace("T", " ").removesuffix("+00:00")
