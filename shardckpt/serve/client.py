@@ -292,19 +292,20 @@ class Client:
             CoordinationError: the time is over.
             StorageError: the service has not answered for as long as a request may take; it may be restarted meanwhile.
         """
-        heard = time.monotonic()
-        end = None if timeout is None else heard + timeout
+        lost: float | None = None
+        end = None if timeout is None else time.monotonic() + timeout
         while True:
             try:
                 with closing(self._follow(number, end)) as told:
                     for found in told:
-                        heard = time.monotonic()
+                        lost = None
                         if progress is not None and found["done"] is not None and found["total"] is not None:
                             progress(found["done"], found["total"])
                         if found["state"] in ("done", "failed", "cancelled"):
                             return _outcome(found)
             except _NoAnswerError:
-                if time.monotonic() >= heard + self._timeout:
+                lost = time.monotonic() if lost is None else lost
+                if time.monotonic() >= lost + self._timeout:
                     raise
             if end is not None and time.monotonic() >= end:
                 raise CoordinationError(f"{self.url}: job {number} has not ended within {timeout:g} s; it goes on.")
@@ -312,11 +313,10 @@ class Client:
 
     def _follow(self, number: int, end: float | None) -> Generator[JobEntry]:
         """The job whenever it has changed, until the stream of events ends or the time is nearly over; and the job as it is then."""
-        left = _left(end, self._timeout)
         path = f"/v1/jobs/{number}"
-        if end is None or left > _SILENCE:
+        if _left(end, 2 * _SILENCE) > _SILENCE:
             try:
-                with self._http.stream("GET", f"{path}/events", timeout=min(left, _SILENCE)) as reply:
+                with self._http.stream("GET", f"{path}/events", timeout=_SILENCE) as reply:
                     for line in reply.iter_lines() if reply.status_code == 200 else ():
                         if line.startswith("data: "):
                             yield json.loads(line[6:])
