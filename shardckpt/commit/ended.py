@@ -41,7 +41,7 @@ class EndedMark:
     """The mark of an ended run."""
 
     run: str | None
-    """The run that `job.json` named; None if no job had claimed the root."""
+    """Run id in `job.json` when the mark was set; None if there was no `job.json`."""
     by: str
     """Name of the operator."""
     when: str

@@ -8,7 +8,7 @@ take for a pin. Every change of it is conditional (`commit.pinning`), so changes
 
 A pin and a deletion may run at the same time. The deletion reads the commit record, then looks for the pin, then replaces the
 record on condition that it still has that version. Pinning writes the pin, then makes a new version of the record. One of
-the two comes too late, and detects it: a pin that was set is effective.
+them loses the race and notices. So a pin that was set successfully always protects.
 """
 
 from __future__ import annotations

@@ -242,13 +242,15 @@ class Catalogue:
         return {row[0] for row in self._read("SELECT id FROM checkpoints", ())}
 
     def committed(self) -> list[dict[str, Any]]:
-        """`id`, `attempt`, `created` and `stored_bytes` of all committed checkpoints.
+        """`id`, `attempt`, `created` and `stored_bytes` of all checkpoints; the attempt of an unreadable one is empty.
 
         Raises:
             StorageError: the database cannot be read.
         """
         rows = self._read(
-            "SELECT id, json_extract(entry, '$.attempt'), created, stored_bytes FROM checkpoints WHERE state = 'committed'", ()
+            "SELECT id, coalesce(json_extract(entry, '$.attempt'), ''), created, stored_bytes FROM checkpoints "
+            "WHERE state IN ('committed', 'unreadable')",
+            (),
         )
         return [dict(zip(("id", "attempt", "created", "stored_bytes"), row, strict=True)) for row in rows]
 

@@ -104,7 +104,7 @@ def _started(service: Service, request: Request, body: bytes) -> Response:
         if ident:
             back = link("checkpoint", ident, f"Back to {ident}")
         operation = operation_of(request.path_params["operation"])
-        # A form that was changed after it had been sent asks for another job.
+        # The key includes the form's contents: an edited form starts a new job.
         key = f"{key_of(fields.pop(KEY, [''])[0])[:_LONGEST_KEY]}.{hashlib.sha256(body).hexdigest()[:16]}"
         if operation.name == "delete" and fields.pop(CONFIRM, [""])[0].strip() != visible(ident).strip():
             raise OptionError(f"nothing was deleted: type {ident} to confirm that it is to be deleted.")

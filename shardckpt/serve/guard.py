@@ -1,7 +1,7 @@
 """What every request passes: its id, where it comes from, who makes it, and what is counted and logged of it.
 
 1. `Host` must be this service's, so that no page of another site reaches a service on loopback under a name of its own (DNS rebinding).
-   A request that a browser says comes from another origin is refused.
+   Requests whose headers name another origin are refused.
 2. With tokens, a request has a bearer token or the cookie of a session; without, whoever reaches loopback may read.
 3. Bodies are small and arrive in time. Every response forbids scripts, frames and sniffing, unless the page says otherwise.
 """
@@ -15,7 +15,6 @@ import secrets
 import time
 from itertools import count
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -35,7 +34,7 @@ log = logging.getLogger("shardckpt.serve.requests")
 COOKIE = "shardckpt-session"
 LOGIN = "/ui/login"
 _FREE = ("/healthz", "/readyz")
-"""Paths for probes, which know neither the host's name nor a token."""
+"""Paths for probes, which send neither the right Host nor a token."""
 _OPEN = (LOGIN, "/static/")
 """Beginnings of paths that need no token."""
 _ID = re.compile(r"[A-Za-z0-9._-]{1,64}", re.ASCII)
@@ -105,10 +104,12 @@ class Guard:
         host = request.headers.get("host", "").lower()
         name = re.sub(r":\d{1,5}$", "", host)
         if len(request.headers.getlist("host")) != 1 or (self._hosts is not None and name not in self._hosts):
-            return problem(421, "host", "this service has another name; start it with --allow-host NAME if the name is right."), None
+            return problem(
+                421, "host", "the Host header is not a name of this service; if it should be, start it with --allow-host NAME."
+            ), None
         origin = request.headers.get("origin")
         site, mode = request.headers.get("sec-fetch-site", "none"), request.headers.get("sec-fetch-mode")
-        foreign = origin is not None and urlsplit(origin).netloc.lower() != host
+        foreign = origin is not None and origin.lower().partition("://")[2] != host
         if foreign or (site in ("cross-site", "same-site") and mode != "navigate"):
             return problem(403, "origin", "requests from pages of other origins are refused."), None
         if self._tokens is None:
@@ -181,7 +182,7 @@ class _Answer:
 
 
 def failed(request: Request, _error: Exception | None = None) -> Response:
-    """The response to a request that failed for a reason that is none of the client's."""
+    """The response to a request that failed after a failure inside the service."""
     return problem(500, "internal", f"the log has more under the id {request.state.id}.")
 
 
@@ -209,5 +210,5 @@ class _Limited:
 
 
 def _path(request: Request) -> str:
-    """The path, without the query, which may hold secrets of a client that errs."""
+    """The path, without the query, which may contain secrets that were sent by mistake."""
     return request.url.path[:1000]

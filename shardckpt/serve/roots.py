@@ -89,6 +89,20 @@ class Roots:
                 return f"{name}/{below}" if below else name
         return None
 
+    def only_ident(self, ident: str) -> None:
+        """Check that a place has one id, so that what applies to an id applies to the place.
+
+        Raises:
+            NotFoundError: it lies in no root. OptionError: a link, or another root, gives it another id.
+        """
+        place = self.locate(ident).resolved
+        for name, root in self.places.items():
+            if place.is_within(root):
+                below = place.path[len(root.resolved.path.rstrip("/")) :].strip("/")
+                other = f"{name}/{below}" if below else name
+                if other != ident:
+                    raise OptionError(f"{excerpt(ident)} is also {excerpt(other)}; rules apply only to a run with one id.")
+
     def check(self, checkpoint: Checkpoint) -> None:
         """Check that all that a checkpoint needs lies below the roots and the allowed bases.
 

@@ -151,7 +151,7 @@ def test_mistakes_are_pages_that_say_what_to_do(people):
     refusal("/ui/job/x/cancel", 404, "there is no job 'x'")
     refusal("/ui/jobs/copy", 415, "send a form", to="lab/x/1", kind="application/json")
     evil = refusal("/ui/jobs/copy", 404, "<svg onload", checkpoint="lab/<svg onload=alert(1)>", to="nowhere/1")
-    assert evil.count("<svg onload") == 1  # in the link back
+    assert evil.count("<svg onload") == 2  # in the message and in the link back, both escaped
     raw = ann.send("/ui/jobs/copy", **{**fields, "checkpoint": "lab/<svg onload=alert(1)>"}).body
     assert b"<svg" not in raw
     overwriting = ann.send("/ui/jobs/copy", **fields, to="lab/x/1", overwrite="true")

@@ -6,6 +6,7 @@ import signal
 import sqlite3
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -360,4 +361,79 @@ def test_the_journal_keeps_a_bounded_number_of_jobs(tmp_path, monkeypatch):
         found.add("pin", {}, {}, subject="a/b", destination=None, who="ann", key=None)
     assert 150 <= len(found.jobs(limit=1000)) <= 250
     assert found.counts()["queued"] == 50
+    found.close()
+
+
+def test_places_that_have_a_meaning_are_not_written_over(tmp_path):
+    save_run(tmp_path / "runs" / "a", (10, 20))
+    save_run(tmp_path / "runs" / "ended", (10,))
+    (tmp_path / "runs" / "file").write_text("text")
+    with operated(tmp_path, ("lab", tmp_path / "runs")) as lab:
+        lab.done("end", run="lab/ended")
+        source = {"checkpoint": "lab/a/10"}
+        for operation, to, said in (
+            ("copy", "lab/a", "other directories are in it"),
+            ("copy", "lab/ended/40", "marked as ended"),
+            ("copy", "lab/file", "a file is there"),
+            ("copy", "lab/file/x", "is a file"),
+            ("export", "lab/a/20", "a checkpoint is there"),
+        ):
+            reply = lab.post(operation, **source, to=to)
+            assert reply.status == 400, (operation, to)
+            assert said in reply.json["detail"]
+        assert lab.run("copy", **source, to="lab/a/20")["error"]["code"] == "exists"
+        assert lab.post("copy", checkpoint="lab/a/99", to="lab/x/1").status == 404
+        assert lab.post("reshard", **source, to="lab/x/1", mesh="x").status == 400
+        assert lab.post("tag", **source, tag="step-3").status == 400
+        first = lab.post("copy", **source, to="lab/nest").json["number"]
+        found = lab.root = tmp_path / "runs"
+        pid = frozen(lab, first)
+        second = lab.post("copy", **source, to="lab/nest/inner").json["number"]
+        lab.service.wait_until(lambda: lab.job(second)["waits_for"] == f"job {first} writes to the same place")
+        os.kill(pid, signal.SIGCONT)
+        assert lab.wait(first)["state"] == "done"
+        assert "lies in the checkpoint" in lab.wait(second)["error"]["message"]
+        assert not (found / "nest" / "inner").exists()
+
+
+def test_a_deletion_of_nothing_deletes_nothing_later(tmp_path):
+    save_run(tmp_path / "runs" / "a", (10,))
+    record = tmp_path / "runs" / "a" / "10" / "checkpoint.json"
+    with operated(tmp_path, ("lab", tmp_path / "runs")) as lab:
+        lab.root = tmp_path / "runs"
+        assert lab.post("delete", checkpoint="lab/a/99").status == 404
+        number = lab.post("verify", checkpoint="lab/a/10").json["number"]
+        pid = frozen(lab, number)
+        whole = record.read_bytes()
+        record.write_bytes(whole[:-20] + b"x" * 20)
+        deleting = lab.post("delete", checkpoint="lab/a/10").json["number"]  # that of a damaged record
+        record.write_bytes(whole)  # restored from a copy
+        os.kill(pid, signal.SIGCONT)
+        assert lab.wait(deleting)["error"]["code"] == "replaced"
+        record.write_bytes(whole[:-20] + b"x" * 20)
+        found = lab.done("verify", checkpoint="lab/a/10")
+        assert (found["ok"], found["damage"][0]["file"]) == (False, "checkpoint.json")
+        assert lab.done("delete", checkpoint="lab/a/10")["deleted"]
+
+
+def test_a_run_with_two_ids_is_ruled_by_none(tmp_path):
+    save_run(tmp_path / "runs" / "prod", (10, 20))
+    (tmp_path / "runs" / "alias").symlink_to("prod")
+    (tmp_path / "rules.toml").write_text('[[keep]]\nruns = "lab/prod"\nlatest = 9\n[[keep]]\nruns = "lab/**"\nlatest = 1\n')
+    with operated(tmp_path, ("lab", tmp_path / "runs"), keep=tmp_path / "rules.toml") as lab:
+        assert lab.done("retain", run="lab/prod")["steps"] == []
+        assert "is also 'lab/prod'" in lab.run("retain", run="lab/alias")["error"]["message"]
+
+
+def test_cancelled_verifications_do_not_push_out_found_damage(tmp_path):
+    found = Journal(tmp_path)
+    one = found.begin_verification("lab/a/1", "x", 1)
+    found.update_verification(replace(one, damaged=1), over=True)
+    for i in range(50):
+        assert not found.begin_verification("lab/a/1", "x", 2 + i).ok
+    assert found.latest_verifications()["lab/a/1"].damaged == 1
+    assert list(found.damaged_verifications()) == ["lab/a/1"]
+    (tmp_path / "journal.sqlite").unlink()
+    with pytest.raises(StorageError, match="deleted or moved"):
+        found.begin_verification("lab/a/1", "x", 1)
     found.close()

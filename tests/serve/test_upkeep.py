@@ -64,12 +64,12 @@ def test_one_cycle_of_the_scrub_finds_every_flip_and_tells_nothing_else(tmp_path
         assert all(one["damaged"] == len(one["damage"]) > 0 for one in found.values() if not one["ok"])
         assert all(one["chunks"] == one["total"] > 0 and one["job"] is None for one in found.values())
         status = lab.ask("/v1/scrub").json
-        assert (status["checkpoints"], status["keeps_up"]) == (12, True)
-        lab.service.wait_until(lambda: len(receiver.told) >= len(damaged))
+        assert (status["checkpoints"], status["keeps_up"]) == (13, True)
+        lab.service.wait_until(lambda: len(receiver.told) > len(damaged))
         assert [one["id"] for one in lab.ask("/v1/checkpoints?state=unreadable").json["checkpoints"]] == ["lab/record/1"]
         text = lab.ask("/metrics").body.decode()
         assert f"shardckpt_serve_damaged_checkpoints {float(len(damaged))}" in text
-    assert {json.loads(body)["checkpoint"] for body, _ in receiver.told} == damaged
+    assert {json.loads(body)["checkpoint"] for body, _ in receiver.told} == damaged | {"lab/record/1"}
     for body, headers in receiver.told:
         assert headers["X-Shardckpt-Signature"] == f"sha256={hmac.new(b's3cret', body, hashlib.sha256).hexdigest()}"
 
@@ -172,6 +172,7 @@ def test_the_keeper_waits_a_day_after_the_dry_run_and_after_a_jump_of_the_clock(
             made = jobs.jobs(operation="retain")
             return [(lab.wait(one.number)["state"], one.subject, one.arguments["apply"], one.who) for one in made]
 
+        found._not_before = time.monotonic()  # at its first start the clock is not known
         first = ("done", "lab/a", None, "rules")
         assert looked() == [first]
         assert looked() == [first]
@@ -245,7 +246,7 @@ def test_notices_are_kept_until_they_are_received_and_follow_no_redirect(tmp_pat
     journal = Journal(tmp_path)
     receiver.answers = [500, 302, 204]
     sending = Webhook(journal, receiver.url)
-    sending.tell("damage", {"checkpoint": "lab/a/1"})
+    journal.add_notice({"event": "damage", "checkpoint": "lab/a/1"})
     sending.start()
     end = time.monotonic() + 20
     while not receiver.told:
@@ -257,7 +258,7 @@ def test_notices_are_kept_until_they_are_received_and_follow_no_redirect(tmp_pat
     assert "X-Shardckpt-Signature" not in receiver.told[0][1]
     assert journal.notices() == []
     gone = Webhook(journal, "http://127.0.0.1:9/closed")
-    gone.tell("damage", {"checkpoint": "lab/a/2"})
+    journal.add_notice({"event": "damage", "checkpoint": "lab/a/2"})
     gone.start()
     time.sleep(0.2)
     gone.stop()
@@ -267,7 +268,7 @@ def test_notices_are_kept_until_they_are_received_and_follow_no_redirect(tmp_pat
     journal.close()
 
 
-@pytest.mark.parametrize("url", ["file:///etc/passwd", "gopher://x", "http://user:pass@host/", "//host"])
+@pytest.mark.parametrize("url", ["file:///etc/passwd", "gopher://x", "http://user:pass@host/", "//host", "http://"])
 def test_a_webhook_is_a_web_server(tmp_path, url):
     with pytest.raises(OptionError, match="--webhook"):
         Webhook(None, url)

@@ -81,7 +81,7 @@ def job_json(service: Service, found: JobRow) -> dict[str, Any]:
 
 
 def upkeep_of(service: Service) -> Upkeep:
-    """What runs jobs.
+    """The upkeep of this service.
 
     Raises:
         HTTPException: this service only reads.
@@ -135,9 +135,9 @@ async def start(service: Service, request: Request) -> Response:
     try:
         given = json.loads(await request.body())
     except (ValueError, RecursionError) as e:
-        raise OptionError(f"the body is no JSON ({e}).") from e
+        raise OptionError(f"the body is not valid JSON ({e}).") from e
     if not isinstance(given, dict):
-        raise OptionError("the body is no JSON object.")
+        raise OptionError("the body is not a JSON object.")
     found, new = await to_thread.run_sync(upkeep.start_job, who, operation, given, key)
     return DocumentResponse(job_json(service, found), 202 if new else 200, {"Location": f"/v1/jobs/{found.number}"})
 

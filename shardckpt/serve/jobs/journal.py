@@ -1,6 +1,6 @@
 """The journal of the service: its jobs and what verifications have found, in a SQLite database that must not be deleted.
 
-A row of a job is durable before the job starts, and its outcome is durable before anybody is told of it. A job that is `running` when the
+A row of a job is durable before the job starts, and its outcome is durable before a client can see it. A job that is `running` when the
 service starts was interrupted, and is queued again. The order of jobs is that of their numbers; no decision depends on their times.
 """
 
@@ -49,15 +49,10 @@ CREATE TABLE IF NOT EXISTS verifications (
 CREATE INDEX IF NOT EXISTS by_checkpoint ON verifications (id, number);
 CREATE INDEX IF NOT EXISTS by_damage ON verifications (id, number) WHERE damaged > 0;
 CREATE INDEX IF NOT EXISTS complete ON verifications (id, number) WHERE {_COMPLETE};
+CREATE TABLE IF NOT EXISTS clock (offset REAL NOT NULL);
 CREATE TABLE IF NOT EXISTS notices (number INTEGER PRIMARY KEY AUTOINCREMENT, body TEXT NOT NULL);
 PRAGMA user_version = {_VERSION};
 """
-_JOB = (
-    "number, operation, arguments, subject, destination, who, state, cancelling, tries, done, total, created, started, ended, result, error"
-)
-_VERIFICATION = "number, id, attempt, begun, ended, job, chunks, total, bytes, damaged, damage, error"
-
-
 _JOB, _VERIFICATION = (", ".join(one.name for one in fields(kind)) for kind in (JobRow, Verification))
 
 
@@ -74,12 +69,15 @@ class Journal:
         self._lock = threading.RLock()
         self.changed = threading.Condition(self._lock)
         """Notified when a job has changed."""
+        self.keeps_notices = False
+        """Whether somebody reads notices."""
         self._progress: dict[int, tuple[int, int]] = {}
         try:
             self._db = sqlite3.connect(self._path, check_same_thread=False)
             if self._db.execute("PRAGMA user_version").fetchone()[0] not in (0, _VERSION):
                 raise StorageError(f"the journal {self._path} was made by another version of shardckpt; use that one, or move it away.")
             self._db.executescript(_SCHEMA)
+            self._inode = self._path.stat().st_ino
             if self._db.execute("PRAGMA quick_check").fetchone()[0] != "ok":
                 raise sqlite3.DatabaseError("its pages are malformed")
             with self._db as db:
@@ -102,7 +100,7 @@ class Journal:
         """The job that somebody has started with an idempotency key.
 
         Raises:
-            OptionError: it is another job than is asked for. StorageError: the journal cannot be read.
+            OptionError: the key belongs to a job with other arguments. StorageError: the journal cannot be read.
         """
         with self._lock:
             rows = self._all(f"SELECT asked, {_JOB} FROM jobs WHERE who = ? AND key = ?", (who, key))  # noqa: S608
@@ -218,9 +216,8 @@ class Journal:
 
     def note_progress(self, number: int, done: int, total: int) -> None:
         """Set a job's progress, which is kept in memory until the job is not running any more."""
-        with self.changed:
+        with self._lock:
             self._progress[number] = done, total
-            self.changed.notify_all()
 
     def end(self, number: int, state: JobState, *, result: Any = None, error: Mapping[str, str] | None = None) -> None:
         """Note that a job has ended, or that it waits again. Raises StorageError."""
@@ -236,7 +233,7 @@ class Journal:
             self.changed.notify_all()
 
     def cancel(self, number: int) -> JobRow:
-        """Cancel a job: one that waits has ended then; of one that runs it is noted.
+        """Cancel a job: a queued one ends at once; a running one is marked, and ends when its process has ended.
 
         Raises:
             NotFoundError: there is none. OptionError: it has ended. StorageError: the journal cannot be written.
@@ -265,7 +262,11 @@ class Journal:
         with self._lock:
             number = self._write("INSERT INTO verifications (id, attempt, begun, job) VALUES (?,?,?,?)", (ident, attempt, now(), job))
             kept = "SELECT number FROM verifications WHERE id = ? ORDER BY number DESC LIMIT ?"
-            self._write(f"DELETE FROM verifications WHERE id = ? AND number NOT IN ({kept})", (ident, ident, _MOST_VERIFICATIONS))  # noqa: S608
+            last = f"SELECT max(number) FROM verifications WHERE id = ? AND {_COMPLETE}"  # noqa: S608
+            self._write(
+                f"DELETE FROM verifications WHERE id = ? AND number NOT IN ({kept}) AND number NOT IN ({last})",  # noqa: S608
+                (ident, ident, _MOST_VERIFICATIONS, ident),
+            )
             return _verification(self._all(f"SELECT {_VERIFICATION} FROM verifications WHERE number = ?", (number,))[0])  # noqa: S608
 
     def unfinished_verification(self, ident: str, job: int | None) -> Verification | None:
@@ -275,14 +276,16 @@ class Journal:
             rows = self._all(f"SELECT {_VERIFICATION} FROM verifications {where}", (ident, job))  # noqa: S608
         return _verification(rows[0]) if rows else None
 
-    def update_verification(self, one: Verification, *, over: bool = False) -> Verification:
-        """Write the progress of a verification, and that it has ended. Raises StorageError."""
+    def update_verification(self, one: Verification, *, over: bool = False, notice: Mapping[str, Any] | None = None) -> Verification:
+        """Write the progress of a verification, or its end and a notice about it, which is durable with it. Raises StorageError."""
         one = replace(one, ended=now()) if over else one
+        values = (one.ended, one.chunks, one.total, one.bytes, one.damaged, json.dumps(one.damage), one.error, one.number)
+        sql = "UPDATE verifications SET ended=?, chunks=?, total=?, bytes=?, damaged=?, damage=?, error=? WHERE number = ?"
         with self._lock:
-            self._write(
-                "UPDATE verifications SET ended=?, chunks=?, total=?, bytes=?, damaged=?, damage=?, error=? WHERE number = ?",
-                (one.ended, one.chunks, one.total, one.bytes, one.damaged, json.dumps(one.damage), one.error, one.number),
-            )
+            if notice is not None and self.keeps_notices:
+                self.add_notice(notice, (sql, values))
+            else:
+                self._write(sql, values)
         return one
 
     def verifications(self, ident: str | None = None, *, limit: int = 100) -> list[Verification]:
@@ -304,7 +307,7 @@ class Journal:
         return {one.id: one for one in map(_verification, rows)}
 
     def damaged_verifications(self) -> dict[str, Verification]:
-        """By id, those of `latest_verifications` that have found damage. Raises StorageError."""
+        """The latest ended verifications that found damage, by id. Raises StorageError."""
         later = f"SELECT max(number) FROM verifications WHERE {_COMPLETE} AND id = one.id"  # noqa: S608
         sql = f"SELECT {_VERIFICATION} FROM verifications AS one WHERE damaged > 0 AND ended IS NOT NULL AND number = ({later})"  # noqa: S608
         with self._lock:
@@ -313,10 +316,10 @@ class Journal:
 
     # --- notices for the webhook
 
-    def add_notice(self, body: Mapping[str, Any]) -> None:
-        """Queue a notice; the oldest are dropped when there are too many. Raises StorageError."""
+    def add_notice(self, body: Mapping[str, Any], *others: tuple[str, Sequence[Any]]) -> None:
+        """Queue a notice, in one transaction with other writes; the oldest are dropped when there are too many. Raises StorageError."""
         with self._lock:
-            number = self._write("INSERT INTO notices (body) VALUES (?)", (json.dumps(body),))
+            number = self._write("INSERT INTO notices (body) VALUES (?)", (json.dumps(body),), *others)
             self._write("DELETE FROM notices WHERE number <= ?", (number - _MOST_NOTICES,))
 
     def notices(self, limit: int = 10) -> list[tuple[int, str]]:
@@ -337,10 +340,25 @@ class Journal:
         except sqlite3.Error as e:
             raise StorageError(f"the journal {self._path.name} cannot be read now ({e}).") from e
 
-    def _write(self, sql: str, values: Sequence[Any]) -> int:
+    def clock(self, offset: float) -> float | None:
+        """Write down how far the machine's clock is from one that does not jump; return what was written before. Raises StorageError."""
+        with self._lock:
+            before = self._all("SELECT offset FROM clock", ())
+            self._write("DELETE FROM clock", (), ("INSERT INTO clock VALUES (?)", (offset,)))
+        return float(before[0][0]) if before else None
+
+    def _write(self, sql: str, values: Sequence[Any], *others: tuple[str, Sequence[Any]]) -> int:
+        """Write in one transaction; return the number of the first row."""
         try:
+            if self._path.stat().st_ino != self._inode:
+                raise FileNotFoundError("another file is there")
             with self._db as db:
-                return db.execute(sql, values).lastrowid or 0
+                number = db.execute(sql, values).lastrowid or 0
+                for other, given in others:
+                    db.execute(other, given)
+                return number
+        except OSError as e:
+            raise StorageError(f"the journal was deleted or moved while it was used ({e.strerror or e}); start the service again.") from e
         except sqlite3.Error as e:
             raise StorageError(f"the journal {self._path.name} cannot be written ({e}); nothing was changed. Is the disk full?") from e
 

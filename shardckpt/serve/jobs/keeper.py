@@ -1,7 +1,7 @@
 """The keeper: applies the rules of retention to runs that an operator has marked as ended.
 
 A dry run comes first, as a job that anybody can see. What it lists is deleted a day later at the earliest, by another job, if nobody has
-pinned, tagged or saved anything since. Where the machine's clock jumps, a day without a jump must pass.
+pinned, tagged or saved anything since. After a jump of the machine's clock, or a reboot, nothing is deleted for 24 hours.
 """
 
 from __future__ import annotations
@@ -42,7 +42,10 @@ class Keeper:
     def __init__(self, journal: Journal, catalogue: Catalogue, roots: Roots, rules: RetentionRules) -> None:
         """Nothing is started before `start`."""
         self._journal, self._catalogue, self._roots, self.rules = journal, catalogue, roots, rules
-        self._offset, self._not_before = _offset(), time.monotonic()
+        self._offset = _offset()
+        before = journal.clock(self._offset)
+        known = before is not None and abs(before - self._offset) <= _JUMP
+        self._not_before = time.monotonic() + (0 if known else DELAY)
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="shardckpt-keeper", daemon=True)
 
@@ -76,7 +79,10 @@ class Keeper:
             if self._stopped.is_set():
                 return
             try:
-                if self.rules.rule_for(run) is not None and ended(Store.open(self._roots.locate(run))) is not None:
+                if self.rules.rule_for(run) is None:
+                    continue
+                self._roots.only_ident(run)
+                if ended(Store.open(self._roots.locate(run))) is not None:
                     self._next(run)
             except ShardckptError as e:
                 _log.warning("retention", extra={"fields": {"run": run, "reason": str(e)}})
@@ -114,6 +120,7 @@ class Keeper:
         if abs(offset - self._offset) > _JUMP:
             self._not_before = time.monotonic() + DELAY
             _log.warning("the clock has jumped", extra={"fields": {"seconds": round(offset - self._offset)}})
+            self._journal.clock(offset)
         self._offset = offset
 
 
@@ -121,11 +128,11 @@ def expected(dry: JobRow, run: str) -> dict[str, str]:
     """The steps that a dry run has listed for a run, by name: their attempts.
 
     Raises:
-        OptionError: the job is no dry run of retention for that run that is done.
+        OptionError: the job is not a finished dry run for this run.
     """
     result: dict[str, Any] = dry.result or {}
     if dry.operation != "retain" or dry.subject != run or dry.state != "done" or not result.get("dry"):
-        raise OptionError(f"apply={dry.number}: give the number of a job `retain` without apply for {run} that is done.")
+        raise OptionError(f"apply={dry.number}: give the number of a finished `retain` job of {run} that was started without `apply`.")
     return {one["name"]: one["attempt"] for one in result["steps"]}
 
 

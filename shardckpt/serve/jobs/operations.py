@@ -6,15 +6,17 @@ finds that everything is done. Places are given as ids. They are looked up below
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.commit import collecting, ended, pinning
+from shardckpt.commit.attempts import attempts as find_attempts
 from shardckpt.commit.markers import protection
 from shardckpt.commit.publish import RECORD, published_attempt
 from shardckpt.convert.export import export_safetensors
 from shardckpt.convert.importing import import_checkpoint
-from shardckpt.errors import AlreadyExistsError, FormatError, OptionError
+from shardckpt.errors import AlreadyExistsError, CorruptionError, FormatError, NotFoundError, OptionError, ReplacedError, VersionError
 from shardckpt.excerpt import excerpt
 from shardckpt.io.store import Store
 from shardckpt.reading.checkpoint import Checkpoint
@@ -37,16 +39,16 @@ _COMPARED = 8 << 20
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What an operation has, besides its arguments."""
+    """The context of a running operation."""
 
     roots: Roots
     who: str
     again: bool
     """Whether it was started before, and interrupted."""
     options: Mapping[str, Any]
-    """`writing`: `engine`, `workers` and `memory_limit` of reshards and imports; `keep`: the file of rules; `rate`: that of a scrub."""
+    """`writing`: `engine`, `workers` and `memory_limit` of reshards and imports; `keep`: the file of rules; `rate`: bytes per second."""
     progress: Callable[[int, int], None]
-    """Called with what is done, and all."""
+    """Called with the units done and the total."""
     note: Callable[[dict[str, Any]], None]
     """Called with what the service is to write down at once."""
     resume: dict[str, Any] = field(default_factory=dict)
@@ -69,7 +71,7 @@ class Operation:
     parameters: tuple[Parameter, ...]
     scope: str = "operate"
     quick: bool = False
-    """Whether it takes seconds, and need not wait for others."""
+    """Whether it takes seconds, and runs beside the long jobs."""
 
     def arguments(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """The values of all parameters.
@@ -94,19 +96,38 @@ class Operation:
             NotFoundError, OptionError: a place cannot be used.
         """
         subject = next(str(arguments[name]).strip("/") for name in ("checkpoint", "run", "from") if name in arguments)
-        roots.locate(subject)
+        place = roots.locate(subject)
+        if "checkpoint" in arguments and not Store.open(place).exists(RECORD):
+            raise NotFoundError(f"{excerpt(subject)}: there is no checkpoint.")
         to = arguments.get("to")
         if to is None:
             return subject, None
-        destination(roots, to)
+        destination(roots, to, checkpoint=self.name != "export")
         return subject, str(to).strip("/")
 
+    def check(self, arguments: Mapping[str, Any]) -> None:
+        """Check what can be checked at once.
 
-def destination(roots: Roots, ident: str) -> Location:
-    """The place of an id that may be written.
+        Raises:
+            OptionError, ShardingError: an argument is invalid.
+        """
+        if arguments.get("mesh") is not None:
+            parse_mesh(arguments["mesh"])
+        if arguments.get("rule"):
+            Rules.parse(arguments["rule"])
+        if arguments.get("preset") is not None:
+            Rules.preset(arguments["preset"])
+        if self.name == "tag":
+            pinning.check_tag(arguments["tag"])
+
+
+def destination(roots: Roots, ident: str, *, checkpoint: bool = True) -> Location:
+    """The place of an id that may be written, by a checkpoint or by an export.
 
     Raises:
-        NotFoundError: it lies in no root. OptionError: it is a root, lies in a checkpoint, or is one that is pinned or tagged.
+        NotFoundError: it lies in no root.
+        OptionError: it is a root, lies inside a checkpoint or in a run that has ended, or holds a pinned or tagged checkpoint; a new
+            checkpoint would lie above others, or an export in a checkpoint.
     """
     ident = ident.strip("/")
     place = roots.locate(ident)
@@ -115,19 +136,48 @@ def destination(roots: Roots, ident: str) -> Location:
         raise OptionError(f"to={excerpt(ident)}: give a place below a root, as in {excerpt(ident)}/NAME.")
     for n in range(1, len(parts)):
         above = "/".join(parts[:n])
-        if Store.open(roots.locate(above)).exists(RECORD):
+        found = roots.locate(above)
+        if found.local is not None and found.local.is_file():
+            raise OptionError(f"to={excerpt(ident)}: {above} is a file; give a place outside of it.")
+        if Store.open(found).exists(RECORD):
             raise OptionError(f"to={excerpt(ident)}: it lies in the checkpoint {above}; give a place outside of it.")
-    protected = protection(Store.open(place), None)
+    if Store.open(roots.locate("/".join(parts[:-1]))).exists(ended.ENDED):
+        raise OptionError(f"to={excerpt(ident)}: its run is marked as ended; `reopen` the run, or choose another place.")
+    _check_free(place, ident, checkpoint=checkpoint)
+    return place
+
+
+def _check_free(place: Location, ident: str, *, checkpoint: bool) -> None:
+    """Check that what is at a place may be there; raises OptionError."""
+    if place.local is not None and place.local.is_file():
+        if checkpoint:
+            raise OptionError(f"to={excerpt(ident)}: a file is there; choose another place.")
+        return
+    store = Store.open(place)
+    children = store.list_children()
+    if RECORD in children and not checkpoint:
+        raise OptionError(f"to={excerpt(ident)}: a checkpoint is there; an export needs another place.")
+    attempts = {f"{name}/" for name in find_attempts(store, children)}
+    if checkpoint and RECORD not in children and any(name.endswith("/") and name not in attempts for name in children):
+        raise OptionError(f"to={excerpt(ident)}: other directories are in it, as in that of a run; give a place below it, or another.")
+    protected = protection(store, None)
     if protected:
         raise OptionError(f"to={excerpt(ident)}: the checkpoint there is {protected}, and is not replaced; choose another place.")
-    return place
 
 
 def verify(work: Work, checkpoint: str) -> dict[str, Any]:
     """Read every chunk of a checkpoint and compare it with its checksum."""
-    from shardckpt.serve.jobs.verification import verify_checkpoint
+    from shardckpt.serve.jobs.verification import verify_checkpoint, verify_unreadable
 
-    return verify_checkpoint(work, work.open(checkpoint))
+    place = work.roots.locate(checkpoint)
+    try:
+        found = Checkpoint(str(place))
+    except VersionError:
+        raise
+    except (FormatError, CorruptionError) as e:
+        return verify_unreadable(work, e)
+    work.roots.check(found)
+    return verify_checkpoint(work, found)
 
 
 def pin(work: Work, checkpoint: str) -> dict[str, Any]:
@@ -152,17 +202,28 @@ def untag(work: Work, checkpoint: str, tag: str) -> dict[str, Any]:
     return {"tag": tag, "was_tagged": pinning.untag(str(work.roots.locate(checkpoint)), tag)}
 
 
-def delete(work: Work, checkpoint: str, attempt: str | None, reason: str) -> dict[str, Any]:
+def delete(work: Work, checkpoint: str, attempt: str | None, reason: str, record: str | None = None) -> dict[str, Any]:
     """Delete a checkpoint, unless it is pinned, tagged, or a base of others beside it."""
     store = Store.open(work.roots.locate(checkpoint))
-    try:
-        gone = work.again and published_attempt(store) != attempt
-    except FormatError:
-        gone = False
-    if gone and not store.exists(RECORD):  # an earlier start has deleted it
+    if work.again and not store.exists(RECORD):  # an earlier start has deleted it
         return {"deleted": True, "left": []}
+    if attempt is None and record_digest(store) != record and not (work.again and _is_tombstone(store)):
+        raise ReplacedError(f"{store}: something else is there since its deletion was asked for; nothing was deleted.")
     left = collecting.delete(str(store.location), reason=f"{reason} ({work.who})", attempt=attempt)
     return {"deleted": True, "left": [f"{one.attempt}: {one.outcome}: {one.reason}" for one in left if one.outcome != "removed"]}
+
+
+def record_digest(store: Store) -> str | None:
+    """The digest of a commit record as it is stored, for one that cannot be read; None: there is none."""
+    data, _ = store.read_versioned(RECORD)
+    return None if data is None else hashlib.sha256(data).hexdigest()
+
+
+def _is_tombstone(store: Store) -> bool:
+    try:
+        return published_attempt(store) is None
+    except FormatError:
+        return False
 
 
 def reshard_checkpoint(work: Work, checkpoint: str, to: str, **asked: Any) -> dict[str, Any]:
@@ -190,7 +251,7 @@ def copy(work: Work, checkpoint: str, to: str, overwrite: bool) -> dict[str, Any
 
 def export(work: Work, checkpoint: str, to: str, overwrite: bool, **asked: Any) -> dict[str, Any]:
     """Write a checkpoint as safetensors: a file, or a directory as on Hugging Face."""
-    place = destination(work.roots, to)
+    place = destination(work.roots, to, checkpoint=False)
     source = work.open(checkpoint)
     options = view_options(asked)
     limit = work.options["writing"]["memory_limit"]
@@ -232,8 +293,9 @@ def reopen(work: Work, run: str) -> dict[str, Any]:
 
 
 def retain(work: Work, run: str, apply: int | None, expected: Mapping[str, str] | None) -> dict[str, Any]:
-    """List the steps of a run that the rules give up; or delete those that an earlier such job has listed."""
+    """List the steps of a run that the rules would delete; with `apply`, delete the steps that an earlier such job has listed."""
     path = work.options.get("keep")
+    work.roots.only_ident(run)
     rule = None if path is None else RetentionRules.read(path).rule_for(run)
     if rule is None:
         raise OptionError(f"no rule of --keep is for {excerpt(run)}, so nothing of it is deleted.")
@@ -249,7 +311,7 @@ def _is_exported(view: ModelView, place: Location) -> bool:
     assert above is not None, "a file is below something"
     store = Store.open(above)
     mine, theirs = bytearray(_COMPARED), bytearray(_COMPARED)
-    for name in view.weights:
+    for name in view.weights if single else view.sizes:
         key, size = place.name if single else name, view.sizes[name]
         if store.size(key) != size:
             return False

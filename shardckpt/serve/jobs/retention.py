@@ -91,9 +91,9 @@ class RetentionReport:
     """The outcome of `retain`."""
 
     deleted: tuple[Doomed, ...]
-    """In this order; in a dry run what would be deleted. Without what an interrupted call had begun to delete."""
+    """In this order; in a dry run what would be deleted. Steps whose deletion an interrupted call had begun are not included."""
     left: Mapping[str, str]
-    """Steps that the rule gives up, or that were expected to be deleted, and that stay or have left data → the reason."""
+    """Steps that were due for deletion but stay, or left data behind; the value is the reason."""
 
     @property
     def nbytes(self) -> int:
@@ -253,7 +253,7 @@ def _entry(entry: Any) -> tuple[re.Pattern[str], Retention]:
         raise OptionError(f"there is no key {few(odd)}; there are {', '.join(known)}." if isinstance(entry, dict) else "write [[keep]].")
     pattern = entry.get("runs")
     if not isinstance(pattern, str) or not pattern:
-        raise OptionError('runs is missing, or no text: give a pattern of ids of runs, such as "llama/*".')
+        raise OptionError('runs is missing, or is not a string: give a pattern of ids of runs, such as "llama/*".')
     rules: list[Retention] = []
     if "latest" in entry:
         rules.append(Latest(entry["latest"]))

@@ -59,9 +59,9 @@ class Verification:
     begun: str
     ended: str | None = None
     job: int | None = None
-    """The job that it was; None: it belongs to a scrub."""
+    """Number of the verify job; None for a scrub."""
     chunks: int = 0
-    """Chunks that are verified, and in all."""
+    """Verified chunks; `total`: all chunks."""
     total: int | None = None
     bytes: int = 0
     damaged: int = 0
@@ -72,8 +72,8 @@ class Verification:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing damaged was found."""
-        return not self.damaged and self.error is None
+        """Whether it has ended, and found no damage."""
+        return self.ended is not None and not self.damaged and self.error is None
 
     def to_json(self) -> dict[str, Any]:
         """The verification as JSON."""

@@ -1,7 +1,7 @@
 """The runner: starts the processes of jobs, follows them, and writes down how they end.
 
-Jobs run in the order of their numbers, quick ones beside the others. No two jobs that write one place run at a time. A process that dies is
-started again, as is a job that a storage failed: a few times, with growing pauses. Then the job has failed.
+Jobs run in the order of their numbers, quick ones beside the others. No two jobs that write one place run at a time. A job whose process
+dies, or whose storage fails, is started again: a few times, with growing pauses. Then the job has failed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from shardckpt.errors import StorageError
+from shardckpt.errors import ShardckptError, StorageError
 from shardckpt.serve.jobs.operations import OPERATIONS
 from shardckpt.serve.jobs.verification import VerificationNotes
 from shardckpt.serve.jobs.worker import BUSY
@@ -36,7 +36,7 @@ _log = logging.getLogger("shardckpt.serve.jobs")
 _QUICK = 2
 """Quick jobs at a time."""
 _PAUSES = (2.0, 10.0, 60.0, 300.0)
-"""Seconds before a job is started again; then it has failed."""
+"""Pauses before each new start, in seconds; after the last one the job fails."""
 _AGAIN = frozenset({"storage", "coordination"})
 """Codes of errors that may pass."""
 _POLL, _BUSY_SECONDS = 0.5, 2.0
@@ -61,7 +61,7 @@ class JobProcess:
     """A process that runs an operation."""
 
     directory: Path
-    """Where the files are by which processes lock jobs."""
+    """Directory of the lock files of jobs."""
     roots: Roots
     options: Mapping[str, Any]
     _process: subprocess.Popen[bytes] | None = None
@@ -79,7 +79,7 @@ class JobProcess:
         """Run an operation to its end.
 
         Args:
-            name: of the lock: only one process at a time runs what has this name.
+            name: name of the lock; one process at a time holds it.
             request: `operation`, `arguments`, `job`, `who`, `again` and `resume`.
             progress: called with what is done, and all.
             note: called with what the operation wants written down.
@@ -202,6 +202,9 @@ class JobRunner:
             except StorageError as e:  # the journal's disk is full, or the like: it may pass
                 _log.warning("%s", e)
                 time.sleep(_POLL)
+            except Exception:  # noqa: BLE001  (a bug must not end the thread)
+                _log.exception("jobs could not be started")
+                time.sleep(_POLL)
             with self._journal.changed:
                 self._journal.changed.wait(_POLL)
 
@@ -214,6 +217,9 @@ class JobRunner:
         self._running = {number: one for number, one in self._running.items() if one[2].is_alive()}
         waits: dict[int, str] = {}
         for job in self._journal.queued():
+            if job.operation not in OPERATIONS:
+                self._journal.end(job.number, "failed", error={"code": "option", "message": "this version has no such operation."})
+                continue
             why = self._why_not(job)
             if why is not None:
                 waits[job.number] = why
@@ -229,7 +235,7 @@ class JobRunner:
         if job.number in self._running:
             return "it is about to be started again"
         running = [one for one, _, _ in self._running.values()]
-        same = next((one for one in running if job.destination is not None and one.destination == job.destination), None)
+        same = next((one for one in running if self._clash(one, job)), None)
         if same is not None:
             return f"job {same.number} writes to the same place"
         quick = OPERATIONS[job.operation].quick
@@ -240,37 +246,56 @@ class JobRunner:
             return f"it failed, and is started again in {left:.0f} s"
         return None
 
+    def _clash(self, one: JobRow, other: JobRow) -> bool:
+        """Whether two jobs write to one place, or one of them below the place of the other."""
+        if one.destination is None or other.destination is None:
+            return False
+        try:
+            a, b = self._roots.locate(one.destination), self._roots.locate(other.destination)
+        except ShardckptError:  # the process will say why
+            return False
+        return a.is_within(b) or b.is_within(a)
+
     def _follow(self, job: JobRow, process: JobProcess) -> None:
         """Run a job, and write down its end; tries that as long as the journal cannot be written."""
         number = job.number
-        verification = VerificationNotes(self._journal, job.subject, number) if job.operation == "verify" else None
-        request = {
+        verification = None
+        request: dict[str, Any] = {
             "operation": job.operation,
             "arguments": job.arguments,
             "job": number,
             "who": job.who,
             "again": job.tries > 0,
-            "resume": verification.resume if verification is not None else {},
+            "resume": {},
         }
         try:
+            if job.operation == "verify":
+                verification = VerificationNotes(self._journal, self._roots, job.subject, number)
+                request["resume"] = verification.resume
             end = process.run(
                 str(number),
                 request,
                 progress=lambda done, total: self._journal.note_progress(number, done, total),
                 note=verification.note if verification is not None else lambda _: None,
             )
-        except (OSError, ValueError) as e:  # no process could be started, or what it says is none of the messages
+        except (OSError, ValueError, StorageError) as e:  # no process started, its output is not a valid message, or the journal failed
+            process.end()
             end = JobEnd(error={"code": "storage", "message": f"its process cannot be run ({e})."}, again=True)
+        except Exception as e:  # noqa: BLE001  (a bug must not leave the job running for ever)
+            process.end()
+            _log.exception("a job failed")
+            end = JobEnd(error={"code": "internal", "message": f"{type(e).__name__}; the log has more."})
         while not self._stopped:
             try:
-                self._write_down(job, end)
+                ended = self._write_down(job, end)
+                if verification is not None and ended.is_over and ended.state != "done":
+                    verification.end(ended.error["message"] if ended.error is not None else "it was cancelled")
+                break
             except StorageError as e:
                 _log.warning("%s", e)
                 time.sleep(_POLL)
-            else:
-                break
 
-    def _write_down(self, job: JobRow, end: JobEnd) -> None:
+    def _write_down(self, job: JobRow, end: JobEnd) -> JobRow:
         number = job.number
         if end.result is not None:
             self._journal.end(number, "done", result=end.result)
@@ -291,3 +316,4 @@ class JobRunner:
             self._not_before.pop(number, None)
             self._failures.pop(number, None)
             self._on_end(ended)
+        return ended

@@ -2,7 +2,7 @@
 
 One checkpoint at a time is verified, in a process like that of a job, within a rate limit. A checkpoint is due if its attempt was not
 verified within the period; those never verified come first. A verification that was interrupted goes on where it was. Damage is written
-down at once; when the checkpoint is done, damage is logged, and the webhook is told.
+down at once; when the checkpoint is done, damage is logged, and a notice for the webhook is durable.
 """
 
 from __future__ import annotations
@@ -18,18 +18,16 @@ from shardckpt.serve.jobs.runner import JobProcess
 from shardckpt.serve.jobs.verification import VerificationNotes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
     from shardckpt.serve.catalogue import Catalogue
     from shardckpt.serve.jobs.journal import Journal
-    from shardckpt.serve.jobs.rows import Verification
     from shardckpt.serve.roots import Roots
 
 _log = logging.getLogger("shardckpt.serve.scrub")
 _POLL, _LONGEST_POLL = 1.0, 30.0
 _AGAIN_SECONDS = 600.0
-"""Seconds after which a checkpoint is tried again that could not be verified to its end."""
+"""Seconds before an interrupted verification is tried again."""
 _END_SECONDS = 10.0
 _FUTURE = dt.timedelta(hours=1)
 
@@ -46,7 +44,6 @@ class Scrubber:
         *,
         period: float,
         rate: int,
-        on_damage: Callable[[Verification], object] = lambda _: None,
     ) -> None:
         """Nothing is read before `start`.
 
@@ -57,10 +54,9 @@ class Scrubber:
             roots: where the checkpoints lie.
             period: seconds within which each checkpoint is verified once.
             rate: most bytes per second.
-            on_damage: called with a verification that has found damage, when it has ended.
         """
         self._journal, self._catalogue, self._directory, self._roots = journal, catalogue, directory, roots
-        self.period, self.rate, self._on_damage = period, rate, on_damage
+        self.period, self.rate = period, rate
         self._not_before: dict[str, float] = {}
         self.at_work: str | None = None
         """Id of the checkpoint that is being verified."""
@@ -81,7 +77,7 @@ class Scrubber:
             self._thread.join(_END_SECONDS)
 
     def status(self) -> dict[str, Any]:
-        """Progress of the period: `period` and `rate`; `checkpoints` and `bytes` to verify, and how many of them are `due`; `at_work`."""
+        """Progress of the period: `period` and `rate`; `checkpoints`, `bytes`, `due` and `due_bytes` of them; `at_work`, `keeps_up`."""
         entries = self._catalogue.committed()
         due = self._due(entries)
         total, left = (sum(one["stored_bytes"] or 0 for one in some) for some in (entries, due))
@@ -122,7 +118,7 @@ class Scrubber:
             if found is None or found.ended is None or found.attempt != one["attempt"] or found.error is not None:
                 return ""
             ended = dt.datetime.fromisoformat(found.ended)
-            # A time in the future is none: the clock has been set back.
+            # Ignore a time in the future: the clock was set back.
             return found.ended if now - dt.timedelta(seconds=self.period) < ended < now + _FUTURE else "0"
 
         order = sorted((last(one), one["created"] or "", one["id"]) for one in entries)
@@ -134,7 +130,10 @@ class Scrubber:
 
     def _verify(self, ident: str) -> None:
         self.at_work = ident
-        notes = VerificationNotes(self._journal, ident, None)
+        notes = VerificationNotes(self._journal, self._roots, ident, None)
+        begun = None if notes.last is None else dt.datetime.fromisoformat(notes.last.begun)
+        if begun is not None and not -_FUTURE < dt.datetime.now(dt.UTC) - begun < dt.timedelta(seconds=self.period):
+            notes.end("it took longer than the period")
         options = {"rate": self.rate}
         self._process = JobProcess(self._directory, self._roots, options)
         if self._stopped.is_set():
@@ -151,4 +150,3 @@ class Scrubber:
             _log.log(level, "not verified", extra={"fields": {"checkpoint": ident, **end.error}})
         elif notes.last is not None and notes.last.damaged:
             _log.error("damaged", extra={"fields": {"checkpoint": ident, "damaged": notes.last.damaged, "first": notes.last.damage[:1]}})
-            self._on_damage(notes.last)

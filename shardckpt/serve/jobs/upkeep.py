@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from starlette.exceptions import HTTPException
 
 from shardckpt.commit.publish import published_attempt
-from shardckpt.errors import FormatError
+from shardckpt.errors import FormatError, NotFoundError
 from shardckpt.io.store import Store
 from shardckpt.serve.jobs.journal import Journal
 from shardckpt.serve.jobs.keeper import Keeper, expected
-from shardckpt.serve.jobs.operations import OPERATIONS, Operation
+from shardckpt.serve.jobs.operations import OPERATIONS, Operation, record_digest
 from shardckpt.serve.jobs.retention import RetentionRules
 from shardckpt.serve.jobs.runner import JobRunner
 from shardckpt.serve.jobs.scrub import Scrubber
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from shardckpt.serve.catalogue import Catalogue
-    from shardckpt.serve.jobs.rows import JobRow, Verification
+    from shardckpt.serve.jobs.rows import JobRow
     from shardckpt.serve.roots import Roots
     from shardckpt.serve.scanner import Scanner
     from shardckpt.serve.service import ServeOptions
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class Upkeep:
-    """What writes: to the journal, and through jobs to the roots."""
+    """The writing half of the service: its journal, and the jobs that change the roots."""
 
     def __init__(self, directory: Path, options: ServeOptions, roots: Roots, catalogue: Catalogue, scanner: Scanner) -> None:
         """Open the journal; nothing runs before `start`.
@@ -46,17 +45,16 @@ class Upkeep:
         settings = {"writing": writing, "keep": None if options.keep is None else str(options.keep)}
         self.runner = JobRunner(self.journal, locks, roots, at_once=options.jobs, options=settings, on_end=self._ended)
         self.webhook = None if options.webhook is None else Webhook(self.journal, options.webhook)
+        self.journal.keeps_notices = self.webhook is not None
         self.scrubber = None
         if options.scrub is not None:
-            self.scrubber = Scrubber(
-                self.journal, catalogue, locks, roots, period=options.scrub, rate=options.scrub_rate, on_damage=self._damaged
-            )
+            self.scrubber = Scrubber(self.journal, catalogue, locks, roots, period=options.scrub, rate=options.scrub_rate)
 
         rules = None if options.keep is None else RetentionRules.read(options.keep)
         self.keeper = None if rules is None else Keeper(self.journal, catalogue, roots, rules)
 
     def start(self) -> None:
-        """Begin to run jobs, to scrub, to apply rules and to tell."""
+        """Begin to run jobs, to scrub, to apply rules and to send notices."""
         for one in (self.runner, self.scrubber, self.keeper, self.webhook):
             if one is not None:
                 one.start()
@@ -86,11 +84,18 @@ class Upkeep:
         found = None if key is None else self.journal.find(who.name, key, operation.name, asked)
         if found is not None:
             return found, False
+        operation.check(asked)
         subject, destination = operation.places(self._roots, asked)
         arguments = {**asked}
         if operation.name == "delete" and asked["attempt"] is None:
-            with suppress(FormatError):  # a damaged checkpoint may be deleted, too
-                arguments["attempt"] = published_attempt(Store.open(self._roots.locate(subject)))
+            store = Store.open(self._roots.locate(subject))
+            try:
+                arguments["attempt"] = published_attempt(store)
+            except FormatError:  # a damaged checkpoint may be deleted, too
+                arguments["record"] = record_digest(store)
+            else:
+                if arguments["attempt"] is None:
+                    raise NotFoundError(f"{subject}: there is no checkpoint.")
         if operation.name == "retain":
             arguments["expected"] = None if asked["apply"] is None else expected(self.journal.job(asked["apply"]), subject)
         return self.journal.add(operation.name, asked, arguments, subject=subject, destination=destination, who=who.name, key=key)
@@ -98,22 +103,14 @@ class Upkeep:
     def cancel(self, who: Identity, number: int) -> JobRow:
         """Cancel a job; raises as `start_job` and `Journal.cancel`."""
         require(who, "operate")
-        require(who, OPERATIONS[self.journal.job(number).operation].scope)
+        job = self.journal.job(number)
+        require(who, OPERATIONS[job.operation].needs(job.arguments))
         return self.journal.cancel(number)
 
     def _ended(self, job: JobRow) -> None:
         for ident in (job.subject, job.destination):
             if ident is not None:
                 self._scanner.announce(ident)
-        if job.operation == "verify" and job.result is not None and not job.result["ok"]:
-            self._tell(job.subject, job.result["damaged"], job.result["damage"])
-
-    def _damaged(self, found: Verification) -> None:
-        self._tell(found.id, found.damaged, found.damage)
-
-    def _tell(self, ident: str, damaged: int, damage: list[dict[str, Any]]) -> None:
-        if self.webhook is not None:
-            self.webhook.tell("damage", {"checkpoint": ident, "damaged": damaged, "damage": damage[:10]})
 
 
 def require(who: Identity, scope: str) -> None:

@@ -1,4 +1,4 @@
-"""Verification of checkpoints, which goes on where it was after an interruption: the part of the job's process, and that of the service."""
+"""Resumable verification of checkpoints: the worker's part and the service's part."""
 
 from __future__ import annotations
 
@@ -7,24 +7,28 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from shardckpt.commit.publish import published_attempt
+from shardckpt.commit.publish import RECORD, published_attempt
 from shardckpt.errors import FormatError, ReplacedError
 from shardckpt.io.store import Store
 from shardckpt.reading import verification as reading
 
 if TYPE_CHECKING:
+    from shardckpt.errors import ShardckptError
     from shardckpt.reading.checkpoint import Checkpoint
     from shardckpt.reading.verification import Damage
     from shardckpt.serve.jobs.journal import Journal
     from shardckpt.serve.jobs.operations import Work
     from shardckpt.serve.jobs.rows import Verification
+    from shardckpt.serve.roots import Roots
 
 MOST_DAMAGE = 100
 """Most damaged parts of a verification that are written down one by one; all are counted."""
 _NOTE_SECONDS = 1.0
+_SETTLE_SECONDS = 1.0
+"""Pause before the first damage is told, in which somebody who deletes files of the checkpoint comes to its record."""
 _GROUP_SECONDS = 0.25
 _LEAST_GROUP = 1 << 20
-_LONGEST_REASON = 500
+_LONGEST_REASON, _TOLD = 500, 10
 
 
 def verify_checkpoint(work: Work, checkpoint: Checkpoint) -> dict[str, Any]:
@@ -59,7 +63,9 @@ def verify_checkpoint(work: Work, checkpoint: Checkpoint) -> dict[str, Any]:
         key = said["file"], said["tensor"], said["box"]
         if key in known:  # metadata is verified again after an interruption
             return
-        _check_there(store, attempt)  # what is being deleted is not damaged
+        if not known:
+            time.sleep(_SETTLE_SECONDS)
+        _check_there(store, attempt)  # data of a checkpoint that is being deleted may be missing
         known.add(key)
         found["damaged"] += 1
         if len(found["damage"]) < MOST_DAMAGE:
@@ -80,16 +86,24 @@ def _check_there(store: Store, attempt: str) -> None:
             raise ReplacedError(f"{store}: it was replaced or deleted while it was verified.")
 
 
+def verify_unreadable(work: Work, error: ShardckptError) -> dict[str, Any]:
+    """Note that the commit record of a checkpoint cannot be read, which is damage."""
+    damage = [{"file": RECORD, "tensor": None, "box": None, "reason": str(error)[:_LONGEST_REASON]}]
+    found: dict[str, Any] = {"chunks": 0, "bytes": 0, "damaged": 1, "damage": damage}
+    work.note({"attempt": "", "total": None, **found, "over": True})
+    return {"ok": False, **found}
+
+
 class VerificationNotes:
     """Writes down what the process of a verification notes."""
 
-    def __init__(self, journal: Journal, ident: str, job: int | None) -> None:
+    def __init__(self, journal: Journal, roots: Roots, ident: str, job: int | None) -> None:
         """Look for an unfinished verification by the same job (None: by a scrub).
 
         Raises:
             StorageError: the journal cannot be read.
         """
-        self._journal, self._ident, self._job = journal, ident, job
+        self._journal, self._roots, self._ident, self._job = journal, roots, ident, job
         self.last: Verification | None = journal.unfinished_verification(ident, job)
 
     @property
@@ -106,10 +120,14 @@ class VerificationNotes:
         if self.last is None:
             self.last = self._journal.begin_verification(self._ident, said["attempt"], self._job)
         counted = {name: said[name] for name in ("chunks", "total", "bytes", "damaged", "damage")}
-        self.last = self._journal.update_verification(replace(self.last, **counted), over=said["over"])
+        notice = None
+        if said["over"] and said["damaged"]:
+            first = [one | {"reason": self._roots.without_places(one["reason"])} for one in said["damage"][:_TOLD]]
+            notice = {"event": "damage", "checkpoint": self._ident, "damaged": said["damaged"], "damage": first}
+        self.last = self._journal.update_verification(replace(self.last, **counted), over=said["over"], notice=notice)
 
     def end(self, error: str) -> None:
-        """Write down that it cannot end. Raises StorageError."""
+        """Record that the verification failed. Raises StorageError."""
         if self.last is not None and self.last.ended is None:
             self._journal.update_verification(replace(self.last, error=error), over=True)
         self.last = None

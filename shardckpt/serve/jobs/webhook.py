@@ -11,14 +11,12 @@ import hmac
 import logging
 import os
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from shardckpt.errors import OptionError, StorageError
-from shardckpt.excerpt import excerpt
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     import httpx
 
     from shardckpt.serve.jobs.journal import Journal
@@ -38,8 +36,9 @@ class Webhook:
         Raises:
             OptionError: the address is not a web server's.
         """
-        if not url.startswith(("http://", "https://")) or "@" in url:
-            raise OptionError(f"--webhook {excerpt(url)}: give http://… or https://…, without a password.")
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname or "@" in parts.netloc:
+            raise OptionError("--webhook: give the url of a web server, http://… or https://…, without a password.")
         self._journal, self._url = journal, url
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="shardckpt-webhook", daemon=True)
@@ -53,10 +52,6 @@ class Webhook:
         self._stopped.set()
         if self._thread.is_alive():
             self._thread.join(_TIMEOUT)
-
-    def tell(self, event: str, said: Mapping[str, Any]) -> None:
-        """Queue a notice. Raises StorageError: the journal cannot be written."""
-        self._journal.add_notice({"event": event, **said})
 
     def _run(self) -> None:
         import httpx
