@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from shardckpt.commit.collect import renew
 from shardckpt.commit.markers import MOST_TAGS, PINNED, TAG, Protection, protection_of
 from shardckpt.commit.publish import published_attempt
-from shardckpt.errors import NotFoundError, OptionError, StorageError
+from shardckpt.errors import FormatError, NotFoundError, OptionError, StorageError
 from shardckpt.excerpt import excerpt
 from shardckpt.io.store import Store
 from shardckpt.io.url import parse
@@ -47,7 +47,7 @@ def unpin(url: str | os.PathLike[str]) -> bool:
 
     Raises:
         NotFoundError: no checkpoint there.
-        FormatError: its record is damaged.
+        FormatError: its record is damaged, and it is tagged, too; or it is not pinned.
         StorageError: the storage failed.
     """
     _, before = _change(Store.open(parse(url)), "unpin", lambda before: replace(before, pinned=False))
@@ -122,10 +122,21 @@ def _protect(store: Store, verb: str, change: Callable[[Protection], Protection]
 
 
 def _change(store: Store, verb: str, change: Callable[[Protection], Protection]) -> tuple[str, Protection]:
-    """Change the marker of the checkpoint at a place; return its attempt, and what the marker said of that before."""
+    """Change the marker of the checkpoint at a place; return its attempt, and its earlier protection.
+
+    If the commit record is damaged, the marker can only be removed; the attempt is empty then.
+    """
     for _ in range(_ROUNDS):
         data, generation = store.read_versioned(PINNED)
-        attempt = published_attempt(store)
+        try:
+            attempt = published_attempt(store)
+        except FormatError:  # so that a damaged checkpoint can be deleted
+            before = protection_of(store, data, None)
+            if not before or change(before):
+                raise
+            if store.remove(PINNED, generation):
+                return "", before
+            continue
         if attempt is None:
             raise _nothing(store, verb)
         before = protection_of(store, data, attempt)

@@ -13,7 +13,7 @@ import shardckpt
 from shardckpt import SaveOptions
 from shardckpt.commit import collecting, pinning
 from shardckpt.commit.markers import MOST_TAGS, PINNED, Protection, protection
-from shardckpt.errors import AlreadyExistsError, NotFoundError, OptionError, StorageError
+from shardckpt.errors import AlreadyExistsError, FormatError, NotFoundError, OptionError, StorageError
 from shardckpt.format.documents import seal
 from shardckpt.io.store import Store
 from shardckpt.serve import hub
@@ -212,3 +212,18 @@ def test_a_slow_pin_does_not_undo_that_of_the_checkpoint_which_took_the_place(or
         assert slow.outcome is None or isinstance(slow.outcome, NotFoundError)
         assert ("new" in found.tags) == (other.outcome is None)
         assert other.outcome is None or isinstance(other.outcome, AlreadyExistsError)
+
+
+def test_the_pin_of_a_damaged_checkpoint_can_be_removed_so_that_it_can_be_deleted(url):
+    pinning.pin(url)
+    record = url / "checkpoint.json"
+    record.write_bytes(record.read_bytes()[:-20] + b"x" * 20)
+    with pytest.raises(FormatError):
+        pinning.tag(url, "best")
+    with pytest.raises(FormatError):
+        pinning.untag(url, "best")  # the pin would stay
+    with pytest.raises(OptionError, match="pinned"):
+        collecting.delete(url)
+    assert pinning.unpin(url)
+    collecting.delete(url, grace=0)  # without a record, nothing says that its data is no save under way
+    assert not url.exists()

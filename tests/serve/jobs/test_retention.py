@@ -95,7 +95,7 @@ def test_rules_are_read_and_the_first_entry_that_matches_applies(tmp_path):
         ("[[keep", "cannot be read"),
         ('other = 1\n[[keep]]\nruns = "*"\nlatest = 1', "and nothing else"),
         ("[[keep]]\nlatest = 1", "entry 1: runs is missing"),
-        ("[[keep]]\nruns = 7\nlatest = 1", "entry 1: runs is missing, or no text"),
+        ("[[keep]]\nruns = 7\nlatest = 1", "entry 1: runs is missing, or is not a string"),
         ('[[keep]]\nruns = "*"', "entry 1: it keeps nothing of the runs '\\*'"),
         ('[[keep]]\nruns = "*"\nlatest = 1\n[[keep]]\nruns = "*"\nlatest = 0', "entry 2: .*give a whole number of at least 1"),
         ('[[keep]]\nruns = "*"\nlatest = "3"', "entry 1: .*give a whole number"),
