@@ -310,7 +310,7 @@ class Journal:
         """The latest ended verifications that found damage, by id. Raises StorageError."""
         later = f"SELECT max(number) FROM verifications WHERE {_COMPLETE} AND id = one.id"  # noqa: S608
         found = "FROM verifications AS one INDEXED BY by_damage WHERE damaged > 0 AND ended IS NOT NULL"
-        sql = f"SELECT {_VERIFICATION} {found} AND number = ({later})"  # noqa: S608
+        sql = f"SELECT {_VERIFICATION} {found} AND number = ({later})"
         with self._lock:
             rows = self._all(sql, ())
         return {one.id: one for one in map(_verification, rows)}
