@@ -37,18 +37,9 @@ Verify = Annotated[bool, typer.Option("--verify/--no-verify", help="Read back an
 
 def parse_rules(rule: list[str] | None, file: str | None, preset: str | None, hf_config: str | None) -> Rules | None:
     """All rules in order of precedence: from the command line, from the file, from the preset; None if there are none."""
-    from shardckpt.reshard.rules import Rules
+    from shardckpt.reshard.rules.rules import combined_rules
 
-    found = [Rules.parse(rule)] if rule else []
-    found += [Rules.from_file(file)] if file is not None else []
-    found += [Rules.preset(preset)] if preset is not None else []
-    found += [Rules.from_hf_config(hf_config)] if hf_config is not None else []
-    if not found:
-        return None
-    together, *others = found
-    for more in others:
-        together = together.then(more)
-    return together
+    return combined_rules(rule, file=file, preset=preset, hf_config=hf_config)
 
 
 def parse_dtypes(texts: list[str] | None) -> dict[str, str] | None:

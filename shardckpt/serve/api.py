@@ -27,7 +27,8 @@ from shardckpt.reshard.forecast.forecast import Forecast, forecast, known_places
 from shardckpt.reshard.forecast.rates import Rates, given_rates
 from shardckpt.reshard.options import ReshardOptions
 from shardckpt.reshard.plan import plan_reshard
-from shardckpt.reshard.rules import Rules, parse_mesh
+from shardckpt.reshard.rules import parse_mesh
+from shardckpt.reshard.rules.rules import combined_rules
 from shardckpt.serve.catalogue import MOST_ROWS, CheckpointQuery
 from shardckpt.serve.health import with_damaged, with_verifications
 from shardckpt.serve.openapi import Endpoint, Parameter, number
@@ -196,12 +197,9 @@ def forecast_of(
     rate: str | None,
 ) -> Forecast:
     """The forecast of a reshard of a checkpoint."""
-    rules = Rules.parse(rule) if rule else None
-    if preset is not None:
-        rules = Rules.preset(preset) if rules is None else rules.then(Rules.preset(preset))
     options = ReshardOptions(
         mesh=None if mesh is None else parse_mesh(mesh),
-        rules=all_rules(rules, None, None),
+        rules=all_rules(combined_rules(rule, preset=preset), None, None),
         dtype=dtype,
         only=only,
         layout=layout,

@@ -1,6 +1,7 @@
 """Two runs with metrics and layouts, and a service over them."""
 
 import pytest
+from job_services import operated
 from serving import save_run, serving
 
 
@@ -18,3 +19,13 @@ def service(runs):
     """The service over them, as `lab`."""
     with serving(("lab", runs)) as running:
         yield running
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory):
+    """A service over a root with a run, which tests may change."""
+    top = tmp_path_factory.mktemp("operated")
+    save_run(top / "runs" / "llama", (10, 20))
+    with operated(top, ("lab", top / "runs")) as found:
+        found.root = top / "runs"
+        yield found

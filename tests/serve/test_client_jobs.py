@@ -8,8 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
-from job_services import operated
-from serving import save_run
 from typer.testing import CliRunner
 
 import shardckpt
@@ -18,16 +16,6 @@ from shardckpt.cli.app import app
 from shardckpt.errors import AlreadyExistsError, CommitError, CoordinationError, NotFoundError, OptionError, StorageError
 from shardckpt.serve import client as module
 from shardckpt.serve.jobs import endpoints
-
-
-@pytest.fixture(scope="module")
-def lab(tmp_path_factory):
-    """A service over a root with a run, which tests may change."""
-    top = tmp_path_factory.mktemp("operated")
-    save_run(top / "runs" / "llama", (10, 20))
-    with operated(top, ("lab", top / "runs")) as found:
-        found.root = top / "runs"
-        yield found
 
 
 @pytest.fixture

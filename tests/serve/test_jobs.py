@@ -23,16 +23,6 @@ from shardckpt.serve.jobs.journal import Journal
 from shardckpt.serve.service import ServeOptions, Service
 
 
-@pytest.fixture(scope="module")
-def lab(tmp_path_factory):
-    """A service over a root with a run, which tests may change."""
-    top = tmp_path_factory.mktemp("operated")
-    save_run(top / "runs" / "llama", (10, 20))
-    with operated(top, ("lab", top / "runs")) as found:
-        found.root = top / "runs"
-        yield found
-
-
 @pytest.fixture
 def impatient(monkeypatch):
     """Jobs are started again without long pauses."""

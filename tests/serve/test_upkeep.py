@@ -1,4 +1,4 @@
-"""What the service does by itself: the scrub, retention by rules, and notices to a webhook."""
+"""The service's background work: the scrub, retention by rules, and notices to a webhook."""
 
 import datetime as dt
 import hashlib

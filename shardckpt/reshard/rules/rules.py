@@ -280,3 +280,23 @@ def _why_unused(rule: Rule, before: Sequence[Step], tensors: Mapping[str, tuple[
             return f"{rule.title} matches no tensor; patterns are matched with whole names, and {wider!r} would match {shown(found)}."
     like = nearest(rule.pattern, tensors) or next(iter(tensors))
     return f"{rule.title} matches no tensor; patterns are matched with whole names, such as {shown(like)}."
+
+
+def combined_rules(
+    texts: list[str] | None = None, *, file: str | None = None, preset: str | None = None, hf_config: str | None = None
+) -> Rules | None:
+    """Rules from several sources, in this order of precedence; None if there are none.
+
+    Raises:
+        OptionError, ShardingError: a source is invalid.
+    """
+    found = [Rules.parse(texts)] if texts else []
+    found += [Rules.from_file(file)] if file is not None else []
+    found += [Rules.preset(preset)] if preset is not None else []
+    found += [Rules.from_hf_config(hf_config)] if hf_config is not None else []
+    if not found:
+        return None
+    together, *others = found
+    for more in others:
+        together = together.then(more)
+    return together

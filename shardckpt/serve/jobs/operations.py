@@ -21,7 +21,8 @@ from shardckpt.excerpt import excerpt
 from shardckpt.io.store import Store
 from shardckpt.reading.checkpoint import Checkpoint
 from shardckpt.reshard.execute import reshard
-from shardckpt.reshard.rules import Rules, parse_mesh
+from shardckpt.reshard.rules import parse_mesh
+from shardckpt.reshard.rules.rules import combined_rules
 from shardckpt.serve.files import VIEW, view_options
 from shardckpt.serve.jobs import retention
 from shardckpt.serve.jobs.retention import RetentionRules
@@ -111,12 +112,7 @@ class Operation:
         Raises:
             OptionError, ShardingError: an argument is invalid.
         """
-        if arguments.get("mesh") is not None:
-            parse_mesh(arguments["mesh"])
-        if arguments.get("rule"):
-            Rules.parse(arguments["rule"])
-        if arguments.get("preset") is not None:
-            Rules.preset(arguments["preset"])
+        _take_layout(dict(arguments))
         if self.name == "tag":
             pinning.check_tag(arguments["tag"])
 
@@ -229,17 +225,16 @@ def _is_tombstone(store: Store) -> bool:
 def reshard_checkpoint(work: Work, checkpoint: str, to: str, **asked: Any) -> dict[str, Any]:
     """Write a checkpoint anew for another mesh or partition; the source stays as it is."""
     source = work.open(checkpoint)
-    rules, preset = asked.pop("rule"), asked.pop("preset")
-    chosen = Rules.parse(rules) if rules else None
-    if preset is not None:
-        chosen = Rules.preset(preset) if chosen is None else chosen.then(Rules.preset(preset))
-    mesh = asked.pop("mesh")
     place = destination(work.roots, to)
-    parsed = None if mesh is None else parse_mesh(mesh)
-    report = reshard(
-        str(source.location), str(place), mesh=parsed, rules=chosen, progress=work.progress, **work.options["writing"], **asked
-    )
-    return report.to_json()
+    layout = _take_layout(asked)
+    return reshard(str(source.location), str(place), progress=work.progress, **work.options["writing"], **layout, **asked).to_json()
+
+
+def _take_layout(asked: dict[str, Any]) -> dict[str, Any]:
+    """Remove `mesh`, `rule` and `preset` from arguments; return the options `mesh` and `rules`. Raises OptionError, ShardingError."""
+    mesh = asked.pop("mesh", None)
+    rules = combined_rules(asked.pop("rule", None), preset=asked.pop("preset", None))
+    return {"mesh": None if mesh is None else parse_mesh(mesh), "rules": rules}
 
 
 def copy(work: Work, checkpoint: str, to: str, overwrite: bool) -> dict[str, Any]:
@@ -272,13 +267,9 @@ def import_foreign(work: Work, to: str, **asked: Any) -> dict[str, Any]:
     source = work.roots.locate(asked.pop("from"))
     work.roots.check_links(source)
     place = destination(work.roots, to)
-    mesh, rules = asked.pop("mesh"), asked.pop("rule")
+    layout = _take_layout(asked)
     given = {name: value for name, value in asked.items() if value is not None}
-    parsed = None if mesh is None else parse_mesh(mesh)
-    report = import_checkpoint(
-        str(source), str(place), mesh=parsed, rules=rules or None, progress=work.progress, **work.options["writing"], **given
-    )
-    return report.to_json()
+    return import_checkpoint(str(source), str(place), progress=work.progress, **work.options["writing"], **layout, **given).to_json()
 
 
 def end(work: Work, run: str) -> dict[str, Any]:

@@ -108,7 +108,7 @@ class VerificationNotes:
 
     @property
     def resume(self) -> dict[str, Any]:
-        """What the process needs to go on."""
+        """The earlier progress, from which the process resumes."""
         if self.last is None:
             return {}
         return {name: getattr(self.last, name) for name in ("attempt", "chunks", "total", "bytes", "damaged", "damage")}
