@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import datetime as dt
 import logging
-import threading
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +15,7 @@ from shardckpt.commit.ended import ended
 from shardckpt.errors import OptionError, ShardckptError
 from shardckpt.io.store import Store
 from shardckpt.serve.catalogue import MOST_ROWS
+from shardckpt.serve.jobs.background import BackgroundWork
 from shardckpt.serve.jobs.operations import OPERATIONS
 
 if TYPE_CHECKING:
@@ -32,32 +32,21 @@ WHO = "rules"
 """Stands for a token's name in the jobs that the keeper starts."""
 DELAY = 24 * 3600.0
 """Seconds between a dry run and the deletion of what it lists, and between two dry runs."""
-_POLL, _END_SECONDS = 600.0, 10.0
+_POLL = 600.0
 _JUMP = 300.0
 
 
-class Keeper:
+class Keeper(BackgroundWork):
     """Starts jobs of retention in the background."""
 
     def __init__(self, journal: Journal, catalogue: Catalogue, roots: Roots, rules: RetentionRules) -> None:
         """Nothing is started before `start`."""
+        super().__init__("keeper")
         self._journal, self._catalogue, self._roots, self.rules = journal, catalogue, roots, rules
         self._offset = _offset()
         before = journal.clock(self._offset)
         known = before is not None and abs(before - self._offset) <= _JUMP
         self._not_before = time.monotonic() + (0 if known else DELAY)
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="shardckpt-keeper", daemon=True)
-
-    def start(self) -> None:
-        """Begin to look for ended runs, until `stop`."""
-        self._thread.start()
-
-    def stop(self) -> None:
-        """End; jobs that were started go on."""
-        self._stopped.set()
-        if self._thread.is_alive():
-            self._thread.join(_END_SECONDS)
 
     def _run(self) -> None:
         while not self._stopped.wait(_POLL):

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import datetime as dt
 import logging
-import threading
 import time
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.errors import StorageError
+from shardckpt.serve.jobs.background import BackgroundWork
 from shardckpt.serve.jobs.runner import JobProcess
 from shardckpt.serve.jobs.verification import VerificationNotes
 
@@ -28,11 +28,10 @@ _log = logging.getLogger("shardckpt.serve.scrub")
 _POLL, _LONGEST_POLL = 1.0, 30.0
 _AGAIN_SECONDS = 600.0
 """Seconds before an interrupted verification is tried again."""
-_END_SECONDS = 10.0
 _FUTURE = dt.timedelta(hours=1)
 
 
-class Scrubber:
+class Scrubber(BackgroundWork):
     """Verifies checkpoints in the background."""
 
     def __init__(
@@ -55,26 +54,20 @@ class Scrubber:
             period: seconds within which each checkpoint is verified once.
             rate: most bytes per second.
         """
+        super().__init__("scrub")
         self._journal, self._catalogue, self._directory, self._roots = journal, catalogue, directory, roots
         self.period, self.rate = period, rate
         self._not_before: dict[str, float] = {}
         self.at_work: str | None = None
         """Id of the checkpoint that is being verified."""
         self._process: JobProcess | None = None
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="shardckpt-scrub", daemon=True)
-
-    def start(self) -> None:
-        """Begin to verify, until `stop`."""
-        self._thread.start()
 
     def stop(self) -> None:
         """End; the verification at work goes on when the service is started again."""
         self._stopped.set()
         if self._process is not None:
             self._process.end()
-        if self._thread.is_alive():
-            self._thread.join(_END_SECONDS)
+        super().stop()
 
     def status(self) -> dict[str, Any]:
         """Progress of the period: `period` and `rate`; `checkpoints`, `bytes`, `due` and `due_bytes` of them; `at_work`, `keeps_up`."""

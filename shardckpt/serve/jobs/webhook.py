@@ -10,11 +10,11 @@ import hashlib
 import hmac
 import logging
 import os
-import threading
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from shardckpt.errors import OptionError, StorageError
+from shardckpt.serve.jobs.background import BackgroundWork
 
 if TYPE_CHECKING:
     import httpx
@@ -27,7 +27,7 @@ _TIMEOUT = 10.0
 _POLL, _LONGEST_PAUSE = 1.0, 600.0
 
 
-class Webhook:
+class Webhook(BackgroundWork):
     """Sends notices in the background."""
 
     def __init__(self, journal: Journal, url: str) -> None:
@@ -36,22 +36,11 @@ class Webhook:
         Raises:
             OptionError: the address is not a web server's.
         """
+        super().__init__("webhook")
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname or "@" in parts.netloc:
             raise OptionError("--webhook: give the url of a web server, http://… or https://…, without a password.")
         self._journal, self._url = journal, url
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="shardckpt-webhook", daemon=True)
-
-    def start(self) -> None:
-        """Begin to send, until `stop`."""
-        self._thread.start()
-
-    def stop(self) -> None:
-        """End; notices that were not received are sent when the service is started again."""
-        self._stopped.set()
-        if self._thread.is_alive():
-            self._thread.join(_TIMEOUT)
 
     def _run(self) -> None:
         import httpx
