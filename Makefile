@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test sweeps browser ray vllm cuda cuda-wheels torture soak bench bench-quick scale scale-quick check format lint types layers examples clean
+.PHONY: help setup demo test sweeps browser ray vllm cuda cuda-wheels torture soak bench bench-quick scale scale-quick check format lint types layers examples docs clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -93,7 +93,11 @@ layers: setup
 examples: setup ## the examples in docstrings, run (those in README.md and docs/ are among the tests)
 	$(BIN)/python -m pytest --doctest-modules shardckpt --ignore-glob='shardckpt/frameworks/*xla*' --ignore=shardckpt/views/vllm_plugin.py -p no:xdist
 
-check: lint types layers examples test sweeps browser ## exactly what CI runs
+docs: setup ## the documentation as a site, in build/site; a broken link is an error
+	$(BIN)/python -m typer shardckpt.cli.app utils docs --name shardckpt --title Commands --output docs/reference/cli.md
+	NO_COLOR=1 $(BIN)/zensical build --strict
+
+check: lint types layers examples docs test sweeps browser ## exactly what CI runs
 
 clean: ## forget the environment and all caches
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -124,8 +124,9 @@ def checked_options(options: SaveOptions | None, skip: str | Sequence[str] | Non
 def parse_bytes(value: int | str, what: str) -> int:
     """A number of bytes, from an int or from text.
 
-    >>> parse_bytes("512MiB", "memory_limit"), parse_bytes("1.5 GB", "memory_limit")
-    (536870912, 1500000000)
+    Examples:
+        >>> parse_bytes("512MiB", "memory_limit"), parse_bytes("1.5 GB", "memory_limit")
+        (536870912, 1500000000)
 
     Raises:
         OptionError: neither a whole number nor a valid text; names the option, `what`.
@@ -144,8 +145,9 @@ def parse_bytes(value: int | str, what: str) -> int:
 def parse_duration(text: str, what: str) -> float:
     """Seconds from text such as "24h", "30min" or "1.5 d"; only 0 needs no unit.
 
-    >>> parse_duration("24h", "--grace"), parse_duration("0", "--grace")
-    (86400.0, 0.0)
+    Examples:
+        >>> parse_duration("24h", "--grace"), parse_duration("0", "--grace")
+        (86400.0, 0.0)
 
     Raises:
         OptionError: the text is invalid; names the option, `what`.

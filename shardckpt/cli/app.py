@@ -121,4 +121,4 @@ for _name, _function in _COMMANDS.items():
 _job = typer.Typer(cls=_Group, rich_markup_mode=None, no_args_is_help=True)
 for _name, _function in _JOB_COMMANDS.items():
     _job.command(_name, cls=_Command)(_function)
-app.add_typer(_job, name="job", help="Start, show, follow and cancel the jobs of a service.")
+app.add_typer(_job, name="job", help="Start, show and cancel jobs of a service.")

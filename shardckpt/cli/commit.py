@@ -21,7 +21,7 @@ def commit(
     root: Annotated[str, typer.Argument(metavar="ROOT", help="A checkpoint, or a directory of them: a path or url.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
-    """Commit saves that are complete but were never committed.
+    """Publish saves that are complete.
 
     The exit status is 1 if there are unfinished saves and none of them could be committed.
     """

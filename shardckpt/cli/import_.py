@@ -82,7 +82,7 @@ def import_(
     trust_pickle: Annotated[bool, typer.Option("--trust-pickle", help="Read formats that need a pickle; none of its code is run.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
-    """Write a checkpoint of another format as one of shardckpt.
+    """Convert another format to a checkpoint.
 
     Only --dtype changes elements. If it is interrupted, run the same command again to continue. SRC is only read.
     """

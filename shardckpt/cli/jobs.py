@@ -61,7 +61,7 @@ def start(
 
 
 def show(number: Number, as_json: Json = False) -> None:
-    """Show a job of a service: its state, progress, result or error."""
+    """Show the state and report of a job."""
     with required_server() as client:
         _show(client.job(number), as_json=as_json)
 
@@ -83,7 +83,7 @@ def wait(
 
 
 def cancel(number: Number, as_json: Json = False) -> None:
-    """Cancel a job of a service; what it has not finished is not published."""
+    """Cancel a job; nothing unfinished is published."""
     with required_server() as client:
         _show(client.cancel(number), as_json=as_json)
 

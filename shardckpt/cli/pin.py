@@ -38,7 +38,7 @@ def unpin(urls: Urls, as_json: Json = False) -> None:
 
 
 def tag(name: Name, urls: Urls, as_json: Json = False) -> None:
-    """Put a tag on checkpoints, such as best or released.
+    """Put a tag, such as best, on checkpoints.
 
     A tag keeps a checkpoint from being deleted, as a pin does; untag ends this.
     """

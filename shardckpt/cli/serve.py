@@ -37,7 +37,7 @@ def serve(
     certificate: Annotated[str | None, typer.Option("--ssl-certfile", metavar="FILE", help="The TLS certificate, in PEM.")] = None,
     key: Annotated[str | None, typer.Option("--ssl-keyfile", metavar="FILE", help="The key of the certificate.")] = None,
 ) -> None:
-    """Serve checkpoints to people and programs over HTTP.
+    """Serve checkpoints over HTTP.
 
     Without --token-file, everybody on this machine may read, and nobody else.
     """
@@ -82,7 +82,7 @@ def token(
     token_file: Annotated[Path, typer.Option("--token-file", metavar="FILE", help="The file to add its digest to.")],
     scope: Annotated[str, typer.Option("--scope", metavar="SCOPE", help="read, operate or admin.")] = "read",
 ) -> None:
-    """Make a token for `shardckpt serve`, and print it.
+    """Make and print a token for the service.
 
     It is printed once: the file has only its digest. Delete the line with the name to revoke it.
     """

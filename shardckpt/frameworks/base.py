@@ -150,8 +150,9 @@ class Sink(Protocol):
 class Target:
     """A restore target for a `like` that has no tensor: a sharding, a shape and a dtype.
 
-    >>> Target(dtype="bfloat16").dtype
-    dtype(bfloat16)
+    Examples:
+        >>> Target(dtype="bfloat16").dtype
+        dtype(bfloat16)
     """
 
     sharding: object = None

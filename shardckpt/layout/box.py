@@ -21,10 +21,11 @@ Index = NDArray[np.int64]
 class Box:
     """The indices i with `start[d] <= i[d] < stop[d]` in every dimension d.
 
-    >>> Box((0, 4), (2, 8)).shape
-    (2, 4)
-    >>> Box((0, 4), (2, 8)).overlap(Box((1, 0), (3, 6)))
-    Box(start=(1, 4), stop=(2, 6))
+    Examples:
+        >>> Box((0, 4), (2, 8)).shape
+        (2, 4)
+        >>> Box((0, 4), (2, 8)).overlap(Box((1, 0), (3, 6)))
+        Box(start=(1, 4), stop=(2, 6))
     """
 
     start: tuple[int, ...]

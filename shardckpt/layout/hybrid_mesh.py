@@ -67,9 +67,10 @@ class HybridMesh(Mesh):
         ShardingError: The shapes differ in rank, or the devices do not make as many equal slices, or a slice's
             coordinates leave holes.
 
-    >>> mesh = HybridMesh((1, 4), (2, 1), ("data", "fsdp"))
-    >>> mesh.devices.tolist()
-    [[0, 1, 2, 3], [4, 5, 6, 7]]
+    Examples:
+        >>> mesh = HybridMesh((1, 4), (2, 1), ("data", "fsdp"))
+        >>> mesh.devices.tolist()
+        [[0, 1, 2, 3], [4, 5, 6, 7]]
     """
 
     ici_shape: tuple[int, ...]
@@ -120,8 +121,9 @@ def torus_mesh(physical: Ids, shape: Sequence[int]) -> Ids:
     Returns:
         The ids in `shape`.
 
-    >>> torus_mesh(np.arange(16).reshape(4, 2, 2), (4, 4))[0].tolist()
-    [0, 1, 2, 3]
+    Examples:
+        >>> torus_mesh(np.arange(16).reshape(4, 2, 2), (4, 4))[0].tolist()
+        [0, 1, 2, 3]
     """
     whole = _whole_axes(physical.shape, tuple(shape))
     if whole is not None:

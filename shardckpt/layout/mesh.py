@@ -46,11 +46,12 @@ class Mesh:
     Raises:
         ShardingError: Names or ids repeat, an id is negative or not an integer, or the counts do not agree.
 
-    >>> mesh = Mesh((2, 4), ("data", "model"), [7, 6, 5, 4, 3, 2, 1, 0])
-    >>> mesh.size, mesh.axis_sizes
-    (8, {'data': 2, 'model': 4})
-    >>> mesh.devices[1].tolist()
-    [3, 2, 1, 0]
+    Examples:
+        >>> mesh = Mesh((2, 4), ("data", "model"), [7, 6, 5, 4, 3, 2, 1, 0])
+        >>> mesh.size, mesh.axis_sizes
+        (8, {'data': 2, 'model': 4})
+        >>> mesh.devices[1].tolist()
+        [3, 2, 1, 0]
     """
 
     shape: tuple[int, ...]

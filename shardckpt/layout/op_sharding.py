@@ -45,8 +45,9 @@ class OpSharding:
     Raises:
         ShardingError: The fields contradict each other.
 
-    >>> OpSharding.parse("{devices=[4,1,2]<=[8] last_tile_dim_replicate}").device_boxes((10, 7)).replica_id.tolist()
-    [0, 1, 0, 1, 0, 1, 0, 1]
+    Examples:
+        >>> OpSharding.parse("{devices=[4,1,2]<=[8] last_tile_dim_replicate}").device_boxes((10, 7)).replica_id.tolist()
+        [0, 1, 0, 1, 0, 1, 0, 1]
     """
 
     kind: Kind
@@ -269,8 +270,9 @@ class OpSharding:
         Raises:
             ShardingError: `form="iota"` and the devices have no iota form.
 
-        >>> OpSharding.tiled((4, 2), [0, 4, 1, 5, 2, 6, 3, 7]).to_hlo()
-        '{devices=[4,2]<=[2,4]T(1,0)}'
+        Examples:
+            >>> OpSharding.tiled((4, 2), [0, 4, 1, 5, 2, 6, 3, 7]).to_hlo()
+            '{devices=[4,2]<=[2,4]T(1,0)}'
         """
         if self.kind is Kind.MAXIMAL:
             assert self.tiles is not None

@@ -35,10 +35,11 @@ class PartitionSpec:
     Raises:
         ShardingError: An entry is of another type, tuples are nested, or an axis appears twice.
 
-    >>> PartitionSpec("data", None, ("fsdp", "tensor"))
-    PartitionSpec('data', None, ('fsdp', 'tensor'))
-    >>> PartitionSpec(("data",), ()) == PartitionSpec("data", None)
-    True
+    Examples:
+        >>> PartitionSpec("data", None, ("fsdp", "tensor"))
+        PartitionSpec('data', None, ('fsdp', 'tensor'))
+        >>> PartitionSpec(("data",), ()) == PartitionSpec("data", None)
+        True
     """
 
     parts: tuple[SpecPart, ...]

@@ -36,11 +36,12 @@ class Sharding:
     Raises:
         ShardingError: The spec names an axis that the mesh does not have, or one axis twice.
 
-    >>> mesh = Mesh((4, 2), ("data", "model"))
-    >>> Sharding(mesh, PartitionSpec("data")).tile((10, 7))
-    (3, 7)
-    >>> str(Sharding(mesh, PartitionSpec("data")).op_sharding(2))
-    '{devices=[4,1,2]<=[8] last_tile_dim_replicate}'
+    Examples:
+        >>> mesh = Mesh((4, 2), ("data", "model"))
+        >>> Sharding(mesh, PartitionSpec("data")).tile((10, 7))
+        (3, 7)
+        >>> str(Sharding(mesh, PartitionSpec("data")).op_sharding(2))
+        '{devices=[4,1,2]<=[8] last_tile_dim_replicate}'
     """
 
     mesh: Mesh
@@ -70,8 +71,9 @@ class Sharding:
         Raises:
             ShardingError: `num_devices` is not a multiple, or a count is not a positive integer.
 
-        >>> Sharding.from_partition_counts((4, 1), 8)
-        Sharding(mesh=Mesh((4, 2), ('dim0', 'replica')), spec=PartitionSpec('dim0', None))
+        Examples:
+            >>> Sharding.from_partition_counts((4, 1), 8)
+            Sharding(mesh=Mesh((4, 2), ('dim0', 'replica')), spec=PartitionSpec('dim0', None))
         """
         parts = checked_sizes([1 if count is None else count for count in counts or ()], "Partition counts", least=1)
         (devices,) = checked_sizes([num_devices], "Number of devices", least=1)

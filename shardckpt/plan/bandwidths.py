@@ -23,10 +23,11 @@ from shardckpt.errors import OptionError
 class Bandwidths:
     """Rates of a job's storage and network, for `restore(cooperative=…)`. Defaults are for a Google Cloud Storage bucket.
 
-    >>> Bandwidths(interconnect=2e9).estimate(nbytes=10**10, readers=2, processes=2, rounds=20).together
-    False
-    >>> Bandwidths(interconnect=2e9).estimate(nbytes=10**10, readers=32, processes=32, rounds=20).together
-    True
+    Examples:
+        >>> Bandwidths(interconnect=2e9).estimate(nbytes=10**10, readers=2, processes=2, rounds=20).together
+        False
+        >>> Bandwidths(interconnect=2e9).estimate(nbytes=10**10, readers=32, processes=32, rounds=20).together
+        True
     """
 
     store: float = 25e9

@@ -98,8 +98,9 @@ class EveryCall(Policy):
 class EverySteps(Policy):
     """Save at each multiple of `n`, or at the next step that is asked about; not at step 0.
 
-    >>> [step for step in range(0, 50, 7) if EverySteps(20).due(step, step - 7)]
-    [21, 42]
+    Examples:
+        >>> [step for step in range(0, 50, 7) if EverySteps(20).due(step, step - 7)]
+        [21, 42]
     """
 
     n: int
@@ -247,8 +248,9 @@ class AnyOf(Policy):
 def any_of(*policies: Policy | int) -> Policy:
     """Save whenever one of these policies would; a number stands for every so many steps.
 
-    >>> any_of(1000, EverySeconds(600)).due(2000, 1999)
-    True
+    Examples:
+        >>> any_of(1000, EverySeconds(600)).due(2000, 1999)
+        True
     """
     return AnyOf(tuple(as_policy(policy) for policy in policies))
 

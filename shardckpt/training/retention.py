@@ -157,8 +157,9 @@ def any_of(*rules: Retention | int) -> Retention:
     Raises:
         OptionError: one of them is no rule, or there are none.
 
-    >>> sorted(any_of(2, EveryKth(1000)).kept([SavedStep(n) for n in (1000, 1500, 1600, 1700)]))
-    [1000, 1600, 1700]
+    Examples:
+        >>> sorted(any_of(2, EveryKth(1000)).kept([SavedStep(n) for n in (1000, 1500, 1600, 1700)]))
+        [1000, 1600, 1700]
     """
     made = tuple(rule for rule in map(as_retention, rules) if rule is not None)
     if not made or len(made) < len(rules):

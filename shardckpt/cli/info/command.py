@@ -18,7 +18,7 @@ def info(
     depth: Annotated[int | None, typer.Option("--depth", min=1, metavar="N", help="Show at most N levels of nested containers.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
-    """Show the contents of a checkpoint, or one tensor in detail.
+    """Show a checkpoint, or one of its tensors.
 
     For a tensor, a picture shows which device held which part of it.
     """

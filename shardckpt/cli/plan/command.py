@@ -64,7 +64,7 @@ def plan(
     html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write the plan to an HTML page, too.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
-    """Show what a reshard onto another layout would do and cost.
+    """Show what a reshard would do and cost.
 
     SRC and DST do not change. To measure rates, a part of SRC is read, and a small file is written beside DST and deleted.
     """

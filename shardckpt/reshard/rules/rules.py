@@ -55,9 +55,10 @@ class Rules:
     Raises:
         OptionError: an entry or `unmatched` is invalid.
 
-    >>> rules = Rules.parse(["**/*.bias=replicated", "**/*=(fsdp)"], mesh="fsdp=4")
-    >>> rules.decide("model/w", (16, 8)).layout.tile((16, 8))
-    (4, 8)
+    Examples:
+        >>> rules = Rules.parse(["**/*.bias=replicated", "**/*=(fsdp)"], mesh="fsdp=4")
+        >>> rules.decide("model/w", (16, 8)).layout.tile((16, 8))
+        (4, 8)
     """
 
     entries: tuple[Entry, ...] = ()

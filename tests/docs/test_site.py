@@ -1,0 +1,35 @@
+"""The site: every public name is in the reference, and every page is in the navigation."""
+
+from __future__ import annotations
+
+import re
+
+import yaml
+from paths import DOCS, ROOT
+
+import shardckpt
+
+CONFIGURATION = ROOT / "mkdocs.yml"
+GENERATED = {"reference/cli.md"}
+"""Pages that `make docs` writes."""
+
+
+def test_every_public_name_is_in_the_reference():
+    shown = {
+        name
+        for page in (DOCS / "reference").glob("*.md")
+        for name in re.findall(r"^::: shardckpt\.([\w.]+)$", page.read_text(), re.MULTILINE)
+    }
+    public = set(shardckpt.__all__) - {"__version__", "ShardckptError"}  # the error is in shardckpt.errors, which is shown whole
+    assert public <= shown
+    assert "errors" in shown
+
+
+def test_every_page_can_be_found():
+    listed = set(re.findall(r"[\w/-]+\.md", CONFIGURATION.read_text()))
+    found = {str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md") if path.relative_to(DOCS).parts[0] not in {"lab", "decisions"}}
+    assert listed - {"decisions/index.md"} == found | GENERATED
+
+
+def test_the_configuration_is_read_by_other_generators_too():
+    assert yaml.safe_load(CONFIGURATION.read_text())["theme"]["name"] == "material"
