@@ -83,7 +83,7 @@ import numpy as np, shardckpt
 from prometheus_client import CollectorRegistry, generate_latest
 from shardckpt.training.metrics import Prometheus
 registry = CollectorRegistry()
-with shardckpt.CheckpointManager("run", every=1, callbacks=[Prometheus(registry)]) as manager:
+with shardckpt.CheckpointManager("run", every=1, on_event=Prometheus(registry)) as manager:
     manager.save(1, {"w": np.ones(8)})
 assert b"shardckpt" in generate_latest(registry)
 """,
@@ -123,9 +123,9 @@ if __name__ == "__main__":
     assert shardckpt.restore("other")["w"][7] == 7
 """,
     "serve": f"""
-{SAVE.format(url="'run/1'")}
+{SAVE.format(url="'runs/run/1'")}
 import subprocess, sys, time
-command = [sys.executable, "-u", "-m", "shardckpt", "serve", "lab=.", "--port", "0"]
+command = [sys.executable, "-u", "-m", "shardckpt", "serve", "lab=runs", "--port", "0"]
 with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as service:
     url = next(word for line in service.stdout for word in line.split() if word.startswith("http://"))
     deadline = time.monotonic() + 30
@@ -154,7 +154,7 @@ def main() -> int:
         for extra in chosen:
             began = time.monotonic()
             python = environment(folder / extra, f"{wheel}[{extra}]")
-            done = run([python, program(folder, extra, FEATURES[extra])], folder / extra, variables(extra, servers, folder))
+            done = run([python, program(folder / extra, FEATURES[extra])], folder / extra, variables(extra, servers, folder))
             print(f"{extra:10} {'ok' if done.returncode == 0 else 'FAILED'}, {time.monotonic() - began:.0f} s", flush=True)
             if done.returncode:
                 failed.append(extra)
@@ -195,7 +195,7 @@ def core(python: Path, folder: Path) -> None:
     assert imports <= IMPORT_S
     assert helps <= HELP_S
     for command in (
-        [python, program(folder, "core", SAVE.format(url=HERE))],
+        [python, program(folder / "core", SAVE.format(url=HERE))],
         [python, "-m", "shardckpt", "verify", "checkpoint"],
         [shardckpt, "reshard", "checkpoint", "other", "--mesh", "model=2"],
         [shardckpt, "diff", "checkpoint", "other"],
@@ -215,9 +215,9 @@ def median_s(command: list[str | Path]) -> float:
     return statistics.median(times)
 
 
-def program(folder: Path, name: str, text: str) -> Path:
-    """A file with the program."""
-    path = folder / f"{name}.py"
+def program(place: Path, text: str) -> Path:
+    """A file with the program, in a directory of its own: no file beside it can be imported in place of a library."""
+    path = place / "program.py"
     path.write_text(text)
     return path
 
