@@ -129,7 +129,7 @@ _NOTES = {
         "the table of all, units of it, and hosts' records and own tables, where these cost less; *without hosts'*: if hosts' own "
         "tables were never read. The commit record is one more. *All hosts*: what they read of data, and the seconds over which the pace "
         f"of {BUCKET_READS:,.0f} requests per second spreads all their requests. *Together*: with `restore(cooperative=True)`, where hosts "
-        "that need the same read a part each, up to 64 of them, and send it to the others (docs/restoring.md). "
+        "that need the same read a part each, up to 64 of them, and send it to the others (docs/meshes.md). "
         "The first row tells how large the checkpoint is, of all layouts but EP, whose experts make it larger; where hosts hold unequal "
         "shares, what six of them read tells of all only about how much it is.\n\n"
         "HSDP's replicas read everything once each, which is what takes its many requests; together they do not. With FSDP+TP and EP it is "
