@@ -140,7 +140,7 @@ class Client:
 
         Raises:
             MissingExtraError: httpx is not installed.
-            UrlError: the url has another scheme than http and https, or a path.
+            UrlError: the url is not `http://host:port` or `https://host:port`.
         """
         try:
             import httpx
