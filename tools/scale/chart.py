@@ -74,7 +74,8 @@ def chart(found: dict[str, Any]) -> str:
     parts += [f'<text class="quiet" x="{x + 12}" y="{y + 18 + 16 * i}">{escape(line)}</text>' for i, line in enumerate(LEGEND)]
     across, down = COLUMNS * width, y + (height if x else 62)
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {across} {down}" width="{across}" height="{down}" role="img">\n<title>Growth with devices and hosts</title>\n'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {across} {down}" width="{across}" height="{down}" role="img">\n'
+        f"<title>Growth with devices and hosts</title>\n"
         f'<style>{STYLE}</style>\n<rect class="page" width="100%" height="100%"/>\n' + "\n".join(parts) + "\n</svg>\n"
     )
 
