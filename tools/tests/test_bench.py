@@ -265,7 +265,7 @@ def test_processor_time_above_its_target_is_told():
 
     target = next(t for t in TARGETS if t.most_cpu == 0.6)
     assert Held(target, 0.6).verdict == "yes"
-    assert Held(target, 0.9).verdict == "**no**, missed by 50.0%"
+    assert Held(target, 0.9).verdict == "**no** (+50.0%)"
 
 
 def test_a_target_that_is_missed_says_by_how_much():
@@ -273,7 +273,8 @@ def test_a_target_that_is_missed_says_by_how_much():
 
     target = next(t for t in TARGETS if t.least == 3.0)
     assert Held(target, 3.0).verdict == "yes"
-    assert Held(target, 2.4).verdict == "**no**, missed by 20.0%"
+    assert [Held(target, value).shown for value in (3.0, 2.999, 2.4)] == ["3.00", "2.999", "2.40"]
+    assert Held(target, 2.4).verdict == "**no** (−20.0%)"
 
 
 def test_no_round_begins_when_the_time_is_over_and_three_are_made(monkeypatch):
