@@ -9,7 +9,7 @@ from paths import DOCS, ROOT
 
 PACKAGE = ROOT / "shardckpt"
 DOCUMENTS = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
-FILES = {f"/{path.relative_to(ROOT)}" for folder in ("shardckpt", "tests", "tools") for path in (ROOT / folder).rglob("*.py")}
+FILES = {f"/{path.relative_to(ROOT)}" for folder in ("examples", "shardckpt", "tests", "tools") for path in (ROOT / folder).rglob("*.py")}
 PACKAGES = "commit|convert|format|frameworks|io|plan|reading|reshard|writing"
 """The packages by whose names nothing else in the documentation begins, such as a state's `training.values`."""
 ELSEWHERE = {"train.py", "testbench/rest_server.py", "reshard.sbatch", "format.schema.json"}
