@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 import shardckpt
 
 RUN = "runs/fsdp2"  # all processes need the same place: a shared file system, gs://bucket/run or s3://bucket/run
-STEPS, BATCH = 60, 64
+STEPS, BATCH = 100, 64
 
 dist.init_process_group("gloo")
 rank, processes = dist.get_rank(), dist.get_world_size()

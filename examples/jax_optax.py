@@ -20,12 +20,12 @@ from jax.sharding import PartitionSpec as P
 import shardckpt
 
 RUN = "runs/jax_optax"  # or gs://bucket/run
-STEPS = 60
+STEPS = 100
 
 jax.config.update("jax_num_cpu_devices", 8)  # remove this line where there are 8 accelerators
 mesh = Mesh(np.array(jax.devices()).reshape([int(n) for n in sys.argv[1].split("x")]), ("data", "model"))
 SPECS = {"up": P("data", "model"), "bias": P("model"), "down": P("model", "data")}
-SHAPES = {"up": (64, 512), "bias": (512,), "down": (512, 64)}
+SHAPES = {"up": (64, 2048), "bias": (2048,), "down": (2048, 64)}
 optimizer = optax.adamw(optax.cosine_decay_schedule(1e-2, STEPS))
 
 
@@ -49,7 +49,7 @@ def loss_of(params: dict, x: jax.Array) -> jax.Array:
 def train_step(state: dict) -> tuple[dict, jax.Array]:
     """The next state, and the loss."""
     key, drawn = jax.random.split(state["key"])
-    x = jax.lax.with_sharding_constraint(jax.random.normal(drawn, (256, 64)), NamedSharding(mesh, P("data")))
+    x = jax.lax.with_sharding_constraint(jax.random.normal(drawn, (1024, 64)), NamedSharding(mesh, P("data")))
     loss, gradients = jax.value_and_grad(loss_of)(state["params"], x)
     updates, opt_state = optimizer.update(gradients, state["opt_state"], state["params"])
     return {"params": optax.apply_updates(state["params"], updates), "opt_state": opt_state, "key": key}, loss

@@ -16,6 +16,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+import shardckpt
 from shardckpt.training.integrations.lightning import ShardckptIO
 
 RUN = Path("runs/lightning_loop")
@@ -50,7 +51,7 @@ loader = DataLoader(TensorDataset(x, x.roll(1, dims=1).sin()), batch_size=64)
 
 trainer = lightning.Trainer(
     accelerator="cpu",
-    max_epochs=20,
+    max_epochs=40,
     plugins=[ShardckptIO()],  # saves in the background; a checkpoint is a directory
     callbacks=[ModelCheckpoint(RUN, filename="last", enable_version_counter=False)],  # each epoch's replaces the one before
     logger=False,
@@ -59,6 +60,9 @@ trainer = lightning.Trainer(
 )
 
 last = RUN / "last.ckpt"
-if resumes := (last / "checkpoint.json").exists():  # the commit of a checkpoint writes this file last
+try:
+    shardckpt.open(last)
     print(f"resuming from {last}")
-trainer.fit(Model(), loader, ckpt_path=last if resumes else None)
+except FileNotFoundError:  # nothing was saved yet, or not completely
+    last = None
+trainer.fit(Model(), loader, ckpt_path=last)

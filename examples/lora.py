@@ -14,7 +14,7 @@ from torch import nn
 import shardckpt
 
 RUN, BASE = "runs/lora", "runs/lora/base"  # checkpoints beside their base can be moved together with it
-STEPS = 60
+STEPS = 100
 
 
 class LoraLinear(nn.Linear):
@@ -52,6 +52,7 @@ try:
     shardckpt.open(BASE)
 except FileNotFoundError:
     shardckpt.save(BASE, {"model": frozen})
+shardckpt.restore(BASE, {"model": frozen})  # fills the frozen weights in place
 
 state = shardckpt.train_state(model=model, optimizer=optimizer, step=0)
 options = shardckpt.SaveOptions(base=BASE, skip=[f"model/{name}" for name in frozen])

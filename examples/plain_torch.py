@@ -14,7 +14,7 @@ from torch import nn
 import shardckpt
 
 RUN = "runs/plain_torch"  # or gs://bucket/run, s3://bucket/run
-STEPS = 60
+STEPS = 100
 
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Dropout(0.1), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 1))

@@ -22,7 +22,7 @@ from torch import nn
 import shardckpt
 
 RUN = "runs/torch_xla_spmd"  # or gs://bucket/run
-STEPS = 40
+STEPS = 100
 
 xr.use_spmd()
 data, model_axis = (int(n) for n in sys.argv[1].split("x"))
@@ -30,7 +30,7 @@ mesh = xs.Mesh(range(data * model_axis), (data, model_axis), ("data", "model"))
 xs.set_global_mesh(mesh)  # lets checkpoints record the names of the axes
 
 torch.manual_seed(0)
-model = nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 64)).to("xla")
+model = nn.Sequential(nn.Linear(64, 2048), nn.ReLU(), nn.Linear(2048, 64)).to("xla")
 xs.mark_sharding(model[0].weight, mesh, ("model", "data"))
 xs.mark_sharding(model[2].weight, mesh, ("data", "model"))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -38,7 +38,7 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 def train_step(step: int) -> float:
     """Train on a batch that depends on the step alone."""
-    x = torch.randn(256, 64, generator=torch.Generator().manual_seed(step)).to("xla")
+    x = torch.randn(1024, 64, generator=torch.Generator().manual_seed(step)).to("xla")
     xs.mark_sharding(x, mesh, ("data", None))
     loss = nn.functional.mse_loss(model(x), x.roll(1, dims=1).sin())
     loss.backward()

@@ -26,7 +26,7 @@ data = [{"input_ids": row, "labels": row} for row in rows]
 
 arguments = TrainingArguments(
     output_dir="runs/trainer_output",  # for what the Trainer writes besides checkpoints
-    max_steps=60,
+    max_steps=100,
     per_device_train_batch_size=8,
     learning_rate=3e-3,
     logging_steps=1,
