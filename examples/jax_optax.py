@@ -23,7 +23,8 @@ RUN = "runs/jax_optax"  # or gs://bucket/run
 STEPS = 100
 
 jax.config.update("jax_num_cpu_devices", 8)  # remove this line where there are 8 accelerators
-mesh = Mesh(np.array(jax.devices()).reshape([int(n) for n in sys.argv[1].split("x")]), ("data", "model"))
+shape = tuple(int(n) for n in (sys.argv[1] if len(sys.argv) > 1 else "4x2").split("x"))
+mesh = Mesh(np.array(jax.devices()).reshape(shape), ("data", "model"))
 SPECS = {"up": P("data", "model"), "bias": P("model"), "down": P("model", "data")}
 SHAPES = {"up": (64, 2048), "bias": (2048,), "down": (2048, 64)}
 optimizer = optax.adamw(optax.cosine_decay_schedule(1e-2, STEPS))
@@ -33,8 +34,7 @@ def init(key: jax.Array) -> dict:
     """The state of a new run: parameters, state of the optimizer, and the key of the random numbers."""
     keys = dict(zip(SHAPES, jax.random.split(key, len(SHAPES)), strict=True))
     params = {
-        name: jax.device_put(0.05 * jax.random.normal(keys[name], shape), NamedSharding(mesh, SPECS[name]))
-        for name, shape in SHAPES.items()
+        name: jax.device_put(0.05 * jax.random.normal(keys[name], size), NamedSharding(mesh, SPECS[name])) for name, size in SHAPES.items()
     }
     return {"params": params, "opt_state": optimizer.init(params), "key": key}
 

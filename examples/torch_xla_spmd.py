@@ -25,8 +25,8 @@ RUN = "runs/torch_xla_spmd"  # or gs://bucket/run
 STEPS = 100
 
 xr.use_spmd()
-data, model_axis = (int(n) for n in sys.argv[1].split("x"))
-mesh = xs.Mesh(range(data * model_axis), (data, model_axis), ("data", "model"))
+shape = tuple(int(n) for n in (sys.argv[1] if len(sys.argv) > 1 else "4x2").split("x"))
+mesh = xs.Mesh(range(8), shape, ("data", "model"))
 xs.set_global_mesh(mesh)  # lets checkpoints record the names of the axes
 
 torch.manual_seed(0)
@@ -38,7 +38,7 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 def train_step(step: int) -> float:
     """Train on a batch that depends on the step alone."""
-    x = torch.randn(1024, 64, generator=torch.Generator().manual_seed(step)).to("xla")
+    x = torch.randn(512, 64, generator=torch.Generator().manual_seed(step)).to("xla")
     xs.mark_sharding(x, mesh, ("data", None))
     loss = nn.functional.mse_loss(model(x), x.roll(1, dims=1).sin())
     loss.backward()
@@ -52,7 +52,7 @@ state = shardckpt.train_state(model=model, optimizer=optimizer, step=0)
 
 with shardckpt.CheckpointManager(RUN, every=10, keep=2) as manager:
     if manager.restore(state):  # builds each tensor from the shards that this mesh needs; compiles nothing
-        print(f"resumed from step {state.step} on a mesh of {data} × {model_axis}")
+        print(f"resumed from step {state.step} on a mesh of {mesh.shape()}")
     for step in range(state.step + 1, STEPS + 1):
         loss = train_step(step)
         print(f"step {step} loss {loss:.6f}")

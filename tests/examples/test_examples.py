@@ -136,7 +136,6 @@ def test_another_mesh_resumes(run, tmp_path, name, tensor):
     assert mesh_of(root, 100, tensor) == (2, 4)
 
 
-@pytest.mark.slow
 def test_the_trainer_of_hugging_face(run, tmp_path):
     first, second = commands("trainer")
     before = run(first, kill_at=25)
