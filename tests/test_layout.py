@@ -39,7 +39,7 @@ def test_no_two_public_classes_have_one_name():
 
 
 def test_tests_mirror_the_package():
-    shared = {"children", "cuda", "damage", "docs", "end_to_end", "faults", "golden", "hostile", "support", "torture"}
+    shared = {"children", "cuda", "damage", "docs", "end_to_end", "examples", "faults", "golden", "hostile", "support", "torture"}
     packages = {path.name for path in PACKAGE.iterdir() if path.is_dir() and not path.name.startswith("__")}
     folders = {path.name for path in TESTS.iterdir() if path.is_dir() and not path.name.startswith("__")}
     assert packages <= folders

@@ -80,7 +80,9 @@ def test_the_script_of_many_processes_runs_and_goes_on_with_fewer(tmp_path):
 def test_the_commands_in_the_readme_run(tmp_path):
     for step in (1, 2, 3):
         shardckpt.save(tmp_path / "run" / str(step), {"model": {"weight": np.ones((8, 8))}})
-    blocks = [block for block in re.findall(r"^```sh\n(.*?)^```", README.read_text(), re.MULTILINE | re.DOTALL) if block.startswith("shardckpt ")]
+    blocks = [
+        block for block in re.findall(r"^```sh\n(.*?)^```", README.read_text(), re.MULTILINE | re.DOTALL) if block.startswith("shardckpt ")
+    ]
     assert len(blocks) == 2
     for line in "".join(blocks).splitlines():
         command = line.partition("  #")[0].replace("shardckpt", str(Path(sys.executable).with_name("shardckpt")), 1)
