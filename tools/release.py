@@ -93,7 +93,7 @@ config = transformers.LlamaConfig(hidden_size=16, intermediate_size=16, num_hidd
 model = transformers.LlamaForCausalLM(config)
 model.save_pretrained("model")
 shardckpt.import_checkpoint("model", "checkpoint")
-again = shardckpt.from_pretrained("checkpoint")
+again = shardckpt.from_pretrained(transformers.LlamaForCausalLM, "checkpoint")
 assert (again.lm_head.weight == model.lm_head.weight).all()
 ShardckptCallback("run")
 """,
@@ -105,20 +105,19 @@ lightning.Trainer(plugins=[ShardckptIO()], logger=False, accelerator="cpu")
 """,
     "ray": f"""
 {SAVE.format(url=HERE)}
-import os, ray, shutil
-if __name__ == "__main__":
-    ray.init(address="local", num_cpus=2, include_dashboard=False)
-    shardckpt.reshard(os.path.abspath("checkpoint"), os.path.abspath("other"), mesh={{"model": 2}}, engine="ray://auto")
-    assert shardckpt.restore("other")["w"][7] == 7
+import os, ray
+ray.init(address="local", num_cpus=2, include_dashboard=False)
+shardckpt.reshard(os.path.abspath("checkpoint"), os.path.abspath("other"), mesh=shardckpt.Mesh((2,), ("model",)), engine="ray://auto")
+assert shardckpt.restore("other")["w"][7] == 7
 """,
     "dask": f"""
-{SAVE.format(url=HERE)}
-import os
-from distributed import LocalCluster
-if __name__ == "__main__":
+if __name__ == "__main__":  # workers import this file
+    {SAVE.format(url=HERE)}
+    import os
+    from distributed import LocalCluster
     with LocalCluster(n_workers=1, threads_per_worker=1, dashboard_address=None) as cluster:
         engine = cluster.scheduler_address.replace("tcp", "dask")
-        shardckpt.reshard(os.path.abspath("checkpoint"), os.path.abspath("other"), mesh={{"model": 2}}, engine=engine)
+        shardckpt.reshard(os.path.abspath("checkpoint"), os.path.abspath("other"), mesh=shardckpt.Mesh((2,), ("model",)), engine=engine)
     assert shardckpt.restore("other")["w"][7] == 7
 """,
     "serve": f"""
