@@ -54,18 +54,21 @@ class Device:
 
 @dataclass(frozen=True, slots=True, init=False, eq=False, repr=False)
 class HybridMesh(Mesh):
-    """A `Mesh` of shape ici_shape × dcn_shape, element by element.
+    """A mesh over several TPU slices: fast links (ICI) inside a slice, the data-center network (DCN) between slices.
+
+    The size of each axis is its number of devices within a slice times its number of slices. The devices of one slice are contiguous
+    along every axis. The order of devices is the order of torch_xla's `HybridMesh` and JAX's `create_hybrid_device_mesh`.
 
     Args:
-        ici_shape: Devices per axis within a slice.
-        dcn_shape: Slices per axis.
-        axis_names: One name per axis.
-        devices: All devices, in any order. None: ids from 0, slice after slice, without coordinates.
-        process_is_granule: Group by process instead of slice, for platforms that have no slices.
+        ici_shape: Number of devices along each axis within a slice.
+        dcn_shape: Number of slices along each axis.
+        axis_names: One name per axis. None: the names are "0", "1", …
+        devices: All devices, in any order. None: ids from 0, slice after slice.
+        process_is_granule: Treat the devices of one process as a slice, on platforms without slices.
 
     Raises:
-        ShardingError: The shapes differ in rank, or the devices do not make as many equal slices, or a slice's
-            coordinates leave holes.
+        ShardingError: The shapes differ in rank, the devices do not form as many slices of equal size, or the coordinates in a slice
+            have gaps.
 
     Examples:
         >>> mesh = HybridMesh((1, 4), (2, 1), ("data", "fsdp"))
@@ -74,9 +77,9 @@ class HybridMesh(Mesh):
     """
 
     ici_shape: tuple[int, ...]
-    """Devices per axis within a slice."""
+    """Number of devices along each axis within a slice."""
     dcn_shape: tuple[int, ...]
-    """Slices per axis."""
+    """Number of slices along each axis."""
 
     def __init__(
         self,
