@@ -42,9 +42,9 @@ _SUBGROUP_ORDER = (Kind.MANUAL, Kind.UNREDUCED, Kind.REPLICATED)
 class OpSharding:
     """XLA's OpSharding: the tile of a tensor that each device holds, without axis names.
 
-    Make one with `parse` or with the constructors `replicated`, `maximal` and `tiled`. Shardings of these three types can be saved. All
-    other types of XLA (`manual`, `unreduced`, `unknown`) can be parsed and stored, but they do not determine which device holds which
-    box: methods that need boxes raise an error.
+    Make one with `parse`, `replicated`, `maximal` or `tiled`. Tensors with a replicated, maximal or tiled sharding can be saved.
+    XLA's other types (manual, unreduced, unknown) can be parsed, but they do not determine which box each device holds: methods
+    that need boxes raise an error. The same holds for a tiled sharding with a manual or unreduced subgroup.
 
     `==` compares type, tile dimensions, devices and subgroups; `equivalent` compares which device holds which part.
 
@@ -103,7 +103,7 @@ class OpSharding:
 
     @classmethod
     def maximal(cls, device: int) -> OpSharding:
-        """The complete tensor on one device."""
+        """The complete tensor on one device, given by its id."""
         return cls(Kind.MAXIMAL, TileAssignment((1,), [device]))
 
     @classmethod

@@ -89,7 +89,7 @@ class Rules:
         """Parse rules from texts of the form `pattern=spec`, as in `--rule`.
 
         Raises:
-            OptionError: a text is not a rule; the message names the text and the character.
+            OptionError: a text is not a rule; the message names the text and the position of the mistake.
         """
         listed = [texts] if isinstance(texts, str) else list(texts) if isinstance(texts, Iterable) else [texts]
         entries = tuple(Rule.parse(text, f"rule {number}") for number, text in enumerate(listed, 1))
@@ -209,8 +209,7 @@ class Rules:
 
         Raises:
             OptionError: no entry applies to the tensor, and `unmatched` is "error".
-            ShardingError: the rule that decides cannot be applied: it has more entries than the tensor has dimensions, or an
-                axis that the mesh lacks.
+            ShardingError: the rule that decides has more entries than the tensor has dimensions, or an axis that the mesh lacks.
         """
         decided = decide(self.steps(mesh), {name: shape}, mesh or self.mesh)
         self._refuse_unmatched(decided.unmatched)
