@@ -15,7 +15,9 @@ def serve(
     roots: Annotated[list[str], typer.Argument(metavar="NAME=ROOT…", help="What to serve: a name, and a path or url.")],
     host: Annotated[str, typer.Option("--host", metavar="ADDRESS", help="The address to listen at.")] = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", min=0, max=65535, metavar="N", help="The port; 0: any that is free.")] = 8470,
-    token_file: Annotated[Path | None, typer.Option("--token-file", metavar="FILE", help="Who may do what; see `shardckpt token`.")] = None,
+    token_file: Annotated[
+        Path | None, typer.Option("--token-file", metavar="FILE", help="The file of tokens and their scopes; see `shardckpt token`.")
+    ] = None,
     state: Annotated[
         Path | None, typer.Option("--state", metavar="DIR", help="Where catalogue and jobs are kept; default: nowhere.")
     ] = None,
@@ -26,13 +28,14 @@ def serve(
     scrub: Annotated[str | None, typer.Option("--scrub", metavar="PERIOD", help="Verify every chunk once per period, as in 30d.")] = None,
     scrub_rate: Annotated[str, typer.Option("--scrub-rate", metavar="BYTES", help="Most bytes per second that the scrub reads.")] = "64MiB",
     keep: Annotated[Path | None, typer.Option("--keep", metavar="FILE", help="Rules of retention for runs that have ended.")] = None,
-    webhook: Annotated[str | None, typer.Option("--webhook", metavar="URL", help="What is told of damage.")] = None,
+    webhook: Annotated[str | None, typer.Option("--webhook", metavar="URL", help="The URL that is notified of damage.")] = None,
     allow_host: Annotated[
         list[str] | None,
         typer.Option("--allow-host", metavar="NAME", help="A name of the service in Host; may be repeated."),
     ] = None,
     allow_base: Annotated[
-        list[str] | None, typer.Option("--allow-base", metavar="URL", help="Where bases of checkpoints may lie, too; may be repeated.")
+        list[str] | None,
+        typer.Option("--allow-base", metavar="URL", help="Another place where bases of checkpoints may be; may be repeated."),
     ] = None,
     certificate: Annotated[str | None, typer.Option("--ssl-certfile", metavar="FILE", help="The TLS certificate, in PEM.")] = None,
     key: Annotated[str | None, typer.Option("--ssl-keyfile", metavar="FILE", help="The key of the certificate.")] = None,

@@ -148,14 +148,14 @@ def _slices(devices: Sequence[Device], slice_size: int, num_slices: int, granule
     if len(slices) != num_slices:
         plural = "processes" if granule == "process" else "slices"
         raise ShardingError(
-            f"HybridMesh: dcn_shape asks for {num_slices} {plural} and the devices are in {len(slices)}: {sorted(slices)[:16]}; "
-            "make the product of dcn_shape the number there is."
+            f"HybridMesh: dcn_shape asks for {num_slices} {plural}, but the devices are in {len(slices)}: {sorted(slices)[:16]}; "
+            f"give a dcn_shape whose product is {len(slices)}."
         )
     for index, members in slices.items():
         if len(members) != slice_size:
             raise ShardingError(
-                f"HybridMesh: ici_shape asks for {slice_size} devices per {granule} and {granule} {index} has {len(members)}; "
-                "all must be of that size."
+                f"HybridMesh: ici_shape asks for {slice_size} devices per {granule}, but {granule} {index} has {len(members)}; "
+                f"every {granule} needs the same number."
             )
     return [slices[index] for index in sorted(slices)]
 
@@ -166,7 +166,9 @@ def _slice_mesh(members: list[Device], shape: tuple[int, ...]) -> Ids:
     if not located:
         return np.array(sorted(device.id for device in members), np.int64).reshape(shape)
     if len({len(coords) for coords in located}) > 1 or len(located) < len(members):
-        raise ShardingError(f"HybridMesh: slice {members[0].slice_index} has devices without coordinates, or with fewer than others.")
+        raise ShardingError(
+            f"HybridMesh: slice {members[0].slice_index} has devices without coordinates, or with fewer coordinates than others."
+        )
     places = np.array([(*coords, device.core_on_chip) for coords, device in zip(located, members, strict=True)], np.int64)
     places -= places.min(axis=0)
     extents = (places.max(axis=0) + 1).tolist()
@@ -206,7 +208,7 @@ def _split_axes(torus: tuple[int, ...], shape: tuple[int, ...]) -> Ids:
         options = (_divisors(size // int(used)) for size, used in zip(torus, in_use, strict=True))
         fitting = [option for option in product(*options) if prod(option) == shape[place]]
         if not fitting:
-            raise ShardingError(f"HybridMesh: axes {shape} cannot be laid over a torus of {'×'.join(map(str, torus))}.")
+            raise ShardingError(f"HybridMesh: axes {shape} cannot be laid over a torus of {'×'.join(map(str, torus))}; choose other sizes.")
         factors[place] = max(fitting, key=lambda option: _preference(option, torus, in_use))
     return factors
 

@@ -162,7 +162,7 @@ def referred_mesh(doc: object, meshes: Sequence[Mesh], what: str) -> Mesh:
     if type(doc) is not int:
         return Mesh.from_json(doc)
     if not 0 <= doc < len(meshes):
-        raise FormatError(f"{what}: mesh {excerpt(doc)} of {len(meshes)} meshes.")
+        raise FormatError(f"{what}: it refers to mesh {excerpt(doc)}, but there are {len(meshes)} meshes, counted from 0.")
     return meshes[doc]
 
 
@@ -242,5 +242,5 @@ def checked_ids(device_ids: ArrayLike, shape: tuple[int, ...], what: str = "Mesh
     ordered = np.sort(ids)
     repeated = ordered[1:][ordered[1:] == ordered[:-1]]
     if len(repeated):
-        raise ShardingError(f"{what}: device id {repeated[0]} stands at more than one position; every device has one.")
+        raise ShardingError(f"{what}: device id {repeated[0]} stands at more than one position; every device has one position.")
     return ids

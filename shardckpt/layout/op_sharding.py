@@ -133,7 +133,7 @@ class OpSharding:
         if kind is Kind.REPLICATED and num_devices is not None:
             return cls.replicated(num_devices)
         if kind is Kind.TILED and num_devices is not None and tiles is not None and tiles.num_devices != num_devices:
-            raise ShardingError(f"OpSharding: the text has {tiles.num_devices} devices where there are {num_devices}: {shortened(text)}")
+            raise ShardingError(f"OpSharding: the text has {tiles.num_devices} devices, but num_devices={num_devices}: {shortened(text)}")
         return cls(kind, tiles, subgroups)
 
     def relabel(self, device_ids: ArrayLike) -> OpSharding:

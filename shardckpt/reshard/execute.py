@@ -209,7 +209,7 @@ def reshard(
     )
     source, destination = parse(src), parse(dst)
     if destination.is_within(source) and destination.resolved != source.resolved:
-        raise OptionError(f"{destination} lies in the checkpoint that is resharded, {source}; choose a place outside of it.")
+        raise OptionError(f"{destination} is inside the source, {source}; choose another place.")
     with reading_takes_threads(src):
         return run_job(str(source), dst, options, ExecutionOptions(engine, worker, progress))
 
@@ -225,7 +225,9 @@ def run_job(
     began, destination = time.monotonic(), parse(dst)
     in_one_memory = "memory" in (place_of(source).scheme, destination.scheme)
     if isinstance(execution.engine, str) and in_one_memory:
-        raise OptionError(f"engine={execution.engine!r}: a memory:// url exists in this process alone, and a cluster cannot reach it.")
+        raise OptionError(
+            f"engine={execution.engine!r}: a cluster cannot reach a memory:// url, which exists only in this process; choose another place."
+        )
     # Each worker of a cluster has the memory for itself.
     each = replace(options, workers=1) if isinstance(execution.engine, str) else options
     job = Job(source, str(destination), each, call=secrets.token_hex(8), alone=execution.worker is None and execution.engine is None)

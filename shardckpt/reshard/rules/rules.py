@@ -270,9 +270,9 @@ class Rules:
         deciding, some = [steps[number] for number in used], f"none of the {len(tensors):,} tensors, such as {shown(next(iter(tensors)))}"
         for entry in self.entries:
             if isinstance(entry, Preset) and not any(isinstance(step, Rule) and step.origin == entry.origin for step in deciding):
-                raise OptionError(f"{entry.origin} matches {some}; choose the family whose tensor names these are.")
+                raise OptionError(f"{entry.origin} matches {some}; choose the family that has such names.")
             if isinstance(entry, Like) and entry not in deciding:
-                raise OptionError(f"{entry.origin} has {some}.")
+                raise OptionError(f"{entry.origin} has {some}; give a checkpoint with the same names.")
 
 
 def _why_unused(rule: Rule, before: Sequence[Step], tensors: Mapping[str, tuple[int, ...]]) -> str:
