@@ -90,7 +90,7 @@ class SaveOptions:
         if self.budget < LEAST_MEMORY_LIMIT:
             raise OptionError(f"SaveOptions(memory_limit={file_size(self.budget)}): at least {file_size(LEAST_MEMORY_LIMIT)} are needed.")
         if is_deeper(self.metadata, DEEPEST_METADATA):
-            raise OptionError(f"SaveOptions(metadata=…): more than {DEEPEST_METADATA} dicts and lists, one within the other; flatten it.")
+            raise OptionError(f"SaveOptions(metadata=…): dicts and lists are nested more than {DEEPEST_METADATA} deep; flatten it.")
         try:
             same = json.loads(json.dumps(self.metadata, allow_nan=False))
         except (TypeError, ValueError, RecursionError) as e:
@@ -98,9 +98,7 @@ class SaveOptions:
         if not isinstance(same, dict):
             raise OptionError(f"SaveOptions(metadata=…): a {type(self.metadata).__name__} is no JSON object; give a dict.")
         if same != self.metadata:
-            raise OptionError(
-                "SaveOptions(metadata=…): it would not come back the same from JSON; use string keys, and lists instead of tuples."
-            )
+            raise OptionError("SaveOptions(metadata=…): it would change when stored as JSON; use string keys, and lists instead of tuples.")
 
     @property
     def budget(self) -> int:
@@ -174,9 +172,9 @@ def _patterns(skip: object, base: object) -> tuple[str, ...]:
         raise OptionError(f"SaveOptions(base={excerpt(base)}): give the path or url of a checkpoint.")
     patterns = (skip,) if isinstance(skip, str) else skip
     if not isinstance(patterns, Sequence) or not all(isinstance(pattern, str) for pattern in patterns):
-        raise OptionError(f"skip={excerpt(skip)}: give patterns that names of tensors are matched with, as text.")
+        raise OptionError(f"skip={excerpt(skip)}: give patterns of tensor names, as text.")
     if patterns and base is None:
-        raise OptionError(f"skip={excerpt(skip)} needs a base, in which those tensors lie; give SaveOptions(base=url) with it.")
+        raise OptionError(f"skip={excerpt(skip)} needs a base that has those tensors; add SaveOptions(base=url).")
     return tuple(patterns)
 
 
@@ -186,7 +184,7 @@ def _check_shardings(shardings: object) -> None:
         raise OptionError(f"SaveOptions(shardings=…): a {type(shardings).__name__} is no mapping; give a dict of pattern → layout.")
     for pattern, layout in shardings.items():
         if not isinstance(pattern, str):
-            raise OptionError(f"SaveOptions(shardings=…): the key {excerpt(pattern)} is no pattern; give text that names are matched with.")
+            raise OptionError(f"SaveOptions(shardings=…): the key {excerpt(pattern)} is no pattern; give a pattern of names, as text.")
         # Checked by an attribute of both kinds: importing them here would import numpy.
         if not hasattr(layout, "device_boxes"):
             raise OptionError(

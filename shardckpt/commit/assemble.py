@@ -95,8 +95,8 @@ def wait_for_hosts(place: Store, hosts: int, timeout: float, failed: Callable[[]
         if waited >= timeout:
             raise CommitError(
                 f"{place}: {numbered('host', missing)} (of {hosts}) did not finish within {timeout:g} s; nothing was published. "
-                f"All processes of the job have to save to this place. What finishes later, `shardckpt commit` publishes; "
-                f"else `shardckpt gc` removes the attempt."
+                f"All processes of the job must save to this place. If the missing ones finish later, `shardckpt commit` publishes the "
+                f"save; otherwise `shardckpt gc` removes it."
             )
         time.sleep(min(pause(waited), timeout - waited))
 
@@ -109,7 +109,9 @@ def read_host_record(place: Store, host: int) -> tuple[HostRecord, FileReference
     if format_version(data, where) != FORMAT_VERSION:
         raise CommitError(f"{where} has another format version than this process writes; run the same version of shardckpt on all hosts.")
     if record.host != host or record.attempt != place.location.name:
-        raise CommitError(f"{where} is host {record.host}'s record of attempt {record.attempt}, in the wrong place; nothing was published.")
+        raise CommitError(
+            f"{where} is the record of host {record.host} of attempt {record.attempt}: a wrong file; nothing was published. Save again."
+        )
     return record, FileReference.of(key, data)
 
 
@@ -176,7 +178,7 @@ def _host_records(place: Store) -> tuple[list[HostRecord], list[FileReference]]:
     """All host records of an attempt, in order of host, and the references that commit to their digests."""
     present = finished_hosts(place)
     if not present:
-        raise CommitError(f"{place}: no host's record is there; none has finished, or `shardckpt gc` has collected the attempt.")
+        raise CommitError(f"{place}: no host has finished this save, or `shardckpt gc` has removed it; save again.")
     read = map_on_threads(lambda host: read_host_record(place, host), present)
     hosts = [record for record, _ in read]
     first = hosts[0]
@@ -230,14 +232,14 @@ def _check_counts(place: Store, hosts: Sequence[HostRecord], tables: Sequence[Ta
     for host, table in zip(hosts, tables, strict=True):
         what = f"{place}: the chunk table of host {host.host} has"
         if len(table.rows) != host.chunks:
-            raise CommitError(f"{what} {len(table.rows)} chunks, its record says {host.chunks}; nothing was published.")
+            raise CommitError(f"{what} {len(table.rows)} chunks, but its record says {host.chunks}; nothing was published.")
         nbytes = int(table.rows.length.sum())
         if nbytes != host.stored_bytes:
-            raise CommitError(f"{what} chunks of {nbytes} bytes, its record says {host.stored_bytes}; nothing was published.")
+            raise CommitError(f"{what} chunks of {nbytes} bytes, but its record says {host.stored_bytes}; nothing was published.")
         lanes = {file.rpartition("/d/")[0] for file in table.files}
         if lanes != set(host.files.lanes):
             named = few(sorted(host.files.lanes)) if host.files.lanes else "no index"
-            raise CommitError(f"{what} chunks in {few(sorted(lanes))}, its record names {named}; nothing was published.")
+            raise CommitError(f"{what} chunks in {few(sorted(lanes))}, but its record names {named}; nothing was published.")
 
 
 def _merged(place: Store, tables: Sequence[Table], parts: _Parts, tensors: Iterable[TensorRecord]) -> Table:
@@ -269,7 +271,9 @@ def _check_coverage(place: Store, parts: _Parts, tensors: Iterable[TensorRecord]
                 continue
             what = f"of {wanted} chunks of {shown(tensor.name)}"
             if outside:
-                raise CommitError(f"{place}: chunk {last[piece.path]} {what} was written, counted from 0; nothing was published.")
+                raise CommitError(
+                    f"{place}: chunk number {last[piece.path]} {what} was written, but numbers begin at 0; nothing was published."
+                )
             raise CommitError(f"{place}: {wanted - found} {what} were not written; nothing was published.{_lacking(parts, tensor)}")
     for path in counts.keys() - known:
         raise CommitError(f"{place}: chunks were written for {path}, which is no tensor of this checkpoint; nothing was published.")
@@ -288,7 +292,7 @@ def _lacking(parts: _Parts, *suspects: TensorRecord) -> str:
         if without:
             return (
                 f" All processes share the writing of plain tensors, and {shown(tensor.name)} is missing from "
-                f"{numbered('process', without)}: give it to all, or save what one process has alone with host_tensors='local'."
+                f"{numbered('process', without)}: give it to all, or, if one process alone has it, save with host_tensors='local'."
             )
     return ""
 
@@ -363,7 +367,9 @@ def _read_in_parts(place: Store, reference: TableReference, where: str, count: C
 
     header = TableHeader.vouched(read(0, reference.header), reference, where)
     if place.is_longer(reference.key, reference.size):
-        raise FormatError(f"{where}: the record gives the chunk table {reference.size} bytes, it has more.")
+        raise FormatError(
+            f"{where}: the chunk table has more than the {reference.size} bytes that the record says; it is damaged or was replaced."
+        )
     step = PART_BLOCKS * header.block * ROW.itemsize
     parts = [
         ArrayChunks.of_records(header.read_rows(read(start, min(start + step, reference.size)), i * PART_BLOCKS, where))

@@ -78,8 +78,8 @@ def base_location(checkpoint: Location, base: Base) -> Location:
         raise FormatError(f"{checkpoint}: its record names {base.url!r} as a base, which is not valid: {e}") from None
     if not places:
         raise FormatError(
-            f"{checkpoint}: its record names {base.url!r} as a base, which is in another kind of storage than it is itself, and not "
-            f"read; read the checkpoint where its base is, or leave out the tensors in the base with only= (an export: exclude=)."
+            f"{checkpoint}: its base {base.url!r} is in another kind of storage, and is therefore not read; copy the checkpoint to the "
+            f"storage of its base, or leave out the tensors in the base with only= (an export: exclude=)."
         )
     return next((place for place in places if place.local is not None and (place.local / RECORD).exists()), places[0])
 
@@ -110,7 +110,7 @@ def base_record(checkpoint: Location, base: Base, of: str, advice: str = _READ_W
     except FormatError as e:
         raise type(e)(f"{wanted}, which cannot be read: {e}") from e
     if not isinstance(found, CheckpointRecord):
-        was = "no checkpoint is there" if found is None else f"that was deleted ({found.reason})"
+        was = "no checkpoint is there" if found is None else f"the base was deleted ({found.reason})"
         raise MissingDataError(f"{wanted} (attempt {base.attempt}), and {was}; {advice}.")
     if found.attempt != base.attempt:
         raise MissingDataError(
@@ -136,9 +136,9 @@ def holder(checkpoint: Location, tensor: TensorRecord, found: CheckpointRecord) 
     ):
         return stored
     raise FormatError(
-        f"{shown(tensor.name)}: {checkpoint} says that its base {tensor.base.base.url} holds it as {shown(tensor.base.name)}, with shape "
-        f"{tensor.shape} and dtype {tensor.dtype.name}, but the base does not; "
-        f"one of the two was not written by shardckpt, or by a faulty version."
+        f"{shown(tensor.name)}: by the record of {checkpoint}, its base {tensor.base.base.url} has this tensor as "
+        f"{shown(tensor.base.name)}, with shape {tensor.shape} and dtype {tensor.dtype.name}, but the base has no such tensor; "
+        f"one of the two checkpoints was not written by shardckpt, or by a faulty version."
     )
 
 
@@ -159,8 +159,8 @@ def check_bases(checkpoint: Location, record: CheckpointRecord, replaces: str | 
     for base, name in of.items():
         if base.attempt == replaces:
             raise CommitError(
-                f"{shown(name)}: {checkpoint} stores it in its base {base.url}, which it would replace, or which is a copy of that; save "
-                f"with another base, or without skip=. Nothing was published."
+                f"{shown(name)}: {checkpoint} stores it in its base {base.url}, but this save would replace that base (or a copy of it); "
+                f"save with another base, or without skip=. Nothing was published."
             )
         try:
             base_record(checkpoint, base, shown(name), "save with another base, or without skip=")

@@ -53,7 +53,7 @@ _UNDER_WAY = "it may be a save under way"
 _NEIGHBOUR = "another save to this place may be under way, and would fail if this were removed"
 _COLLECTED = "no save here was finished, and what was left of them was removed"
 _AGELESS = "its age is not known: the storage keeps no times"
-_CONTENDED = "the commit record changes all the time"
+_CONTENDED = "other processes keep changing the commit record"
 NO_CHECKPOINT = "{}: no checkpoint there; `shardckpt gc` removes what was never committed."
 _FOREIGN = "it contains something that no save has written"
 

@@ -80,13 +80,13 @@ def mark_ended(root: Store, by: str) -> None:
         run = holder(root)
         names = _names(root)
         if not names and data is None and run is None:
-            raise NotFoundError(f"{root}: there is no run there that could have ended.")
+            raise NotFoundError(f"{root}: there is no run here; give the root of a run.")
         there = {place.name: place.attempt for place in _look(root, names) if place.attempt is not None}
         when = dt.datetime.now(dt.UTC).isoformat(timespec="seconds")
         document = seal({"run": run, "by": by, "when": when, "checkpoints": there})
         if root.create(ENDED, document) if data is None else root.replace(ENDED, document, generation):
             return
-    raise StorageError(f"cannot write {root.path_of(ENDED)}: it changes all the time; try again.")
+    raise StorageError(f"cannot write {root.path_of(ENDED)}: other processes keep changing it; try again.")
 
 
 def unmark_ended(root: Store) -> bool:
@@ -137,7 +137,7 @@ def check_idle(root: Store, known: frozenset[str] = frozenset()) -> frozenset[st
     since = f"marked as ended by {excerpt(mark.by)} at {excerpt(mark.when)}"
     run = holder(root)
     if run != mark.run:
-        raise CommitError(f"{root}: {_run(run)} saves there now, and it was {_run(mark.run)} when the run was {since}; mark it again.")
+        raise CommitError(f"{root}: {_run(run)} saves there now, but {_run(mark.run)} did when the run was {since}; mark it again.")
     names = _names(root)
     found = _look(root, names - known)
     for place in found:
@@ -149,7 +149,8 @@ def check_idle(root: Store, known: frozenset[str] = frozenset()) -> frozenset[st
         if idle is None or idle < GRACE:
             age = "at an unknown time" if idle is None else f"{duration_text(idle)} ago"
             raise CommitError(
-                f"{root}: a save may be in flight, which has written to {key} {age}; `shardckpt gc` removes it when it is old."
+                f"{root}: an unfinished save wrote to {key} {age} and may still be running, so nothing is deleted; try again "
+                f"when it has ended. `shardckpt gc` removes abandoned saves."
             )
     return names
 

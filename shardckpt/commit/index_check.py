@@ -119,7 +119,7 @@ class IndexCheck:
         for key, document in index.plain_documents(dict(self._documents())).items():
             try:
                 if not _same_json(self._attempt.read(key), document):
-                    yield key, "the zarr document is not what was written"
+                    yield key, "the zarr document differs from the saved one"
             except ShardckptError as e:
                 yield key, str(e)
 

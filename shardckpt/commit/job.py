@@ -112,7 +112,7 @@ class JobFence:
             if self._root.create(JOB, document) if data is None else self._root.replace(JOB, document, generation):
                 self._claimed = True
                 return
-        raise StorageError(f"cannot claim {self._root.path_of(JOB)}: it changes all the time; let one job save there.")
+        raise StorageError(f"cannot claim {self._root.path_of(JOB)}: other jobs keep changing it; let only one job save there.")
 
     def _document(self) -> bytes:
         since = dt.datetime.now(dt.UTC).isoformat(timespec="seconds")

@@ -47,6 +47,8 @@ def check_leftover(place: Store, attempt: str, metadata: Mapping[str, Any], repl
     root = run_root(place, attempt, metadata)
     saved_by, saves = metadata.get(RUN), None if root is None else holder(root)
     if saves not in (None, saved_by):
-        raise OtherJobError(f"{place}: the attempt {attempt} is of run {saved_by}, and run {saves} saves there now.")
+        raise OtherJobError(
+            f"{place}: the attempt {attempt} belongs to run {saved_by}, but run {saves} saves there now; it is not published."
+        )
     if replaces is not None and (protected := protection(place, replaces)):
         raise CommitError(f"{place}: the attempt {attempt} would replace a checkpoint that is {protected}; {protected.undo} it first.")

@@ -97,9 +97,7 @@ def check_tag(name: str) -> None:
     """Refuse a name that no tag can be given: OptionError."""
     _check_form(name)
     if _RESERVED.fullmatch(name):
-        raise OptionError(
-            f"the tag {excerpt(name)} would stand for something else: a step, a commit, or a word of the service; choose another."
-        )
+        raise OptionError(f"the tag {excerpt(name)} is reserved (a step, a commit, or a word of the service); choose another tag.")
 
 
 def _check_form(name: object) -> None:
@@ -146,8 +144,8 @@ def _change(store: Store, verb: str, change: Callable[[Protection], Protection])
         marker = after.sealed(attempt)
         if data == marker or store.replace(PINNED, marker, generation):
             return attempt, before
-    raise StorageError(f"cannot write {store.path_of(PINNED)}: it changes all the time; try again.")
+    raise StorageError(f"cannot write {store.path_of(PINNED)}: other processes keep changing it; try again.")
 
 
 def _nothing(store: Store, verb: str) -> NotFoundError:
-    return NotFoundError(f"{store}: no checkpoint there to {verb}; `shardckpt ls` lists those that are.")
+    return NotFoundError(f"{store}: there is no checkpoint to {verb}; `shardckpt ls` lists the checkpoints.")

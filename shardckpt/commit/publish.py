@@ -128,7 +128,8 @@ def hold_place(store: Store, prior: Prior, *, overwrite: bool, wait_seconds: flo
         if waited < wait_seconds:
             time.sleep(min(max(_LEAST_PAUSE, waited), _MOST_PAUSE))
         elif looks == most:
-            why = "the storage refuses, and nothing is there; is the bucket there?" if prior.record is None else "it changes all the time."
+            why = "the storage refused the write, and nothing is there; check that the bucket exists."
+            why = why if prior.record is None else "other processes keep changing it; try again."
             raise StorageError(f"cannot create {store.path_of(RECORD)}: {why}")
         else:
             looks += 1
@@ -245,10 +246,10 @@ def publish(store: Store, record: CheckpointRecord, prior: Prior) -> bool:
         return False
     if _digest(there) == prior.digest:
         if gone:
-            raise CommitError(f"{place}: it was removed before it could be published, because publishing it failed elsewhere.")
+            raise CommitError(f"{place}: another process failed to publish this save and removed it; save again.")
         raise StorageError(
-            f"cannot write {store.path_of(RECORD)}: the storage refuses, as if another save had been first, and shows none; "
-            f"check that the bucket is there, then save again."
+            f"cannot write {store.path_of(RECORD)}: the storage refused the write as if another save had come first, but shows none; "
+            f"check that the bucket exists, then save again."
         )
     discard(place)
     raise AlreadyExistsError(

@@ -123,11 +123,12 @@ def _meaning(output: OutputTensor, tensors: Mapping[str, TensorRecord], known: M
     if meant is None or is_whole(output.sources, tensors):
         return None if meant is None else known[meant]
     raise OptionError(
-        f"{shown(output.name)}: the mapping takes {shown(meant)} for numbers, and it is {known[meant]}; leave it out of the rule."
+        f"{shown(output.name)}: the mapping cuts or joins {shown(meant)}, which holds {known[meant]}, not plain numbers; "
+        f"leave it out of the rule."
     )
 
 
 def check_into(into: object) -> None:
     """Raise OptionError unless `into` is a place in a state."""
     if not isinstance(into, str) or not all(into.split("/")):
-        raise OptionError(f'into={excerpt(into)}: give keys with slashes between, as in "model".')
+        raise OptionError(f'into={excerpt(into)}: give keys joined by slashes, as in "model".')

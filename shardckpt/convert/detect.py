@@ -96,16 +96,16 @@ def detect(location: Location) -> Detected:
     file = file_at(location)
     names = [] if file is not None else Store.open(location).list_children()
     if file is None and not names:
-        raise NotFoundError(f"{location}: there is no file, and nothing in a directory of that name.")
+        raise NotFoundError(f"{location}: there is no such file, and no directory of that name with files in it; check the path.")
     if RECORD in names:
-        raise OptionError(f"{location} is a checkpoint of shardckpt's own; it can be read as it is, and reshard lays it out anew.")
+        raise OptionError(f"{location} is a shardckpt checkpoint already; open it directly, or change its layout with reshard.")
     seen = {name: what for name in FORMATS if (what := module_of(name).looks_like(location)) is not None}
     first = [name for name in seen if all(other in (name, *_BEFORE.get(name, ())) for other in seen)]
     if len(first) == 1:
         return Detected(first[0], seen[first[0]], tuple(f"{name}: {what}" for name, what in seen.items() if name != first[0]))
     if seen:
         found = "; ".join(f"{name}: {what}" for name, what in seen.items())
-        raise OptionError(f"{location} could be several formats ({found}); say which with from_=.")
+        raise OptionError(f"{location} could have several formats ({found}); choose one with from_=.")
     there = "a file that begins like none of these" if file is not None else few(names, _NAMED)
     looked_for = "; ".join(FORMATS.values())
-    raise FormatError(f"{location} holds no checkpoint that is known. Looked for: {looked_for}. Found: {there}.")
+    raise FormatError(f"{location} holds no checkpoint of a known format. Looked for: {looked_for}. Found: {there}.")

@@ -137,13 +137,13 @@ def export(
     if to == "safetensors":
         if optimizer is not None:
             raise OptionError(
-                "export(optimizer=…) is for torch, dcp and orbax: a file of safetensors holds no optimizer that is loaded again."
+                "export(optimizer=…) is only for torch, dcp and orbax: no optimizer can load its state from safetensors; leave it out."
             )
         return export_safetensors(src, dst, **common, **choices)
     if to not in FORMATS:
         raise OptionError(f"to={excerpt(to)}: give {', '.join(map(repr, ('safetensors', *FORMATS)))}.")
     if choices:
-        raise OptionError(f"export(to={to!r}) takes no {min(choices)}=, which is for safetensors; leave it out.")
+        raise OptionError(f"export(to={to!r}) does not have the option {min(choices)}=, which is only for safetensors; leave it out.")
     began = time.monotonic()
     options = StateOptions(
         include=include,
@@ -348,4 +348,4 @@ def _destination(directory: Location, names: Sequence[str], obsolete: Sequence[s
 def _refuse_within(location: Location, checkpoint: Checkpoint) -> None:
     """Refuse a destination inside the checkpoint: it could overwrite the checkpoint's files, and would be deleted with it."""
     if location.is_within(checkpoint.location):
-        raise OptionError(f"{location} lies in the checkpoint that is exported, {checkpoint.location}; choose a place outside of it.")
+        raise OptionError(f"{location} is inside the checkpoint that is exported, {checkpoint.location}; choose another place.")

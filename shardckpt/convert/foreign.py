@@ -179,5 +179,5 @@ def _record(name: str, tensor: ForeignTensor, where: str) -> TensorRecord:
     )
     gap = coverage_gap(tensor.shape, pieces)
     if gap is not None:
-        raise FormatError(f"{where}: {shown(name)}: what is stored does not make the tensor of shape {tensor.shape}: {gap}.")
+        raise FormatError(f"{where}: {shown(name)}: its stored parts do not form the tensor of shape {tensor.shape}: {gap}.")
     return TensorRecord(name, tensor.shape, tensor.dtype, tensor.layout, pieces)

@@ -73,7 +73,7 @@ class ForeignSource:
         self.stats = ReadStats()
         metadata = {name: value for name, value in foreign.metadata.items() if is_json(value)}
         lost = [
-            f"left behind: {name}, which no other JSON reader would take (NaN, or too deep)" for name in foreign.metadata.keys() - metadata
+            f"left behind: {name}, which other JSON readers refuse (NaN, or nested too deep)" for name in foreign.metadata.keys() - metadata
         ]
         self.notes: tuple[str, ...] = (*foreign.notes, *lost, *arrangement.notes)
         """Messages about the files found and the parts left behind, a line each."""

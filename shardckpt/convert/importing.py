@@ -171,7 +171,7 @@ def import_checkpoint(
     )
     location = parse(src)
     if location.resolved == parse(dst).resolved:
-        raise OptionError(f"{location}: the new checkpoint would be written into what is read; choose another place for it.")
+        raise OptionError(f"{location}: the new checkpoint would be written into the source; choose another place for it.")
     format_name, signs = _format_at(location, from_)
     spec = ForeignSpec(str(location), format_name, trust_pickle, into, names)
     source = spec.open()
@@ -192,5 +192,5 @@ def _format_at(location: Location, from_: str) -> tuple[str, tuple[str, ...]]:
         return detected.format, (f"{detected.format}: {detected.seen}", *(f"not read: {other}" for other in detected.others))
     module_of(from_)
     if file_at(location) is None and not Store.open(location).list_children():
-        raise NotFoundError(f"{location}: there is no file, and nothing in a directory of that name.")
+        raise NotFoundError(f"{location}: there is no such file, and no directory of that name with files in it; check the path.")
     return from_, ()

@@ -61,9 +61,9 @@ def _put(root: dict[str | int, Any], path: Path, leaf: Any, where: str) -> None:
     for key in path[:-1]:
         node = node.setdefault(key, _Branch())
         if type(node) is not _Branch:
-            raise FormatError(f"{where}: {excerpt(path)} leads through a leaf; the file is damaged, or nothing that DCP writes.")
+            raise FormatError(f"{where}: {excerpt(path)} leads through a leaf; the file is damaged, or was not written by DCP.")
     if node.setdefault(path[-1], leaf) is not leaf:
-        raise FormatError(f"{where}: two leaves lie at {excerpt(path)}; the file is damaged, or nothing that DCP writes.")
+        raise FormatError(f"{where}: two leaves have the path {excerpt(path)}; the file is damaged, or was not written by DCP.")
 
 
 @dataclass(slots=True)
@@ -88,8 +88,7 @@ class _Builder:
         self.gaps -= length - len(children)
         if min(children) < 0 or self.gaps < 0:
             raise FormatError(
-                f"{self.where}: a list has the places {excerpt(sorted(children))}, and others between them are missing; the file is "
-                f"damaged, or nothing that DCP writes."
+                f"{self.where}: a list has only the indices {excerpt(sorted(children))}; the file is damaged, or was not written by DCP."
             )
         items = (children.get(i, {}) for i in range(length))
         return [None if type(item) is _Absent else item for item in items]

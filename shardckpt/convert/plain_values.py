@@ -77,8 +77,8 @@ def whole(file: TorchFile, known: Mapping[str, Callable[[Instance], object]]) ->
     if walk.left:
         (name, why), *others = walk.left
         raise FormatError(
-            f"{file.span.file}: {shown(name)} {why}. It cannot be stored{f', nor can {len(others)} others' if others else ''}. Load the "
-            f"file where it is trusted, and save its state without that."
+            f"{file.span.file}: {shown(name)} {why}. It cannot be stored{f', nor can {len(others)} others' if others else ''}. If you "
+            f"trust the file, load it with torch, and save its state without that."
         )
     return state
 
@@ -94,7 +94,7 @@ class _Walk:
     def visit(self, value: object, name: str, depth: int) -> Any:
         self.seen += 1
         if depth > MAX_DEPTH or self.seen > 1000 + MOST_PER_BYTE * self.file.pickle_bytes:
-            return self.leave(name, "lies too deep, or among too much that is shared over and over")
+            return self.leave(name, "is nested too deep, or has too many shared parts")
         visitor = _VISITORS.get(type(value))
         try:
             if isinstance(value, Instance) and value.name in self.known:

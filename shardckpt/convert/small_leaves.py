@@ -74,7 +74,8 @@ def check_text_keys(node: Node, where: str, library: str, *, tuples: bool = True
         if other is not key:
             both = f"{excerpt(other)} and {excerpt(key)}"
             raise NamesMismatchError(
-                f"{where}: {shown(node.name)} has the keys {both}, which are one text in {library}; rename one, or leave it out (exclude)."
+                f"{where}: {shown(node.name)} has the keys {both}, which become the same text in {library}; rename one, or leave it "
+                f"out (exclude)."
             )
     for child in node.children:
         check_text_keys(child, where, library, tuples=tuples)

@@ -78,7 +78,7 @@ class Span:
             StorageError: the file cannot be read.
         """
         if not 0 <= start <= stop <= len(self):
-            raise CorruptionError(f"{self}: of these {len(self)} bytes those from {start} to {stop} are asked for; restore it from a copy.")
+            raise CorruptionError(f"{self}: bytes {start} to {stop} are needed, but there are {len(self)}; restore it from a copy.")
         return memoryview(self.file.read(self.start + start, self.start + stop).data) if start < stop else memoryview(b"")
 
     def part(self, start: int, stop: int) -> Span:

@@ -40,7 +40,7 @@ def check_tree(leaves: Iterable[tuple[Path, TensorRecord | None]], read_back: St
     if odd is not None:
         before, after = written.get(odd, "no tensor"), present.get(odd, "no tensor")
         raise StructureMismatchError(
-            f"{where}: {shown(odd)} reads back as {after}, where {before} was written; nothing was published. Export another format, or "
+            f"{where}: {shown(odd)} was written as {before}, but reads back as {after}; nothing was published. Export another format, or "
             f"leave it out (exclude)."
         )
 

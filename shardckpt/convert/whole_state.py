@@ -100,7 +100,7 @@ def _select(checkpoint: Checkpoint, options: StateOptions) -> tuple[Structure, l
     tree, stored = select(checkpoint.parsed_tree, lambda name: included(name) and not excluded(name))
     if not tree and (include is not None or exclude is not None):
         raise NamesMismatchError(
-            f"{checkpoint.location}: {given(include=include, exclude=exclude)}: none of its names is left; `shardckpt info` lists them."
+            f"{checkpoint.location}: {given(include=include, exclude=exclude)} selects none of its names; `shardckpt info` lists them."
         )
     sources = {name: checkpoint.record.structure.tensors[old] for name, old in stored.items()}
     planned = plan_dtypes(sources, dtype, meanings(tree), optimizer_state(checkpoint.parsed_tree) if dtype else ())

@@ -140,7 +140,9 @@ class FileReference:
     def check(self, data: bytes, where: str) -> None:
         """Raise FormatError unless `data` is the file that this refers to."""
         if len(data) != self.size or hashlib.sha256(data).hexdigest() != self.sha256:
-            raise FormatError(f"{where}: not the file that the checkpoint's record vouches for; it is damaged or was replaced.")
+            raise FormatError(
+                f"{where}: not the file that the checkpoint's record names; it is damaged or was replaced. Restore it from a copy."
+            )
 
     def open(self, data: bytes, where: str) -> Fields:
         """The document in `data`; FormatError unless it is the file that this refers to."""
@@ -179,7 +181,9 @@ class TableReference:
     def check(self, header: bytes, where: str) -> None:
         """Raise FormatError unless `header` is the header of the table that this refers to."""
         if len(header) != self.header or hashlib.sha256(header).hexdigest() != self.sha256:
-            raise FormatError(f"{where}: not the file that the checkpoint's record vouches for; it is damaged or was replaced.")
+            raise FormatError(
+                f"{where}: not the file that the checkpoint's record names; it is damaged or was replaced. Restore it from a copy."
+            )
 
     def to_json(self) -> dict[str, Any]:
         """JSON form."""
@@ -220,7 +224,7 @@ class Fields:
         """Wrap `doc`, which must be an object; `where` is its file, for messages."""
         self.where = where
         if not isinstance(doc, dict):
-            self.fail(f"a {type(doc).__name__} stands where an object is expected")
+            self.fail(f"expected an object, found a {type(doc).__name__}")
         self.doc: dict[str, Any] = doc
 
     def fail(self, why: str) -> NoReturn:

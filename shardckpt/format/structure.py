@@ -255,7 +255,7 @@ def _joined(one: TensorRecord, other: TensorRecord, processes: Sequence[int], ot
             if what == "layout" and one.layout is not None and other.layout is not None:
                 advice = "lay it out over one mesh of all its processes, replicated where they have the same"
             if what == "base":
-                advice = "save with the same base= and skip= on all, while nobody replaces the base"
+                advice = "save with the same base= and skip= on all processes, and do not replace the base meanwhile"
             raise CommitError(
                 f"{shown(one.name)}: its {what} is {str(a)[:200]} on process {processes[0]} and {str(b)[:200]} on process {others[0]}; "
                 f"{advice}. Nothing was published."
@@ -275,7 +275,7 @@ def _complete(tensor: TensorRecord) -> TensorRecord:
     gap = coverage_gap(tensor.shape, tensor.pieces)
     if gap is not None:
         raise CommitError(
-            f"{shown(tensor.name)}: the processes' shards do not make the tensor of shape {tensor.shape}: {gap}. Nothing was published."
+            f"{shown(tensor.name)}: the processes' shards do not form the tensor of shape {tensor.shape}: {gap}. Nothing was published."
         )
     pieces = sorted(tensor.pieces, key=lambda piece: piece.start)
     return replace(tensor, pieces=tuple(pieces), partial=False)

@@ -109,7 +109,9 @@ class TableHeader:
         total = sum(counts.values())
         nbytes = begin + -(-total // block) * DIGEST_BYTES
         if nbytes > len(data):
-            raise FormatError(f"{where}: {total} chunks need a header of {nbytes} bytes, the chunk table has {len(data)}.")
+            raise FormatError(
+                f"{where}: {total} chunks need a header of {nbytes} bytes, but the chunk table has only {len(data)}; it is damaged."
+            )
         return cls(files, counts, block, data[begin:nbytes], nbytes)
 
     @classmethod
@@ -124,8 +126,8 @@ class TableHeader:
         expected = header.nbytes + header.rows * ROW.itemsize
         if (header.nbytes, expected) != (reference.header, reference.size):
             raise FormatError(
-                f"{where}: {header.rows} chunks need {expected} bytes, {header.nbytes} of them before the rows; "
-                f"the record says {reference.size}, {reference.header} of them before the rows."
+                f"{where}: a chunk table for {header.rows} chunks has {expected} bytes and a header of {header.nbytes}, but the record "
+                f"says {reference.size} bytes and a header of {reference.header}."
             )
         return header
 
@@ -144,19 +146,23 @@ class TableHeader:
         expected = self.digests[begin : begin + len(digests)]
         if digests != expected:
             wrong = next(i for i in range(0, len(digests), DIGEST_BYTES) if digests[i:][:DIGEST_BYTES] != expected[i:][:DIGEST_BYTES])
-            raise FormatError(f"{where}: block {first + wrong // DIGEST_BYTES} of the chunk table is not what was written; it is damaged.")
+            raise FormatError(
+                f"{where}: block {first + wrong // DIGEST_BYTES} of the chunk table does not have its checksum; it is damaged."
+            )
         rows: NDArray[np.void] = np.frombuffer(data, ROW)
         if ((rows["file"] >= len(self.files)) & (rows["file"] != OWN_OBJECT)).any():
             raise FormatError(f"{where}: the chunk table refers to a file that it does not name.")
         if (rows["offset"] > LARGEST_OFFSET).any():
-            raise FormatError(f"{where}: the chunk table has a chunk at byte {rows['offset'].max()}, where no file reaches.")
+            raise FormatError(f"{where}: the chunk table has a chunk at byte {rows['offset'].max()}, beyond the end of any file.")
         return rows
 
 
 def check_sizes(reference: TableReference, where: str) -> None:
     """Raise FormatError if a record gives a table sizes beyond the limits; `where` is the table's url."""
     if not reference.header <= min(reference.size, LARGEST_HEADER) or reference.size > LARGEST_TABLE:
-        raise FormatError(f"{where}: the record gives the chunk table {reference.size} bytes, {reference.header} of them its header.")
+        raise FormatError(
+            f"{where}: the record says that the chunk table has {reference.size} bytes and a header of {reference.header}; it is damaged."
+        )
 
 
 def _digests(rows: bytes | memoryview, block: int) -> bytes:
@@ -179,9 +185,9 @@ def _read_json(data: bytes, where: str) -> tuple[list[str], dict[str, int], int]
         and all(isinstance(p, str) and type(n) is int and 0 <= n <= LARGEST_OFFSET for p, n in counts.items())
     )
     if not sane:
-        raise FormatError(f"{where}: the chunk table's header names something that is no file, or an array twice.")
+        raise FormatError(f"{where}: the chunk table's header has an invalid file name, or an array twice.")
     if type(block) is not int or not 0 < block <= LARGEST_BLOCK:
-        raise FormatError(f"{where}: the chunk table's blocks have from 1 to {LARGEST_BLOCK} rows; the header says otherwise.")
+        raise FormatError(f"{where}: the chunk table's header must say 1 to {LARGEST_BLOCK} rows per block.")
     for file in files:
         try:
             check_key(file, where)

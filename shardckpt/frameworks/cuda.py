@@ -271,8 +271,8 @@ class DeviceCopies:
         _unwatch(self)  # not before: an optimizer that steps without `before_step` would look like another change
         if self._changed is not None:
             raise CommitError(
-                f'{shown(self._changed)}: the tensor was changed while it was saved, which device_copy="overlap" allows to '
-                f'optimizer.step() alone; nothing was published. Change it after the save has ended, or save with device_copy="wait".'
+                f'{shown(self._changed)}: the tensor was changed while it was saved. With device_copy="overlap", only '
+                f'optimizer.step() may do that; nothing was published. Change it after the save has ended, or save with device_copy="wait".'
             )
 
     # --- both

@@ -297,8 +297,8 @@ def _check_world(name: str, world: World) -> None:
     rank, ranks = distributed.get_rank(), distributed.get_world_size()
     if (rank, ranks) != (world.process, world.processes):
         raise ShardingError(
-            f"{shown(name)}: to torch.distributed this is rank {rank} of {ranks}, and process {world.process} of {world.processes} to the "
-            f"coordinator; give a coordinator that numbers the processes as torch.distributed does."
+            f"{shown(name)}: torch.distributed says that this is rank {rank} of {ranks}, but the coordinator says process "
+            f"{world.process} of {world.processes}; give a coordinator that numbers the processes as torch.distributed does."
         )
 
 

@@ -101,6 +101,6 @@ def _check(owners: DeviceOwners, process: int, client: Any) -> None:
         index = device.process_index
         if by_jax.setdefault(index, owner) != owner or by_owner.setdefault(owner, index) != index:
             raise ShardingError(
-                f"device {device.id} belongs to process {owner} by what the processes said when the job started, and to JAX's process "
-                f"{index}, which divide the devices differently; let each process name its own jax.local_devices() in devices=."
+                f"device {device.id} belongs to process {owner} according to the devices that the processes named at the start, but to "
+                f"process {index} according to JAX; let each process name its own jax.local_devices() in devices=."
             )

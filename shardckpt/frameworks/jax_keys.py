@@ -53,6 +53,6 @@ def check_named(name: str, leaf: Any) -> None:
     """
     if leaf.dtype._impl.name == _UNNAMED:
         raise LeafError(
-            f"{shown(name)}: these keys ({leaf.dtype}) are of a generator without a name; define it with one, "
+            f"{shown(name)}: these keys ({leaf.dtype}) come from a generator without a name; define it with a name, "
             f"jax.extend.random.define_prng_impl(…, name=…), or store jax.random.key_data(keys)."
         )

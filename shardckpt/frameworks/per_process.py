@@ -73,7 +73,7 @@ def choose_value(values: Mapping[int, object], leaf: PerProcess, name: str, *, s
         else f"{saved} process{'es' if saved > 1 else ''} saved the checkpoint, and {world.processes} restore it"
     )
     raise MismatchError(
-        f"{shown(name)} is a value of each process's own; {found}. Say which one to take, as in "
+        f"{shown(name)} has one value per process; {found}. Say which one to restore, as in "
         f"PerProcess(value, choose=lambda values: values[0]), or leave it out with only=."
     )
 
@@ -244,4 +244,4 @@ def _to_jax(read: Fields, array: NDArray[Any], leaf: Tensor) -> object:
     try:
         return jax.random.wrap_key_data(made, impl=leaf.meaning.removeprefix(_KEY))
     except (ValueError, TypeError) as e:
-        raise FormatError(f"{read.where} is no key of a generator that this JAX has ({str(e)[:200]}).") from e
+        raise FormatError(f"{read.where} is a key of a random number generator that this JAX does not have ({str(e)[:200]}).") from e

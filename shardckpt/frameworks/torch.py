@@ -336,7 +336,7 @@ def _unstorable(leaf: Any) -> str | None:
 def _without_memory(leaf: Any) -> str | None:
     """The reason why not all elements of a strided tensor are in memory, and what to do; None if they are."""
     if leaf._is_zerotensor():
-        return "this tensor stands for zeros and has no memory; pass leaf.clone()"
+        return "this tensor represents zeros without memory of its own; pass leaf.clone()"
     try:
         held = leaf.untyped_storage().nbytes()
     except NotImplementedError as e:
@@ -349,7 +349,7 @@ def _without_memory(leaf: Any) -> str | None:
         return None
     return (
         f"this tensor's elements take {needed} bytes of its storage, which has {held}: its memory was freed, as FSDP and offloading "
-        f"do with untyped_storage().resize_(0); bring it back first, or pass the tensor that has the data now"
+        f"do with untyped_storage().resize_(0); restore its memory first, or pass the tensor that has the data now"
     )
 
 

@@ -39,7 +39,7 @@ _ADVICE = {
     "file name too long": "a name on the way is too long for the file system; choose a shorter path",
     "too many open files": "raise the limit of open files (ulimit -n)",
     "file too large": "the file system or ulimit -f allows no file of that size",
-    "input/output error": "the device failed; check it before you trust what it holds",
+    "input/output error": "the device failed; check the device before you use its data",
     "unable to locate credentials": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE",
     "default credentials were not found": "set GOOGLE_APPLICATION_CREDENTIALS, or run `gcloud auth application-default login`",
     "certificate_verify_failed": "name the file of its certificate authority in SSL_CERT_FILE (for S3 in AWS_CA_BUNDLE)",
@@ -156,6 +156,6 @@ def check_fork(place: object) -> None:
     """
     if _forked:
         raise CoordinationError(
-            f"{place}: this process was forked from one that had used shardckpt, whose threads are not here; start it with "
+            f"{place}: this process was forked from one that had used shardckpt, whose threads do not exist here; start it with "
             f'multiprocessing.get_context("spawn"), or fork before the first checkpoint is read or written.'
         )

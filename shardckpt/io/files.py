@@ -245,7 +245,7 @@ def _open_locked(lock: Path, *, create: bool = True, seconds: float | None = Non
         except (BlockingIOError, PermissionError) as e:
             if time.monotonic() >= deadline:
                 raise TimeoutError(
-                    f"waited {most:g} s for the lock on {lock}, which another process holds; if that is stopped, let it go on, or end it"
+                    f"waited {most:g} s for the lock on {lock}, which another process holds; if that process is stopped, continue or end it"
                 ) from e
             time.sleep(pause)
             pause = min(2 * pause, _MOST_PAUSE)

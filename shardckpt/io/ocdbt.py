@@ -238,7 +238,7 @@ def _prefixed(shared: NDArray[np.uint64], rest: NDArray[np.uint64], suffixes: by
     text, at = b"", 0
     for prefix, length in zip(shared.tolist(), rest.tolist(), strict=True):
         if prefix > len(text):
-            raise ValueError("a name has more in common with the one before it than that one is long")
+            raise ValueError("a key shares more bytes with the previous key than that key has")
         text, at = text[:prefix] + suffixes[at : at + length], at + length
         yield text
 
@@ -300,9 +300,9 @@ def _unframed(magic: int, encoded: bytes) -> bytes:
     """Inverse of `_framed`, with decompression if needed."""
     size = int.from_bytes(encoded[4:12], "little")
     if len(encoded) < 18 or int.from_bytes(encoded[:4], "big") != magic or size != len(encoded):
-        raise ValueError("it is no such file, or a part of one")
+        raise ValueError("it is not such a file, or is incomplete")
     if crc32c.crc32c(encoded[:-4]) != int.from_bytes(encoded[-4:], "little"):
-        raise ValueError("its checksum does not agree with its bytes")
+        raise ValueError("its checksum is wrong")
     version, compression, body = encoded[12], encoded[13], encoded[14:-4]
     if version or compression not in (0, _ZSTD):
         raise ValueError(f"version {version} with compression {compression} is not known here")

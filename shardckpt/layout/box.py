@@ -19,7 +19,10 @@ Index = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """The indices i with `start[d] <= i[d] < stop[d]` in every dimension d.
+    """A half-open n-dimensional index range: `start[d] <= i[d] < stop[d]` in every dimension d.
+
+    Raises:
+        OptionError: `start` and `stop` differ in length, or 0 <= start <= stop does not hold.
 
     Examples:
         >>> Box((0, 4), (2, 8)).shape
@@ -31,7 +34,7 @@ class Box:
     start: tuple[int, ...]
     """First index, per dimension."""
     stop: tuple[int, ...]
-    """One past the last index, per dimension; equal to `start` where the box is empty."""
+    """End of the range, per dimension; not part of the box."""
 
     def __post_init__(self) -> None:
         """Refuse ranks that differ, negative starts and stops before starts."""
@@ -45,7 +48,7 @@ class Box:
 
     @classmethod
     def full(cls, shape: tuple[int, ...]) -> Box:
-        """The box of a complete tensor of that shape."""
+        """The box of a complete tensor with this shape."""
         return cls((0,) * len(shape), tuple(shape))
 
     @property
@@ -55,7 +58,7 @@ class Box:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Extent per dimension."""
+        """Length of the range, per dimension."""
         return tuple([b - a for a, b in zip(self.start, self.stop, strict=True)])
 
     @property
@@ -65,11 +68,11 @@ class Box:
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """The box as a numpy index into the complete tensor."""
+        """The box as an index for numpy arrays: one slice per dimension."""
         return tuple(slice(a, b) for a, b in zip(self.start, self.stop, strict=True))
 
     def overlap(self, other: Box) -> Box | None:
-        """The common part, or None where there is none (an empty box overlaps nothing)."""
+        """The common part of two boxes; None if they share no element."""
         start = tuple(map(max, self.start, other.start))
         stop = tuple(map(min, self.stop, other.stop))
         return Box(start, stop) if all(a < b for a, b in zip(start, stop, strict=True)) else None
@@ -79,7 +82,7 @@ class Box:
         return other.size == 0 or all(a <= c and d <= b for a, b, c, d in zip(self.start, self.stop, other.start, other.stop, strict=True))
 
     def __str__(self) -> str:
-        """Numpy's notation, `[0:2, 4:8]`."""
+        """The box in numpy's notation, such as `[0:2, 4:8]`."""
         return "[" + ", ".join(f"{a}:{b}" for a, b in zip(self.start, self.stop, strict=True)) + "]"
 
 

@@ -54,18 +54,21 @@ class Device:
 
 @dataclass(frozen=True, slots=True, init=False, eq=False, repr=False)
 class HybridMesh(Mesh):
-    """A `Mesh` of shape ici_shape × dcn_shape, element by element.
+    """A mesh over several TPU slices: fast links (ICI) inside a slice, the data-center network (DCN) between slices.
+
+    The size of each axis is its number of devices within a slice times its number of slices. The devices of one slice are contiguous
+    along every axis. The order of devices is the order of torch_xla's `HybridMesh` and JAX's `create_hybrid_device_mesh`.
 
     Args:
-        ici_shape: Devices per axis within a slice.
-        dcn_shape: Slices per axis.
-        axis_names: One name per axis.
-        devices: All devices, in any order. None: ids from 0, slice after slice, without coordinates.
-        process_is_granule: Group by process instead of slice, for platforms that have no slices.
+        ici_shape: Number of devices along each axis within a slice.
+        dcn_shape: Number of slices along each axis.
+        axis_names: One name per axis. None: the names are "0", "1", …
+        devices: All devices, in any order. None: ids from 0, slice after slice.
+        process_is_granule: Treat the devices of one process as a slice, on platforms without slices.
 
     Raises:
-        ShardingError: The shapes differ in rank, or the devices do not make as many equal slices, or a slice's
-            coordinates leave holes.
+        ShardingError: The shapes differ in rank, the devices do not form as many slices of equal size, or the coordinates in a slice
+            have gaps.
 
     Examples:
         >>> mesh = HybridMesh((1, 4), (2, 1), ("data", "fsdp"))
@@ -74,9 +77,9 @@ class HybridMesh(Mesh):
     """
 
     ici_shape: tuple[int, ...]
-    """Devices per axis within a slice."""
+    """Number of devices along each axis within a slice."""
     dcn_shape: tuple[int, ...]
-    """Slices per axis."""
+    """Number of slices along each axis."""
 
     def __init__(
         self,
@@ -145,14 +148,14 @@ def _slices(devices: Sequence[Device], slice_size: int, num_slices: int, granule
     if len(slices) != num_slices:
         plural = "processes" if granule == "process" else "slices"
         raise ShardingError(
-            f"HybridMesh: dcn_shape asks for {num_slices} {plural} and the devices are in {len(slices)}: {sorted(slices)[:16]}; "
-            "make the product of dcn_shape the number there is."
+            f"HybridMesh: dcn_shape asks for {num_slices} {plural}, but the devices are in {len(slices)}: {sorted(slices)[:16]}; "
+            f"give a dcn_shape whose product is {len(slices)}."
         )
     for index, members in slices.items():
         if len(members) != slice_size:
             raise ShardingError(
-                f"HybridMesh: ici_shape asks for {slice_size} devices per {granule} and {granule} {index} has {len(members)}; "
-                "all must be of that size."
+                f"HybridMesh: ici_shape asks for {slice_size} devices per {granule}, but {granule} {index} has {len(members)}; "
+                f"every {granule} needs the same number."
             )
     return [slices[index] for index in sorted(slices)]
 
@@ -163,7 +166,9 @@ def _slice_mesh(members: list[Device], shape: tuple[int, ...]) -> Ids:
     if not located:
         return np.array(sorted(device.id for device in members), np.int64).reshape(shape)
     if len({len(coords) for coords in located}) > 1 or len(located) < len(members):
-        raise ShardingError(f"HybridMesh: slice {members[0].slice_index} has devices without coordinates, or with fewer than others.")
+        raise ShardingError(
+            f"HybridMesh: slice {members[0].slice_index} has devices without coordinates, or with fewer coordinates than others."
+        )
     places = np.array([(*coords, device.core_on_chip) for coords, device in zip(located, members, strict=True)], np.int64)
     places -= places.min(axis=0)
     extents = (places.max(axis=0) + 1).tolist()
@@ -203,7 +208,7 @@ def _split_axes(torus: tuple[int, ...], shape: tuple[int, ...]) -> Ids:
         options = (_divisors(size // int(used)) for size, used in zip(torus, in_use, strict=True))
         fitting = [option for option in product(*options) if prod(option) == shape[place]]
         if not fitting:
-            raise ShardingError(f"HybridMesh: axes {shape} cannot be laid over a torus of {'×'.join(map(str, torus))}.")
+            raise ShardingError(f"HybridMesh: axes {shape} cannot be laid over a torus of {'×'.join(map(str, torus))}; choose other sizes.")
         factors[place] = max(fitting, key=lambda option: _preference(option, torus, in_use))
     return factors
 

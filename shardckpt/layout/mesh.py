@@ -36,15 +36,16 @@ _LARGEST = (1 << 62) - 1
 
 @dataclass(frozen=True, slots=True, init=False, eq=False, repr=False)
 class Mesh:
-    """Devices arranged in `shape`, with a name for every axis.
+    """Devices in an n-dimensional arrangement whose axes have names.
 
     Args:
-        shape: Devices per axis, all at least 1.
-        axis_names: One name per axis. None names them "0", "1", … as torch_xla does for JAX.
-        device_ids: The device at each position in row-major order, flat or already in `shape`. None: 0, 1, 2, …
+        shape: Number of devices along each axis, at least 1.
+        axis_names: One name per axis. None: the names are "0", "1", …
+        device_ids: The runtime's own device ids, in row-major order: a flat list, or an array in `shape`. They need not count from 0.
+            None: 0, 1, 2, …
 
     Raises:
-        ShardingError: Names or ids repeat, an id is negative or not an integer, or the counts do not agree.
+        ShardingError: A name or an id repeats, an id is negative or not an integer, or the number of names or ids does not fit `shape`.
 
     Examples:
         >>> mesh = Mesh((2, 4), ("data", "model"), [7, 6, 5, 4, 3, 2, 1, 0])
@@ -55,11 +56,11 @@ class Mesh:
     """
 
     shape: tuple[int, ...]
-    """Devices per axis."""
+    """Number of devices along each axis."""
     axis_names: tuple[str, ...]
-    """A name per axis."""
+    """Name of each axis."""
     device_ids: Ids
-    """(size,) int64, row-major, read-only."""
+    """Device ids in row-major order: (size,) int64, read-only."""
     _hash: int = field(init=False)
 
     def __init__(self, shape: Sequence[int], axis_names: Sequence[str] | None, device_ids: ArrayLike | None = None) -> None:
@@ -84,12 +85,12 @@ class Mesh:
 
     @property
     def axis_sizes(self) -> dict[str, int]:
-        """Devices per axis, by name, in axis order."""
+        """Axis name → number of devices along the axis, in axis order."""
         return dict(zip(self.axis_names, self.shape, strict=True))
 
     @property
     def devices(self) -> Ids:
-        """Device ids in the mesh's shape."""
+        """Device ids as an int64 array in the mesh's shape."""
         return self.device_ids.reshape(self.shape)
 
     @property
@@ -118,7 +119,7 @@ class Mesh:
         return f"Mesh({self.shape}, {self.axis_names}{ids})"
 
     def to_json(self) -> dict[str, object]:
-        """The JSON form: `{"shape": …, "axes": …, "devices": null | […]}`, null where the ids count from 0 in order."""
+        """The JSON form: `{"shape": …, "axes": …, "devices": null | […]}`; null stands for ids from 0 in order."""
         return {
             "shape": list(self.shape),
             "axes": list(self.axis_names),
@@ -161,7 +162,7 @@ def referred_mesh(doc: object, meshes: Sequence[Mesh], what: str) -> Mesh:
     if type(doc) is not int:
         return Mesh.from_json(doc)
     if not 0 <= doc < len(meshes):
-        raise FormatError(f"{what}: mesh {excerpt(doc)} of {len(meshes)} meshes.")
+        raise FormatError(f"{what}: it refers to mesh {excerpt(doc)}, but there are {len(meshes)} meshes, counted from 0.")
     return meshes[doc]
 
 
@@ -241,5 +242,5 @@ def checked_ids(device_ids: ArrayLike, shape: tuple[int, ...], what: str = "Mesh
     ordered = np.sort(ids)
     repeated = ordered[1:][ordered[1:] == ordered[:-1]]
     if len(repeated):
-        raise ShardingError(f"{what}: device id {repeated[0]} stands at more than one position; every device has one.")
+        raise ShardingError(f"{what}: device id {repeated[0]} stands at more than one position; every device has one position.")
     return ids

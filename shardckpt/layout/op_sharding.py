@@ -40,7 +40,13 @@ _SUBGROUP_ORDER = (Kind.MANUAL, Kind.UNREDUCED, Kind.REPLICATED)
 
 @dataclass(frozen=True, slots=True)
 class OpSharding:
-    """One OpSharding; see the module's docstring. Mostly made by `parse` and the named constructors.
+    """XLA's OpSharding: the tile of a tensor that each device holds, without axis names.
+
+    Make one with `parse`, `replicated`, `maximal` or `tiled`. Tensors with a replicated, maximal or tiled sharding can be saved.
+    XLA's other types (manual, unreduced, unknown) can be parsed, but they do not determine which box each device holds: methods
+    that need boxes raise an error. The same holds for a tiled sharding with a manual or unreduced subgroup.
+
+    `==` compares type, tile dimensions, devices and subgroups; `equivalent` compares which device holds which part.
 
     Raises:
         ShardingError: The fields contradict each other.
@@ -53,10 +59,10 @@ class OpSharding:
     kind: Kind
     """Type of the sharding."""
     tiles: TileAssignment | None = None
-    """Tiled: the device of every tile, the tensor's dimensions first, then one dimension per subgroup. Maximal: the
-    one device. Replicated: the devices, if they are known; XLA's text does not name them."""
+    """The devices. Tiled: an array with the tensor's dimensions, then one dimension per subgroup. Maximal: one device. Replicated: all
+    devices, or None, because XLA's text does not name them."""
     subgroups: tuple[Kind, ...] = ()
-    """Meaning of each of the last dimensions of `tiles`: replicated, manual or unreduced."""
+    """Type of each subgroup, in the order of the last dimensions of `tiles`: replicated, manual or unreduced."""
 
     def __post_init__(self) -> None:
         """Refuse fields that contradict each other."""
@@ -83,7 +89,11 @@ class OpSharding:
 
     @classmethod
     def replicated(cls, devices: int | ArrayLike | None = None) -> OpSharding:
-        """The complete tensor on each device: a number of devices (ids from 0), their ids, or None if not known."""
+        """The complete tensor on each device.
+
+        Args:
+            devices: Number of devices with ids from 0, or their ids; None: not known.
+        """
         if devices is None:
             return cls(Kind.REPLICATED)
         if isinstance(devices, int):
@@ -93,47 +103,49 @@ class OpSharding:
 
     @classmethod
     def maximal(cls, device: int) -> OpSharding:
-        """The complete tensor on one device."""
+        """The complete tensor on one device, given by its id."""
         return cls(Kind.MAXIMAL, TileAssignment((1,), [device]))
 
     @classmethod
     def tiled(cls, dims: Sequence[int], devices: ArrayLike | None = None, *, subgroups: Sequence[Kind] = ()) -> OpSharding:
-        """One tile per device, or per subgroup.
+        """One tile of the tensor per device, or per group of replicas.
 
         Args:
-            dims: Tiles per tensor dimension, then the size of every subgroup.
-            devices: Row-major ids; None: 0, 1, 2, …
-            subgroups: Meaning of the last dimensions; `(Kind.REPLICATED,)` for XLA's `last_tile_dim_replicate`.
+            dims: Number of tiles along each tensor dimension, then the size of each subgroup.
+            devices: Device ids in row-major order of `dims`; None: 0, 1, 2, …
+            subgroups: Type of each subgroup; `(Kind.REPLICATED,)` is XLA's `last_tile_dim_replicate`.
         """
         return cls(Kind.TILED, TileAssignment(dims, devices), tuple(subgroups))
 
     @classmethod
     def parse(cls, text: str, num_devices: int | None = None) -> OpSharding:
-        """Parse XLA's text, listed or iota.
+        """Parse XLA's text, with listed devices or in iota form.
 
         Args:
-            text: Such as `{devices=[4,2]<=[2,4]T(1,0)}`.
-            num_devices: Number of devices, with ids from 0, for `{replicated}`, whose text has no number;
-                a tiled text is checked against it.
+            text: A text such as `{devices=[4,2]<=[2,4]T(1,0)}`.
+            num_devices: Number of devices, with ids from 0. `{replicated}` needs it, because its text has no number. For a tiled text,
+                it is compared with the text's number.
 
         Raises:
-            ShardingError: The text is not a sharding, or is a tuple, or has another number of devices.
+            ShardingError: The text is not a sharding, is a tuple of shardings, or has a different number of devices.
         """
         kind, tiles, subgroups = parse_hlo(text)
         if kind is Kind.REPLICATED and num_devices is not None:
             return cls.replicated(num_devices)
         if kind is Kind.TILED and num_devices is not None and tiles is not None and tiles.num_devices != num_devices:
-            raise ShardingError(f"OpSharding: the text has {tiles.num_devices} devices where there are {num_devices}: {shortened(text)}")
+            raise ShardingError(f"OpSharding: the text has {tiles.num_devices} devices, but num_devices={num_devices}: {shortened(text)}")
         return cls(kind, tiles, subgroups)
 
     def relabel(self, device_ids: ArrayLike) -> OpSharding:
         """Replace each device i by `device_ids[i]`.
 
-        JAX's HLO shardings number the positions of a device list. This method replaces positions by the list's ids, and
-        gives `{replicated}` its devices.
+        JAX's HLO shardings contain positions in a device list instead of ids. `{replicated}` gets all ids of the list.
+
+        Args:
+            device_ids: The device list.
 
         Raises:
-            ShardingError: This sharding names a position that the list does not have.
+            ShardingError: This sharding names a position beyond the end of the list.
         """
         ids = np.asarray(device_ids).reshape(-1)
         if self.kind is Kind.REPLICATED and self.tiles is None:
@@ -154,7 +166,7 @@ class OpSharding:
         """Number of devices that hold a part of the tensor.
 
         Raises:
-            ShardingError: The number is not known: manual, unreduced, unknown, or replicated without a number.
+            ShardingError: The number is not known: the type is manual, unreduced or unknown, or replicated without devices.
         """
         if self.tiles is None:
             raise _no_devices(self)
@@ -162,13 +174,13 @@ class OpSharding:
 
     @property
     def data_dims(self) -> tuple[int, ...]:
-        """Tiles per tensor dimension, without subgroups; only a tiled sharding has them."""
+        """Number of tiles along each tensor dimension, for a tiled sharding."""
         assert self.tiles is not None
         return self.tiles.dims[: len(self.tiles.dims) - len(self.subgroups)]
 
     @property
     def replication_groups(self) -> NDArray[np.int64]:
-        """(tiles, replicas) device ids: row i holds the devices of tile i, ascending.
+        """Device ids as an array (tiles, replicas): row i has the devices of tile i, ascending.
 
         Raises:
             ShardingError: As for `device_boxes`.
@@ -180,10 +192,10 @@ class OpSharding:
         return same.tiles.devices.reshape(prod(same.data_dims), -1)
 
     def parts(self, ndim: int) -> tuple[int, ...]:
-        """Tiles per dimension of a tensor with `ndim` dimensions.
+        """Number of tiles along each dimension of a tensor with `ndim` dimensions.
 
         Raises:
-            ShardingError: The sharding is for another rank, or has no boxes.
+            ShardingError: The sharding is for tensors of another rank, or its type does not determine boxes.
         """
         if self.kind in {Kind.REPLICATED, Kind.MAXIMAL}:
             return (1,) * ndim
@@ -196,7 +208,7 @@ class OpSharding:
         return self.data_dims
 
     def tile(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """The padded shape of every shard, computed without the devices."""
+        """The padded shape of every shard of a tensor with this shape."""
         shape = checked_tensor_shape(shape)
         return tile_shape(shape, self.parts(len(shape)))
 
@@ -209,10 +221,10 @@ class OpSharding:
         return _tiling(self, ndim)
 
     def device_boxes(self, shape: Sequence[int], device_ids: ArrayLike | None = None) -> DeviceBoxes:
-        """The boxes of all devices, or of `device_ids`, in a tensor of that shape.
+        """The boxes of all devices, or of `device_ids`, in a tensor with this shape.
 
         Raises:
-            ShardingError: The rank differs, or the sharding does not determine where data is, or on how many devices.
+            ShardingError: The sharding is for tensors of another rank, its type does not determine boxes, or its devices are not known.
         """
         shape = checked_tensor_shape(shape)
         return self.tiling(len(shape)).device_boxes(shape, device_ids)
@@ -220,9 +232,10 @@ class OpSharding:
     # Equality
 
     def canonical(self) -> OpSharding:
-        """XLA's normal form: equal subgroups merged and in order, without subgroups of size 1, replicas sorted by id.
+        """XLA's normal form (`HloSharding::PartialTile` and `::Subgroup`).
 
-        A tiled sharding with nothing cut becomes replicated (or manual, unreduced).
+        Subgroups of the same type are merged and put in a fixed order; subgroups of size 1 are removed; replicas are sorted by id. A
+        tiled sharding that cuts nothing becomes replicated, manual or unreduced.
         """
         if self.kind is not Kind.TILED or not self.subgroups:
             return self
@@ -248,9 +261,9 @@ class OpSharding:
         return OpSharding(Kind.TILED, tiles, kinds)
 
     def equivalent(self, other: OpSharding) -> bool:
-        """Whether every device holds the same part of every tensor.
+        """Whether each device holds the same part of any tensor under both shardings.
 
-        `{replicated}` without a number of devices is equivalent to any replicated sharding.
+        `{replicated}` without known devices is equivalent to every replicated sharding.
         """
         a, b = self.canonical(), other.canonical()
         if _is_whole(a) and _is_whole(b):
@@ -262,13 +275,13 @@ class OpSharding:
     # Text and JSON
 
     def to_hlo(self, form: Form = "auto") -> str:
-        """XLA's text.
+        """Format the sharding as XLA's text.
 
         Args:
-            form: "iota", "listed", or "auto": iota if the devices have an iota form.
+            form: "iota", "listed", or "auto": iota if possible, else listed.
 
         Raises:
-            ShardingError: `form="iota"` and the devices have no iota form.
+            ShardingError: `form="iota"`, but the devices have no iota form.
 
         Examples:
             >>> OpSharding.tiled((4, 2), [0, 4, 1, 5, 2, 6, 3, 7]).to_hlo()

@@ -28,12 +28,18 @@ SpecPart: TypeAlias = Axis | tuple[Axis, ...] | None
 
 @dataclass(frozen=True, slots=True, init=False, repr=False)
 class PartitionSpec:
-    """One entry per tensor dimension; see the module's docstring.
+    """The mesh axes that cut each dimension of a tensor, in the notation of torch_xla and JAX.
 
-    A tuple of one axis is that axis and an empty tuple is None, as in JAX, so that equal specs compare equal.
+    There is one entry per tensor dimension:
+
+    - None: the dimension is not cut.
+    - An axis, by its name or by its index in the mesh: the axis cuts the dimension.
+    - A tuple of axes: all of them cut the dimension, the first axis outermost. `("x",)` is stored as "x" and `()` as None.
+
+    Dimensions after the last entry are not cut. The tensor is replicated along all axes that no entry names.
 
     Raises:
-        ShardingError: An entry is of another type, tuples are nested, or an axis appears twice.
+        ShardingError: An entry has another type, tuples are nested, or an axis appears twice.
 
     Examples:
         >>> PartitionSpec("data", None, ("fsdp", "tensor"))
@@ -66,19 +72,19 @@ class PartitionSpec:
 
     @property
     def axes(self) -> tuple[tuple[Axis, ...], ...]:
-        """The axes of every entry as a tuple: `()` for None."""
+        """The entries as tuples of axes; None becomes `()`."""
         return tuple(() if part is None else part if isinstance(part, tuple) else (part,) for part in self.parts)
 
     def named(self, mesh: Mesh) -> PartitionSpec:
-        """The same spec with every axis as a name of `mesh`.
+        """The same spec, with axis indices replaced by the axis names of `mesh`.
 
         Raises:
-            ShardingError: The mesh has no such axis, or an index and a name mean the same axis.
+            ShardingError: The mesh lacks an axis, or an index and a name stand for the same axis.
         """
         return PartitionSpec(*(tuple(_axis_name(axis, mesh, self) for axis in axes) for axes in self.axes))
 
     def to_json(self) -> list[object]:
-        """The JSON form: a list of null, a name or index, or a list of names or indices."""
+        """The JSON form: a list with one entry per dimension: null, a name, an index, or a list of names and indices."""
         return [list(part) if isinstance(part, tuple) else part for part in self.parts]
 
     @classmethod

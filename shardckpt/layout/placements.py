@@ -267,7 +267,9 @@ class Placements:
     def _splits_of(self, ndim: int) -> tuple[tuple[DimSplit, ...], ...]:
         """The splits of every dimension."""
         if len(self._splits) > ndim:
-            raise ShardingError(f"{self.text}: it shards dimension {len(self._splits) - 1} of a tensor that has {ndim}; redistribute it.")
+            raise ShardingError(
+                f"{self.text}: it shards dimension {len(self._splits) - 1} of a tensor with {ndim} dimensions; redistribute it."
+            )
         return self._splits + ((),) * (ndim - len(self._splits))
 
     def _dimensions(self, shape: Sequence[int]) -> list[tuple[int, tuple[DimSplit, ...]]]:
@@ -280,8 +282,8 @@ class Placements:
                 # Here torch's functions disagree: distribute_tensor cuts into all parts at once up to torch 2.9; full_tensor
                 # and later versions cut into the split factor's parts first.
                 raise ShardingError(
-                    f"{self.text}: torch has no one rule for strided shards of a dimension ({d}) whose length ({length}) is no multiple "
-                    f"of all its parts ({parts}); redistribute it to plain Shard placements."
+                    f"{self.text}: the length {length} of dimension {d} is not a multiple of its {parts} parts, and torch has no single "
+                    f"rule for strided shards of such a length; redistribute it to plain Shard placements."
                 )
         return dimensions
 

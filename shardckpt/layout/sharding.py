@@ -31,10 +31,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """A tensor cut over a mesh.
+    """A mesh and a partition spec: the layout of a tensor of any shape.
+
+    Each axis of the spec cuts a tensor dimension into as many parts as the axis has devices. Part lengths are rounded up, so the last
+    parts may be shorter or empty.
 
     Raises:
-        ShardingError: The spec names an axis that the mesh does not have, or one axis twice.
+        ShardingError: The spec names an axis that the mesh lacks, or one axis twice.
 
     Examples:
         >>> mesh = Mesh((4, 2), ("data", "model"))
@@ -45,9 +48,9 @@ class Sharding:
     """
 
     mesh: Mesh
-    """The devices."""
+    """The mesh."""
     spec: PartitionSpec
-    """The mesh axes that cut each dimension; indices are replaced by the mesh's names."""
+    """The mesh axes that cut each dimension, by name."""
 
     def __post_init__(self) -> None:
         """Resolve the spec against the mesh."""
@@ -60,16 +63,17 @@ class Sharding:
 
     @classmethod
     def from_partition_counts(cls, counts: Sequence[int | None] | None, num_devices: int) -> Sharding:
-        """The sharding that JAX's `sharded_jit` meant by `PartitionSpec(4, 1)`: parts per dimension, no mesh.
+        """A sharding from the number of parts along each dimension, as in `PartitionSpec(4, 1)` of JAX's `sharded_jit`.
 
-        Tiles go to devices 0, 1, 2, … in row-major order; the remaining factor of `num_devices` is replicas of each.
+        Parts are assigned to devices 0, 1, 2, … in row-major order. If there are more devices than parts, each part is replicated on
+        the same number of consecutive devices.
 
         Args:
-            counts: Parts per dimension, None for 1; None instead of the sequence for replicated.
-            num_devices: A multiple of the product of the counts.
+            counts: Number of parts along each dimension, None for 1. None instead of a sequence: replicated.
+            num_devices: Number of devices, a multiple of the number of parts.
 
         Raises:
-            ShardingError: `num_devices` is not a multiple, or a count is not a positive integer.
+            ShardingError: `num_devices` is no such multiple, or a count is not a positive integer.
 
         Examples:
             >>> Sharding.from_partition_counts((4, 1), 8)
@@ -88,20 +92,21 @@ class Sharding:
 
     @classmethod
     def infer(cls, mesh: Mesh, op_sharding: OpSharding, ndim: int) -> Sharding | None:
-        """The sharding over `mesh` that is equivalent to an OpSharding, if there is one.
+        """Find the partition spec over `mesh` that is equivalent to an OpSharding.
 
-        A spec makes a device's tile the sum of its mesh coordinates times a stride per axis. So the device one step
-        along an axis gives that axis's stride; the strides show which axes cut a dimension and in which order. The
-        resulting spec is then checked for every device. Axes of one device are never named.
+        Axes of size 1 never appear in the result.
 
         Args:
-            mesh: Over exactly the sharding's devices.
-            op_sharding: For tensors of `ndim` dimensions. Replicated without a number of devices: over all of the mesh.
-            ndim: Number of tensor dimensions, and of the spec's entries.
+            mesh: A mesh of exactly the OpSharding's devices.
+            op_sharding: The OpSharding of a tensor with `ndim` dimensions. Replicated without known devices means all devices of the mesh.
+            ndim: Number of tensor dimensions.
 
         Returns:
-            None if no spec over this mesh is equivalent; this includes manual and unknown shardings.
+            The sharding; None if no spec over this mesh is equivalent, as for manual and unknown OpShardings.
         """
+        # A spec makes a device's tile the sum of its mesh coordinates times a stride per axis. So the device one step along an axis
+        # gives that axis's stride; the strides show which axes cut a dimension and in which order. The spec is then checked for
+        # every device.
         if op_sharding.kind is Kind.REPLICATED and op_sharding.tiles is None:
             return cls(mesh, PartitionSpec(*[None] * ndim))
         try:
@@ -132,7 +137,7 @@ class Sharding:
         return self.mesh.size
 
     def parts(self, ndim: int) -> tuple[int, ...]:
-        """Tiles per dimension of a tensor with `ndim` dimensions.
+        """Number of tiles along each dimension of a tensor with `ndim` dimensions.
 
         Raises:
             ShardingError: The spec has more entries than `ndim`.
@@ -146,7 +151,7 @@ class Sharding:
         return cut + (1,) * (ndim - len(cut))
 
     def tile(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """The padded shape of every shard, ceil(dim / parts), computed without the devices."""
+        """The padded shape of every shard of a tensor with this shape: ceil(dim / parts) for each dimension."""
         shape = checked_tensor_shape(shape)
         return tile_shape(shape, self.parts(len(shape)))
 
@@ -159,7 +164,7 @@ class Sharding:
         return _tiling(self, ndim)
 
     def device_boxes(self, shape: Sequence[int], device_ids: ArrayLike | None = None) -> DeviceBoxes:
-        """The boxes of all devices, or of `device_ids`, in a tensor of that shape.
+        """The boxes of all devices, or of `device_ids`, in a tensor with this shape.
 
         Raises:
             ShardingError: The spec has more entries than the tensor has dimensions, or a device is not in the mesh.
@@ -168,7 +173,9 @@ class Sharding:
         return self.tiling(len(shape)).device_boxes(shape, device_ids)
 
     def op_sharding(self, ndim: int) -> OpSharding:
-        """The OpSharding that torch_xla (and JAX, whose numbers are positions in the mesh) gives to XLA for a tensor of that rank.
+        """The OpSharding that torch_xla gives to XLA for a tensor with `ndim` dimensions.
+
+        JAX gives the same one, with positions in the mesh in place of device ids.
 
         Raises:
             ShardingError: The spec has more entries than `ndim`.
@@ -190,7 +197,7 @@ class Sharding:
         """The JSON form: `{"mesh": {…}, "spec": […]}`.
 
         Args:
-            mesh: Index of the mesh in a list that the document stores once; it is written instead of the mesh.
+            mesh: Index of the mesh in a list of meshes; if given, the index is written in place of the mesh.
         """
         return {"mesh": self.mesh.to_json() if mesh is None else mesh, "spec": self.spec.to_json()}
 
@@ -200,7 +207,7 @@ class Sharding:
 
         Args:
             doc: The document.
-            meshes: The list; a number in place of a mesh is an index in it.
+            meshes: The list of meshes that an index in the document refers to.
 
         Raises:
             FormatError: The document is invalid.

@@ -54,8 +54,8 @@ class DeviceOwners:
         known = self.device_ids[at] == ids if len(self.device_ids) else np.zeros(ids.shape, bool)
         if not known.all():
             raise ShardingError(
-                f"device {ids[~known].flat[0]} belongs to no process of this job, whose processes named {len(self.device_ids)} devices "
-                f"when it started; make the mesh of those."
+                f"device {ids[~known].flat[0]} belongs to no process of this job: its processes named {len(self.device_ids)} devices "
+                f"at the start; make a mesh of these devices."
             )
         return self.processes[at]
 

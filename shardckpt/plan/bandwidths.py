@@ -21,7 +21,13 @@ from shardckpt.errors import OptionError
 
 @dataclass(frozen=True, slots=True)
 class Bandwidths:
-    """Rates of a job's storage and network, for `restore(cooperative=…)`. Defaults are for a Google Cloud Storage bucket.
+    """Rates of a job's storage and network, for `restore(cooperative=…)`.
+
+    With them, a restore decides whether processes that need the same bytes each read a part and send it to the others, or read
+    everything themselves. The defaults fit a Google Cloud Storage bucket.
+
+    Raises:
+        OptionError: a rate is not a positive number.
 
     Examples:
         >>> Bandwidths(interconnect=2e9).estimate(nbytes=10**10, readers=2, processes=2, rounds=20).together
@@ -31,16 +37,15 @@ class Bandwidths:
     """
 
     store: float = 25e9
-    """Bytes per second of the storage to all processes together. The default bandwidth of a project in a bucket's region is 200 Gbit/s."""
+    """Bytes per second that all processes together read from the storage; by default 200 Gbit/s, the quota of a project in a region."""
     process: float = 2e9
     """Maximum bytes per second that one process reads."""
     interconnect: float | None = None
-    """Bytes per second that a process receives from the others. None: 1.25e9 over gloo, which is 10 Gbit/s, and 10e9 between
-    JAX's accelerators, which is less than the rate at which their hosts copy from them (15e9 and more)."""
+    """Bytes per second that a process receives from the others. None: 1.25e9 over gloo, and 10e9 between JAX's accelerators."""
     latency: float = 0.05
-    """Seconds of overhead per round: the processes find each other through the job's key-value store."""
+    """Seconds of overhead per round of messages between the processes."""
     gain: float = 1.5
-    """Minimum speed-up for reading together: the numbers above are rough, and reading alone depends on no other process."""
+    """Minimum speed-up at which processes read together. It is above 1 because the rates are rough."""
 
     def __post_init__(self) -> None:
         """Refuse invalid rates."""
@@ -53,13 +58,13 @@ class Bandwidths:
                 raise OptionError(f"Bandwidths({field.name}={value!r}): give a positive number.")
 
     def estimate(self, *, nbytes: int, readers: int, processes: int, rounds: int) -> Estimate:
-        """Estimate the seconds of both methods, for one of several processes that need the same bytes.
+        """Estimate the seconds of reading alone and of reading together.
 
         Args:
-            nbytes: bytes that each process needs.
-            readers: number of these processes.
-            processes: number of processes of the job; all of them read at the same time.
-            rounds: number of rounds for reading together.
+            nbytes: bytes that each process needs; all `readers` need the same bytes.
+            readers: number of processes that need these bytes.
+            processes: number of processes in the job; all of them read at the same time.
+            rounds: number of rounds of messages for reading together.
         """
         assert self.interconnect is not None, "only the interconnect at hand knows"
         alone = nbytes * max(1 / self.process, processes / self.store)

@@ -258,5 +258,5 @@ def _metrics(doc: dict[str, Any]) -> dict[str, float | str]:
 def _typed(doc: dict[str, Any], key: str, kind: type, where: str) -> Any:
     value = doc.get(key)
     if type(value) is not kind or (isinstance(value, int) and not 0 <= value <= LARGEST_DIMENSION):
-        raise FormatError(f"{where}: {key!r} is no {kind.__name__} that a checkpoint could have; the record was not written by shardckpt.")
+        raise FormatError(f"{where}: {key!r} is not a valid {kind.__name__}; the record was not written by shardckpt.")
     return value

@@ -102,7 +102,7 @@ class LazyArray:
     def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> NDArray[Any]:
         """All elements."""
         if copy is False:
-            raise ValueError(f"{self.name}: its elements are in a storage, so an array of them is a copy")
+            raise ValueError(f"{self.name}: its elements are in a storage, so numpy must copy them; leave out copy=False")
         found: NDArray[Any] = np.asarray(self[...])
         return found if dtype is None else found.astype(dtype, copy=False)
 

@@ -383,8 +383,8 @@ class ChunkFinder:
         """The error for a chunk with an impossible length."""
         least, most = self._lengths(chunks.wanted.part_of(row).chunk_bytes)
         return FormatError(
-            f"{chunks.wanted.where(row)}: the chunk table gives it {chunks.length[row]} bytes of {self._place}/{chunks.file_of(row)}, "
-            f"{least} to {most} are possible; the checkpoint was not written by shardckpt, or by a faulty version."
+            f"{chunks.wanted.where(row)}: the chunk table says {chunks.length[row]} bytes in {self._place}/{chunks.file_of(row)}, "
+            f"but only {least} to {most} are possible; the checkpoint was not written by shardckpt, or by a faulty version."
         )
 
     def _lengths(self, nbytes: int) -> tuple[int, int]:

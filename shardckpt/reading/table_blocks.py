@@ -98,7 +98,7 @@ class _Source:
         # Arrays without chunks begin at the same row as the next array; side="right" selects the last array that begins there.
         position = row - self.begins[np.searchsorted(self.begins, row, side="right") - 1]
         if (rows["chunk"] != position.astype(np.uint64)).any():
-            raise FormatError(f"{self.where}: the table of all chunks lacks some, or has them in another order.")
+            raise FormatError(f"{self.where}: the chunk table lacks chunks, or has them in the wrong order; it is damaged.")
         return rows
 
 

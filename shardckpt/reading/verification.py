@@ -135,7 +135,9 @@ class _Verification:
         """Check the metadata first, then all chunks, then the metadata for stock readers."""
         total = sum(t.num_chunks for t in self.record.structure.tensors.values())
         if not 0 <= self.after <= total:
-            raise OptionError(f"{self.store}: after={self.after} is no number of its {total} chunks; begin again with 0.")
+            raise OptionError(
+                f"{self.store}: after={self.after} is not a number from 0 to {total}, the number of its chunks; begin again with 0."
+            )
         version = self._record()
         table = self._table()
         if version is not None and self.versions and version != max(self.versions):
@@ -234,7 +236,10 @@ class _Verification:
         for path, rows in own.arrays.items():
             row = arrays[path].find(rows.chunk.astype(np.int64)) if path in arrays else np.full(1, -1)
             if (row < 0).any() or not _same_places(rows, own_names, arrays[path], names, row):
-                self._damaged_file(self.record.table.key, FormatError(f"{path}: its chunks are not where the hosts' own tables have them."))
+                self._damaged_file(
+                    self.record.table.key,
+                    FormatError(f"{path}: the merged chunk table and the hosts' tables have its chunks at different places."),
+                )
         return WholeTable(table.files, arrays)
 
     def _host_tables(self) -> WholeTable:

@@ -34,7 +34,7 @@ def read_file(path: str | os.PathLike[str], what: str, kinds: Sequence[str]) -> 
     kind = file.suffix.lower()
     if kind not in kinds:
         formats = " or ".join(dict.fromkeys(_NAMES[kind] for kind in kinds))
-        raise OptionError(f"{file}: a {what} is {formats}, and its name ends with {', '.join(kinds[:-1])} or {kinds[-1]}.")
+        raise OptionError(f"{file}: a {what} is {formats}, so its name must end with {', '.join(kinds[:-1])} or {kinds[-1]}.")
     try:
         text = file.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -69,7 +69,7 @@ def _json(text: str, where: str) -> Any:
         found: dict[str, Any] = {}
         for key, value in pairs:
             if key in found:
-                raise ValueError(f"the key {key!r} is there twice")
+                raise ValueError(f"the key {key!r} appears twice")
             found[key] = value
         return found
 
@@ -90,7 +90,7 @@ def _yaml(text: str, where: str) -> Any:
             for key, _ in node.value:
                 name = (key.tag, str(key.value))
                 if name in keys:
-                    raise yaml.constructor.ConstructorError(None, None, f"the key {key.value!r} is there twice", key.start_mark)
+                    raise yaml.constructor.ConstructorError(None, None, f"the key {key.value!r} appears twice", key.start_mark)
                 keys.add(name)
             return super().construct_mapping(node, deep)
 

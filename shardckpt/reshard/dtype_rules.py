@@ -105,8 +105,8 @@ def check_dtypes(requested: object) -> None:
     for pattern, dtype in _rules(requested).items():
         if pattern == _ALL and not _is_floating(dtype):
             raise OptionError(
-                f"dtype={dtype.name!r}: a dtype alone converts floating-point tensors, to a floating-point dtype; give a pattern for the "
-                f"tensors that are meant, as in dtype={{'**/position_ids': {dtype.name!r}}}."
+                f"dtype={dtype.name!r}: a dtype without a pattern must be a floating-point dtype; give a pattern for the tensors to "
+                f"convert, as in dtype={{'**/position_ids': {dtype.name!r}}}."
             )
 
 

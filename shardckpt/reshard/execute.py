@@ -67,9 +67,9 @@ class ReshardReport:
     url: str
     """URL of the new checkpoint."""
     attempt: str
-    """The directory into which all workers of the job write."""
+    """Name of the directory, in the destination, into which all workers of the job write."""
     committed: bool
-    """Whether the new checkpoint is committed now; one worker of several commits nothing."""
+    """Whether the new checkpoint is committed now. A call with `worker=(K, N)` does not commit."""
     tasks: int
     """Number of tasks of the job."""
     done_before: int
@@ -150,46 +150,46 @@ def reshard(
     unmatched: Literal["replicate", "error"] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> ReshardReport:
-    """Rewrite a checkpoint so that it suits another layout; bit-identical, except where `dtype` converts.
+    """Rewrite a checkpoint for another mesh, layout, dtype or storage.
 
-    It needs no devices, and memory for only a few chunks, however large tensors are. After an interruption, the same call continues
-    where it stopped. The source is only read.
+    Only `dtype` changes elements; everything else stays bit for bit. No devices are needed, and memory for only a few chunks, however
+    large a tensor is. The source is only read. After an interruption, repeat the call: it continues where it stopped.
 
     Args:
         src: the checkpoint to read: a path or URL.
-        dst: the place of the new checkpoint, on the same storage or another one. It may equal `src` with `overwrite`.
-        mesh: the devices that specs refer to. With neither `rules` nor `like`, tensors keep their recorded specs, over this mesh.
-        rules: how each tensor is laid out: `Rules`, texts such as "**/w1=(None,model)", or a dict of pattern → spec.
-        like: another checkpoint; a tensor that no rule matches gets its layout from there.
+        dst: a path or URL for the new checkpoint. With `overwrite`, it may equal `src`.
+        mesh: the new mesh. With neither `rules` nor `like`, tensors keep their recorded specs on this mesh.
+        rules: the layout of each tensor: `Rules`, texts such as "**/w1=(None,model)", or a dict of pattern → spec.
+        like: another checkpoint. Tensors that no rule matches get their layouts from it.
         layout: "packed" or "zarr"; None: same as the source.
         compression: "zstd" or "none"; None: same as the source.
-        dtype: a dtype, or pattern → dtype: the target of the conversion, which works like `restore(cast=True)`. A dtype alone leaves
+        dtype: the new dtype, or a dict of pattern → dtype. Values are rounded to nearest, ties to even. A dtype alone leaves
             integers, tensors without dimensions and optimizer state unchanged (docs/reshard.md#dtypes).
-        only: the names in the new checkpoint: a pattern, or several.
-        engine: who does the work: an Executor, or the URL of a cluster, such as "ray://head:10001" or "dask://scheduler:8786"; None:
-            processes on this machine.
-        memory_limit: bytes of buffers: on one machine the total over all workers, on a cluster the limit of each running task.
-            Each process uses up to 128 MiB more.
-        workers: number of concurrent tasks; None: limited by cores and memory, or by the places in the cluster.
-        worker: (K, N): this call is worker K, from 0, of N externally started workers, and does only its share. When all
-            are done, `shardckpt.commit(dst)` commits.
-        task_bytes: approximate bytes that a task writes: the most that an interruption loses, per worker.
+        only: a pattern, or several: the new checkpoint has only the tensors and values with matching names.
+        engine: the workers: a `concurrent.futures.Executor`, or the URL of a cluster, such as "ray://head:10001" or
+            "dask://scheduler:8786"; None: processes on this machine.
+        memory_limit: bytes of buffers, or a text such as "2GiB". The limit holds for all workers of one machine together, and on a
+            cluster for each running task. Each process uses up to 128 MiB more.
+        workers: number of concurrent tasks; None: as many as cores and memory allow, or as the cluster can run.
+        worker: (K, N): this call does the share of worker K, counted from 0, of N workers that you start. When all
+            are done, call `shardckpt.commit(dst)`.
+        task_bytes: approximate bytes that a task writes. An interruption loses at most one unfinished task per worker.
         overwrite: replace a checkpoint that is committed at `dst`.
-        verify: read back the written data and compare checksums.
-        unmatched: what happens to tensors that no rule matches; None: the setting of `rules`, or else "replicate".
+        verify: read the written data back and compare checksums.
+        unmatched: "replicate" or "error": treatment of tensors that no rule matches; None: the setting of `rules`.
         progress: called with the bytes of elements done so far, and in all (of this call's share).
 
     Returns:
-        The report of the work done.
+        A report with bytes read and written, seconds, and whether the new checkpoint is committed.
 
     Raises:
         NotFoundError: there is no committed checkpoint at `src`.
-        AlreadyExistsError: a checkpoint is committed at `dst` and `overwrite` is not set; or another job committed there meanwhile.
-        OptionError, ShardingError, NamesMismatchError, DtypeMismatchError, LeafError: the request does not fit the source.
-        BudgetError: the memory limit is too small; names it, and a sufficient one.
+        AlreadyExistsError: a checkpoint is committed at `dst` and `overwrite` is not set; or another job committed one during the call.
+        OptionError, ShardingError, NamesMismatchError, DtypeMismatchError, LeafError: the options do not fit the source.
+        BudgetError: the memory limit is too small; the message names a sufficient one.
         CorruptionError: stored bytes of the source are damaged or missing.
-        ReplacedError: the source was replaced or deleted meanwhile.
-        CommitError: workers died over a task again and again; or the tasks' records contradict each other.
+        ReplacedError: the source was replaced or deleted during the call.
+        CommitError: three workers died over one task, or the tasks' records contradict each other.
         CoordinationError: the cluster does not answer, or has lost all its workers.
         MissingExtraError: the cluster's package is not installed here, or shardckpt is not installed on the cluster.
         StorageError: a storage failed or is full; or the interpreter is shutting down and cannot start reader threads.
@@ -209,7 +209,7 @@ def reshard(
     )
     source, destination = parse(src), parse(dst)
     if destination.is_within(source) and destination.resolved != source.resolved:
-        raise OptionError(f"{destination} lies in the checkpoint that is resharded, {source}; choose a place outside of it.")
+        raise OptionError(f"{destination} is inside the source, {source}; choose another place.")
     with reading_takes_threads(src):
         return run_job(str(source), dst, options, ExecutionOptions(engine, worker, progress))
 
@@ -225,7 +225,9 @@ def run_job(
     began, destination = time.monotonic(), parse(dst)
     in_one_memory = "memory" in (place_of(source).scheme, destination.scheme)
     if isinstance(execution.engine, str) and in_one_memory:
-        raise OptionError(f"engine={execution.engine!r}: a memory:// url exists in this process alone, and a cluster cannot reach it.")
+        raise OptionError(
+            f"engine={execution.engine!r}: a cluster cannot reach a memory:// url, which exists only in this process; choose another place."
+        )
     # Each worker of a cluster has the memory for itself.
     each = replace(options, workers=1) if isinstance(execution.engine, str) else options
     job = Job(source, str(destination), each, call=secrets.token_hex(8), alone=execution.worker is None and execution.engine is None)

@@ -112,8 +112,8 @@ class OpenJob:
             self._refuse_to_replace()
         if not self.committed and any(base.attempt == self.prior.attempt for base in self.plan.source.structure.bases):
             raise OptionError(
-                f"{self.store}: {self.checkpoint.location} reads tensors from this checkpoint, which is its base, and could not be read "
-                f"if this were replaced; choose another place."
+                f"{self.store}: this checkpoint is the base of {self.checkpoint.location}, which reads tensors from it and could not be "
+                f"read without it; choose another place."
             )
         if job.attempt not in (None, self.attempt):
             raise CommitError(

@@ -42,7 +42,7 @@ class OnDask(ClusterExecutor):
         try:
             self._client = distributed.Client(found, timeout=_CONNECT, set_as_default=False, name="shardckpt")
         except (OSError, ValueError) as e:
-            raise CoordinationError(f"{url}: no Dask scheduler answers there ({e}).") from e
+            raise CoordinationError(f"{url}: no Dask scheduler answers there ({e}); check the address.") from e
         self._calls = self._client.get_executor(pure=False)
         try:
             self._client.run_on_scheduler(resolve_name, _VERSION)

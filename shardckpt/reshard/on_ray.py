@@ -50,7 +50,7 @@ class OnRay(ClusterExecutor):
                     ray.init(AUTO if address == AUTO else url, log_to_driver=False, logging_level=logging.ERROR)
             except (ConnectionError, TimeoutError, RuntimeError, ValueError, exceptions.RayError) as e:
                 raise CoordinationError(
-                    f"{url}: no Ray cluster answers there ({(str(e).strip().splitlines() or [type(e).__name__])[-1]})."
+                    f"{url}: no Ray cluster answers there ({(str(e).strip().splitlines() or [type(e).__name__])[-1]}); check the address."
                 ) from e
         options = {"num_cpus": 1, "memory": memory, "max_retries": 0, "scheduling_strategy": "SPREAD"}
         self._call = ray.remote(**options)(_call)

@@ -307,7 +307,9 @@ class Client:
                 if time.monotonic() >= lost + self._timeout:
                     raise
             if end is not None and time.monotonic() >= end:
-                raise CoordinationError(f"{self.url}: job {number} has not ended within {timeout:g} s; it goes on.")
+                raise CoordinationError(
+                    f"{self.url}: job {number} has not ended within {timeout:g} s; it is still running: wait again, or cancel it."
+                )
             time.sleep(_PAUSE if end is None else max(0.0, min(_PAUSE, end - time.monotonic())))
 
     def _follow(self, number: int, end: float | None) -> Generator[JobEntry]:

@@ -39,7 +39,7 @@ class ServeMetrics:
         self.scan_seconds = Gauge("shardckpt_serve_last_scan_seconds", "Seconds of the last scan.", registry=registry)
         self.problems = Gauge("shardckpt_serve_unreachable_roots", "Roots that the last scan could not list.", registry=registry)
         self.damaged = Gauge(
-            "shardckpt_serve_damaged_checkpoints", "Checkpoints whose last verification has found damage.", registry=registry
+            "shardckpt_serve_damaged_checkpoints", "Checkpoints with damage in their last verification.", registry=registry
         )
         self.jobs = Gauge("shardckpt_serve_jobs", "Jobs in the journal.", ("state",), registry=registry)
         self.due = Gauge("shardckpt_serve_scrub_due_bytes", "Stored bytes that were not verified within the period.", registry=registry)

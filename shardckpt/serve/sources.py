@@ -103,7 +103,10 @@ class SourceResponse:
         }
         if b"if-match" in asked and not _matches(asked[b"if-match"], source.etag, strongly=True):
             refused = problem(
-                412, "changed", "these are other bytes than If-Match names; begin anew without it.", {"ETag": headers["etag"]}
+                412,
+                "changed",
+                "the file differs from the one that If-Match names; start again without If-Match.",
+                {"ETag": headers["etag"]},
             )
             await refused(scope, receive, send)
             return

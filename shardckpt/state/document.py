@@ -228,7 +228,7 @@ def _key(node: JSON, name: str) -> PathKey:
 def _refused(node: JSON, name: str) -> FormatError:
     what = next(iter(node), "{}") if isinstance(node, dict) else type(node).__name__
     return FormatError(
-        f"{shown(name)}: a node {str(what)[:60]!r} is not part of the tree's grammar here; "
+        f"{shown(name)}: {str(what)[:60]!r} is not a valid node of a tree here; "
         f"the checkpoint's record is damaged, or not written by shardckpt."
     )
 

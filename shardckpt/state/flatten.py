@@ -190,7 +190,7 @@ def unsupported(value: object, name: str) -> LeafError:
         )
     if callable(value):
         return LeafError(f"{what} Leave functions and classes out of the state, and make them anew when restoring.")
-    return LeafError(f"{what} Store what it consists of (its state_dict(), say), or call shardckpt.register_leaf for its class.")
+    return LeafError(f"{what} Store its parts (for example its state_dict()), or call shardckpt.register_leaf for its class.")
 
 
 _BASES = frozenset({bool, int, float, complex, str, bytes, dict, list, tuple})

@@ -231,7 +231,7 @@ def _refused(node: object, where: str) -> FormatError:
     # Never use the node's repr: for a hostile node it may be endless.
     what = next(iter(node), "{}") if isinstance(node, dict) else type(node).__name__
     return FormatError(
-        f"{shown(where)}: this {shortened(str(what), _SHOWN)!r} is not how a leaf is written; "
+        f"{shown(where)}: {shortened(str(what), _SHOWN)!r} is not a valid leaf; "
         f"the checkpoint's record is damaged, or not written by shardckpt."
     )
 

@@ -147,7 +147,7 @@ class _Walk:
         if not self.any_selected(node):
             return _keep(value)
         if not isinstance(node, Tensor | Tied):
-            advice = _WRAP if isinstance(node, Owned) else "pass what is stored, or any value of its kind, there"
+            advice = _WRAP if isinstance(node, Owned) else "pass a value of the stored kind there"
             raise _structure(node, f"a tensor ({type(value).__qualname__}); {advice}")
         name = node.name
         found, stored = ... if self.meaning is None else self.meaning(value), self.meanings.get(node.stored)

@@ -387,8 +387,8 @@ class CheckpointManager(RunSteps):
         self._check(step)
         if (before := self._decisions.previous) is not None and step < before:
             raise OptionError(
-                f"{self._root}: step {step} is less than step {before}, which was asked about, saved or restored already; steps must "
-                f"ascend. Go on from there, or go back with restore(step=…)."
+                f"{self._root}: step {step} is less than step {before}, the last step that was asked about, saved or restored; steps must "
+                f"ascend. Continue from there, or go back with restore(step=…)."
             )
 
     def _check(self, step: object) -> None:

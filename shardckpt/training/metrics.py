@@ -74,7 +74,7 @@ class Prometheus:
 
         self._saves = counter("saves", "Saves that ended, or were not made.", "outcome")
         self._bytes = counter("saved_bytes", "Bytes of tensors that this process wrote.")
-        self._stored = counter("stored_bytes", "Bytes that they take in the storage.")
+        self._stored = counter("stored_bytes", "Bytes of storage that they use.")
         self._phases = histogram("save_phase_seconds", "Seconds of each phase of a save.", "phase")
         self._save_seconds = histogram("save_seconds", "Seconds of a save, from the call to the commit.")
         self._stalls = histogram("stall_seconds", "Seconds that training waited for a save.")

@@ -64,7 +64,7 @@ class NamedModule:
                 self.replica |= distributed.get_rank(part.process_group) > 0
             elif type(part).__name__ == "FullyShardedDataParallel" and type(part).__module__.startswith("torch.distributed"):
                 raise LeafError(
-                    f"{shown(key)} is wrapped in FullyShardedDataParallel, whose parameters are flat pieces of several; "
+                    f"{shown(key)} is wrapped in FullyShardedDataParallel, which flattens several parameters into one; "
                     f"use torch.distributed.fsdp.fully_shard, or save what torch's get_model_state_dict gives."
                 )
             elif _is_copy(part):

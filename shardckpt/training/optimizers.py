@@ -123,8 +123,8 @@ class NamedOptimizer:
         lengths, own = [len(group.members) for group in nodes.groups], [len(members) for members in self.groups]
         if lengths != own:
             raise StructureMismatchError(
-                f"{shown(nodes.name)} has its parameters by number, in groups of {lengths}, and the optimizer here has groups of {own}; "
-                f"make the optimizer as it was made for the save, or store what get_optimizer_state_dict gives, which has names."
+                f"{shown(nodes.name)} has numbers instead of parameter names, in groups of {lengths}, but the optimizer here has groups of "
+                f"{own}; make the optimizer as for the save, or save the result of get_optimizer_state_dict, which has names."
             )
         names = dict(zip(nodes.members(), self.parameters, strict=True))
         return nodes.renamed(lambda number: names[number])
@@ -201,8 +201,8 @@ class NamedOptimizer:
             if differs is not None:
                 raise StructureMismatchError(
                     f"{shown(self.key)}: group {number} has parameters that were saved with different settings, "
-                    f"{differs}={found[0].get(differs)!r} and {other.get(differs)!r}; give each a group of its own, or restore with only= "
-                    f"what is not in {self.key}/param_groups and {self.key}/group_of."
+                    f"{differs}={found[0].get(differs)!r} and {other.get(differs)!r}; give each a group of its own, or leave out "
+                    f"{self.key}/param_groups and {self.key}/group_of with only=."
                 )
         own = self.optimizer.param_groups[number]
         return found[0] if found else {name: value for name, value in own.items() if name not in _OF_THE_GROUP}

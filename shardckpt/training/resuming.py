@@ -152,14 +152,14 @@ def check_restored(checkpoint: Checkpoint, state: Any, coordinator: Coordinator)
     recorded = recorded_fingerprint(checkpoint.place, checkpoint.record)
     if not recorded:
         raise OptionError(
-            f"{checkpoint.location} has no fingerprint to check= with: save with SaveOptions(fingerprint=True), or restore without check=."
+            f"{checkpoint.location} has no fingerprint, as check= needs: save with SaveOptions(fingerprint=True), or leave out check=."
         )
     found = fingerprint(state, coordinator=coordinator).tensors
     wrong = [name for name in found if found[name] != recorded.get(name, found[name])]
     if wrong:
         raise CorruptionError(
-            f"{checkpoint.location}: {few(wrong)} differ from what was saved, although all that was read was as written: the restore "
-            f"converted them (cast=), or memory or a device changed them. Restore again; if that fails, too, check the hardware."
+            f"{checkpoint.location}: {few(wrong)} differ from the saved fingerprint, although every checksum was right: the restore "
+            f"converted them (cast=), or memory or a device changed them. Restore again; if that fails too, check the hardware."
         )
 
 

@@ -88,8 +88,8 @@ class NamedScheduler:
                     break
             if any(value_of(item) != value_of(fits[0]) or not isinstance(item, Small) for item in fits[1:]):
                 raise StructureMismatchError(
-                    f"{of_each.name} is a list by group, and {shown(stored.name)} is stored flat, which does not say which group comes "
-                    f"first; restore without {self.key}, with only=, and make it anew."
+                    f"{of_each.name} is a list with an item per group, but {shown(stored.name)} is stored without the order of groups; "
+                    f"leave out {self.key} with only=, and make a new one."
                 )
             found[first] = fits[0]
         return Branch(of_each.name, "dict", list(found), list(found.values()))
@@ -111,7 +111,7 @@ class NamedScheduler:
                 found[name] = [self._of_group(name, value, sources) for sources in self.optimizer.sources()]
             elif name in PER_GROUP and isinstance(value, list) and len(value) != len(self.optimizer.groups):
                 raise StructureMismatchError(
-                    f"{shown(self.key)}: {name} was saved for {len(value)} groups, and the optimizer has {len(self.optimizer.groups)}; "
+                    f"{shown(self.key)}: {name} was saved for {len(value)} groups, but the optimizer has {len(self.optimizer.groups)}; "
                     f"give it the groups that it had, or leave {self.key} out with only=."
                 )
             elif name == _INNER:
@@ -122,8 +122,8 @@ class NamedScheduler:
         values = [of_each[source] for source in sources if source in of_each]
         if not values or any(value != values[0] for value in values[1:]):
             raise StructureMismatchError(
-                f"{shown(self.key)}: {name} was saved for the groups of {', '.join(map(repr, of_each))}; a group with parameters of "
-                f"{', '.join(map(repr, sources))} finds {'different values' if values else 'none'} there. Give the optimizer the "
-                f"groups that it had."
+                f"{shown(self.key)}: {name} was saved for the groups of {', '.join(map(repr, of_each))}. It has "
+                f"{'different values' if values else 'no value'} for the parameters of {', '.join(map(repr, sources))}, which are one "
+                f"group here; give the optimizer the groups of the save."
             )
         return values[0]

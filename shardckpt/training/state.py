@@ -322,8 +322,8 @@ def _chosen(world: Callable[[], World]) -> Callable[[list[Any]], Any]:
         if process < len(states):
             return states[process]
         log.warning(
-            "rng: %d processes saved their random number generators, and none of them was process %d. It restores generators that were "
-            "equal on all of them, and derives the others from those of process 0 and its own number.",
+            "rng: %d processes saved their random number generators, and none of them was process %d. This process restores generators "
+            "that were equal on all of them, and derives the others from process 0's generators and its own number.",
             len(states),
             process,
         )

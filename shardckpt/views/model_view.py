@@ -269,7 +269,7 @@ def _options(options: Mapping[str, Any]) -> SafetensorsOptions:
     known = [*NameOptions.__dataclass_fields__, "max_shard_size", "metadata"]
     odd = next((name for name in names if name not in known), None)
     if odd is not None:
-        raise OptionError(f"a view takes no {odd}=; its options are those of export_safetensors that change bytes: {', '.join(known)}.")
+        raise OptionError(f"a view does not have the option {odd}=; its options are {', '.join(known)}.")
     return SafetensorsOptions(names=NameOptions(**names), **own)
 
 

@@ -66,7 +66,7 @@ def from_pretrained(model_class: Any, source: str | os.PathLike[str] | Checkpoin
             config = AutoConfig.for_model(described.pop("model_type"), **described)
         except (KeyError, TypeError, ValueError) as error:
             raise OptionError(
-                f"{view.checkpoint.location}: config.json is no model's that transformers knows ({error!r}); give config=."
+                f"{view.checkpoint.location}: transformers does not know the model of config.json ({error!r}); give config=."
             ) from error
     elif not hasattr(config, "to_dict"):
         config = AutoConfig.from_pretrained(config)

@@ -83,7 +83,5 @@ class ReadProof:
                 matches = digest(tensor.dtype.name, tensor.shape, total) == self._recorded[tensor.name]
                 (proved if matches else wrong).append(tensor.name)
         if wrong:
-            raise CorruptionError(
-                f"{self._where}: what was read is not what was saved, by its fingerprint: {few(wrong)}; run shardckpt verify."
-            )
+            raise CorruptionError(f"{self._where}: {few(wrong)} differ from the saved fingerprint; run shardckpt verify.")
         return proved

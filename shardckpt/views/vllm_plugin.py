@@ -70,9 +70,13 @@ class CheckpointLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM is not in
         began = time.monotonic()
         url = self._url or model_config.model
         if model_config.quantization is not None:
-            raise OptionError(f"{url}: shardckpt loads no quantised models, and this one is {model_config.quantization}; export it.")
+            raise OptionError(
+                f"{url}: shardckpt does not load quantised models, and this one is {model_config.quantization}; export it to safetensors."
+            )
         if getattr(model, "secondary_weights", ()):
-            raise OptionError(f"{url}: {type(model).__name__} wants weights of a second model, which shardckpt does not load; export it.")
+            raise OptionError(
+                f"{url}: {type(model).__name__} needs weights of a second model, which shardckpt does not load; export it to safetensors."
+            )
         view = ModelView(url, **self._options)
         proof = ReadProof(view)
         recorder = Recorder(view, proof.add)

@@ -267,7 +267,7 @@ class Attempt:
             self._tell(_WORD, CommitError(f"process {self.world.process} does not wait for it any more."))
             raise CommitError(
                 f"{self.store}: this process has written its share, and process {COMMITTER} has not committed {why}; if it is gone, "
-                f"`shardckpt commit` publishes what all have written."
+                f"`shardckpt commit` publishes the save."
             )
 
     def stop_waiting(self, why: str) -> None:

@@ -105,7 +105,7 @@ class ExtentLog:
             CommitError: a key was added before, or a chunk has no bytes.
         """
         if not all(lengths):
-            raise CommitError(f"chunk {keys[lengths.index(0)]} has no bytes; every stored chunk ends in a checksum.")
+            raise CommitError(f"chunk {keys[lengths.index(0)]} has no bytes, not even a checksum.")
         before = len(self._keys)
         twice = None if self._keys.isdisjoint(keys) else next(key for key in keys if key in self._keys)
         self._keys.update(keys)

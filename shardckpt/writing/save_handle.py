@@ -137,8 +137,8 @@ class SaveProgress:
         """See `SaveHandle.wait`."""
         if not self.ended and os.getpid() != self._process:
             raise CoordinationError(
-                f"{self.url}: the save goes on in the process that began it, and this one was forked from that; wait for it there, and "
-                f'start processes that save themselves with multiprocessing.get_context("spawn").'
+                f"{self.url}: this process was forked from the one that saves; wait for the save there. Start processes that save "
+                f'with multiprocessing.get_context("spawn").'
             )
         with self._changed:
             self._changed.wait_for(lambda: self.ended or (until == "local" and self._durable), timeout)

@@ -205,7 +205,7 @@ class _Save:
 
     def _stop(self) -> None:
         if not self.outcome.ended:
-            self.attempt.stop_waiting("the program ends: `shardckpt commit` publishes what all have written.")
+            self.attempt.stop_waiting("the program ends: `shardckpt commit` publishes the save if all processes have written their shares.")
             self._stage.fail(CommitError(f"{self.outcome.url}: the save was given up because the program ends."))
 
     def join(self, timeout: float | None) -> None:

@@ -81,8 +81,8 @@ def test_trusting_pickles_says_what_that_means(run, weights, tmp_path):
 @pytest.mark.parametrize(
     ("place", "options", "status", "why"),
     [
-        ("nowhere", [], 3, "nothing in a directory"),
-        ("hf/notes.txt", [], 4, "holds no checkpoint that is known"),
+        ("nowhere", [], 3, "no directory of that name with files"),
+        ("hf/notes.txt", [], 4, "holds no checkpoint of a known format"),
         ("hf", ["--from", "gguf"], 2, "use 'auto', 'safetensors'"),
         ("hf", ["--into", "/"], 2, "give keys"),
         ("hf", ["--mesh", "model=4", "--rule", "nothing=(model)"], 2, "matches no tensor"),

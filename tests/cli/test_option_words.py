@@ -24,9 +24,9 @@ def places(tmp_path, saver, monkeypatch):
 @pytest.mark.parametrize(
     ("command", "said"),
     [
-        ("export a x.safetensors --include nope", "--include nope: none of its 5 tensors is left"),
-        ("export a x.safetensors --exclude **", "--exclude '**': none of its 5 tensors is left"),
-        ("export a x --to torch --include n", "--include n: none of its names is left"),
+        ("export a x.safetensors --include nope", "--include nope selects none of its 5 tensors"),
+        ("export a x.safetensors --exclude **", "--exclude '**' selects none of its 5 tensors"),
+        ("export a x --to torch --include n", "--include n selects none of its names"),
         ("export a x.safetensors --memory-limit 3", "--memory-limit 3 B is too little to read chunks of "),
         ("export a x.safetensors --max-shard-size 3", "--max-shard-size makes several files"),
         ("export a x --to nope", "--to nope: give 'safetensors'"),
@@ -34,7 +34,7 @@ def places(tmp_path, saver, monkeypatch):
         ("export a x.safetensors --dtype int8", "as in --dtype '**/position_ids=int8'."),
         ("export a x.safetensors --dtype model/**", "after a pattern comes =DTYPE, as in 'model/**=bfloat16'"),
         ("export a x.safetensors --ties nope", '--ties nope: use "auto"'),
-        ("export a x.pt --to torch --max-shard-size 5GB", "--to torch takes no --max-shard-size, which"),
+        ("export a x.pt --to torch --max-shard-size 5GB", "--to torch does not have the option --max-shard-size, which"),
         ("export a model.safetensors", "or replace it with --overwrite."),
         ("export a x.safetensors --strip-prefix nope", "--strip-prefix nope: it matches none of 5 names"),
         ("import model.safetensors z --from nope", "--from nope: use 'auto'"),

@@ -36,7 +36,7 @@ def test_where_there_is_no_checkpoint_there_is_nothing_to_pin(run, saver, tmp_pa
         for place in ("1", "2"):
             answer = run(command, tmp_path / place)
             assert answer.status == 3
-            assert f"no checkpoint there to {command}" in answer.err
+            assert f"there is no checkpoint to {command}" in answer.err
 
 
 def test_a_superseded_checkpoint_is_listed_so(run, saver, tmp_path):
@@ -73,4 +73,4 @@ def test_tags_in_json_and_names_that_are_none(run, saver, tmp_path):
         assert run("tag", name, tmp_path / "1").status == 2
     answer = run("tag", "best", tmp_path / "2")
     assert answer.status == 3
-    assert "no checkpoint there to tag" in answer.err
+    assert "there is no checkpoint to tag" in answer.err

@@ -170,7 +170,7 @@ def test_a_chunk_beyond_the_tensor_is_refused_by_its_name(saved):
     path = path_of(saved, "large")
     host, files, rows = holder(saved, path)
     saved.write_table(host, files, {**rows, path: [*rows[path], (10**6, *rows[path][-1][1:])]})
-    saved.refuses("chunk 1000000 of .* chunks of 'large' was written")
+    saved.refuses("chunk 1000000 of 'large' was written")
 
 
 def test_chunks_of_no_tensor_are_refused_by_their_path(saved):
@@ -204,7 +204,7 @@ def test_an_index_that_lacks_a_chunk_of_the_list_is_refused(saved):
     record = saved.record(0)
     if record.layout == "packed":
         saved.write_record(replace(record, files=replace(record.files, lanes=())))
-        saved.refuses("host 0 has chunks in hosts/00000/0, its record names no index")
+        saved.refuses("host 0 has chunks in hosts/00000/0, but its record names no index")
 
 
 def test_one_leaf_says_what_merged_lanes_say(left, tmp_path, monkeypatch):
@@ -276,18 +276,18 @@ def test_a_record_of_one_host_too_many_is_refused(saved):
 
 def test_an_attempt_without_records_says_what_may_have_become_of_it(saved):
     saved.place.delete_prefix("records/")
-    with pytest.raises(CommitError, match="has collected the attempt"):
+    with pytest.raises(CommitError, match="has removed it"):
         assemble(saved.place)
 
 
 def test_a_record_in_another_hosts_place_is_refused(saved):
     saved.write_record(saved.record(1), host=2)
-    saved.refuses("host 1's record of attempt .*, in the wrong place")
+    saved.refuses("the record of host 1 of attempt .*: a wrong file")
 
 
 def test_a_record_of_another_attempt_is_refused(saved):
     saved.write_record(replace(saved.record(2), attempt="20300101T000000-00000000"))
-    saved.refuses("host 2's record of attempt 20300101T000000-00000000, in the wrong place")
+    saved.refuses("the record of host 2 of attempt 20300101T000000-00000000: a wrong file")
 
 
 @pytest.mark.parametrize(

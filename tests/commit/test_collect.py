@@ -285,8 +285,8 @@ def test_a_record_that_changes_all_the_time_is_given_up_for_now(disk, monkeypatc
     leave_behind(disk)
     monkeypatch.setattr(Store, "replace", lambda *_: False)
     (kept,) = collect(disk, grace=0)
-    assert (kept.outcome, kept.reason) == ("kept", "the commit record changes all the time")
-    with pytest.raises(StorageError, match="changes all the time; try again"):
+    assert (kept.outcome, kept.reason) == ("kept", "other processes keep changing the commit record")
+    with pytest.raises(StorageError, match="keep changing the commit record; try again"):
         delete(disk, reason="test", grace=0)
     assert len(attempts_in(disk)) == 2
 

@@ -262,7 +262,7 @@ def test_an_attempt_that_was_removed_before_it_is_published_is_not(tmp_path):
     store = Store.open(tmp_path / "c")
     record = assemble(store.sub(attempt))
     discard(store.sub(attempt))
-    with pytest.raises(CommitError, match="was removed before"):
+    with pytest.raises(CommitError, match="failed to publish this save and removed it"):
         publish(store, record, read_prior(store, overwrite=False))
     with pytest.raises(NotFoundError):
         shardckpt.open(tmp_path / "c")

@@ -68,7 +68,7 @@ def test_a_root_that_no_job_has_claimed_can_end_too(tmp_path):
     assert ended(root).run is None
     check_idle(root)
     run = train(tmp_path, 2)
-    with pytest.raises(CommitError, match=f"run {run} saves there now, and it was no job when the run was marked as ended by 'ann'"):
+    with pytest.raises(CommitError, match=f"run {run} saves there now, but no job did when the run was marked as ended by 'ann'"):
         check_idle(root)
 
 
@@ -115,7 +115,7 @@ def test_a_save_in_flight_is_noticed_and_one_that_was_killed_long_ago_is_not(tmp
     check_idle(root)
     begin(tmp_path / "3", hours=23)
     for names in (frozenset(), known):
-        with pytest.raises(CommitError, match=rf"a save may be in flight, which has written to 3/{ATTEMPT}/ 23 h ago"):
+        with pytest.raises(CommitError, match=rf"an unfinished save wrote to 3/{ATTEMPT}/ 23 h ago"):
             check_idle(root, names)
 
 
@@ -124,7 +124,7 @@ def test_a_save_that_has_only_begun_is_noticed(tmp_path):
     root = Store.open(tmp_path)
     mark_ended(root, "ann")
     put_placeholder(tmp_path / "2")
-    with pytest.raises(CommitError, match=r"a save may be in flight, which has written to 2/checkpoint\.json"):
+    with pytest.raises(CommitError, match=r"an unfinished save wrote to 2/checkpoint\.json"):
         check_idle(root)
 
 
@@ -135,7 +135,7 @@ def test_this_machines_clock_does_not_matter(tmp_path, monkeypatch):
     begin(tmp_path / "2")
     now = time.time()
     monkeypatch.setattr(time, "time", lambda: now + 30 * 86400)
-    with pytest.raises(CommitError, match="a save may be in flight"):
+    with pytest.raises(CommitError, match="an unfinished save wrote to"):
         check_idle(root)
 
 
@@ -165,9 +165,9 @@ def test_bad_marks_are_refused(tmp_path, monkeypatch):
         with pytest.raises(OptionError, match="give the name of the operator"):
             mark_ended(Store.open(tmp_path), by)
     for place in (tmp_path, tmp_path / "none"):
-        with pytest.raises(NotFoundError, match="there is no run there"):
+        with pytest.raises(NotFoundError, match="there is no run here"):
             mark_ended(Store.open(place), "ann")
     save(tmp_path / "1")
     monkeypatch.setattr(Store, "create", lambda *_: False)
-    with pytest.raises(StorageError, match="it changes all the time"):
+    with pytest.raises(StorageError, match="other processes keep changing it"):
         mark_ended(Store.open(tmp_path), "ann")

@@ -69,7 +69,7 @@ def test_of_two_formats_side_by_side_one_may_go_before_the_other(tmp_path: Path)
 def test_of_two_formats_of_which_none_goes_before_the_other_one_has_to_be_meant(tmp_path: Path) -> None:
     save_file(ARRAYS, tmp_path / "model.safetensors")
     (tmp_path / "x.orbax").write_bytes(b"")
-    with pytest.raises(errors.OptionError, match=r"could be several formats \(safetensors: .*; orbax: x.orbax\); say which with from_"):
+    with pytest.raises(errors.OptionError, match=r"could have several formats \(safetensors: .*; orbax: x.orbax\); choose one with from_"):
         detect(parse(tmp_path))
 
 
@@ -84,7 +84,7 @@ def test_what_is_no_format_is_refused_with_what_was_looked_for_and_what_is_there
 
 @pytest.mark.parametrize("from_", ["auto", "safetensors"])
 def test_nothing_is_not_found(tmp_path: Path, from_: str) -> None:
-    with pytest.raises(errors.NotFoundError, match="nothing in a directory of that name"):
+    with pytest.raises(errors.NotFoundError, match="no directory of that name with files"):
         shardckpt.import_checkpoint(tmp_path / "nowhere", tmp_path / "out", from_=from_)
 
 

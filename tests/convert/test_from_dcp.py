@@ -233,7 +233,7 @@ def test_a_transformed_stream_is_refused_with_its_transform(copied):
         metadata.storage_data[index(metadata, "part")].transform_descriptors = ["stream.zstd/1"]
 
     change_metadata(copied, compress)
-    with pytest.raises(FormatError, match=r"'part' went through \['stream.zstd/1'\]"):
+    with pytest.raises(FormatError, match=r"'part' was written with the extensions \['stream.zstd/1'\]"):
         opened(copied)
 
 
@@ -287,7 +287,7 @@ def test_metadata_of_another_file_are_noticed(copied):
         metadata.storage_data[one], metadata.storage_data[other] = metadata.storage_data[other], metadata.storage_data[one]
 
     change_metadata(copied, swap)
-    with pytest.raises(FormatError, match=r"here should be float32 of shape .* and there is torch.float32 of shape"):
+    with pytest.raises(FormatError, match=r"the metadata say float32 of shape .* but the file has torch.float32 of shape"):
         opened(copied)
 
 

@@ -52,7 +52,7 @@ def test_a_step_is_read_and_what_torch_xla_dropped_is_named(base, tmp_path):
     report = import_checkpoint(base / "10", tmp_path / "ours", trust_pickle=True)
     assert report.format == "torch_xla"
     check(restore(tmp_path / "ours"))
-    assert "the state had names of which nothing was stored: model.dropped." in report.notes
+    assert "the state had names without stored data: model.dropped." in report.notes
     assert "silently drops" in report.notes[-1]
 
 
@@ -73,7 +73,7 @@ def test_of_several_steps_one_is_to_be_named_and_of_one_it_is_taken(base, tmp_pa
         from_torch_xla.open_foreign(parse(base), trust_pickle=True)
     (tmp_path / "base").mkdir()
     (tmp_path / "base" / "30").mkdir()
-    with pytest.raises(NotFoundError, match="no whole step"):
+    with pytest.raises(NotFoundError, match="no complete step"):
         from_torch_xla.open_foreign(parse(tmp_path / "base"), trust_pickle=True)
     (tmp_path / "base" / "40").symlink_to(base / "10")
     check(contents(from_torch_xla.open_foreign(parse(tmp_path / "base"), trust_pickle=True)))

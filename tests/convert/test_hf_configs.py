@@ -139,5 +139,5 @@ def test_metadata_that_is_no_file_is_refused_by_name(tmp_path, kept):
 def test_a_small_text_that_inflates_without_end_is_refused(tmp_path):
     bomb = base64.b64encode(zlib.compress(bytes(LARGEST_FILE + 1), 9)).decode()
     shardckpt.save(tmp_path / "c", {"w": np.ones(3)}, options=shardckpt.SaveOptions(metadata={"hf_files": {"tokenizer.json": bomb}}))
-    with pytest.raises(errors.CorruptionError, match=r"tokenizer\.json incomplete, or with more than"):
+    with pytest.raises(errors.CorruptionError, match=r"tokenizer\.json is incomplete or has more than"):
         ModelView(tmp_path / "c")

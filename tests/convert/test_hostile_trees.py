@@ -247,7 +247,7 @@ def test_a_list_with_an_empty_dict_comes_back_from_what_dcp_itself_saved(tmp_pat
 @pytest.mark.parametrize("state", [["x", {}], ["x", {"k": {}}, "y"], [np.ones(2), {}, np.ones(1)], [["x", {}]]])
 def test_a_list_with_a_dict_without_values_is_refused_for_dcp(tmp_path, state):
     shardckpt.save(tmp_path / "c", {"l": state, "m": ["x", ["y", []], []]})
-    with pytest.raises(errors.StructureMismatchError, match=r"'l(\.0)?\.1' is a dict without values in a list: DCP stores nothing"):
+    with pytest.raises(errors.StructureMismatchError, match=r"'l(\.0)?\.1' is an empty dict in a list: DCP does not store it"):
         shardckpt.export(tmp_path / "c", tmp_path / "o", to="dcp")
     assert not (tmp_path / "o").exists()
     shardckpt.export(tmp_path / "c", tmp_path / "o", to="dcp", exclude="l/**")
@@ -257,7 +257,7 @@ def test_a_list_with_a_dict_without_values_is_refused_for_dcp(tmp_path, state):
 @pytest.mark.parametrize("to", ["dcp", "orbax"])
 def test_keys_that_are_one_text_are_refused_by_name_with_prefixes_too(tmp_path, to):
     shardckpt.save(tmp_path / "c", {"x": {1: {"a": np.ones(2)}, "1": {"b": np.ones(2)}}})
-    with pytest.raises(errors.NamesMismatchError, match="'x' has the keys 1 and '1', which are one text in"):
+    with pytest.raises(errors.NamesMismatchError, match="'x' has the keys 1 and '1', which become the same text in"):
         shardckpt.export(tmp_path / "c", tmp_path / "o", to=to)
 
 
@@ -267,5 +267,5 @@ def test_texts_below_keys_with_slashes_and_items_without_leaves_come_back_from_o
     shardckpt.export(tmp_path / "c", tmp_path / "o", to="orbax")
     assert from_orbax(tmp_path / "o") == {"a": {}}
     shardckpt.save(tmp_path / "t", {"a": "x", "a/b": "y"})
-    with pytest.raises(errors.NamesMismatchError, match="'a/b' would lie in another text"):
+    with pytest.raises(errors.NamesMismatchError, match="'a/b' would be inside another text"):
         shardckpt.export(tmp_path / "t", tmp_path / "p", to="orbax")

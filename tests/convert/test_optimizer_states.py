@@ -176,7 +176,7 @@ def test_the_command_writes_the_form_that_is_asked_for_and_says_so(saved, tmp_pa
     assert set(torch.load(tmp_path / "s.pt", weights_only=True)["optimizer"]["state"]) == set(range(7))
     with pytest.raises(errors.OptionError, match=r"optimizer='number': give 'names', 'numbers', 'flat'"):
         shardckpt.export(checkpoint, tmp_path / "t.pt", to="torch", optimizer="number")
-    with pytest.raises(errors.OptionError, match="is for torch, dcp and orbax"):
+    with pytest.raises(errors.OptionError, match="is only for torch, dcp and orbax"):
         shardckpt.export(checkpoint, tmp_path / "t.safetensors", optimizer="numbers")
 
 

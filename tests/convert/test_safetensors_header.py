@@ -119,7 +119,7 @@ def test_a_key_that_comes_twice_is_refused_since_readers_differ() -> None:
 
 
 def test_elements_that_share_bytes_are_refused_by_name() -> None:
-    with pytest.raises(DtypeError, match="'w' is of dtype F4, of which elements share bytes"):
+    with pytest.raises(DtypeError, match="'w' has dtype F4, with several elements per byte"):
         ours(file({"w": {"dtype": "F4", "shape": [16], "data_offsets": [0, 8]}}))
 
 

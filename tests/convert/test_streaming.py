@@ -163,9 +163,9 @@ def test_elements_are_rounded_to_the_nearest_even_and_what_is_too_large_becomes_
 def test_what_cannot_be_made_is_refused_by_name(tmp_path):
     checkpoint = saved(tmp_path / "c", {"w": random((8, 4), "complex64"), "v": random((4096, 1024))})
     f32 = by_name("float32")
-    with pytest.raises(errors.ShapeMismatchError, match=r"'out': what it is made of does not make its shape \(8, 4\): the pieces hold 16"):
+    with pytest.raises(errors.ShapeMismatchError, match=r"'out': its parts do not form its shape \(8, 4\): the pieces hold 16"):
         OutputTensor("out", (8, 4), f32, (View("v", Box((0, 0), (4, 4)), (0, 1), (0, 0)),))
-    with pytest.raises(errors.ShapeMismatchError, match="2 dimensions is put into it"):
+    with pytest.raises(errors.ShapeMismatchError, match="has 2 dimensions; give both"):
         OutputTensor("out", (8,), f32, (View.whole("v", (8, 1)),))
     with pytest.raises(errors.OptionError, match="only dimensions of length 1 can be left out"):
         View("v", Box.full((8, 4)), (0,), (0,))

@@ -117,8 +117,8 @@ def test_tuples_with_tensors_in_them_become_lists_and_say_so(tmp_path):
 @pytest.mark.parametrize(
     ("state", "error", "words"),
     [
-        ([np.ones(2)], errors.StructureMismatchError, "is a list, and DCP has dicts only"),
-        ({"a.b": np.ones(2), "a": {"b": np.ones(3)}}, errors.NamesMismatchError, r"two names are one in DCP.*a\.b"),
+        ([np.ones(2)], errors.StructureMismatchError, "is a list, but DCP stores only dicts"),
+        ({"a.b": np.ones(2), "a": {"b": np.ones(3)}}, errors.NamesMismatchError, r"two names become the same in DCP.*a\.b"),
         ({"w": exported.bits((3,), "uint4", 0)}, errors.DtypeError, "'w': torch has no dtype uint4"),
     ],
 )
@@ -134,7 +134,7 @@ def test_only_a_checkpoint_of_dcp_is_replaced(checkpoint, tmp_path):
     (tmp_path / "d" / "thesis.tex").write_text("…")
     with pytest.raises(errors.AlreadyExistsError, match="is there already"):
         export(checkpoint, tmp_path / "d")
-    with pytest.raises(errors.AlreadyExistsError, match=r"holds something else \(no \.metadata\)"):
+    with pytest.raises(errors.AlreadyExistsError, match=r"is not an earlier export \(it has no \.metadata\)"):
         export(checkpoint, tmp_path / "d", overwrite=True)
     (tmp_path / "d" / "thesis.tex").rename(tmp_path / "d" / ".metadata")
     export(checkpoint, tmp_path / "d", overwrite=True)

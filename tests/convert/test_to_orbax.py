@@ -104,13 +104,13 @@ def test_what_orbax_has_no_place_for_is_left_out_by_name_and_keeps_its_place_in_
 @pytest.mark.parametrize(
     ("state", "error", "words"),
     [
-        ({}, errors.StructureMismatchError, "with something in it"),
-        ({"a.b": np.ones(2), "a": {"b": np.ones(3)}}, errors.NamesMismatchError, "calls two of its arrays 'a.b'"),
-        ({"ocdbt.process_0": np.ones(2)}, errors.NamesMismatchError, "'ocdbt.process_0' is what Orbax calls a file of its own"),
-        ({"checkpoint": np.ones(2)}, errors.NamesMismatchError, "'checkpoint' is what Orbax calls a file of its own"),
-        ({"_METADATA": np.ones(2)}, errors.NamesMismatchError, "'_METADATA' is what Orbax calls a file of its own"),
+        ({}, errors.StructureMismatchError, "that is not empty"),
+        ({"a.b": np.ones(2), "a": {"b": np.ones(3)}}, errors.NamesMismatchError, "two names become 'a.b' in Orbax"),
+        ({"ocdbt.process_0": np.ones(2)}, errors.NamesMismatchError, "'ocdbt.process_0' is the name of a file of Orbax itself"),
+        ({"checkpoint": np.ones(2)}, errors.NamesMismatchError, "'checkpoint' is the name of a file of Orbax itself"),
+        ({"_METADATA": np.ones(2)}, errors.NamesMismatchError, "'_METADATA' is the name of a file of Orbax itself"),
         ({"../../w": np.ones(2)}, errors.NamesMismatchError, "directory of its name: '../../w' is not a valid key below"),
-        ({"a": np.ones(2), "a/c": np.ones(2)}, errors.NamesMismatchError, "'a/c' would lie in the directory of another array"),
+        ({"a": np.ones(2), "a/c": np.ones(2)}, errors.NamesMismatchError, "'a/c' would be inside the directory of another array"),
         ({"w": exported.bits((3,), "uint4", 0)}, errors.DtypeError, "'w': TensorStore has no dtype uint4"),
     ],
 )

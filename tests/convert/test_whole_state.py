@@ -70,5 +70,5 @@ def test_the_public_function_and_the_command_do_the_same(checkpoint, tmp_path, t
     answer = CliRunner().invoke(app, ["export", str(checkpoint), str(tmp_path / "b"), "--to", to, "--include", "model/**", "--json"])
     assert answer.exit_code == 0, answer.output
     assert json.loads(answer.stdout)["bytes"] == report.nbytes
-    with pytest.raises(errors.OptionError, match="takes no metadata=, which is for safetensors"):
+    with pytest.raises(errors.OptionError, match="does not have the option metadata=, which is only for safetensors"):
         shardckpt.export(checkpoint, tmp_path / "c", to=to, metadata={"a": "b"})

@@ -89,7 +89,7 @@ def test_a_reference_vouches_for_every_byte_of_a_file():
     file = FileReference.of("table", b"12345")
     file.check(b"12345", "here")
     for other in (b"", b"1234", b"123456", b"12346"):
-        with pytest.raises(FormatError, match="here: not the file that the checkpoint's record vouches for"):
+        with pytest.raises(FormatError, match="here: not the file that the checkpoint's record names"):
             file.check(other, "here")
 
 
@@ -99,7 +99,7 @@ def test_a_reference_vouches_for_every_byte_of_a_table_s_header():
     assert (table.size, table.header) == (5, 2)
     table.check(b"12", "here")
     for other in (b"", b"1", b"13", b"123", b"12345"):
-        with pytest.raises(FormatError, match="here: not the file that the checkpoint's record vouches for"):
+        with pytest.raises(FormatError, match="here: not the file that the checkpoint's record names"):
             table.check(other, "here")
 
 

@@ -169,12 +169,12 @@ def test_pieces_of_several_processes_make_a_tensor_in_one_order():
 @pytest.mark.parametrize(("spans", "why"), [([(0, 1), (1, 5)], "hold 10 elements of 12"), ([(0, 4), (3, 5)], "hold the same elements")])
 def test_pieces_of_several_processes_that_do_not_make_the_tensor_are_refused_by_name(spans, why):
     parts = [([p], of(tensor("w", (6, 2), pieces=rows("w", (6, 2), span), partial=True))) for p, span in enumerate(spans)]
-    with pytest.raises(CommitError, match=f"'w': the processes' shards do not make the tensor of shape .6, 2.: .*{why}"):
+    with pytest.raises(CommitError, match=f"'w': the processes' shards do not form the tensor of shape .6, 2.: .*{why}"):
         Structure.union(parts)
 
 
 def test_one_process_that_shows_only_some_pieces_makes_no_tensor():
-    with pytest.raises(CommitError, match="'one row': the processes' shards do not make the tensor"):
+    with pytest.raises(CommitError, match="'one row': the processes' shards do not form the tensor"):
         Structure.union([([0], STRUCTURE)])
 
 

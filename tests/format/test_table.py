@@ -89,14 +89,14 @@ def with_block(n):
         (encode_table(["x"], {"w": rows(1, 0)}), "not in grid order"),
         (encode_table(["x"], {"w": rows(1, 1)}), "not in grid order"),
         (encode_table(["x"], {"w": rows(0)}).replace(b'["w",1]', b'["w",9]'), "9 chunks need"),
-        (with_count(-1), "is no file, or an array twice"),
-        (with_json(b"1]]", b"1.0]]"), "is no file, or an array twice"),
-        (with_count(10**40), "is no file, or an array twice"),
+        (with_count(-1), "invalid file name, or an array twice"),
+        (with_json(b"1]]", b"1.0]]"), "invalid file name, or an array twice"),
+        (with_count(10**40), "invalid file name, or an array twice"),
         (with_count(2**62), "4611686018427387904 chunks need a header of"),
         (with_count(10**5), "100000 chunks need a header of"),
-        *((with_block(n), "from 1 to 4096 rows") for n in (b"0", b"-1", b"4097", b"true", b"1.5", b'"1"', b"null")),
-        (flipped(-1), "block 0 of the chunk table is not what was written"),
-        (flipped(-29), "block 0 of the chunk table is not what was written"),  # of its digest
+        *((with_block(n), "1 to 4096 rows per block") for n in (b"0", b"-1", b"4097", b"true", b"1.5", b'"1"', b"null")),
+        (flipped(-1), "block 0 of the chunk table does not have its checksum"),
+        (flipped(-29), "block 0 of the chunk table does not have its checksum"),  # of its digest
         (encode_table(["x"], {"w": rows(0)}).replace(b'["w",1]', b'[["",1'), "header is unreadable"),
     ],
 )
@@ -131,7 +131,7 @@ def test_a_header_is_what_a_record_refers_to_and_no_shorter():
     header = len(data) - table.body_bytes
     assert TableHeader.vouched(data, TableReference.of("table", data, header), "here").counts == {"w": 300}
     for nbytes in (12, header - 16, header + 28):
-        with pytest.raises(FormatError, match=r"here: (300 chunks need|the chunk table's header)"):
+        with pytest.raises(FormatError, match=r"here: (a chunk table for 300 chunks has|the chunk table's header)"):
             TableHeader.vouched(data, TableReference.of("table", data, nbytes), "here")
     with pytest.raises(FormatError, match=f"300 chunks need {len(data)} bytes"):
         TableHeader.vouched(data, replace(TableReference.of("table", data, header), size=len(data) + 28), "here")

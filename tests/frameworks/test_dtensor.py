@@ -288,7 +288,8 @@ def test_ranks_that_are_not_the_processes_are_refused_by_name(answers):
             kind, message = rank[question]
             assert kind == "ShardingError"
             assert message.startswith(
-                f"'layer/w': to torch.distributed this is rank {number} of 2, and process {process} of {processes} to"
+                f"'layer/w': torch.distributed says that this is rank {number} of 2, but the coordinator says "
+                f"process {process} of {processes}; "
             )
 
 

@@ -120,7 +120,7 @@ def test_keys_without_words_are_refused_by_name(answers, question, words):
 def test_keys_of_a_generator_without_a_name_are_refused_by_name(answers):
     for kind, message in answers["leaves"][0]["unnamed"]:
         assert kind == "LeafError"
-        assert message.startswith("'w': these keys (key<?>) are of a generator without a name")
+        assert message.startswith("'w': these keys (key<?>) come from a generator without a name")
 
 
 # --- Through storage ----------------------------------------------------------------------------------------------

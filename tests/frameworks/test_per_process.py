@@ -375,7 +375,7 @@ def test_without_a_choice_the_error_says_how_to_make_one(saved, world, said):
     with pytest.raises(MismatchError) as caught:
         choose_value({0: 1}, PerProcess(None), "rng/torch", saved=saved, world=world)
     assert str(caught.value) == (
-        f"'rng/torch' is a value of each process's own; {said}. Say which one to take, as in "
+        f"'rng/torch' has one value per process; {said}. Say which one to restore, as in "
         "PerProcess(value, choose=lambda values: values[0]), or leave it out with only=."
     )
 

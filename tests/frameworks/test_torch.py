@@ -187,7 +187,7 @@ def freed(keep=0, view=lambda tensor: tensor):
         (lambda: freed(44), "take 48 bytes of its storage, which has 44"),
         (lambda: freed(44, lambda tensor: tensor[1:, 2:]), "take 48 bytes of its storage, which has 44"),
         (lambda: freed(44, torch.t), "take 48 bytes of its storage, which has 44"),
-        (lambda: torch._efficientzerotensor(3), "stands for zeros and has no memory"),
+        (lambda: torch._efficientzerotensor(3), "represents zeros without memory"),
     ],
 )
 def test_a_tensor_whose_memory_was_freed_is_refused_by_name(make, words):

@@ -42,7 +42,7 @@ def test_it_is_committed_as_it_was(of_three_hosts):
         ({"host": 2}, "is host 2's record"),
         ({"layout": "zarr"}, "disagree on layout"),
         ({"compression": "zstd"}, "disagree on compression"),
-        ({"attempt": "20000101T000000-00000000"}, "in the wrong place"),
+        ({"attempt": "20000101T000000-00000000"}, "a wrong file"),
         ({"lanes": []}, "its record names no index"),
         ({"lanes": ["hosts/00001/0"]}, "its record names hosts/00001/0"),
         ({"lanes": ["hosts/00007/0"]}, "its record names hosts/00007/0"),

@@ -60,7 +60,7 @@ def test_a_save_that_waits_for_others_is_given_up_when_the_program_ends(tmp_path
     command = [sys.executable, "-c", program, tmp_path, str(process)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=CHILDREN.parent)
     assert done.returncode == 7
-    assert "the program ends: `shardckpt commit` publishes what all have written." in done.stderr
+    assert "the program ends: `shardckpt commit` publishes the save if all processes have written their shares." in done.stderr
     with pytest.raises(errors.NotFoundError):
         shardckpt.open(tmp_path / "1")
 

@@ -186,7 +186,7 @@ def test_a_hundred_thousand_devices_go_through_the_listed_form():
 def test_the_number_of_devices_is_checked_and_given_to_replicated():
     assert OpSharding.parse("{replicated}", num_devices=8).num_devices == 8
     assert OpSharding.parse("{devices=[4,2]<=[8]}", num_devices=8).num_devices == 8
-    with pytest.raises(ShardingError, match="the text has 8 devices where there are 16"):
+    with pytest.raises(ShardingError, match="the text has 8 devices, but num_devices=16"):
         OpSharding.parse("{devices=[4,2]<=[8]}", num_devices=16)
 
 

@@ -182,7 +182,9 @@ def test_a_hundred_thousand_ranks_are_no_trouble():
 def test_strided_shards_that_torch_itself_splits_in_two_ways_are_refused(shape):
     layout = Placements.of(Mesh((2, 2), ("x", "y")), ["S(0)", "_S(0,2)"])
     for question in (layout.cuts, layout.distinct_boxes, layout.boxes, layout.as_sharding):
-        with pytest.raises(ShardingError, match=r"S\(0\) over x=2, _S\(0,2\) over y=2: torch has no one rule .* redistribute it"):
+        with pytest.raises(
+            ShardingError, match=r"S\(0\) over x=2, _S\(0,2\) over y=2: the length .*torch has no single rule .* redistribute it"
+        ):
             question(shape)
     assert len(layout.distinct_boxes((0,))) == 0
 
@@ -196,7 +198,7 @@ def test_a_split_factor_that_later_dimensions_do_not_fit_is_refused(texts):
 def test_placements_of_another_number_or_for_another_rank_are_refused():
     with pytest.raises(ShardingError, match="1 placements for a mesh of 2 dimensions"):
         Placements.of(DP_TP, ["R"])
-    with pytest.raises(ShardingError, match=r"S\(1\) over dp=3, R over tp=2: it shards dimension 1 of a tensor that has 1"):
+    with pytest.raises(ShardingError, match=r"S\(1\) over dp=3, R over tp=2: it shards dimension 1 of a tensor with 1"):
         Placements.of(DP_TP, ["S(1)", "R"]).parts(1)
 
 

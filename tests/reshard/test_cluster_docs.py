@@ -124,7 +124,7 @@ def test_figures_are_those_of_the_code():
     from shardckpt.cli.exits import STATUS
     from shardckpt.reshard import clusters, execute, memory, options
 
-    assert f"waited for {clusters.WORKER_TIMEOUT // 60} minutes" in DOCUMENT
+    assert f"waits {clusters.WORKER_TIMEOUT // 60} minutes" in DOCUMENT
     assert f"status {STATUS['coordination']} " in DOCUMENT
     assert execute.MOST_LOSSES == 3
     assert "three lost workers" in DOCUMENT

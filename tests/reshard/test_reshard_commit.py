@@ -56,7 +56,7 @@ def test_a_base_is_not_replaced_by_a_reshard_of_what_has_left_tensors_in_it(tmp_
     shardckpt.save(tmp_path / "base", {"w": big, "x": np.zeros(3)})
     tuned = SaveOptions(skip="w", base=str(tmp_path / "base"))
     shardckpt.save(tmp_path / "tuned", {"w": big, "x": np.ones(3)}, options=tuned)
-    with pytest.raises(errors.OptionError, match="is its base"):
+    with pytest.raises(errors.OptionError, match="is the base of"):
         shardckpt.reshard(tmp_path / "tuned", tmp_path / "base", overwrite=True)
     assert np.array_equal(shardckpt.restore(tmp_path / "tuned")["w"], big)
 

@@ -362,7 +362,7 @@ def test_places_that_have_a_meaning_are_not_written_over(tmp_path):
         lab.done("end", run="lab/ended")
         source = {"checkpoint": "lab/a/10"}
         for operation, to, said in (
-            ("copy", "lab/a", "other directories are in it"),
+            ("copy", "lab/a", "it has other directories in it"),
             ("copy", "lab/ended/40", "marked as ended"),
             ("copy", "lab/file", "a file is there"),
             ("copy", "lab/file/x", "is a file"),

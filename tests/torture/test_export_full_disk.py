@@ -27,7 +27,7 @@ def disk(tmp_path):
 def test_nothing_is_begun_if_there_is_no_room(tmp_path, disk):
     saved(tmp_path / "c", {"w": random((9 * MiB // 4,))})
     with pytest.raises(
-        errors.StorageError, match=r"the export takes 9 MiB there and the disk has [\d.]+ [KM]iB free, .* too little; make room"
+        errors.StorageError, match=r"the export needs 9 MiB there, and the disk has [\d.]+ [KM]iB free, .* too little; make room"
     ):
         shardckpt.export(tmp_path / "c", disk / "a.safetensors")
     assert list(disk.iterdir()) == []

@@ -178,7 +178,7 @@ def test_damage_is_an_error_that_names_tensor_and_file(tmp_path):
 
 def test_options_that_change_no_bytes_and_files_that_are_not_there_are_errors(large):
     place, _ = large
-    with pytest.raises(OptionError, match="a view takes no overwrite="):
+    with pytest.raises(OptionError, match="a view does not have the option overwrite="):
         ModelView(place, overwrite=True)
     with pytest.raises(OptionError, match="makes 4 files; name one with file="):
         safetensors_view(place, max_shard_size="1MiB")

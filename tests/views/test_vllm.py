@@ -176,5 +176,5 @@ def test_quantised_models_are_refused_by_name():
     from shardckpt.views.vllm_plugin import CheckpointLoader
 
     loader = CheckpointLoader(LoadConfig(load_format="shardckpt"))
-    with pytest.raises(shardckpt.errors.OptionError, match="run/100: shardckpt loads no quantised models, and this one is fp8"):
+    with pytest.raises(shardckpt.errors.OptionError, match="run/100: shardckpt does not load quantised models, and this one is fp8"):
         loader.load_weights(None, SimpleNamespace(model="run/100", quantization="fp8"))

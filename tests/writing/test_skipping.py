@@ -283,7 +283,7 @@ def test_a_checkpoint_is_not_its_own_base_by_any_other_name(root, tmp_path_facto
 
 def test_a_checkpoint_is_no_base_of_its_own_replacement_not_even_as_a_copy(root):
     shutil.copytree(root / "0", root / "copy")
-    with pytest.raises(errors.CommitError, match="which it would replace"):
+    with pytest.raises(errors.CommitError, match="but this save would replace that base"):
         shardckpt.save(root / "0", model(), options=SaveOptions(base=root / "copy", overwrite=True), skip="model/embed")
     assert equal(shardckpt.restore(root / "1"), model(1))
 

@@ -106,7 +106,7 @@ def _tensors(screen: Screen, found: Forecast, doc: dict[str, Any]) -> Iterator[s
             break
     yield from screen.table(rows)
     if len(doc["tensors"]) > MOST_TENSORS:
-        yield screen.paint(f"… and {len(doc['tensors']) - MOST_TENSORS:,} more, of which less is read", "dim")
+        yield screen.paint(f"… and {len(doc['tensors']) - MOST_TENSORS:,} more, with fewer bytes read", "dim")
 
 
 def _tensor_rows(found: Forecast, doc: dict[str, Any], longest: int, *, rule_below: bool) -> Iterator[list[Cell]]:

@@ -128,8 +128,8 @@ class Draft:
                 raise AlreadyExistsError(f"{self.final} is no file, and overwrite=True replaces files only; choose another place.")
         elif not self.final.is_dir() or self.final.is_symlink() or not _holds_any(self.final, self._marks):
             raise AlreadyExistsError(
-                f"{self.final} holds something else (no {' or '.join(sorted(self._marks))}), which overwrite=True does not replace; "
-                f"remove it, or choose another place."
+                f"{self.final} is not an earlier export (it has no {' or '.join(sorted(self._marks))}), so overwrite=True does not "
+                f"replace it; remove it, or choose another place."
             )
 
     def _remove_leftovers(self) -> None:
@@ -157,7 +157,7 @@ def check_export_space(store: Store, place: Path, nbytes: int) -> None:
     """Raise StorageError if the disk of `store` has less than `nbytes` free."""
     lack = lack_of_space(store, nbytes)
     if lack is not None:
-        raise StorageError(f"{place}: the export takes {file_size(nbytes)} there and {lack}; make room or choose another place.")
+        raise StorageError(f"{place}: the export needs {file_size(nbytes)} there, and {lack}; make room, or choose another place.")
 
 
 def link_or_rename(draft: Path, path: Path) -> None:

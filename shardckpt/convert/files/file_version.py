@@ -116,7 +116,9 @@ class FileVersion:
             return
         else:
             has = "fewer"
-        raise FormatError(f"{self} should have {nbytes} bytes by its contents, and has {has}; it is damaged or cut off: get another copy.")
+        raise FormatError(
+            f"{self} should have {nbytes} bytes according to its contents, but has {has}; it is damaged or cut off: get another copy."
+        )
 
     def _of_file(self, start: int, vectors: Sequence[memoryview]) -> None:
         length = sum(map(len, vectors))

@@ -149,7 +149,9 @@ class ObjectTarget:
             raise
         if upload.state != resume and not store.replace(key, _UploadNote(digest, upload.state).seal(), generation):
             upload.abort()
-            raise StorageError(f"cannot upload {place}: another process begins to write there at the same moment; let one of them do it.")
+            raise StorageError(
+                f"cannot upload {place}: another process started to upload there at the same moment; let only one of them do it."
+            )
         return cls(place, store, nbytes, digest, upload)
 
     @property
@@ -174,7 +176,7 @@ class ObjectTarget:
             StorageError: the storage failed, perhaps with bytes that were written earlier, or another process has replaced this upload.
         """
         view = byte_view(data)
-        assert offset == self._written, f"bytes at {offset}, where those at {self._written} are next"
+        assert offset == self._written, f"expected bytes at {self._written}, got bytes at {offset}"
         assert offset + len(view) <= self._nbytes, "more bytes than the file was to have"
         self._upload.write(view)
         self._written += len(view)
@@ -191,7 +193,9 @@ class ObjectTarget:
             StorageError: the storage failed.
         """
         if self._written != self._nbytes:
-            raise CommitError(f"{self._place}: {self._written} of {self._nbytes} bytes were written; nothing was published.")
+            raise CommitError(
+                f"{self._place}: only {self._written} of {self._nbytes} bytes were written; nothing was published. Export again."
+            )
         try:
             self._upload.finish()
         except AlreadyExistsError:
@@ -227,7 +231,7 @@ class ObjectTarget:
         """Record the upload's progress."""
         state, generation = self._upload.state, self._generation()
         if generation is None or not self._store.replace(self._key, _UploadNote(self._digest, state).seal(), generation):
-            raise StorageError(f"cannot upload {self._place}: another process has begun to write there; let one of them do it.")
+            raise StorageError(f"cannot upload {self._place}: another process has started to upload there; let only one of them do it.")
         self._noted = state.summed
 
     def _forget(self) -> None:

@@ -109,9 +109,9 @@ def outputs_of(structure: Structure, options: NameOptions, where: str, *, import
 
 def _refuse_empty_selection(names: list[str], options: NameOptions, where: str) -> NoReturn:
     if not names:
-        raise NamesMismatchError(f"{where}: there is no tensor in it, and nothing else is written to such files.")
+        raise NamesMismatchError(f"{where}: it has no tensors, and such files hold only tensors.")
     asked = given(include=options.include, exclude=options.exclude)
-    raise NamesMismatchError(f"{where}: {asked}: none of its {len(names)} tensors is left; there are {few(names)}.")
+    raise NamesMismatchError(f"{where}: {asked} selects none of its {len(names)} tensors, which are {few(names)}.")
 
 
 def _notes_of_leaves(leaves: Sequence[str], meant: Mapping[str, str]) -> Iterator[str]:

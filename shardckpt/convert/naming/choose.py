@@ -74,7 +74,7 @@ class NameOptions:
         if self.strip_prefix is not None:
             without_prefix(self.strip_prefix)
         if not isinstance(self.add_prefix, str):
-            raise OptionError(f"add_prefix={excerpt(self.add_prefix)}: give what names shall begin with.")
+            raise OptionError(f"add_prefix={excerpt(self.add_prefix)}: give the text to put before each name.")
         if self.ties not in ("auto", "once", "copies"):
             raise OptionError(f'ties={excerpt(self.ties)}: use "auto", "once" or "copies".')
         check_flag(self.invert_mapping, "invert_mapping")

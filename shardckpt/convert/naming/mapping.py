@@ -82,8 +82,8 @@ def _merge_all(rule: MappingRule, tensors: Mapping[str, TensorRecord]) -> Iterat
         missing = next((name for row in names for name in row if name not in tensors), None)
         if missing is not None:
             raise NamesMismatchError(
-                f"{rule}: {shown(whole)} is made of {sum(map(len, names))} tensors, and {shown(missing)} is not there, or went to a rule "
-                f"before; include it, or correct the rule."
+                f"{rule}: {shown(whole)} needs {sum(map(len, names))} tensors, but {shown(missing)} is missing, or an earlier rule has "
+                f"used it; include it, or correct the rule."
             )
         yield [name for row in names for name in row], [rule.merge(whole, [[tensors[name] for name in row] for row in names])]
 
@@ -111,5 +111,5 @@ def _refuse_collisions(outputs: list[OutputTensor]) -> None:
         if other is not output:
             sources = [next((shown(view.tensor) for view in one.sources), "nothing") for one in (other, output)]
             raise NamesMismatchError(
-                f"{shown(output.name)} would be made twice, of {sources[0]} and of {sources[1]}; rename one of them, or leave it out."
+                f"{shown(output.name)} would be made twice, from {sources[0]} and from {sources[1]}; rename one of them, or leave it out."
             )

@@ -112,7 +112,7 @@ def parse_mapping(doc: Any, where: str, values: Values | None = None) -> TensorM
 
 def _refuse_others(doc: Any, keys: tuple[str, ...], where: str) -> None:
     if not isinstance(doc, Mapping):
-        raise OptionError(f"{where}: a {type(doc).__name__} stands where keys are expected: {', '.join(keys)}.")
+        raise OptionError(f"{where}: expected keys ({', '.join(keys)}), found a {type(doc).__name__}.")
     for key in doc:
         if key not in keys:
             raise OptionError(f"{where}: there is no key {excerpt(key)}{did_you_mean(str(key), keys)}; there are {', '.join(keys)}.")
@@ -161,7 +161,7 @@ class _RuleParser:
     def _shares(self) -> tuple[tuple[int, ...] | None, bool]:
         given = [key for key in ("sizes", "ratio") if key in self._doc]
         if len(given) > 1:
-            self._refuse("sizes and ratio say the same; give one of them")
+            self._refuse("sizes and ratio have the same meaning; give only one of them")
         if not given:
             return None, False
         (key,) = given

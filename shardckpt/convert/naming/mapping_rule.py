@@ -65,9 +65,9 @@ class MappingRule:
         """Refuse invalid rules, and options without effect."""
         self._check_names()
         if self.stack is not None and self.counted is None and len(self.parts) == 1:
-            self._refuse("stack: there is nothing to stack; write {expert} into the name of what is counted")
+            self._refuse("stack: there is nothing to stack; write {expert} into the name of the tensors to stack")
         if not self.cuts and (self.shares is not None or self.groups != 1):
-            self._refuse("sizes, ratio and interleave say how parts lie along an axis, and there is one part")
+            self._refuse("sizes, ratio and interleave describe several parts along an axis, but there is one part")
         if self.rotary is not None and (len(self.parts) > 1 or self.stack is not None):
             self._refuse("rotary goes with one tensor on each side")
         if self.shares is not None and len(self.shares) != len(self.parts):
@@ -84,12 +84,12 @@ class MappingRule:
             self._refuse("it has the same name twice on one side; give each part a name of its own")
         lost = [key for key in self.whole.keys if key not in self.parts[0].keys]
         if lost:
-            self._refuse(f"{self.whole} has the wildcard {_written(lost[0])}, and {self.parts[0]} has not")
+            self._refuse(f"{self.whole} has the wildcard {_written(lost[0])}, but {self.parts[0]} does not")
         extra = [key for key in self.parts[0].keys if key not in self.whole.keys]
         if len(extra) > 1:
             self._refuse(f"{self.whole} lacks {' and '.join(map(_written, extra))}; only one of them can be stacked")
         if extra and self.stack is None:
-            self._refuse(f"{self.whole} lacks {_written(extra[0])}; where what it counts is stacked, say the dimension: stack = 0")
+            self._refuse(f"{self.whole} lacks {_written(extra[0])}; to stack the tensors that it counts, give the dimension: stack = 0")
 
     @property
     def counted(self) -> str | None:
@@ -114,7 +114,7 @@ class MappingRule:
         """
         if self.merges and self.concatenates and self.shares is None:
             self._refuse(
-                f"to be read the other way, it has to say what each part's share is; write ratio = {[1] * len(self.parts)} for equal parts"
+                f"to work in the other direction, it needs the share of each part; write ratio = {[1] * len(self.parts)} for equal parts"
             )
         return replace(self, merges=not self.merges)
 
@@ -169,7 +169,9 @@ class MappingRule:
         sizes = None if axis is None else self._sizes(shape[axis], folded)
         runs = self._runs(sizes, folded)
         if unfold is not None and unfold.axis == stack:
-            self._mismatch(f"{shown(whole.name)} of shape {whole.shape}: stack and unfold are both dimension {stack}; give another one")
+            self._mismatch(
+                f"{shown(whole.name)} of shape {whole.shape}: stack and unfold are both dimension {stack}; give two different ones"
+            )
         layout = PartLayout(shape=shape, permutation=permutation, stack=stack, axis=axis, runs=runs, unfold=unfold)
         to_part = layout.to_part
         views: list[list[list[View]]] = [[[] for _ in row] for row in rows]
@@ -191,7 +193,9 @@ class MappingRule:
         shape, _ = self._folded(whole)
         stack, _ = self._dimensions(len(shape), whole)
         if stack is not None and shape[stack] == 0:
-            self._mismatch(f"{shown(whole.name)} of shape {whole.shape} has nothing along dimension {stack}: nothing would be left of it")
+            self._mismatch(
+                f"{shown(whole.name)} of shape {whole.shape} has no elements along dimension {stack}, so no tensor would be made"
+            )
         return 1 if stack is None else shape[stack]
 
     # --- shapes -----------------------------------------------------------------------------------------------------
@@ -204,7 +208,9 @@ class MappingRule:
         rank, shape = len(whole.shape) - 1, whole.shape
         at = axis % rank if -rank <= axis < rank else None
         if at is None or shape[at] != count:
-            self._mismatch(f"{shown(whole.name)} of shape {shape} has not {count} along dimension {axis} and one more (unfold)")
+            self._mismatch(
+                f"{shown(whole.name)} of shape {shape} does not have {count} along dimension {axis} and one more dimension (unfold)"
+            )
         return (*shape[:at], shape[at] * shape[at + 1], *shape[at + 2 :]), Unfold(at, count)
 
     def _unfold_of(self, shape: Sequence[int]) -> Unfold | None:
@@ -289,7 +295,7 @@ class MappingRule:
                 self._mismatch(f"{shown(tensor.name)}: {sizes[0]} rows are not an even number for each of {self.rotary.heads} heads")
             return list(self.rotary.runs(sizes[0]))
         if any(n % self.groups for n in sizes):
-            self._mismatch(f"{shown(tensor.name)}: parts of {list(sizes)} cannot lie in turn in {self.groups} groups (interleave)")
+            self._mismatch(f"{shown(tensor.name)}: parts of {list(sizes)} cannot be interleaved in {self.groups} groups (interleave)")
         return list(interleaved_runs(sizes, self.groups if any(sizes) else 1))
 
     def _by_index(self, rows: Sequence[Sequence[_Part]]) -> Sequence[Sequence[_Part]]:

@@ -103,7 +103,7 @@ def _put(root: _Container, name: str, leaf: object, path: LeafPath) -> None:
     """Put a leaf at the place of its name, given its path in the old state."""
     components = name.split("/")
     if not all(components):
-        raise NamesMismatchError(f"{shown(name)}: slashes are between keys; none may be empty. Rename it otherwise.")
+        raise NamesMismatchError(f"{shown(name)}: a name is made of keys joined by slashes, and no key may be empty; choose another name.")
     common = zip(reversed(components), reversed(path), strict=False)
     moved = [branch for _, (_, branch) in takewhile(lambda pair: pair[0] == pair[1][0], common)]
     """Containers that move with the leaf, the innermost first."""
@@ -114,12 +114,14 @@ def _put(root: _Container, name: str, leaf: object, path: LeafPath) -> None:
             node.keys.setdefault(component, _key(component, node.form))
             child = node.children[component] = _like(moved[left]) if left < len(moved) else _Container("dict")
         if not isinstance(child, _Container):
-            raise NamesMismatchError(f"{shown(name)} would lie in {shown(component)}, which is a leaf itself; rename one of them.")
+            raise NamesMismatchError(
+                f"{shown(name)} would be inside {shown(component)}, which is a value and not a container; rename one of them."
+            )
         node = child
     last = components[-1]
     present = node.children.get(last)
     if last in node.children and not (isinstance(present, _Container) and _is_gone(present)):
-        raise NamesMismatchError(f"{shown(name)}: something else lies there that is no tensor, or contains some; rename it otherwise.")
+        raise NamesMismatchError(f"{shown(name)}: the name is used already, by a value or a container; choose another name.")
     node.keys.setdefault(last, _key(last, node.form))
     node.children[last] = leaf
 
@@ -146,7 +148,7 @@ def _plain(container: _Container) -> Any:
     left = {name: child for name, child in in_old_order.items() if not (isinstance(child, _Container) and _is_gone(child))}
     items = {container.keys[name]: _plain(child) if isinstance(child, _Container) else child for name, child in left.items()}
     if len(items) != len(left):
-        raise NamesMismatchError(f"two of the new names {', '.join(map(shown, list(left)[:5]))} … are one key; rename one of them.")
+        raise NamesMismatchError(f"two of the new names {', '.join(map(shown, list(left)[:5]))} … become the same key; rename one of them.")
     if container.form != "dict" and items.keys() == set(range(len(container.keys))):
         in_order = [items[index] for index in range(len(items))]
         return tuple(in_order) if container.form == "tuple" else in_order

@@ -42,7 +42,7 @@ def read_names(path: str | os.PathLike[str]) -> NameTable:
     """
     doc = read_file(path, "file of names", (".json", ".toml", ".yaml", ".yml"))
     if not isinstance(doc, Mapping):
-        raise OptionError(f"{path}: a {type(doc).__name__} stands where old and new names are expected.")
+        raise OptionError(f"{path}: expected a table of old and new names, found a {type(doc).__name__}.")
     for old, new in doc.items():
         if isinstance(new, Mapping):
             raise OptionError(f'{path}: {excerpt(old)} is a table; in TOML, put a name with dots in quotes: "a.b" = "c.d".')

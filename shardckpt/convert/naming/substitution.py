@@ -89,7 +89,7 @@ def without_prefix(prefix: object) -> Substitution:
         OptionError: the prefix is not text.
     """
     if not isinstance(prefix, str) or not prefix:
-        raise OptionError(f"strip_prefix={excerpt(prefix)}: give what names begin with, such as 'model/'.")
+        raise OptionError(f"strip_prefix={excerpt(prefix)}: give the beginning of names, such as 'model/'.")
     return Substitution(f"strip_prefix={prefix!r}", re.compile(rf"\A(?:{re.escape(prefix)}|{re.escape(prefix.replace('/', '.'))})"))
 
 
@@ -106,11 +106,11 @@ def parse_substitution(text: object) -> Substitution:
         raise OptionError(f"{origin}: it has {len(text)} characters, and at most {LONGEST} are read; use several.")
     parts = _parts(text[2:], text[1])
     if len(parts) != 3:
-        raise OptionError(f"{origin}: {text[1]!r} has to stand three times, as in s{text[1]}regex{text[1]}new{text[1]}.")
+        raise OptionError(f"{origin}: the separator {text[1]!r} must occur three times, as in s{text[1]}regex{text[1]}new{text[1]}.")
     regex, replacement, flags = parts
     odd = [flag for flag in flags if flag not in _FLAGS or flags.count(flag) > 1]
     if odd:
-        raise OptionError(f"{origin}: {odd[0]!r} is no flag, or there twice; there are g (everywhere) and i (any case).")
+        raise OptionError(f"{origin}: {odd[0]!r} is no flag, or is repeated; the flags are g (everywhere) and i (any case).")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # about syntax that may change in a later Python
@@ -120,7 +120,7 @@ def parse_substitution(text: object) -> Substitution:
     tokens = tuple(_token(found) for found in _REPLACED.finditer(replacement))
     group = max((token for token in tokens if isinstance(token, int)), default=0)
     if group > compiled.groups:
-        raise OptionError(f"{origin}: \\{group} is no group of {excerpt(regex)}, which has {compiled.groups}.")
+        raise OptionError(f"{origin}: there is no group \\{group}: {excerpt(regex)} has {compiled.groups}.")
     return Substitution(f"rename={text!r}", compiled, tokens, 0 if "g" in flags else 1, LONGEST)
 
 

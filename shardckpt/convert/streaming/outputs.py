@@ -47,13 +47,13 @@ class OutputTensor:
         odd = next((view for view in self.sources if len(view.start) != len(self.shape)), None)
         if odd is not None:
             raise ShapeMismatchError(
-                f"{shown(self.name)}: its shape is {self.shape}, and a part of {len(odd.start)} dimensions is put into it, from "
-                f"{shown(odd.tensor)}; give both the same number."
+                f"{shown(self.name)}: its shape is {self.shape}, but the part from {shown(odd.tensor)} has {len(odd.start)} "
+                f"dimensions; give both the same number."
             )
         pieces = [Piece(view.tensor, view.start, view.shape, (1,) * len(self.shape)) for view in self.sources]
         gap = coverage_gap(self.shape, pieces)
         if gap is not None:
-            raise ShapeMismatchError(f"{shown(self.name)}: what it is made of does not make its shape {self.shape}: {gap}.")
+            raise ShapeMismatchError(f"{shown(self.name)}: its parts do not form its shape {self.shape}: {gap}.")
 
     @property
     def nbytes(self) -> int:

@@ -86,7 +86,7 @@ def owners(given: Sequence[Mapping[str, Any]], found: Sequence[Mapping[str, Any]
         elif any(is_given):
             at = double[0]
             raise OptionError(
-                f"{framework} device {device[at]} is owned by process {process[at]} and by process {process[at + 1]}, as devices= "
-                f"and the processes say; give every process devices={{'{framework}': …}} with ids that no other has."
+                f"{framework} device {device[at]} is owned by process {process[at]} and by process {process[at + 1]}, according to "
+                f"devices= and the processes; give every process devices={{'{framework}': …}} with ids that no other has."
             )
     return whole

@@ -87,7 +87,7 @@ def connect(coordinator: Coordinator) -> JaxInterconnect | str:
     """The interconnect of all JAX devices, or the reason why there is none."""
     owners = coordinator.world.devices.get("jax")
     if owners is None:
-        return "nobody has said which JAX devices are whose; call jax.distributed.initialize before the first save or restore"
+        return "it is not known which process owns which JAX devices; call jax.distributed.initialize before the first save or restore"
     devices = sorted(jax.devices(), key=lambda device: device.id)
     held: dict[int, list[Any]] = {process: [] for process in range(coordinator.world.processes)}
     for device, process in zip(devices, owners.of_devices([device.id for device in devices]).tolist(), strict=True):

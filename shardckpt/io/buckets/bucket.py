@@ -120,7 +120,7 @@ class Bucket(ABC):
         if start == stop:
             size, generation = self.stat(name, share)
             if size is not None and size < start:
-                raise EOFError(f"it has {size} bytes")
+                raise EOFError(f"it has only {size} bytes")
             return None if size is None else b"", generation
         return self._call("read", once, share)
 
@@ -257,14 +257,14 @@ def _fill(body: Body, into: Sequence[memoryview], start: int) -> None:
     try:
         expected = sum(map(len, into))
         if body.size < start + expected:
-            raise EOFError(f"it has {body.size} bytes")
+            raise EOFError(f"it has only {body.size} bytes")
         if body.nbytes != expected:
             raise PassingError(f"the service sends {body.nbytes} bytes where {expected} were asked for")
         for rest in into:
             while len(rest):
                 got = body.readinto(rest[:PIECE])
                 if not got:
-                    raise PassingError("the connection ended within the bytes of the object")
+                    raise PassingError("the connection ended before the end of the object")
                 rest = rest[got:]  # noqa: PLW2901  (the rest of the same buffer)
     finally:
         body.close()

@@ -168,7 +168,7 @@ class GcsBucket(Bucket):
         if answer.status == 404:
             return None
         if answer.status == 416:
-            raise EOFError("the object ends before")
+            raise EOFError("the object is shorter than that")
         if answer.status not in (200, 206):
             raise refused(answer)
         return body_of(answer, answer.headers["x-goog-generation"].encode())
@@ -209,7 +209,7 @@ class GcsBucket(Bucket):
             raise OSError(f"there is no such bucket ({refused(answer)})")
         made = checked(answer)
         if made["crc32c"] != checksum:
-            raise PassingError(f"bytes with CRC32C {made['crc32c']} have arrived, {checksum} were sent")
+            raise PassingError(f"the service received bytes with CRC32C {made['crc32c']}, but {checksum} were sent")
         return str(made["generation"]).encode()
 
     def _delete(self, name: str, query: Mapping[str, object] | None = None) -> int:  # type: ignore[override]

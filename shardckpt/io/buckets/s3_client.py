@@ -77,7 +77,7 @@ class S3Bucket(Bucket):
             if e.status == _MISSING:
                 return None
             if e.status == 416:
-                raise EOFError("the object ends before") from e
+                raise EOFError("the object is shorter than that") from e
             raise
         body, nbytes = answer["Body"], int(answer["ContentLength"])
         size = int(answer["ContentRange"].rpartition("/")[2]) if "ContentRange" in answer else nbytes

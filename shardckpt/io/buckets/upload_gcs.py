@@ -125,8 +125,8 @@ class GcsSession:
         if found.get("crc32c") != checksum or int(found["size"]) != offset + len(data):
             self._ask("DELETE", self._object, query={"ifGenerationMatch": found["generation"]})
             raise CorruptionError(
-                f"{self._place}: {found['size']} bytes with CRC32C {found.get('crc32c')} have arrived, {offset + len(data)} with "
-                f"{checksum} were sent; the object was deleted. Upload again."
+                f"{self._place}: the service received {found['size']} bytes with CRC32C {found.get('crc32c')}, but "
+                f"{offset + len(data)} bytes with {checksum} were sent; the object was deleted. Upload again."
             )
 
     def give_up(self) -> None:
@@ -177,7 +177,7 @@ class GcsSession:
                 )
             )
             if not self.published and self.durable <= before:
-                raise PassingError(f"the service has confirmed {before} bytes, and does not take those that follow")
+                raise PassingError(f"the service has confirmed {before} bytes and does not accept more")
 
         while not self.published and (last or self.durable < end):
             self._retry.call(once, GcsBucket.is_passing)

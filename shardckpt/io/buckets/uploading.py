@@ -244,4 +244,4 @@ class StreamingUpload:
         """Raise StorageError if the upload was closed, because bytes in memory are lost."""
         with storage_errors("upload", self._place):
             if self._closed:
-                raise OSError("this upload was closed; go on with it from its state")
+                raise OSError("this upload was closed; continue it from its saved state")

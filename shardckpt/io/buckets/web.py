@@ -61,7 +61,7 @@ class HttpServer(Bucket):
             return None
         if answer.status == 416:
             answer.close()
-            raise EOFError("the file ends before")
+            raise EOFError("the file is shorter than that")
         if headers and answer.status != 206:
             answer.close()
             raise OSError("the server does not send ranges of files; use one that does, such as nginx or a bucket")
@@ -105,7 +105,7 @@ class HttpServer(Bucket):
         raise OSError(f"more than {_REDIRECTS} redirects, the last one to {url}")
 
     def _refuse(self, name: str) -> NoReturn:
-        raise OSError(f"{self._origin}/{name}: files of web servers are only read here; write to a disk, gs:// or s3://")
+        raise OSError(f"{self._origin}/{name}: web servers are read-only here; write to a disk, gs:// or s3://")
 
     def _put(self, name: str, *_: object) -> NoReturn:
         self._refuse(name)

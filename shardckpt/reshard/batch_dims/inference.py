@@ -239,7 +239,7 @@ def _candidates(node: Any, batch: BatchSize) -> list[Layout]:
 def _no_layout(node: Any, first: Layout) -> Unknown:
     if isinstance(first, Unknown):
         return first
-    return Unknown(f"it is {first} after one step from a replicated start, and no layout stays what it is from step to step", node.name)
+    return Unknown(f"it is {first} after one step from a replicated start, and no layout stays the same from step to step", node.name)
 
 
 # --- Text ---------------------------------------------------------------------------------------------------------

@@ -204,7 +204,7 @@ class _Decider:
                 "or put a rule for this name before it."
             )
         if not fits:
-            notice = f"it lies below a name that {str(rule)!r} matches, which has more entries than its {len(shape)} dimensions: replicated"
+            notice = f"{str(rule)!r} matches the name above it, but has more entries than its {len(shape)} dimensions: replicated"
             return self._replicate(rule, notice, notice)
         layout = sharding(self._mesh, rule.spec)
         why = f"{rule.origin or 'the rule'} matches {matched.value}"

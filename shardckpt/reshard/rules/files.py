@@ -39,7 +39,7 @@ def read_rules(path: str | os.PathLike[str]) -> dict[str, Any]:
     file = Path(path)
     doc = read_file(file, "rules file", (".toml", ".yaml", ".yml"))
     if not isinstance(doc, Mapping):
-        raise OptionError(f"{file}: a {type(doc).__name__} stands where keys are expected: {', '.join(_KEYS)}.")
+        raise OptionError(f"{file}: expected keys ({', '.join(_KEYS)}), found a {type(doc).__name__}.")
     for key in doc:
         if key not in _KEYS:
             raise OptionError(f"{file}: there is no key {excerpt(key)}{did_you_mean(str(key), _KEYS)}; there are {', '.join(_KEYS)}.")

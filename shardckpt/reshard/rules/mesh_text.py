@@ -49,7 +49,7 @@ def parse_mesh(text: str) -> Mesh:
             return Mesh(inner, names, list(_ids(text, ids_text)) if at else None)
         if at:
             raise OptionError(
-                f"mesh {shortened(text)!r}: a mesh of slices (AxB) counts its devices from 0; leave out what follows the @, or the x."
+                f"mesh {shortened(text)!r}: a mesh of slices (AxB) has ids from 0 in order; leave out the ids (@…) or the slices (x…)."
             )
         return HybridMesh(inner, [int(axis["dcn"] or 1) for axis in axes], names)
     except ShardingError as error:
@@ -81,5 +81,5 @@ def _ids(text: str, ids_text: str) -> Iterator[int]:
         ids = range(int(run["first"]), int(run["last"] or run["first"]) + 1)
         count += len(ids)
         if not ids or count > MAX_DEVICES:
-            raise OptionError(f"mesh {shortened(text)!r}: {excerpt(part)} is no range of device ids, or one of too many.")
+            raise OptionError(f"mesh {shortened(text)!r}: {excerpt(part)} is no range of device ids, or the mesh has too many.")
         yield from ids

@@ -27,7 +27,7 @@ class Match(enum.Enum):
 
     WHOLE = "its name"
     """The pattern matches the name."""
-    BELOW = "what it lies below"
+    BELOW = "the name above it"
     """The pattern matches the name without its last part."""
 
 
@@ -38,7 +38,7 @@ def match(pattern: str, name: str) -> Match | None:
         OptionError: the pattern is invalid.
 
     >>> match("**/w1", "model/w1"), match("**/*.w1", "model/layers.0.w1.weight"), match("**/w1", "model/w1/a/b")
-    (<Match.WHOLE: 'its name'>, <Match.BELOW: 'what it lies below'>, None)
+    (<Match.WHOLE: 'its name'>, <Match.BELOW: 'the name above it'>, None)
     """
     if literal(pattern) not in name:
         return None

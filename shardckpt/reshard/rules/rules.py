@@ -50,7 +50,10 @@ _EVERYTHING = "**"
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """Ordered rules; see the module's docstring.
+    """Ordered rules that give every tensor a layout: the first entry that applies to a tensor decides.
+
+    An entry is a rule (pattern → spec), a preset (the rules of a model family), or the layouts of another checkpoint. Most `Rules` are
+    made by the class methods below. Patterns, specs, files and presets are described in docs/rules.md.
 
     Raises:
         OptionError: an entry or `unmatched` is invalid.
@@ -64,9 +67,9 @@ class Rules:
     entries: tuple[Entry, ...] = ()
     """Rules, presets and other checkpoints' layouts, in order."""
     unmatched: Literal["replicate", "error"] = "replicate"
-    """Treatment of tensors to which no entry applies."""
+    """Treatment of tensors to which no entry applies: replicate them, or raise OptionError."""
     mesh: Mesh | None = None
-    """The default mesh of the layouts, for `decide` without a mesh."""
+    """The mesh of the layouts if a call gives no mesh."""
 
     def __post_init__(self) -> None:
         """Refuse invalid entries."""
@@ -86,7 +89,7 @@ class Rules:
         """Parse rules from texts of the form `pattern=spec`, as in `--rule`.
 
         Raises:
-            OptionError: a text is not a rule; the message names the text and the character.
+            OptionError: a text is not a rule; the message names the text and the position of the mistake.
         """
         listed = [texts] if isinstance(texts, str) else list(texts) if isinstance(texts, Iterable) else [texts]
         entries = tuple(Rule.parse(text, f"rule {number}") for number, text in enumerate(listed, 1))
@@ -94,7 +97,7 @@ class Rules:
 
     @classmethod
     def preset(cls, text: str) -> Rules:
-        """The rules of a model family: "llama", "mixtral/ep", "gpt2/fsdp=data+tp"; see `preset`.
+        """The rules of a model family, such as "llama", "mixtral/ep" or "gpt2/fsdp=data+tp".
 
         Raises:
             OptionError: there is no such preset; the message lists all presets.
@@ -103,10 +106,10 @@ class Rules:
 
     @classmethod
     def from_file(cls, path: str | os.PathLike[str]) -> Rules:
-        """Read rules from a TOML or YAML file; see `files`.
+        """Read rules from a TOML or YAML file.
 
         Raises:
-            OptionError, ShardingError: the file cannot be read or has invalid content; the message names file and place.
+            OptionError, ShardingError: the file cannot be read or is invalid; the message names the file and the entry.
         """
         found = read_rules(path)
         try:
@@ -116,11 +119,11 @@ class Rules:
 
     @classmethod
     def from_hf_config(cls, path: str | os.PathLike[str], roles: str = "") -> Rules:
-        """The preset for a Hugging Face model, chosen by its `config.json`; see `hf_config`.
+        """The preset for a Hugging Face model, chosen by the `model_type` in its `config.json`.
 
         Args:
             path: the file, or its directory.
-            roles: roles such as "fsdp+tp"; empty: all roles for which the mesh has an axis.
+            roles: kinds of parallelism, such as "fsdp+tp"; empty: all for which the mesh has an axis.
 
         Raises:
             OptionError: the file cannot be read, or names a model without a preset; the message lists the known models.
@@ -129,10 +132,12 @@ class Rules:
 
     @classmethod
     def like(cls, record: CheckpointRecord, origin: str = "the other checkpoint") -> Rules:
-        """The layouts of another checkpoint, by name; over its mesh if it has one and no other mesh is given.
+        """The layouts of another checkpoint, by name.
+
+        The mesh is the other checkpoint's, if all its tensors have the same one; a mesh given to a call replaces it.
 
         Args:
-            record: record of the other checkpoint.
+            record: the other checkpoint's `Checkpoint.record`.
             origin: its URL, for messages.
         """
         entry = Like.of(record.structure, origin)
@@ -140,7 +145,7 @@ class Rules:
 
     @classmethod
     def by_name(cls, layouts: Mapping[str, StoredLayout], origin: str = "its layout by name") -> Rules:
-        """Layouts computed for each tensor; over their own mesh if no other mesh is given.
+        """Layouts computed for each tensor; a mesh given to a call replaces theirs.
 
         `shardckpt.reshard.batch_dims.batch_shardings` computes such layouts from the graph of a program.
 
@@ -155,31 +160,33 @@ class Rules:
     def from_program(
         cls, exported: Any, batch: Mapping[str, int] | None = None, *, mesh: Mesh, axis: str = "data", prefix: str = "", **assumptions: Any
     ) -> Rules:
-        """The layouts of a program's parameters and buffers: cut over `axis` where they have a row per sample, replicated otherwise.
+        """The layouts of a program's parameters and buffers, from its exported graph.
+
+        Tensors with one row per sample are cut over `axis`; all others are replicated (docs/batch-dims.md).
 
         Args:
             exported: a `torch.export.ExportedProgram` or a functional `torch.fx.GraphModule`.
-            batch: input or buffer → the dimension that is its batch; optional for a graph with one dynamic dimension.
-            mesh: the devices.
-            axis: the axis of the mesh that the batch is cut over.
-            prefix: put before each name, such as "model/" for a state {"model": module.state_dict()}.
+            batch: input or buffer → its batch dimension; optional for a graph with one dynamic dimension.
+            mesh: the mesh.
+            axis: the mesh axis that cuts the batch.
+            prefix: text before each name, such as "model/" for a state {"model": module.state_dict()}.
             assumptions: further arguments of `shardckpt.reshard.batch_dims.batch_shardings`, such as `replicated`.
 
         Raises:
-            OptionError: there is no such input or dimension, or the batch was not named and cannot be inferred.
-            ShardingError: the mesh has no such axis, or a tensor holds a part of a sum or has an unknown layout.
+            OptionError: there is no such input or dimension, or `batch` is missing and cannot be inferred.
+            ShardingError: the mesh has no such axis, or a tensor's layout is partial or unknown.
         """
         from shardckpt.reshard.batch_dims import batch_shardings
 
         return cls.by_name(batch_shardings(exported, batch, mesh=mesh, axis=axis, prefix=prefix, **assumptions), "the program")
 
     def then(self, others: Rules) -> Rules:
-        """These rules followed by `others`; `mesh` and `unmatched` of these rules have precedence, where set."""
+        """These rules first, then `others`. If both have a mesh, these rules' mesh is used; unmatched="error" of either one is kept."""
         unmatched = others.unmatched if self.unmatched == "replicate" else self.unmatched
         return Rules((*self.entries, *others.entries), unmatched, self.mesh or others.mesh)
 
     def steps(self, mesh: Mesh | None = None) -> tuple[Step, ...]:
-        """The steps of all entries for a mesh, with presets expanded and all axes checked.
+        """The rules and copied layouts in order, with presets expanded for a mesh and all axes checked.
 
         Raises:
             ShardingError: the mesh lacks an axis, or there is no mesh; the message names the rule.
@@ -198,12 +205,11 @@ class Rules:
         Args:
             name: name of the tensor in the checkpoint.
             shape: shape of the tensor.
-            mesh: mesh of the layout; None: the rules' own mesh. Without any mesh, tensors are plain.
+            mesh: mesh of the layout; None: the rules' own mesh. Without any mesh, the layout is None.
 
         Raises:
             OptionError: no entry applies to the tensor, and `unmatched` is "error".
-            ShardingError: the rule that decides cannot be applied: it has more entries than the tensor has dimensions, or an
-                axis that the mesh lacks.
+            ShardingError: the rule that decides has more entries than the tensor has dimensions, or an axis that the mesh lacks.
         """
         decided = decide(self.steps(mesh), {name: shape}, mesh or self.mesh)
         self._refuse_unmatched(decided.unmatched)
@@ -217,7 +223,7 @@ class Rules:
             mesh: as for `decide`.
 
         Raises:
-            OptionError: as for `decide`; or a rule decides nothing: it matches no name, or an earlier rule comes first.
+            OptionError: as for `decide`; or a rule decides for no tensor, because it matches none or earlier rules match first.
             ShardingError: as for `decide`.
         """
         steps = self.steps(mesh)
@@ -227,13 +233,13 @@ class Rules:
         return decided.decisions
 
     def explain(self, name: str, tensors: Mapping[str, tuple[int, ...]], mesh: Mesh | None = None, *, itemsize: int = 1) -> str:
-        """Explain one tensor's layout to people: every rule tested, and the resulting shards.
+        """Explain one tensor's layout as text: every rule tested, and the resulting shards.
 
         Args:
             name: name of the tensor.
             tensors: shape by name, of all tensors.
             mesh: as for `decide`.
-            itemsize: bytes of an element.
+            itemsize: bytes per element.
 
         Raises:
             NamesMismatchError: there is no such tensor; the message names the most similar one.
@@ -264,9 +270,9 @@ class Rules:
         deciding, some = [steps[number] for number in used], f"none of the {len(tensors):,} tensors, such as {shown(next(iter(tensors)))}"
         for entry in self.entries:
             if isinstance(entry, Preset) and not any(isinstance(step, Rule) and step.origin == entry.origin for step in deciding):
-                raise OptionError(f"{entry.origin} matches {some}; choose the family whose tensor names these are.")
+                raise OptionError(f"{entry.origin} matches {some}; choose the family that has such names.")
             if isinstance(entry, Like) and entry not in deciding:
-                raise OptionError(f"{entry.origin} has {some}.")
+                raise OptionError(f"{entry.origin} has {some}; give a checkpoint with the same names.")
 
 
 def _why_unused(rule: Rule, before: Sequence[Step], tensors: Mapping[str, tuple[int, ...]]) -> str:

@@ -109,7 +109,7 @@ class Journal:
             text, *row = rows[0]
             job = self._job(row)
         if (job.operation, text) != (operation, _sorted(asked)):
-            raise OptionError(f"the idempotency key was used for job {job.number}, which differs; give each request a key of its own.")
+            raise OptionError(f"the idempotency key belongs to job {job.number}, a different request; give each request a key of its own.")
         return job
 
     def add(

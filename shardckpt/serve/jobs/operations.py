@@ -155,7 +155,7 @@ def _check_free(place: Location, ident: str, *, checkpoint: bool) -> None:
         raise OptionError(f"to={excerpt(ident)}: a checkpoint is there; an export needs another place.")
     attempts = {f"{name}/" for name in find_attempts(store, children)}
     if checkpoint and RECORD not in children and any(name.endswith("/") and name not in attempts for name in children):
-        raise OptionError(f"to={excerpt(ident)}: other directories are in it, as in that of a run; give a place below it, or another.")
+        raise OptionError(f"to={excerpt(ident)}: it has other directories in it, as a run has; give a place below it, or another place.")
     protected = protection(store, None)
     if protected:
         raise OptionError(f"to={excerpt(ident)}: the checkpoint there is {protected}, and is not replaced; choose another place.")
@@ -204,7 +204,7 @@ def delete(work: Work, checkpoint: str, attempt: str | None, reason: str, record
     if work.again and not store.exists(RECORD):  # an earlier start has deleted it
         return {"deleted": True, "left": []}
     if attempt is None and record_digest(store) != record and not (work.again and _is_tombstone(store)):
-        raise ReplacedError(f"{store}: something else is there since its deletion was asked for; nothing was deleted.")
+        raise ReplacedError(f"{store}: it has changed since the request to delete it; nothing was deleted.")
     left = collecting.delete(str(store.location), reason=f"{reason} ({work.who})", attempt=attempt)
     return {"deleted": True, "left": [f"{one.attempt}: {one.outcome}: {one.reason}" for one in left if one.outcome != "removed"]}
 

@@ -56,7 +56,7 @@ class Webhook(BackgroundWork):
                     pause = _POLL
                 except (httpx.HTTPError, httpx.InvalidURL, StorageError) as e:
                     pause = min(2 * pause, _LONGEST_PAUSE)
-                    _log.warning("the webhook was not told", extra={"fields": {"reason": str(e), "again_in": pause}})
+                    _log.warning("the webhook could not be notified", extra={"fields": {"reason": str(e), "again_in": pause}})
 
     def _send(self, http: httpx.Client, body: str) -> None:
         reply = http.post(self._url, content=body, headers={"Content-Type": "application/json", **_signature(body)})

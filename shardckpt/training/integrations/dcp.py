@@ -115,7 +115,7 @@ class StorageWriter(_StorageWriter):  # type: ignore[misc]  # torch is not follo
         job = known if self._coordinator is None else self._coordinator.world.processes
         if self._together and len(plans) != job:
             raise OptionError(
-                f"{self.url}: {len(plans)} of the job's {job} processes save (process_group=…, or no_dist=True); give a "
+                f"{self.url}: only {len(plans)} of the job's {job} processes save (process_group=…, or no_dist=True); give a "
                 f"shardckpt.Coordinator of just these, StorageWriter(coordinator=…), or let all of them save."
             )
         return plans
@@ -166,8 +166,8 @@ def _state_of(planner: SavePlanner) -> dict[str, Any]:
     odd = sorted(flatten_state_dict(nested)[0].keys() ^ flat.keys())
     if odd:
         raise LeafError(
-            f"{shown(odd[0])} is, or is in, a list with an empty dict, which DCP drops, so that the other items move; remove the empty "
-            f"dict, or make the list a dict."
+            f"{shown(odd[0])} is, or is in, a list with an empty dict. DCP drops the empty dict, and the other items move; remove the "
+            f"empty dict, or make the list a dict."
         )
     return nested
 
@@ -276,7 +276,7 @@ class StorageReader(_StorageReader):  # type: ignore[misc]  # torch is not follo
         held = getattr(planner, "state_dict", {}).get(name)
         if isinstance(held, torch.Tensor):
             raise StructureMismatchError(
-                f"{shown(name)} is no tensor in {contents.checkpoint.location}, and a {type(held).__qualname__} in the state to load; "
+                f"{shown(name)} is no tensor in {contents.checkpoint.location}, but a {type(held).__qualname__} in the state to load; "
                 f"put a plain value there, or leave it out."
             )
         if isinstance(value, DcpOwned):

@@ -87,9 +87,7 @@ class ShardckptIO(CheckpointIO):
             ShardckptError: the previous save failed in the background; or as in `shardckpt.save`.
         """
         if storage_options is not None:
-            raise OptionError(
-                "save_checkpoint(storage_options=…): has no meaning here; give ShardckptIO(options=shardckpt.SaveOptions(…))."
-            )
+            raise OptionError("save_checkpoint(storage_options=…): is not supported; give ShardckptIO(options=shardckpt.SaveOptions(…)).")
         state = plain(_without_functions(checkpoint), "", tensors=True, dicts=_DICTS)
         self._finish()
         if self._asynchronous:

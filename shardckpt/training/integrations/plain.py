@@ -47,6 +47,6 @@ def plain(value: Any, name: str, *, tensors: bool, dicts: Sequence[type] = (dict
     if leaves.is_small(value) or leaves.leaf_type(value) is not None:
         return value
     raise LeafError(
-        f"{shown(name)} is a {kind.__module__}.{kind.__qualname__}, which would have to be pickled; store what it consists of (its "
-        f"state_dict(), say), or call shardckpt.register_leaf for its class."
+        f"{shown(name)} is a {kind.__module__}.{kind.__qualname__}, which only a pickle could hold; store its parts (for example its "
+        f"state_dict()), or call shardckpt.register_leaf for its class."
     )

@@ -24,6 +24,6 @@ def test_torch_xla_devices_are_shared_out_as_the_ranks_are_told(run_job, tmp_pat
             "again": True,
             "otherwise": f"OptionError: this process owns the devices {{'torch_xla': {own}}}, as agreed when the job started, and "
             "not {'torch_xla': [0]}; give devices= with the first call that coordinates.",
-            "twice": "OptionError: torch_xla device 5 is owned by process 0 and by process 1, as devices= and the processes say; "
-            "give every process devices={'torch_xla': …} with ids that no other has.",
+            "twice": "OptionError: torch_xla device 5 is owned by process 0 and by process 1, according to devices= and "
+            "the processes; give every process devices={'torch_xla': …} with ids that no other has.",
         }

@@ -60,7 +60,7 @@ def test_what_is_not_there_is_said(server):
 
 
 def test_writing_is_refused(server, folder, tmp_path):
-    with pytest.raises(StorageError, match="files of web servers are only read"):
+    with pytest.raises(StorageError, match="web servers are read-only"):
         shardckpt.save(f"{server.url}/runs/2", {"w": np.zeros(3)})
     with pytest.raises(ShardckptError, match="written to a local disk"):
         shardckpt.export_safetensors(folder / "runs/1", f"{server.url}/new/model.safetensors")

@@ -46,7 +46,7 @@ def test_state_of_an_optimizer_follows_its_parameter():
     tensors = {W1: (8, 16), MOMENT: (8, 16), "optim/state.layers.0.w1.weight.exp_avg_sq": (8, 16)}
     decided = rules.decide_all(tensors, MESH)
     assert {decision.layout.spec for decision in decided.values()} == {PartitionSpec(None, "model")}
-    assert decided[MOMENT].why == "rule 1 matches what it lies below"
+    assert decided[MOMENT].why == "rule 1 matches the name above it"
 
 
 def test_state_of_another_shape_than_its_parameter_is_replicated_with_a_notice():

@@ -150,9 +150,9 @@ def test_a_mesh_read_from_its_axes_and_ids_is_the_mesh(axes, random):
         ("data=2@0", ShardingError, "1 device ids for shape"),
         ("data=2@a", OptionError, "'a' is no device id"),
         ("data=2@1-0", OptionError, "'1-0' is no range of device ids"),
-        ("data=2@0-99999999999", OptionError, "or one of too many"),
+        ("data=2@0-99999999999", OptionError, "or the mesh has too many"),
         ("data=99999999", ShardingError, "at most"),
-        ("data=2x2@0-3", OptionError, "a mesh of slices .AxB. counts its devices from 0"),
+        ("data=2x2@0-3", OptionError, "a mesh of slices .AxB. has ids from 0"),
     ],
 )
 def test_what_is_no_mesh_is_refused_with_its_part(text, kind, message):

@@ -134,7 +134,7 @@ def test_pinning_a_step_while_it_is_deleted_either_fails_or_keeps_it(run):
 def test_what_is_not_there_cannot_be_pinned(run):
     run.train(1, 2, keep=1)
     for step in (1, 7):
-        with pytest.raises(errors.NotFoundError, match="no checkpoint there to pin"):
+        with pytest.raises(errors.NotFoundError, match="there is no checkpoint to pin"):
             run.manager().pin(step)
     assert not (run.root / "1" / "pinned.json").exists()
 

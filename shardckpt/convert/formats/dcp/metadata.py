@@ -114,7 +114,8 @@ def parse_metadata(data: bytes, where: str) -> DcpMetadata:
     try:
         return _metadata(root)
     except (TypeError, ValueError, KeyError, AttributeError) as e:
-        raise FormatError(f"{where}: this is not how torch.distributed.checkpoint writes its metadata: {shortened(str(e), 300)}.") from e
+        said = shortened(str(e), 300)
+        raise FormatError(f"{where}: this is not metadata of torch.distributed.checkpoint ({said}); restore it from a copy.") from e
 
 
 def _metadata(root: object) -> DcpMetadata:
@@ -126,11 +127,11 @@ def _metadata(root: object) -> DcpMetadata:
     blobs: dict[str, DcpItem] = {}
     for name, entry in _mapping(state["state_dict_metadata"], "state_dict_metadata").items():
         if type(name) is not str:
-            raise TypeError(f"a {type(name).__name__} is a name")
+            raise TypeError(f"expected a text as name, found a {type(name).__name__}")
         if isinstance(entry, Instance) and entry.name == _METADATA + "BytesStorageMetadata":
             item = items.get((name, None))
             if item is None:
-                raise ValueError(f"{name!r} is stored nowhere")
+                raise ValueError(f"{name!r} has no entry in storage_data")
             blobs[name] = item
             continue
         tensors[name] = _tensor(name, _state(entry, "TensorStorageMetadata"), items)
@@ -161,12 +162,12 @@ def _tensor(name: str, state: Mapping[str, Any], items: Mapping[tuple[str, tuple
         box = _state(chunk, "ChunkStorageMetadata")
         start, extent = _extents(box["offsets"]), _extents(box["sizes"])
         if len(start) != len(shape) or len(extent) != len(shape):
-            raise ValueError(f"{name!r} of shape {shape} has a chunk of shape {extent} at {start}")
+            raise ValueError(f"{name!r} of shape {shape} has a chunk of another rank, of shape {extent} at {start}")
         if prod(extent) == 0:
             continue  # written by a process without a part of the tensor
         item = items.get((name, start))
         if item is None:
-            raise ValueError(f"{name!r}: its chunk at {start} is stored nowhere")
+            raise ValueError(f"{name!r}: its chunk at {start} has no entry in storage_data")
         chunks[start, extent] = DcpChunk(start, extent, item)
     return DcpTensor(shape, dtype.name, tuple(chunks.values()))
 
@@ -174,13 +175,13 @@ def _tensor(name: str, state: Mapping[str, Any], items: Mapping[tuple[str, tuple
 def _state(instance: object, kind: str) -> Mapping[str, Any]:
     if not isinstance(instance, Instance) or instance.name != _METADATA + kind or type(instance.state) is not dict:
         found = instance.name if isinstance(instance, Instance) else type(instance).__name__
-        raise TypeError(f"a {found} in the place of a {kind}")
+        raise TypeError(f"expected a {kind}, found a {found}")
     return instance.state
 
 
 def _mapping(value: object, what: str) -> dict[Any, Any]:
     if type(value) is not dict:
-        raise TypeError(f"{what} is a {type(value).__name__}")
+        raise TypeError(f"expected a dict as {what}, found a {type(value).__name__}")
     return value
 
 
@@ -192,27 +193,27 @@ def _index(index: object) -> tuple[str, tuple[int, ...] | None]:
 
 def _item(info: object) -> DcpItem:
     if not isinstance(info, Instance) or info.name != _STORED or type(info.state) is not dict:
-        raise TypeError("a place of a kind that only its writer knows")
+        raise TypeError("an entry of storage_data has an unknown type")
     state = info.state
     offset, length = state["offset"], state["length"]
     if type(offset) is not int or type(length) is not int or offset < 0 or length < 0:
-        raise ValueError(f"a place of {length} bytes at byte {offset}")
+        raise ValueError(f"an entry of storage_data has {length} bytes at byte {offset}")
     return DcpItem(_text(state["relative_path"]), offset, length, tuple(map(_text, state.get("transform_descriptors") or ())))
 
 
 def _text(value: object) -> str:
     if type(value) is not str:
-        raise TypeError(f"a {type(value).__name__} in the place of a text")
+        raise TypeError(f"expected a text, found a {type(value).__name__}")
     return value
 
 
 def _extents(value: object) -> tuple[int, ...]:
     if type(value) is not tuple or not all(type(n) is int and 0 <= n <= LARGEST_DIMENSION for n in value):
-        raise ValueError(f"{excerpt(value)} is neither a shape nor a place in one")
+        raise ValueError(f"{excerpt(value)} is neither a shape nor an offset")
     return value
 
 
 def _path(path: object) -> tuple[str | int, ...]:
     if type(path) is not tuple or not path or not all(type(key) in (str, int) for key in path):
-        raise TypeError(f"{excerpt(path)} is no way to a leaf")
+        raise TypeError(f"{excerpt(path)} is not a path to a leaf")
     return path

@@ -62,7 +62,7 @@ def open_shards(location: Location, names: Sequence[str]) -> Foreign:
     missing = sorted(set(range(1, processes[-1] + 1)) - set(processes))
     if missing:
         raise MissingDataError(
-            f"{location}: there is no file of shard {missing[0]}, and there is one of shard {processes[-1]}; restore it."
+            f"{location}: the file of shard {missing[0]} is missing, although shard {processes[-1]} exists; restore it from a copy."
         )
     parts: dict[str, dict[tuple[tuple[int, ...], tuple[int, ...]], _Shard]] = {}
     opened = map_on_threads(lambda name: _open(store, name), names)
@@ -72,7 +72,7 @@ def open_shards(location: Location, names: Sequence[str]) -> Foreign:
     notes = [
         (
             f"{len(names)} safetensors files of {len(processes)} processes. They do not say how large tensors are: if there were more "
-            f"processes than {processes[-1]}, what those had is missing."
+            f"processes than {processes[-1]}, their data is missing."
         )
     ]
     state = {name: _tensor(name, list(found.values()), str(location)) for name, found in parts.items()}
@@ -123,7 +123,7 @@ def _tensor(name: str, shards: list[_Shard], where: str) -> PlacedTensor:
     first = shards[0]
     if any(shard.dtype != first.dtype or len(shard.start) != len(first.start) for shard in shards):
         raise FormatError(
-            f"{where}: {shown(name)}: its parts have different dtypes or numbers of dimensions; the files are of several saves."
+            f"{where}: {shown(name)}: its parts have different dtypes or numbers of dimensions; give the files of a single save."
         )
     shape = tuple(max(shard.start[d] + shard.tensor.shape[d] for shard in shards) for d in range(len(first.start)))
     kept = [shard for shard in shards if 0 not in shard.tensor.shape] or shards[:1]

@@ -136,14 +136,14 @@ def read_state(store: Store, *, trust_pickle: bool) -> DcpState:
     where = store.path_of(METADATA)
     if not store.exists(METADATA):
         raise FormatError(
-            f"{store}: there is no {METADATA}, which says what is where. It was saved without collectives (each process has a "
+            f"{store}: there is no {METADATA}, the index of such a checkpoint. It was saved without collectives (each process has a "
             f"{METADATA} of its own), or never completed. Load it with DCP on as many processes, and save it again with collectives."
         )
     if not trust_pickle:
         raise OptionError(
-            f"{where} is a pickle, as every metadata file of torch.distributed.checkpoint: a program, which Python would run as it loads "
-            f"it. shardckpt reads it by a machine of its own that knows DCP's classes alone and calls nothing, and does so only if you "
-            f"say that you know where the file is from: trust_pickle=True."
+            f"{where} is a pickle, like every metadata file of torch.distributed.checkpoint. A pickle can run code when Python loads it. "
+            f"shardckpt reads it without running anything, and knows only DCP's classes; it does so only if you confirm that you know "
+            f"where the file is from: trust_pickle=True."
         )
     version = FileVersion(store, METADATA)
     metadata = parse_metadata(version.read_whole(LARGEST_WHOLE), where)
@@ -162,7 +162,7 @@ def read_state(store: Store, *, trust_pickle: bool) -> DcpState:
             leaves[name] = value
     absent = [name for name in metadata.paths or () if name not in metadata.tensors and name not in metadata.bytes]
     if absent:
-        notes.append(f"the state had names of which nothing was stored: {few(absent, SHOWN)}.")
+        notes.append(f"the state had names without stored data: {few(absent, SHOWN)}.")
     return DcpState(leaves, metadata, tuple(absent), [version, *files.values()], tuple(notes), where)
 
 
@@ -170,8 +170,8 @@ def _refuse_transformed(items: Sequence[tuple[str, DcpItem]], store: Store) -> N
     for name, item in items:
         if item.transforms:
             raise FormatError(
-                f"{store.path_of(item.file)}: {shown(name)} went through {excerpt(list(item.transforms))} as it was written, which is not "
-                f"read here. Load it with DCP and save it again without extensions."
+                f"{store.path_of(item.file)}: {shown(name)} was written with the extensions {excerpt(list(item.transforms))}, which "
+                f"cannot be read here. Load it with DCP and save it again without extensions."
             )
 
 
@@ -185,7 +185,7 @@ def _files(items: Iterable[DcpItem], store: Store) -> dict[str, FileVersion]:
         name, end = named
         version = FileVersion(store, name)
         if end and not store.is_longer(name, end - 1):
-            raise CorruptionError(f"{version} ends before byte {end}, up to which it is needed; restore it from a copy.")
+            raise CorruptionError(f"{version} is shorter than the {end} bytes that the metadata refer to; restore it from a copy.")
         return version
 
     return dict(zip(ends, map_on_threads(look, ends.items()), strict=True))
@@ -241,8 +241,8 @@ class _Item:
         if not isinstance(tensor, PickledTensor) or tensor.shape != self.shape or tensor.dtype.name not in _stored_as(dtype):
             found = f"{tensor.dtype} of shape {tensor.shape}" if isinstance(tensor, PickledTensor) else f"a {type(tensor).__name__}"
             raise FormatError(
-                f"{file.span}: here should be {dtype} of shape {self.shape}, and there is {found}; the metadata are not those of this "
-                f"file. Restore both from one copy."
+                f"{file.span}: the metadata say {dtype} of shape {self.shape}, but the file has {found}; the two do not belong together. "
+                f"Restore both from one copy."
             )
         return file, tensor
 

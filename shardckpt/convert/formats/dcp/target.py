@@ -145,21 +145,21 @@ class DcpDirectory(StateWriter):
         state = unflatten(tree, tensors, lambda name: name not in left)
         if not isinstance(state, dict):
             raise StructureMismatchError(
-                f"{self._where}: the state is a {type(state).__name__}, and DCP has dicts only; export it otherwise."
+                f"{self._where}: the state is a {type(state).__name__}, but DCP stores only dicts; export it to another format."
             )
         try:
             self._flat, self._paths = flatten_state_dict(state)
         except ValueError as e:
             raise NamesMismatchError(
-                f"{self._where}: two names are one in DCP, which joins keys with dots ({e}); export them apart."
+                f"{self._where}: two names become the same in DCP, which joins keys with dots ({e}); leave one out with exclude=."
             ) from e
         entered = {path[:n] for path in self._paths.values() for n in range(len(path))}
         stored = entered.union(self._paths.values())
         for path in _items_of_lists(state, ()):
             if path[:-1] in entered and path not in stored:
                 raise StructureMismatchError(
-                    f"{self._where}: {excerpt('.'.join(map(str, path)))} is a dict without values in a list: DCP stores nothing of it, and "
-                    f"cannot read the others of the list then. Leave the list out with exclude=."
+                    f"{self._where}: {excerpt('.'.join(map(str, path)))} is an empty dict in a list: DCP does not store it, and then "
+                    f"cannot read the other items of the list. Leave the list out with exclude=."
                 )
 
     def _append(self, name: str, value: Any) -> Any:

@@ -105,7 +105,9 @@ def _whole(state: DcpState, store: Store) -> tuple[Any, list[str]]:
         file = LoadedFile(str(version), version.read_whole(LARGEST_COMMON))
         common, left = plain(open_torch_file(Span(file, 0, len(file.data))), "common")
         if "common" in leaves:
-            raise FormatError(f"{store.path_of(METADATA)}: a tensor is called 'common', as is what {COMMON} holds; rename it in Megatron.")
+            raise FormatError(
+                f"{store.path_of(METADATA)}: a tensor has the name 'common', which means the contents of {COMMON}; rename it in Megatron."
+            )
         if common is not LEFT:
             leaves["common"] = common
     return nested(leaves, objects, (), store.path_of(METADATA)), left

@@ -42,7 +42,7 @@ def read_aggregate(data: bytes, where: str) -> object:
         if code == _COMPLEX:
             return complex(*msgpack.unpackb(content))
         if code not in {_ARRAY, _SCALAR}:
-            raise ValueError(f"an extension {code}")
+            raise ValueError(f"unknown extension {code}")
         shape, dtype, elements = msgpack.unpackb(content)
         array = np.frombuffer(elements, np.dtype(dtype)).reshape(shape)
         return array[()] if code == _SCALAR else array
@@ -50,7 +50,7 @@ def read_aggregate(data: bytes, where: str) -> object:
     try:
         return _unpacked(msgpack.unpackb(data, ext_hook=extension, strict_map_key=False))
     except (LookupError, RecursionError, TypeError, ValueError, msgpack.UnpackException) as e:
-        raise FormatError(f"{where} is no tree in msgpack: {excerpt(str(e))}; restore it from a copy.") from e
+        raise FormatError(f"{where} is not a tree in msgpack ({excerpt(str(e))}); restore it from a copy.") from e
 
 
 def _unpacked(node: Any) -> object:
@@ -60,7 +60,7 @@ def _unpacked(node: Any) -> object:
             shape, parts = ([found[str(i)] for i in range(len(found))] for found in (node["shape"], node["chunks"]))
             flat = np.concatenate(parts)
             if flat.size != prod(shape):
-                raise ValueError(f"an array of shape {excerpt(shape)} with {flat.size} elements")
+                raise ValueError(f"an array of shape {excerpt(shape)} has {flat.size} elements")
             return flat.reshape(shape)
         return {key: _unpacked(child) for key, child in node.items()}
     if isinstance(node, list):

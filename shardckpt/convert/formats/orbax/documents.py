@@ -108,7 +108,7 @@ def entries(tree: Node, left: Mapping[str, str], tensors: Mapping[str, TensorRec
     meanings = {leaf.name: leaf.meaning for leaf in leaves_of(tree) if isinstance(leaf, Tensor)}
     found = list(_entries(tree, (), left, tensors, meanings)) if isinstance(tree, Branch) else []
     if not any(entry.keys for entry in found):
-        raise StructureMismatchError(f"{where}: Orbax stores a dict, list or tuple with something in it; export the state otherwise.")
+        raise StructureMismatchError(f"{where}: Orbax stores only a dict, list or tuple that is not empty; export to another format.")
     _check_names(found, where)
     return found
 
@@ -173,7 +173,9 @@ def _check_names(found: list[OrbaxEntry], where: str) -> None:
     arrays = [entry.name for entry in found if entry.tensor is not None or entry.what in ("scalar", "string")]
     twice = next((name for name, count in Counter(arrays).items() if count > 1), None)
     if twice is not None:
-        raise NamesMismatchError(f"{where}: Orbax calls two of its arrays {shown(twice)}, joining keys with dots; export them apart.")
+        raise NamesMismatchError(
+            f"{where}: two names become {shown(twice)} in Orbax, which joins keys with dots; leave one out with exclude=."
+        )
     stored = set(arrays) - texts
     for name in arrays:
         if name in stored:
@@ -181,19 +183,23 @@ def _check_names(found: list[OrbaxEntry], where: str) -> None:
         # "a/b" lies in the directory of "a", beside the files of array "a"; the text "a/b" would lie inside the text "a".
         inside = "the directory of another array" if name in stored else "another text"
         if any(outer in (stored if name in stored else texts) for outer in _outer(name)):
-            raise NamesMismatchError(f"{where}: {shown(name)} would lie in {inside}; export the two apart.")
+            raise NamesMismatchError(
+                f"{where}: the directory of {shown(name)} would be inside {inside}; leave one of the two out with exclude=."
+            )
 
 
 def _check_directory(name: str, where: str) -> None:
     first = name.partition("/")[0]
     if first in (*RESERVED, _LEGACY_FILE) or _PROCESS_PART.fullmatch(first):
-        raise NamesMismatchError(f"{where}: {shown(name)} is what Orbax calls a file of its own; export it under another name.")
+        raise NamesMismatchError(f"{where}: {shown(name)} is the name of a file of Orbax itself; export it under another name.")
     try:
         check_key(name, where)
     except FormatError as e:
         raise NamesMismatchError(f"Orbax stores each array in a directory of its name: {e}") from None
     if any(len(part.encode()) > _LONGEST_NAME for part in name.split("/")):
-        raise NamesMismatchError(f"{where}: {shown(name)} would be a directory, whose name has {_LONGEST_NAME} bytes at most; rename it.")
+        raise NamesMismatchError(
+            f"{where}: Orbax needs a directory for {shown(name)}, and its name may have at most {_LONGEST_NAME} bytes; rename it."
+        )
 
 
 def _outer(name: str) -> list[str]:

@@ -50,7 +50,7 @@ class Leaf:
         keys = [(key["key"], key["key_type"]) for key in entry["key_metadata"]]
         kind = entry["value_metadata"]["value_type"]
         if not all(type(key) is str and which in {_SEQUENCE, _DICT} for key, which in keys) or type(kind) is not str:
-            raise ValueError(f"the leaf {excerpt(entry)} has keys or a type of other kinds")
+            raise ValueError(f"the leaf {excerpt(entry)} has keys or a type that Orbax does not write")
         if len(keys) > MAX_DEPTH:
             raise ValueError(f"a leaf in {len(keys)} containers, at most {MAX_DEPTH} are expected")
         path = tuple(key for key, _ in keys)
@@ -95,7 +95,7 @@ def _naming_malformed(where: str) -> Iterator[None]:
     except FormatError:
         raise
     except _MALFORMED as e:
-        raise FormatError(f"{where} is not what Orbax writes: {excerpt(str(e))}; restore it from a copy.") from e
+        raise FormatError(f"{where} was not written by Orbax ({excerpt(str(e))}); restore it from a copy.") from e
 
 
 def parse_json(data: bytes | str, where: str) -> Any:
@@ -123,12 +123,12 @@ def _tree(leaves: list[Leaf], path: Path, tuples: frozenset[Path]) -> object:
             raise ValueError(f"{leaves[0].name!r} is listed {len(leaves)} times")
         return leaves[0] if leaves else {}
     if len({leaf.sequences[depth] for group in groups.values() for leaf in group}) > 1:
-        raise ValueError(f"{'.'.join(path)!r} is a sequence and a dict")
+        raise ValueError(f"{'.'.join(path)!r} is both a sequence and a dict")
     children = {key: _tree(group, (*path, key), tuples) for key, group in groups.items()}
     if not next(iter(groups.values()))[0].sequences[depth]:
         return children
     if set(children) != {str(i) for i in range(len(children))}:
-        raise ValueError(f"{'.'.join(path)!r} is a sequence with the indices {sorted(children)}")
+        raise ValueError(f"{'.'.join(path)!r} is a sequence, but has the indices {sorted(children)}")
     items = [children[str(i)] for i in range(len(children))]
     return tuple(items) if path in tuples else items
 

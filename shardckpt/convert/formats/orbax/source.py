@@ -117,12 +117,14 @@ def open_foreign(location: Location, *, trust_pickle: bool = False) -> Foreign: 
         steps = _steps(place, names)
         if steps:
             listed = ("…, " if len(steps) > _MOST_STEPS else "") + ", ".join(steps[-_MOST_STEPS:])
-            raise FormatError(f"{location} holds steps of a CheckpointManager: {listed}. Import one of them: {location}/{steps[-1]}, say.")
+            raise FormatError(
+                f"{location} holds steps of a CheckpointManager: {listed}. Import one of them, for example {location}/{steps[-1]}."
+            )
     sources: Sources = {}
     notes: list[str] = []
     state = _item(place, sources, notes, 0)
     if state is None:
-        raise FormatError(f"{location}: no tree of an Orbax checkpoint is there ({METADATA}); give the directory of a step or an item.")
+        raise FormatError(f"{location}: not an Orbax checkpoint ({METADATA} is missing); give the directory of a step or an item.")
     if METADATA not in names and MSGPACK not in names and isinstance(state, dict):
         unnamed = "state" if _STEP_V1 in names else "default"
         state = state[unnamed] if list(state) == [unnamed] else state
@@ -186,8 +188,8 @@ def _check_finished(place: Store, names: list[str]) -> None:
     above = where.parent  # the file is in the item's directory or in its checkpoint's
     if above is None or not Store.open(above).exists(_FINISHED):
         raise UncommittedError(
-            f"{where} was not finished, or is still being written: {_FINISHED} is missing. Import another step; or write an empty file of "
-            f"that name there, if you know that it is whole."
+            f"{where} was not finished, or is still being written: {_FINISHED} is missing. Import another step. If you know that this one "
+            f"is complete, write an empty file of that name there."
         )
 
 
@@ -209,7 +211,7 @@ def _identity(place: Store) -> str:
     for key, time in sorted(modification_times(place)):
         path = place.local_path(key)
         if path is not None and path.exists() and not path.is_file() and not path.is_dir():
-            raise StorageError(f"{path} is no file, but a pipe or device, which TensorStore would wait for; remove it.")
+            raise StorageError(f"{path} is a pipe or device, not a file, and TensorStore would wait for it; remove it.")
         # memory:// has no modification times, so the contents are hashed
         digest.update(place.read(key) if place.location.scheme == "memory" else f"{key} {time!r}\n".encode())
     return digest.hexdigest()

@@ -102,7 +102,9 @@ def read_tree(place: Store, names: list[str], sources: Sources, notes: list[str]
     stored = [leaf.name for leaf in leaves if leaf.kind not in {*_EMPTY, "string"}]
     others = {name.rstrip("/") for name in names} - set(stored)
     if _MANIFEST not in names and stored and any(name.startswith("ocdbt.process_") for name in others):
-        raise UncommittedError(f"{place}: its processes' parts were never merged ({_MANIFEST}): saving it did not finish; import another.")
+        raise UncommittedError(
+            f"{place}: the save did not finish: the parts of its processes were not merged ({_MANIFEST} is missing); import another."
+        )
     twice = [name for name, count in Counter(stored).items() if count > 1]
     if twice:
         raise FormatError(f"{place}: two leaves are stored as {shown(twice[0])}, so one of them has been lost; save them under other keys.")
@@ -190,7 +192,7 @@ def _strings(place: Store, names: Iterable[str]) -> dict[str, object]:
         for key in name.split("/"):
             text = text.get(key.replace("~1", "/").replace("~0", "~")) if isinstance(text, dict) else None
         if not isinstance(text, str):
-            raise MissingDataError(f"{where}: there is no text {shown(name)} but {excerpt(text)}; restore it from a copy.")
+            raise MissingDataError(f"{where}: expected a text at {shown(name)}, found {excerpt(text)}; restore it from a copy.")
         found[name] = text
     return found
 

@@ -92,8 +92,8 @@ def header_bytes(length: bytes, where: str) -> int:
     nbytes = int.from_bytes(length, "little")
     if len(length) != LENGTH_BYTES or not 2 <= nbytes <= LARGEST_HEADER:
         raise FormatError(
-            f"{where}: its first {LENGTH_BYTES} bytes give no length of a header, from 2 to {LARGEST_HEADER}; it is no safetensors file, "
-            f"or a damaged one."
+            f"{where}: its first {LENGTH_BYTES} bytes are not the length of a header (2 to {LARGEST_HEADER}); it is not a safetensors "
+            f"file, or is damaged."
         )
     return nbytes
 
@@ -114,10 +114,10 @@ def parse_header(raw: bytes, where: str) -> Header:
     except ValueError as e:
         raise FormatError(f"{where}: its header is not JSON that can be read ({e}); the file is damaged.") from e
     if not isinstance(doc, dict):
-        raise FormatError(f"{where}: its header is a {type(doc).__name__}, a JSON object is expected; the file is damaged.")
+        raise FormatError(f"{where}: expected a JSON object as header, found a {type(doc).__name__}; the file is damaged.")
     metadata = doc.pop(_METADATA, None) or {}
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise FormatError(f"{where}: {_METADATA} in its header is {excerpt(metadata)}, text by text is expected; the file is damaged.")
+        raise FormatError(f"{where}: {_METADATA} in its header must map texts to texts, found {excerpt(metadata)}; the file is damaged.")
     begin = LENGTH_BYTES + len(raw)
     tensors = {name: _tensor(name, entry, begin, where) for name, entry in doc.items()}
     at = begin
@@ -134,7 +134,7 @@ def _tensor(name: str, entry: Any, begin: int, where: str) -> HeaderTensor:
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in _DTYPES:
         if dtype in _PACKED:
-            raise DtypeError(f"{where}: {shown(name)} is of dtype {dtype}, of which elements share bytes; store it as bytes (U8).")
+            raise DtypeError(f"{where}: {shown(name)} has dtype {dtype}, with several elements per byte; store it as bytes (U8).")
         _fail(where, name, f"its dtype {excerpt(dtype)} is none of {', '.join(_DTYPES)}")
     if not _are_sizes(shape) or len(shape) > MOST_DIMENSIONS:
         _fail(where, name, f"its shape {excerpt(shape)} is no list of at most {MOST_DIMENSIONS} lengths")

@@ -76,7 +76,7 @@ def _kept(metadata: Mapping[str, Any], where: str) -> dict[str, bytes]:
         except (TypeError, ValueError, zlib.error) as error:
             raise CorruptionError(f"{where}: metadata {_ENTRY!r} does not hold {name}: {error}.") from error
         if not inflate.eof:
-            raise CorruptionError(f"{where}: metadata {_ENTRY!r} has {name} incomplete, or with more than {LARGEST_FILE:,} bytes.")
+            raise CorruptionError(f"{where}: in metadata {_ENTRY!r}, {name} is incomplete or has more than {LARGEST_FILE:,} bytes.")
     return {name: found[name] for name in BYTES if name in found}
 
 

@@ -88,8 +88,8 @@ def lay_out(tensors: Sequence[OutputTensor], metadata: Mapping[str, str] | None 
         if tensor.dtype.name not in DTYPES:
             other = "float32" if castable(tensor.dtype, by_name("float32")) else "complex64"
             raise DtypeError(
-                f"{shown(tensor.name)}: safetensors has no {tensor.dtype}; convert it, with dtype={{{tensor.name!r}: {other!r}}}, "
-                f"say, or leave it out with exclude=."
+                f"{shown(tensor.name)}: safetensors has no {tensor.dtype}; convert it, for example with "
+                f"dtype={{{tensor.name!r}: {other!r}}}, or leave it out with exclude=."
             )
         if not _is_unicode(tensor.name):
             raise NamesMismatchError(f"{shown(tensor.name)}: a name in a safetensors file is Unicode, without surrogates; rename it.")
@@ -126,7 +126,7 @@ def check_metadata(metadata: object) -> dict[str, str]:
     """
     found = {} if metadata is None else metadata
     if not isinstance(found, Mapping) or not all(isinstance(text, str) and _is_unicode(text) for pair in found.items() for text in pair):
-        raise OptionError(f"metadata={excerpt(metadata)}: safetensors holds text by text only; give a dict of str to str.")
+        raise OptionError(f"metadata={excerpt(metadata)}: safetensors metadata maps texts to texts; give a dict of str to str.")
     return dict(sorted(found.items()))
 
 

@@ -184,11 +184,11 @@ def _check_index(index: str, weight_map: Mapping[str, str], headers: Mapping[str
             if weight_map.get(name) != file:
                 says = "does not know it" if name not in weight_map else f"says it is in {weight_map[name]}"
                 raise FormatError(
-                    f"{index}: {shown(name)} is in {file}, and the index {says}; get the files anew, or write the index anew."
+                    f"{index}: {shown(name)} is in {file}, but the index {says}; get new copies of the files, or rewrite the index."
                 )
     for name, file in weight_map.items():
         if name not in headers[file].tensors:
-            raise FormatError(f"{index}: {shown(name)} should be in {file}, which does not have it; get both files anew.")
+            raise FormatError(f"{index}: {shown(name)} should be in {file}, which does not have it; get new copies of both files.")
 
 
 def _weight_map(index: FileVersion) -> Mapping[str, str]:
@@ -198,13 +198,13 @@ def _weight_map(index: FileVersion) -> Mapping[str, str]:
     try:
         doc = parse_json(raw)
     except ValueError as e:
-        raise FormatError(f"{where} is not JSON that can be read ({e}); get it anew.") from e
+        raise FormatError(f"{where} is not JSON that can be read ({e}); get a new copy of it.") from e
     found = doc.get("weight_map") if isinstance(doc, dict) else None
     if not isinstance(found, dict) or not found or not all(isinstance(file, str) for file in found.values()):
-        raise FormatError(f"{where} has no weight_map from tensors to files; it is no index of safetensors files.")
+        raise FormatError(f"{where} has no weight_map from tensors to files; it is not an index of safetensors files.")
     for file in set(found.values()):
         if "/" in file or not file.endswith(SUFFIX):
-            raise FormatError(f"{where}: {excerpt(file)} is no name of a {SUFFIX} file beside it.")
+            raise FormatError(f"{where}: {excerpt(file)} is not the name of a {SUFFIX} file in the same directory.")
     return found
 
 
@@ -219,8 +219,8 @@ def _main(names: Sequence[str], store: Store) -> str:
         if len(found) == 1:
             return found[0]
         if found:
-            raise OptionError(f"{store}: {few(found)} lie there, and nothing says which is meant; give the path of one.")
-    raise FormatError(f"{store}: no {SUFFIX} file lies there.")
+            raise OptionError(f"{store}: there are several such files ({few(found)}); give the path of one of them.")
+    raise FormatError(f"{store}: there is no {SUFFIX} file.")
 
 
 def _metadata(headers: Mapping[str, Header], configs: Mapping[str, Any]) -> dict[str, Any]:

@@ -65,7 +65,7 @@ class TorchFile:
         info = self._storages.get(storage.key)
         if info is None:
             raise FormatError(
-                f"{self.span}: there is no storage {storage.key[:100]!r} in it, of which its pickle speaks; restore it from a copy."
+                f"{self.span}: its pickle refers to the storage {storage.key[:100]!r}, which is not in the file; restore it from a copy."
             )
         start = _start(self.span, info, b"")
         return StoredRun(self.span.part(start, start + info.file_size), info.CRC or None)
@@ -92,8 +92,8 @@ def open_torch_file(span: Span, table: Mapping[str, object] = TABLE, only: Conta
     window = _Ends(span)
     if not is_torch_file(window.head):
         raise FormatError(
-            f"{span}: this is no file of torch.save since torch 1.6, which begins with {_SIGNATURE!r}; it begins with {window.head[:4]!r}. "
-            f"It is damaged, or of another kind."
+            f"{span}: a file of torch.save (torch 1.6 or later) begins with {_SIGNATURE!r}, but this one with {window.head[:4]!r}; it is "
+            f"damaged, or has another format."
         )
     try:
         with zipfile.ZipFile(window) as archive:
@@ -110,10 +110,10 @@ def open_torch_file(span: Span, table: Mapping[str, object] = TABLE, only: Conta
     top = pickles[0].filename.removesuffix("data.pkl")
     by_name = {info.filename.removeprefix(top): info for info in infos}
     if len(by_name) < len(infos):
-        raise FormatError(f"{span}: two of its entries have one name, and readers would not agree on which of them counts; get it anew.")
+        raise FormatError(f"{span}: two of its entries have the same name, so readers would disagree about its contents; get a new copy.")
     pickle = _content(window, pickles[0])
     if pickles[0].CRC not in (0, zlib.crc32(pickle)):
-        raise CorruptionError(f"{span}: the CRC-32 of its pickle is not that of what was written; restore it from a copy.")
+        raise CorruptionError(f"{span}: the CRC-32 of its pickle is wrong; restore it from a copy.")
     if "byteorder" in by_name and _content(window, by_name["byteorder"]) != b"little":
         raise FormatError(f"{span}: it was written on a big-endian machine; load it with torch and save it on a little-endian one.")
     return TorchFile(
@@ -178,7 +178,7 @@ class _Ends(io.RawIOBase):
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         self.at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self.at, io.SEEK_END: len(self.span)}[whence]
         if self.at < 0:
-            raise ValueError("a place before the beginning")
+            raise ValueError("a position before the beginning")
         return self.at
 
     def read(self, n: int | None = -1) -> bytes:

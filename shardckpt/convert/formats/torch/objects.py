@@ -94,7 +94,7 @@ class PickledTensor:
         """Refuse invalid shapes, strides and offsets."""
         numbers = (self.offset, *self.shape, *self.strides)
         if len(self.shape) != len(self.strides) or not all(type(n) is int and n >= 0 for n in numbers):
-            raise ValueError(f"a tensor of shape {self.shape}, strides {self.strides} and offset {self.offset}")
+            raise ValueError(f"a tensor has shape {self.shape}, strides {self.strides} and offset {self.offset}")
 
 
 def storage_of(reference: object) -> Storage:
@@ -103,7 +103,7 @@ def storage_of(reference: object) -> Storage:
         what, kind, key, _device, count = reference
         if what == "storage" and type(kind) is StorageKind and type(key) is str and type(count) is int and count >= 0:
             return Storage(key, kind.dtype, count)
-    raise ValueError("a reference to something that is no storage")
+    raise ValueError("a reference does not name a storage")
 
 
 def _tensor(
@@ -117,9 +117,9 @@ def _tensor(
     metadata: object,
 ) -> PickledTensor:
     if type(storage) is not Storage or type(dtype) is not Dtype or type(shape) is not tuple or type(strides) is not tuple:
-        raise TypeError("a tensor of something that is no storage")
+        raise TypeError("a tensor has no valid storage, dtype, shape or strides")
     if metadata:
-        raise ValueError("a tensor that is to be conjugated or negated when it is used: resolve_conj() and resolve_neg() it before saving")
+        raise ValueError("a tensor is a lazily conjugated or negated view: call resolve_conj() and resolve_neg() before saving")
     return PickledTensor(storage, dtype, offset, shape, strides)  # type: ignore[arg-type]  # PickledTensor checks the types
 
 
@@ -149,19 +149,19 @@ def _parameter(data: object, *_grad_and_hooks: object) -> object:
 def _size(extents: object = ()) -> tuple[int, ...]:
     found = tuple(extents)  # type: ignore[arg-type, var-annotated]  # a TypeError is the pickle's
     if not all(type(n) is int for n in found):
-        raise TypeError("a torch.Size of something else than integers")
+        raise TypeError("a torch.Size has items that are not integers")
     return found
 
 
 def _dict(pairs: object = ()) -> dict[Any, Any]:
     if not isinstance(pairs, list | tuple) or pairs:
-        raise ValueError("a dict with items in its call")  # pickles give the items afterwards
+        raise ValueError("dict is called with items")  # pickles give the items afterwards
     return {}
 
 
 def _bytes(text: object = "", encoding: object = "latin1") -> bytes:
     if type(text) is not str or encoding != "latin1":
-        raise ValueError("bytes in another encoding than latin1")
+        raise ValueError("bytes have another encoding than latin1")
     return text.encode("latin1")
 
 

@@ -73,7 +73,7 @@ def open_foreign(location: Location, *, trust_pickle: bool = False) -> Foreign:
         names = store.list_children()
         file = next((FileVersion(store, name) for name in (_BIN, _BIN.removesuffix(".bin") + _INDEX_SUFFIX) if name in names), None)
         if file is None:
-            raise NotFoundError(f"{location}: there is no {_BIN} in this directory, and no index of several; give a file.")
+            raise NotFoundError(f"{location}: there is no {_BIN} in this directory, and no index of split files; give the path of a file.")
     if not file.key.endswith(_INDEX_SUFFIX):
         opened = _opened(file)
         return place_tensors(state_in(opened), "torch", location, identity_of(location, [file]), ())
@@ -85,7 +85,7 @@ def open_foreign(location: Location, *, trust_pickle: bool = False) -> Foreign:
     state = {name: _named(states[key], name, key, file) for name, key in weight_map.items()}
     unnamed = next((f"{shown(name)} in {key}" for key, part in states.items() for name in part if weight_map.get(name) != key), None)
     if unnamed is not None:
-        raise FormatError(f"{file} does not name {unnamed}; get all files anew.")
+        raise FormatError(f"{file} does not name {unnamed}; get new copies of all files.")
     return place_tensors(state, "torch", location, identity_of(location, [file, *versions]), (f"{len(versions)} files, by {file.key}",))
 
 
@@ -122,13 +122,13 @@ def _weight_map(index: FileVersion) -> Mapping[str, str]:
         weight_map: Mapping[str, str] = doc["weight_map"]
         beside = all(isinstance(key, str) and key and "/" not in key for key in weight_map.values())
     except (AttributeError, KeyError, TypeError, ValueError) as e:
-        raise FormatError(f"{index} is no index of split files ({excerpt(str(e))}); get it anew.") from e
+        raise FormatError(f"{index} is no index of split files ({excerpt(str(e))}); get a new copy of it.") from e
     if not beside:
-        raise FormatError(f"{index} names something else than files beside it; get it anew.")
+        raise FormatError(f"{index} names files outside its directory; get a new copy of it.")
     return weight_map
 
 
 def _named(state: Any, name: str, key: str, index: FileVersion) -> Any:
     if not isinstance(state, dict) or name not in state:
-        raise FormatError(f"{index}: {shown(name)} should be in {key}, which does not have it; get both files anew.")
+        raise FormatError(f"{index}: {shown(name)} should be in {key}, which does not have it; get new copies of both files.")
     return state[name]

@@ -30,7 +30,7 @@ _BUILTINS = ("builtins", "__builtin__")
 def _of_type(rebuild: object, _type: object, arguments: object, _attributes: object) -> object:
     """A tensor with Python attributes: torch._tensor._rebuild_from_type_v2."""
     if type(rebuild) is not Build or type(arguments) is not tuple:
-        raise TypeError("a tensor that is made by something else")
+        raise TypeError("a tensor is made by an unknown function")
     return rebuild.function(*arguments)
 
 
@@ -40,7 +40,7 @@ def _first(tensor: object, *_others: object) -> object:
 
 def _complex(real: object, imaginary: object) -> complex:
     if type(real) is not float or type(imaginary) is not float:
-        raise TypeError("a complex number of something else than floats")
+        raise TypeError("a complex number has parts that are not floats")
     return complex(real, imaginary)
 
 
@@ -70,7 +70,7 @@ _TABLE: Mapping[str, object] = MappingProxyType(
     }
 )
 _UNSTORABLE = {
-    _LAZY: "a tensor that is to be conjugated or negated when it is used: resolve_conj() and resolve_neg() it",
+    _LAZY: "a lazily conjugated or negated tensor: call resolve_conj() and resolve_neg() on it",
     "torch._utils._rebuild_qtensor": "a quantized tensor: save its int_repr(), scales and zero points, or dequantize() it",
     "torch._utils._rebuild_sparse_tensor": "a sparse tensor: save its indices and values, or to_dense() it",
     "torch._utils._rebuild_nested_tensor": "a nested tensor: save the tensors that it consists of",

@@ -216,7 +216,7 @@ def _without_memory(structure: Structure, dtypes: dict[str, Any]) -> dict[str, A
             try:
                 ranges[dtype] = mmap.mmap(-1, largest, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=mmap.PROT_READ)
             except OSError as e:
-                raise BudgetError(f"{shown(name)}: no {largest} addresses are free, none of them used ({e}); raise `ulimit -v`.") from e
+                raise BudgetError(f"{shown(name)}: cannot reserve {largest} bytes of address space ({e}); raise `ulimit -v`.") from e
         with warnings.catch_warnings(action="ignore"):  # torch warns that these tensors cannot be written to
             found[name] = torch.frombuffer(ranges[dtype], dtype=dtype, count=prod(tensor.shape)).reshape(tensor.shape)
     return found

@@ -88,8 +88,8 @@ def unpickle(
         return machine.run()
     except _RefusedNameError as e:
         raise FormatError(
-            f"{where}: this pickle names {excerpt(e.args[0])}, which has no place in such a file. A pickle can run code when Python "
-            f"loads it, and this one may have been made for that; nothing of it was run. Ask whoever wrote it."
+            f"{where}: this pickle names {excerpt(e.args[0])}, which does not belong in such a file. A pickle can run code when "
+            f"Python loads it; nothing of this one was run. Ask the author of the file."
         ) from None
     except FormatError:
         raise
@@ -97,7 +97,7 @@ def unpickle(
         raise FormatError(f"{where}: this pickle ends at byte {len(data)}, before its end; restore the file from a copy.") from e
     except (TypeError, ValueError, KeyError, AttributeError, OverflowError, RecursionError, LookupError) as e:
         said = shortened(str(e) or type(e).__name__)
-        raise FormatError(f"{where}: this pickle makes no sense at byte {machine.at} ({said}); restore the file from a copy.") from e
+        raise FormatError(f"{where}: this pickle is invalid at byte {machine.at} ({said}); restore the file from a copy.") from e
 
 
 class _RefusedNameError(Exception):
@@ -148,7 +148,7 @@ class _Machine:
                 return self.pop()
             instruction = instructions.get(code)
             if instruction is None:
-                raise ValueError(f"instruction {code:#04x} is none that such a file needs")
+                raise ValueError(f"unexpected instruction {code:#04x}")
             instruction(self)
 
     # --- reading the program ---
@@ -184,12 +184,12 @@ class _Machine:
 
     def pop(self) -> Any:
         if self.marks and self.marks[-1] == len(self.stack):
-            raise ValueError("something is taken from below a mark")
+            raise ValueError("an instruction takes an item below a mark")
         return self.stack.pop()
 
     def top(self) -> Any:
         if self.marks and self.marks[-1] == len(self.stack):
-            raise ValueError("something is changed from above a mark")
+            raise ValueError("an instruction changes an item below a mark")
         return self.stack[-1]
 
     def since_mark(self) -> list[Any]:

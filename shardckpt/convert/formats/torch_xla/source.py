@@ -50,7 +50,7 @@ def open_foreign(location: Location, *, trust_pickle: bool = False) -> Foreign:
     if METADATA not in names:
         steps = _steps(location, names)
         if not steps:
-            raise NotFoundError(f"{location}: there is no whole step of torch_xla's CheckpointManager, a directory with a {WRITTEN_LAST}.")
+            raise NotFoundError(f"{location}: torch_xla's CheckpointManager has no complete step here (a directory with {WRITTEN_LAST}).")
         if len(steps) > 1:
             raise OptionError(f"{location} has the steps {', '.join(map(str, steps))}; name one: {location.join(str(steps[-1]))}.")
         location = location.join(str(steps[0]))
@@ -58,8 +58,8 @@ def open_foreign(location: Location, *, trust_pickle: bool = False) -> Foreign:
     notes = [*state.notes]
     if state.absent:
         notes.append(
-            "torch_xla's CheckpointManager silently drops a sharded tensor of which several devices of one host hold the same part "
-            "(pytorch/xla#7919). What is named above is not in this checkpoint."
+            "torch_xla's CheckpointManager silently drops a sharded tensor if several devices of one host hold the same part "
+            "(pytorch/xla#7919). The tensors named above are not in this checkpoint."
         )
     return place_tensors(state.nested(), "torch_xla", location, identity_of(location, state.files), notes)
 

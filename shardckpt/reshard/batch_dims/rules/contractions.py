@@ -73,7 +73,9 @@ def _plus_bias(call: Call, product: Known, bias: Any) -> Known:
         return product
     layout = call.layout(bias)
     if isinstance(layout, Shard) and not isinstance(product, Shard):
-        raise Undecided(f"{shown(bias)} is {layout}, and what it is added to is {product}; name its operands in batch=… if they are cut")
+        raise Undecided(
+            f"{shown(bias)} is {layout}, but is added to a tensor that is {product}; name its operands in batch=… if they are cut"
+        )
     along = frozenset({product.dim}) if isinstance(product, Shard) else frozenset[int]()
     return added([aligned(call, bias, layout, call.out, along), product], [call.is_zero(bias), False])
 

@@ -53,7 +53,7 @@ def _indexed(call: Call, indices: list[Any]) -> Known:
     source, ndim = call.layout(call["self"]), len(call.shape(call["self"]))
     indices = indices + [None] * (ndim - len(indices))
     if any(map(_is_mask, indices)):
-        raise Undecided("how many elements a mask takes depends on the data")
+        raise Undecided("the number of elements that a mask selects depends on the data")
     block, start, lengths = _index_block(call, indices)
     if _own_row(call, source, indices):
         return Shard(start + block.dim, block.outer, source.power) if isinstance(block, Shard) else source
@@ -120,7 +120,7 @@ def _index_put(call: Call) -> Result:
     base, ndim = call.layout(call["self"]), len(call.shape(call["self"]))
     indices = list(call["indices"]) + [None] * (ndim - len(call["indices"]))
     if any(map(_is_mask, indices)):
-        raise Undecided("how many elements a mask writes depends on the data")
+        raise Undecided("the number of elements that a mask writes depends on the data")
     block, start, length = _index_block(call, indices)
     written = length + sum(index is None for index in indices)
     values, shape = call.layout(call["values"]), call.shape(call["values"])
@@ -208,7 +208,7 @@ def _scatter(call: Call) -> Result:
         return added([base, Partial("sum", written.power)], [call.is_zero(call["self"]), False])
     whole = [layout for layout in (base, index, *([] if call["src"] is None else [written])) if not isinstance(layout, Shard)]
     if place[0] == dim or whole or isinstance(written, Partial):
-        raise Undecided("what is written, where, and into what are not all cut alike")
+        raise Undecided("its values, their positions and its target are not all cut in the same way")
     for name in ("index", "src"):
         if call[name] is not None:
             _same_length(call, base, name)

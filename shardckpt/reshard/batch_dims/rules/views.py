@@ -78,7 +78,7 @@ def _expanded(call: Call) -> Result:
     shift = len(after) - len(before)
     new = [d for d, size in enumerate(after) if call.batch.divides(size) and (d < shift or before[d - shift] != size)]
     if new and (call.batch.literal_sizes or len(new) > 1 or not isinstance(layout, Replicate)):
-        raise Undecided(f"{shown(call['self'])} is {layout} and is repeated for each sample, or by coincidence as many times")
+        raise Undecided(f"{shown(call['self'])} is {layout} and is repeated as often as there are samples, perhaps by coincidence")
     if isinstance(layout, Shard):
         return Shard(layout.dim + shift, layout.outer, layout.power)
     return Shard(new[0], 1, layout.power) if new else layout
@@ -88,7 +88,7 @@ def _repeated(call: Call) -> Result:
     layout, before, after = call.layout(call["self"]), call.shape(call["self"]), call.out
     shift = len(after) - len(before)
     if any(call.batch.divides(size) and (d < shift or before[d - shift] != size) for d, size in enumerate(after)):
-        raise Undecided("it repeats the samples, or once per sample")
+        raise Undecided("it repeats the samples, or repeats something once per sample")
     return Shard(layout.dim + shift, layout.outer, layout.power) if isinstance(layout, Shard) else layout
 
 
