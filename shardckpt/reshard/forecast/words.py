@@ -101,7 +101,7 @@ def assumptions(doc: dict[str, Any]) -> Iterator[str]:
             sample = f"{file_size(rate['sample_bytes'])} in {rate['sample_seconds']:.2f} s"
             yield f"{what.capitalize()} at {file_size(rate['bytes_per_second'])}/s was measured just now: {sample}, by this machine alone."
     work = "reading, writing and reading back" if doc["reshard"]["bytes_read_back"] else "reading and writing"
-    yield f"The time of the reshard is the time of {work} at these rates; the time of a restore is that of the host that reads most."
+    yield f"The time of the reshard is that of {work} at these rates; the time of a restore is that of the host that reads most."
     if restore["requests"] is not None and restore["requests_counted_hosts"] < target["hosts"]:
         yield f"Requests were counted of {count(restore['requests_counted_hosts'], 'host')}, evenly chosen, and scaled up to all."
     if not doc["flow"]["exact"]:
