@@ -272,7 +272,8 @@ def _check_coverage(place: Store, parts: _Parts, tensors: Iterable[TensorRecord]
             what = f"of {wanted} chunks of {shown(tensor.name)}"
             if outside:
                 raise CommitError(
-                    f"{place}: chunk number {last[piece.path]} {what} was written, but numbers begin at 0; nothing was published."
+                    f"{place}: chunk {last[piece.path]} of {shown(tensor.name)} was written, but it has only the chunks 0 to {wanted - 1}; "
+                    f"nothing was published."
                 )
             raise CommitError(f"{place}: {wanted - found} {what} were not written; nothing was published.{_lacking(parts, tensor)}")
     for path in counts.keys() - known:

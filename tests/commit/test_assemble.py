@@ -189,7 +189,7 @@ def test_a_list_that_is_not_as_long_as_its_record_says_is_refused(saved, off):
 def test_a_list_that_is_not_the_one_its_record_vouches_for_is_refused(saved):
     key = saved.record(1).files.table.key
     whole = saved.place.read(key)
-    for data, why in ((whole[:-1], "bytes"), (whole[:-1] + bytes([whole[-1] ^ 1]), "not what was written"), (b"", "not the file")):
+    for data, why in ((whole[:-1], "bytes"), (whole[:-1] + bytes([whole[-1] ^ 1]), "does not have its checksum"), (b"", "not the file")):
         saved.place.write(key, data)
         with pytest.raises(FormatError, match=f"hosts/00001/table.*{why}"):
             assemble(saved.place)

@@ -90,7 +90,7 @@ def test_nothing_is_not_found(tmp_path: Path, from_: str) -> None:
 
 def test_a_checkpoint_of_our_own_is_not_imported(tmp_path: Path) -> None:
     shardckpt.save(tmp_path / "a", ARRAYS)
-    with pytest.raises(errors.OptionError, match=r"a checkpoint of shardckpt's own; .* reshard"):
+    with pytest.raises(errors.OptionError, match=r"a shardckpt checkpoint already; .* reshard"):
         detect(parse(tmp_path / "a"))
 
 

@@ -36,7 +36,7 @@ def test_nothing_is_written_into_the_checkpoint_that_is_exported(tmp_path, place
         given = tmp_path / "link"
         given.symlink_to(place)
     before = names(place)
-    with pytest.raises(errors.OptionError, match=r"lies in the checkpoint that is exported, .*choose a place outside of it"):
+    with pytest.raises(errors.OptionError, match=r"is inside the checkpoint that is exported, .*choose another place"):
         shardckpt.export(place, given / below, to=to, overwrite=True)
     assert names(place) == before
     assert shardckpt.open(place).names() == ["a", "b"]

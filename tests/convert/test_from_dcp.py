@@ -154,7 +154,7 @@ def test_the_files_that_the_hugging_face_writer_leaves_of_each_process_are_one_s
     other = contents(opened(saved(jobs, tmp_path / "saved", 2, "sharded")))
     assert bits(shardckpt.restore(tmp_path / "ours")) == bits(other)
     (tmp_path / "shards" / "shard-00001-model-00001-of-00001.safetensors").unlink()
-    with pytest.raises(MissingDataError, match="no file of shard 1"):
+    with pytest.raises(MissingDataError, match="the file of shard 1 is missing"):
         opened(location)
 
 
@@ -238,7 +238,7 @@ def test_a_transformed_stream_is_refused_with_its_transform(copied):
 
 
 def test_files_that_are_safetensors_inside_are_refused(jobs, tmp_path):
-    with pytest.raises(FormatError, match=r"this is no file of torch\.save"):
+    with pytest.raises(FormatError, match=r"a file of torch\.save .* begins with"):
         opened(saved(jobs, tmp_path / "inside", 1, "sharded", "safetensors"))
 
 
@@ -253,7 +253,7 @@ def test_a_missing_file_and_one_that_is_cut_off_are_errors_before_anything_is_re
     file = next(copied.glob("*.distcp"))
     data = file.read_bytes()
     file.write_bytes(data[:-1])
-    with pytest.raises(CorruptionError, match=rf"{file.name} ends before byte {len(data)}"):
+    with pytest.raises(CorruptionError, match=rf"{file.name} is shorter than the {len(data)} bytes"):
         opened(copied)
     file.unlink()
     with pytest.raises(MissingDataError, match=rf"{file.name} is missing"):

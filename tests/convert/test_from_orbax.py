@@ -115,7 +115,7 @@ def test_neither_orbax_nor_jax_is_imported(written):
 
 def test_a_managers_directory_is_refused_with_its_steps(written):
     assert looks_like(parse(str(written[0] / "steps"))) == "steps of an Orbax CheckpointManager"
-    with pytest.raises(FormatError, match=r"steps of a CheckpointManager: 9, 10\. Import one of them: .*/steps/10, say"):
+    with pytest.raises(FormatError, match=r"steps of a CheckpointManager: 9, 10\. Import one of them, for example .*/steps/10"):
         opened(written[0] / "steps")
 
 
@@ -254,12 +254,12 @@ def test_metadata_that_make_no_sense_are_refused(copied, metadata):
 
 
 @pytest.mark.parametrize("file", ["_sharding", "array_metadatas/process_0"])
-@pytest.mark.parametrize(("content", "said"), [(b"{", "is no JSON"), (b"[0]", "was not written by Orbax")])
+@pytest.mark.parametrize(("content", "said"), [(b"{", "is no JSON: "), (b"[0]", r"was not written by Orbax \(")])
 def test_layouts_and_generators_that_make_no_sense_are_refused(copied, file, content, said):
     path = copied("rich")
     (path / file).parent.mkdir(exist_ok=True)
     (path / file).write_bytes(content)
-    with pytest.raises(FormatError, match=rf"^[^:]*/{file} {said}: ") as raised:
+    with pytest.raises(FormatError, match=rf"^[^:]*/{file} {said}") as raised:
         opened(path)
     assert str(raised.value).count("restore it from a copy") == 1
 

@@ -190,7 +190,7 @@ def test_nothing_of_a_pickle_is_run(tmp_path):
     ):
         path = tmp_path / f"{i}.pt"
         torch.save({"w": torch.ones(2), "odd": odd}, path)
-        with pytest.raises(FormatError, match="nothing of it was run"):
+        with pytest.raises(FormatError, match="nothing of this one was run"):
             open_foreign(parse(str(path)), trust_pickle=True)
     assert not witness.exists()
 

@@ -158,9 +158,9 @@ def test_the_state_goes_where_it_is_wanted_and_rules_mean_it_there(tmp_path: Pat
 @pytest.mark.parametrize(
     ("index", "why"),
     [
-        ({"a": 1, "b": 2}, "'c' is in model-00002-of-00002.safetensors, and the index does not know it"),
+        ({"a": 1, "b": 2}, "'c' is in model-00002-of-00002.safetensors, but the index does not know it"),
         ({"a": 2, "b": 2, "c": 2}, "'a' should be in model-00002-of-00002.safetensors, which does not have it"),
-        ({"a": 1, "b": 1, "c": 2}, "'b' is in model-00002-of-00002.safetensors, and the index says it is in model-00001-of-00002"),
+        ({"a": 1, "b": 1, "c": 2}, "'b' is in model-00002-of-00002.safetensors, but the index says it is in model-00001-of-00002"),
         ({"a": 1, "b": 2, "c": 2, "d": 2}, "'d' should be in model-00002-of-00002.safetensors, which does not have it"),
         ({}, "no weight_map"),
     ],
@@ -174,7 +174,7 @@ def test_an_index_that_contradicts_its_files_is_refused_by_name(tmp_path: Path, 
 
 def test_a_tensor_that_two_files_have_and_a_file_that_is_gone_are_named(tmp_path: Path) -> None:
     source = split(tmp_path / "hf", {**A, "d": A["a"]}, {**A, **B})
-    with pytest.raises(errors.FormatError, match=r"'a' is in model-00001-of-00002.safetensors, and the index says it is in model-00002"):
+    with pytest.raises(errors.FormatError, match=r"'a' is in model-00001-of-00002.safetensors, but the index says it is in model-00002"):
         shardckpt.import_checkpoint(source, tmp_path / "out")
     source = split(tmp_path / "hf", A, B)
     (source / "model-00002-of-00002.safetensors").unlink()
@@ -194,7 +194,7 @@ def test_an_index_that_makes_no_sense_is_refused(tmp_path: Path, document: str) 
 def test_of_several_models_in_a_directory_one_has_to_be_meant(tmp_path: Path) -> None:
     save_file(A, tmp_path / "one.safetensors")
     save_file(B, tmp_path / "other.safetensors")
-    with pytest.raises(errors.OptionError, match=r"one.safetensors, other.safetensors lie there, .* give the path of one"):
+    with pytest.raises(errors.OptionError, match=r"several models \(one.safetensors, other.safetensors\); give the path of one"):
         shardckpt.import_checkpoint(tmp_path, tmp_path / "out")
     shardckpt.import_checkpoint(tmp_path / "other.safetensors", tmp_path / "out", workers=1)
     equal(shardckpt.restore(tmp_path / "out"), B)

@@ -155,8 +155,8 @@ def test_a_file_of_names_is_json_toml_or_yaml(tmp_path, name: str, text: str) ->
     ("name", "text", "message"),
     [
         ("n.csv", "", "is JSON or TOML or YAML"),
-        ("n.json", "[]", "a list stands where"),
-        ("n.json", '{"a": "b", "a": "c"}', "'a' is there twice"),
+        ("n.json", "[]", "expected a table of old and new names, found a list"),
+        ("n.json", '{"a": "b", "a": "c"}', "'a' appears twice"),
         ("n.json", '{"a": 3}', "'a' = 3: give a new name"),
         ("n.json", '{"a": ""}', "give a new name"),
         ("n.json", "[" * 100_000, "not JSON"),

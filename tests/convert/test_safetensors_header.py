@@ -75,8 +75,8 @@ def test_what_the_reference_reads_is_read(doc: object) -> None:
 @pytest.mark.parametrize(
     ("doc", "why"),
     [
-        (b"[]", "is a list"),
-        (b"7 ", "is a int"),
+        (b"[]", "found a list"),
+        (b"7 ", "found a int"),
         (b"{ ", "not JSON"),
         (b"\xff\xfe", "not JSON"),
         (b'{"\\ud800":' + header(PAIR) + b"}", "not JSON"),
@@ -125,7 +125,7 @@ def test_elements_that_share_bytes_are_refused_by_name() -> None:
 
 @pytest.mark.parametrize("length", [b"", bytes(7), bytes(8), (100_000_001).to_bytes(8, "little"), b"\xff" * 8])
 def test_a_length_that_no_header_has_is_refused_before_memory_is_taken(length: bytes) -> None:
-    with pytest.raises(FormatError, match="no safetensors file"):
+    with pytest.raises(FormatError, match="not a safetensors file"):
         header_bytes(length, "file")
 
 

@@ -148,7 +148,7 @@ def test_it_is_written_to_a_local_disk_only_and_only_where_there_is_room(checkpo
     found = os.statvfs(tmp_path)
     full = os.statvfs_result((*found[:4], 1, *found[5:]))
     monkeypatch.setattr(os, "statvfs", lambda _path: full)
-    with pytest.raises(errors.StorageError, match=r"takes [\d.]+ [KMGT]iB .* the disk has [\d.]+ [KMGT]iB free"):
+    with pytest.raises(errors.StorageError, match=r"needs [\d.]+ [KMGT]iB .* the disk has [\d.]+ [KMGT]iB free"):
         export(checkpoint, tmp_path / "s.pt")
     assert not list(tmp_path.iterdir())
 

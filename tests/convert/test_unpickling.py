@@ -64,7 +64,7 @@ def test_nothing_that_a_pickle_calls_is_called(tmp_path, protocol):
     data = pickle.dumps([Attack()], protocol)
     (found,) = unpickle(data, "file")
     assert (found.name, found.arguments) == ("posix.system", (f"touch {tmp_path}/reached",))
-    with pytest.raises(FormatError, match=r"file: this pickle names 'posix\.system'.*nothing of it was run"):
+    with pytest.raises(FormatError, match=r"file: this pickle names 'posix\.system'.*nothing of this one was run"):
         parse_metadata(data, "file")
     assert list(tmp_path.iterdir()) == []
     pickle.loads(data)

@@ -159,7 +159,7 @@ def test_a_position_that_no_verification_of_the_checkpoint_can_have_is_refused(t
     shardckpt.save(tmp_path / "c", TENSORS)
     checkpoint = shardckpt.open(tmp_path / "c")
     for after in (-1, 1_000_000):
-        with pytest.raises(errors.OptionError, match=f"after={after} is no number of its"):
+        with pytest.raises(errors.OptionError, match=f"after={after} is not a number from 0 to"):
             check(checkpoint, after=after)
 
 

@@ -181,7 +181,7 @@ def test_a_schedule_for_another_number_of_groups_is_refused(tmp_path):
     fresh = net()
     single = torch.optim.AdamW(fresh.parameters(), lr=0.5)
     state = state_of(fresh, single, RATES(single, lambda step: 0.9**step))
-    with pytest.raises(StructureMismatchError, match=r"'scheduler': base_lrs was saved for 2 groups, and the optimizer has 1"):
+    with pytest.raises(StructureMismatchError, match=r"'scheduler': base_lrs was saved for 2 groups, but the optimizer has 1"):
         shardckpt.restore(tmp_path / "c", state, only="scheduler/**")
 
 

@@ -141,7 +141,7 @@ def test_names_are_those_of_the_module_under_all_that_it_is_wrapped_in(ranks, tm
 def test_exact_generators_are_for_as_many_processes_as_saved(ranks, saved):
     for kind, message in ranks("elastic", 3, saved, "exact"):
         assert kind == "MismatchError"
-        assert "'rng' is a value of each process's own; 2 processes saved the checkpoint, and 3 restore it" in message
+        assert "'rng' has one value per process; 2 processes saved the checkpoint, and 3 restore it" in message
 
 
 def test_a_manager_takes_the_whole_state_and_resumes_it_from_its_latest_step(ranks, whole, tmp_path):

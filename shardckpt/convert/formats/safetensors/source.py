@@ -219,7 +219,7 @@ def _main(names: Sequence[str], store: Store) -> str:
         if len(found) == 1:
             return found[0]
         if found:
-            raise OptionError(f"{store}: there are several such files ({few(found)}); give the path of one of them.")
+            raise OptionError(f"{store}: there are several models ({few(found)}); give the path of one of them.")
     raise FormatError(f"{store}: there is no {SUFFIX} file.")
 
 
