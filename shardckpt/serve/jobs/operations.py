@@ -6,14 +6,13 @@ finds that everything is done. Places are given as ids. They are looked up below
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.commit import collecting, ended, pinning
 from shardckpt.commit.attempts import attempts as find_attempts
 from shardckpt.commit.markers import protection
-from shardckpt.commit.publish import RECORD, published_attempt
+from shardckpt.commit.publish import RECORD, published_attempt, record_digest
 from shardckpt.convert.export import export_safetensors
 from shardckpt.convert.importing import import_checkpoint
 from shardckpt.errors import AlreadyExistsError, CorruptionError, FormatError, NotFoundError, OptionError, ReplacedError, VersionError
@@ -203,16 +202,10 @@ def delete(work: Work, checkpoint: str, attempt: str | None, reason: str, record
     store = Store.open(work.roots.locate(checkpoint))
     if work.again and not store.exists(RECORD):  # an earlier start has deleted it
         return {"deleted": True, "left": []}
-    if attempt is None and record_digest(store) != record and not (work.again and _is_tombstone(store)):
+    if attempt is None and record_digest(store.read_versioned(RECORD)[0]) != record and not (work.again and _is_tombstone(store)):
         raise ReplacedError(f"{store}: something else is there since its deletion was asked for; nothing was deleted.")
     left = collecting.delete(str(store.location), reason=f"{reason} ({work.who})", attempt=attempt)
     return {"deleted": True, "left": [f"{one.attempt}: {one.outcome}: {one.reason}" for one in left if one.outcome != "removed"]}
-
-
-def record_digest(store: Store) -> str | None:
-    """The digest of a commit record as it is stored, for one that cannot be read; None: there is none."""
-    data, _ = store.read_versioned(RECORD)
-    return None if data is None else hashlib.sha256(data).hexdigest()
 
 
 def _is_tombstone(store: Store) -> bool:
