@@ -15,6 +15,7 @@ from shardckpt.commit.markers import protection
 from shardckpt.commit.publish import RECORD, published_attempt, record_digest
 from shardckpt.convert.export import export_safetensors
 from shardckpt.convert.importing import import_checkpoint
+from shardckpt.convert.naming.mapping_file import PRESETS
 from shardckpt.errors import AlreadyExistsError, CorruptionError, FormatError, NotFoundError, OptionError, ReplacedError, VersionError
 from shardckpt.excerpt import excerpt
 from shardckpt.io.store import Store
@@ -22,10 +23,11 @@ from shardckpt.reading.checkpoint import Checkpoint
 from shardckpt.reshard.execute import reshard
 from shardckpt.reshard.rules import parse_mesh
 from shardckpt.reshard.rules.rules import combined_rules
-from shardckpt.serve.files import VIEW, view_options
 from shardckpt.serve.jobs import retention
 from shardckpt.serve.jobs.retention import RetentionRules
+from shardckpt.serve.jobs.verification import verify_checkpoint, verify_unreadable
 from shardckpt.serve.openapi import Parameter
+from shardckpt.serve.opened import VIEW, view_options
 from shardckpt.views.model_view import ModelView
 
 if TYPE_CHECKING:
@@ -162,8 +164,6 @@ def _check_free(place: Location, ident: str, *, checkpoint: bool) -> None:
 
 def verify(work: Work, checkpoint: str) -> dict[str, Any]:
     """Read every chunk of a checkpoint and compare it with its checksum."""
-    from shardckpt.serve.jobs.verification import verify_checkpoint, verify_unreadable
-
     place = work.roots.locate(checkpoint)
     try:
         found = Checkpoint(str(place))
@@ -342,7 +342,7 @@ OPERATIONS = {
                 Parameter(name="from", about="Id of the file or directory to import.", required=True, example="lab/downloads/llama"),
                 _TO,
                 *_STORED,
-                Parameter(name="mapping", about="A mapping that comes with shardckpt.", choices=VIEW[5].choices),
+                Parameter(name="mapping", about="A mapping that comes with shardckpt.", choices=PRESETS),
                 Parameter(name="strip_prefix", about="Remove a prefix from names."),
                 Parameter(name="add_prefix", about="Add a prefix to names."),
                 Parameter(name="into", about="Put the state below this name, as in model."),
