@@ -18,7 +18,16 @@ if TYPE_CHECKING:
 
     from shardckpt.layout.sharding import Layout
 
-__all__ = ["DEFAULT_MEMORY_LIMIT", "SaveOptions", "check_flag", "checked_options", "parse_bytes", "parse_duration"]
+__all__ = [
+    "DEFAULT_MEMORY_LIMIT",
+    "SaveOptions",
+    "check_flag",
+    "check_seconds",
+    "check_whole",
+    "checked_options",
+    "parse_bytes",
+    "parse_duration",
+]
 
 DEFAULT_MEMORY_LIMIT = 1 << 30
 """Default limit, in bytes, of the host memory that a save or restore uses beyond the state itself."""
@@ -82,9 +91,7 @@ class SaveOptions:
         check_flag(self.overwrite, "overwrite")
         check_flag(self.reduce_partial, "reduce_partial")
         check_flag(self.fingerprint, "fingerprint")
-        seconds = self.commit_timeout
-        if not isinstance(seconds, int | float) or isinstance(seconds, bool) or not 0 < seconds < math.inf:
-            raise OptionError(f"SaveOptions(commit_timeout={seconds!r}): give a positive number of seconds.")
+        check_seconds(self.commit_timeout, "SaveOptions(commit_timeout")
         _check_shardings(self.shardings)
         object.__setattr__(self, "skip", _patterns(self.skip, self.base))
         if self.budget < LEAST_MEMORY_LIMIT:
@@ -164,6 +171,26 @@ def check_flag(value: object, what: str) -> None:
     """
     if not isinstance(value, bool):
         raise OptionError(f"{what}={excerpt(value)}: give True or False.")
+
+
+def check_whole(value: object, what: str, least: int = 1) -> None:
+    """Refuse a value that is not a whole number of at least `least`.
+
+    Raises:
+        OptionError: names the argument, `what`, such as "Latest(n".
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise OptionError(f"{what}={excerpt(value)}): give a whole number of at least {least}.")
+
+
+def check_seconds(value: object, what: str) -> None:
+    """Refuse a value that is not a positive and finite number.
+
+    Raises:
+        OptionError: names the argument, `what`, as for `check_whole`.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise OptionError(f"{what}={excerpt(value)}): give a positive number of seconds.")
 
 
 def _patterns(skip: object, base: object) -> tuple[str, ...]:

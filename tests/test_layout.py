@@ -7,7 +7,8 @@ import re
 import tomllib
 from collections import defaultdict
 
-from paths import DOCS, ROOT, TESTS
+import grimp
+from paths import DOCS, ROOT, TESTS, TOOLS
 
 PACKAGE = ROOT / "shardckpt"
 AT_THE_TOP = 18
@@ -38,6 +39,35 @@ def test_no_two_public_classes_have_one_name():
     assert not {name: found for name, found in places.items() if len(found) > 1}
 
 
+CIRCLES = {
+    # `Coordinator.current` chooses a subclass, and imports that one alone.
+    "frameworks.coordination.base frameworks.coordination.jax_client frameworks.coordination.torch_store",
+    # Tensors on CUDA have sources and sinks of their own, which programs without CUDA do not import.
+    "frameworks.cuda frameworks.torch",
+    # A type: a reader of bases opens readers, and `open_reader` opens either.
+    "reading.based_reader reading.reader",
+    # A type: the body of `Checkpoint.fingerprint`.
+    "reading.checkpoint reading.stored_fingerprint",
+    # A type: a job asks whether files can be reused, and what reuses them takes the job.
+    "reshard.job reshard.reuse",
+    # A type: the options of the service.
+    "serve.jobs.upkeep serve.service",
+    # A type: the context of a running operation.
+    "serve.jobs.operations serve.jobs.verification",
+    # `progress_line` imports rich only where a line is drawn.
+    "training.events training.progress",
+}
+"""Modules that import each other, inside functions or for types alone, and the reason."""
+
+
+def test_modules_import_each_other_only_where_a_reason_is_given():
+    graph, found = grimp.build_graph("shardckpt", cache_dir=None), set()
+    for module in graph.modules:
+        if circle := graph.find_upstream_modules(module) & graph.find_downstream_modules(module):
+            found.add(" ".join(name.removeprefix("shardckpt.") for name in sorted(circle | {module})))
+    assert found == CIRCLES
+
+
 def test_tests_mirror_the_package():
     shared = {"children", "cuda", "damage", "docs", "end_to_end", "examples", "faults", "golden", "hostile", "support", "torture"}
     packages = {path.name for path in PACKAGE.iterdir() if path.is_dir() and not path.name.startswith("__")}
@@ -55,3 +85,21 @@ def test_the_packages_of_the_documentation_are_in_import_order():
         assert set(listed[: len(layer)]) == layer
         listed = listed[len(layer) :]
     assert not listed
+
+
+def test_tools_import_nothing_of_the_tests():
+    helpers = {path.stem for folder in ("support", "children") for path in (TESTS / folder).glob("*.py")} - {
+        path.stem for path in TOOLS.rglob("*.py")
+    }
+    for path in TOOLS.rglob("*.py"):
+        if "tests" in path.relative_to(TOOLS).parts:
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""]
+                assert helpers.isdisjoint(name.partition(".")[0] for name in names), path
+
+
+def test_helpers_of_the_tests_are_in_one_folder():
+    others = [path for path in TESTS.rglob("*.py") if path.name != "conftest.py" and not path.name.startswith("test_")]
+    assert {path.relative_to(TESTS).parts[0] for path in others} <= {"children", "support"}

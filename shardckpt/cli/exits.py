@@ -16,6 +16,7 @@ import typer
 
 from shardckpt.cli.option_words import with_options
 from shardckpt.cli.project import project_url
+from shardckpt.cli.screen import ReaderGoneError, write_json
 from shardckpt.errors import ShardckptError
 from shardckpt.excerpt import visible
 
@@ -59,10 +60,6 @@ READER_GONE = 141
 
 _UsageError: Any = typer.BadParameter.__mro__[1]
 """click's class, or typer's own: newer typers include click."""
-
-
-class ReaderGoneError(Exception):
-    """The reader of our output has closed it."""
 
 
 def run(action: Callable[[], int | None], *, as_json: bool) -> int:
@@ -116,8 +113,6 @@ def going_on_later(how: str) -> Iterator[None]:
 def _report(code: str, message: str, *, as_json: bool) -> int:
     """Report an error, and return its exit status."""
     if as_json:
-        from shardckpt.cli.screen import write_json
-
         write_json({"error": {"code": code, "message": message}})
     else:
         print(f"error: {visible(message)}", file=sys.stderr)

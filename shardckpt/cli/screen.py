@@ -13,8 +13,6 @@ from contextlib import contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from shardckpt.cli.exits import ReaderGoneError
-
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -41,6 +39,10 @@ _ASCII = str.maketrans(
 
 _COLORS = {"standard": "STANDARD", "256": "EIGHT_BIT", "truecolor": "TRUECOLOR"}
 """The name of rich's ColorSystem for each colour system of a Console."""
+
+
+class ReaderGoneError(Exception):
+    """The reader of our output has closed it."""
 
 
 class Cell(NamedTuple):

@@ -16,7 +16,6 @@ one after the other's death, do not disturb each other.
 
 from __future__ import annotations
 
-import datetime as dt
 import time
 from functools import partial
 from itertools import chain
@@ -29,7 +28,7 @@ from shardckpt.commit import index
 from shardckpt.commit.fingerprints import write_fingerprint
 from shardckpt.errors import CommitError, FormatError
 from shardckpt.excerpt import few, numbered
-from shardckpt.format.documents import FORMAT_VERSION, FileReference, TableReference, format_version, open_envelope
+from shardckpt.format.documents import FORMAT_VERSION, FileReference, TableReference, format_version, open_envelope, utc_now
 from shardckpt.format.record import CheckpointRecord, Contents, HostFiles, HostRecord, host_record_key
 from shardckpt.format.table import OWN_OBJECT, ROW, ArrayChunks, Table, TableHeader, check_sizes
 from shardckpt.format.zarr_arrays import chunk_object_key, encode, plain_key, zarr_documents
@@ -154,7 +153,7 @@ def assemble(place: Store, said: Mapping[FileReference, Contents] | None = None)
         index.write_plain_documents(place, dict(documents()))
     return CheckpointRecord(
         attempt=first.attempt,
-        created=dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
+        created=utc_now(),
         writer=f"shardckpt {__version__}",
         layout=first.layout,
         compression=first.compression,

@@ -28,7 +28,6 @@ and the tombstone.
 
 from __future__ import annotations
 
-import datetime as dt
 import secrets
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -39,7 +38,7 @@ from shardckpt.commit.attempts import attempts, is_attempt
 from shardckpt.commit.markers import PINNED, SUPERSEDED, protection, unmark
 from shardckpt.commit.publish import RECORD, clear_place, put_tombstone
 from shardckpt.errors import FormatError, NotFoundError, OptionError, ReplacedError, StorageError, VersionError
-from shardckpt.format.documents import Fields, open_envelope, seal
+from shardckpt.format.documents import Fields, open_envelope, seal, utc_now
 from shardckpt.format.record import Tombstone
 from shardckpt.io.ages import idle_seconds
 
@@ -278,5 +277,5 @@ def _remove(store: Store, orphan: Collected) -> Collected:
 
 def _tombstone(reason: str) -> bytes:
     """A unique tombstone with the time by this machine's clock and the reason."""
-    now = dt.datetime.now(dt.UTC).isoformat(timespec="seconds")
+    now = utc_now()
     return seal(Tombstone(f"{now}: {reason}", secrets.token_hex(8)).to_json())

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import os
-from concurrent.futures import ThreadPoolExecutor
 
 from shardckpt.commit import collect as at_one_place
 from shardckpt.commit.attempts import places
@@ -20,14 +19,13 @@ from shardckpt.format.documents import open_envelope
 from shardckpt.format.structure import bases_of, names_beside
 from shardckpt.io.failures import check_fork, reading_takes_threads
 from shardckpt.io.store import Store
+from shardckpt.io.threads import map_on_threads
 from shardckpt.io.url import parse
 
 GRACE = 24 * 3600.0
 """Default for the seconds without any write after which an attempt may be collected."""
 _NAMED = 10
 """Most checkpoints that a message names."""
-_AT_ONCE = 16
-"""Places that are handled at a time; on an object store each request needs a round trip."""
 
 
 def collect(root: str | os.PathLike[str], *, grace: float = GRACE, dry_run: bool = False) -> list[Collected]:
@@ -66,8 +64,8 @@ def collect(root: str | os.PathLike[str], *, grace: float = GRACE, dry_run: bool
         except StorageError as e:
             return [Collected(place.location, None, "failed", reason=str(e))]
 
-    with reading_takes_threads(store), ThreadPoolExecutor(_AT_ONCE, "shardckpt-collect") as pool:
-        return [one for some in pool.map(at, [place for _, place in places(store, children)]) for one in some]
+    with reading_takes_threads(store):
+        return [one for some in map_on_threads(at, (place for _, place in places(store, children))) for one in some]
 
 
 def delete(url: str | os.PathLike[str], *, reason: str = "on request", grace: float = GRACE, attempt: str | None = None) -> list[Collected]:
@@ -132,8 +130,8 @@ def _check_no_base(store: Store) -> None:
         return location.name in names_beside(base for base in bases if attempt in (None, base.attempt))
 
     others = [name for name, _ in places(root, root.list_children()) if name not in (".", location.name)]
-    with reading_takes_threads(root), ThreadPoolExecutor(_AT_ONCE, "shardckpt-bases") as pool:
-        naming = [name for name, found in zip(others, pool.map(names_it, others), strict=True) if found]
+    with reading_takes_threads(root):
+        naming = [name for name, found in zip(others, map_on_threads(names_it, others), strict=True) if found]
     if naming:
         raise OptionError(
             f"{location} is the base of checkpoints beside it, which store tensors in it: {', '.join(naming[:_NAMED])}"

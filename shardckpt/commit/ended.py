@@ -7,7 +7,6 @@ without a comparison of clocks, and a pin or a tag, which rewrites a commit reco
 
 from __future__ import annotations
 
-import datetime as dt
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -18,7 +17,7 @@ from shardckpt.commit.markers import read_sealed
 from shardckpt.commit.publish import RECORD
 from shardckpt.errors import CommitError, FormatError, NotFoundError, OptionError, StorageError
 from shardckpt.excerpt import duration_text, excerpt
-from shardckpt.format.documents import seal
+from shardckpt.format.documents import seal, utc_now
 from shardckpt.io.ages import idle_seconds
 from shardckpt.io.failures import reading_takes_threads
 from shardckpt.io.threads import map_on_threads
@@ -82,7 +81,7 @@ def mark_ended(root: Store, by: str) -> None:
         if not names and data is None and run is None:
             raise NotFoundError(f"{root}: there is no run here; give the root of a run.")
         there = {place.name: place.attempt for place in _look(root, names) if place.attempt is not None}
-        when = dt.datetime.now(dt.UTC).isoformat(timespec="seconds")
+        when = utc_now()
         document = seal({"run": run, "by": by, "when": when, "checkpoints": there})
         if root.create(ENDED, document) if data is None else root.replace(ENDED, document, generation):
             return

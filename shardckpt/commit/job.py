@@ -16,13 +16,12 @@ comes second finds the other one's step, and its error names that run (`of_other
 
 from __future__ import annotations
 
-import datetime as dt
 import socket
 from typing import TYPE_CHECKING
 
 from shardckpt.commit.publish import RECORD
 from shardckpt.errors import AlreadyExistsError, CommitError, FormatError, OtherJobError, StorageError
-from shardckpt.format.documents import Fields, open_envelope, seal
+from shardckpt.format.documents import Fields, open_envelope, seal, utc_now
 from shardckpt.format.record import CheckpointRecord, parse_checkpoint
 
 if TYPE_CHECKING:
@@ -115,7 +114,7 @@ class JobFence:
         raise StorageError(f"cannot claim {self._root.path_of(JOB)}: other jobs keep changing it; let only one job save there.")
 
     def _document(self) -> bytes:
-        since = dt.datetime.now(dt.UTC).isoformat(timespec="seconds")
+        since = utc_now()
         return seal({"run": self._run_id, "machine": socket.gethostname(), "since": since})
 
 

@@ -99,7 +99,7 @@ def read_prior(store: Store, *, overwrite: bool) -> Prior:
         record = _UNREADABLE
     if isinstance(record, CheckpointRecord) and not overwrite:
         raise AlreadyExistsError(f"{store}: a checkpoint is committed there already; save elsewhere, or with SaveOptions(overwrite=True).")
-    return Prior(record, generation, _digest(data))
+    return Prior(record, generation, record_digest(data))
 
 
 def hold_place(store: Store, prior: Prior, *, overwrite: bool, wait_seconds: float = 0.0) -> Prior:
@@ -244,7 +244,7 @@ def publish(store: Store, record: CheckpointRecord, prior: Prior) -> bool:
     there, _ = store.read_versioned(RECORD)
     if _attempt(store, there) == record.attempt:
         return False
-    if _digest(there) == prior.digest:
+    if record_digest(there) == prior.digest:
         if gone:
             raise CommitError(f"{place}: another process failed to publish this save and removed it; save again.")
         raise StorageError(
@@ -281,7 +281,8 @@ def _attempt(store: Store, data: bytes | None) -> str | None:
     return record.attempt if isinstance(record, CheckpointRecord) else None
 
 
-def _digest(data: bytes | None) -> str | None:
+def record_digest(data: bytes | None) -> str | None:
+    """The digest of a commit record as it is stored, for one that cannot be read, too; None: there is none."""
     return None if data is None else hashlib.sha256(data).hexdigest()
 
 

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
     from shardckpt.convert.streaming.outputs import OutputTensor
 
-__all__ = ["Arrangement", "check_into", "is_whole"]
-
 
 @dataclass(frozen=True, slots=True)
 class Arrangement:

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from shardckpt.convert.foreign import Foreign
     from shardckpt.io.url import Location
 
-__all__ = ["AUTO", "FORMATS", "Detected", "FormatModule", "detect", "module_of"]
-
 AUTO = "auto"
 """In place of a format's name: detect the format."""
 FORMATS = {

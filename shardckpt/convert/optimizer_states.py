@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from shardckpt.state.document import Node
     from shardckpt.training.optimizer_forms import OptimizerNodes
 
-__all__ = ["check_form", "with_optimizers_as"]
-
 
 def check_form(form: object) -> None:
     """Raise OptionError unless `form` is a form of optimizers, or None."""

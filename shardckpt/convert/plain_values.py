@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 
     from shardckpt.convert.formats.torch.file import TorchFile
 
-__all__ = ["LEFT", "plain", "whole"]
-
 LEFT = object()
 """Marks a value that is left behind."""
 MOST_PER_BYTE = 4

@@ -297,7 +297,30 @@ class Store:
 
         On disk, one directory is read, and the name of an empty directory ends in a slash too.
         """
-        return listing.children(self, prefix)
+        with storage_errors("list", self.path_of(prefix)):
+            if (path := self.local_path(prefix)) is not None:
+                return listing.directory(path)
+            if self.location.bucket is not None:
+                return listing.children(self.location, prefix)
+            heads = (key.removeprefix(prefix).partition("/") for key in self.list(prefix))
+            return sorted({head + slash for head, slash, _ in heads})
+
+    def sizes(self, prefix: str) -> dict[str, int]:
+        """Bytes of every object whose key starts with `prefix`, which may be a complete key.
+
+        On disk, those of the files in one directory; on a web server, that of the file whose key is `prefix`.
+        """
+        with storage_errors("list", self.path_of(prefix)):
+            folder = prefix[: prefix.rfind("/") + 1]
+            if (top := self.local_path(folder)) is not None:
+                names = [folder + name for name in listing.directory(top) if not name.endswith("/")]
+                return {name: (top / name.removeprefix(folder)).stat().st_size for name in names if name.startswith(prefix)}
+            if self.location.is_web:
+                nbytes, _ = self._bucket.stat(self._name(prefix), self._share)
+                return {} if nbytes is None else {prefix: nbytes}
+            if self.location.bucket is None:
+                return {key: len(self.read(key)) for key in self.list(prefix)}
+            return {found.name: found.nbytes for page in listing.pages(self.location, prefix) for found in page.objects}
 
     def make_parents(self, key: str) -> None:
         """On disk: create the parent directories of a key, durably. Object stores have none."""

@@ -11,14 +11,13 @@ import contextlib
 import re
 import time
 from dataclasses import dataclass, field, replace
-from hashlib import sha256
 from typing import TYPE_CHECKING, Any, Literal
 
 from shardckpt.commit.assemble import finished_hosts, read_host_record
 from shardckpt.commit.attempts import attempts, places
 from shardckpt.commit.leftover import check_leftover
 from shardckpt.commit.markers import PINNED, SUPERSEDED, Protection, is_superseded, protection
-from shardckpt.commit.publish import RECORD
+from shardckpt.commit.publish import RECORD, record_digest
 from shardckpt.errors import FormatError, MissingDataError, NotFoundError, ShardckptError, StorageError
 from shardckpt.format.documents import LARGEST_DIMENSION, open_envelope
 from shardckpt.format.structure import bases_of
@@ -182,7 +181,7 @@ def entries_at(place: Store, name: str, children: Sequence[str], *, everything: 
     entries = [] if entry is None or begun or (entry.state == "deleted" and not everything) else [entry]
     if everything:
         published = None if entry is None else entry.attempt
-        digest = None if data is None else sha256(data).hexdigest()
+        digest = record_digest(data)
         entries += [_unfinished(place, name, attempt, published, digest) for attempt in attempts(place, children) if attempt != published]
     return entries
 

@@ -33,7 +33,7 @@ from shardckpt.errors import (
     StorageError,
 )
 from shardckpt.format.record import CheckpointRecord, Contents, host_record_key
-from shardckpt.io.buckets.listing import modification_times
+from shardckpt.io.ages import modification_times
 from shardckpt.io.store import Store
 from shardckpt.io.threads import map_on_threads
 from shardckpt.io.url import parse

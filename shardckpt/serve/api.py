@@ -45,7 +45,6 @@ if TYPE_CHECKING:
 LARGEST_BOX = 16 << 20
 """Most bytes of a box in one response; ranges of `/files` give more."""
 LARGEST_DIFF = 64 << 30
-MOST_STEPS = (1 << 53) - 1
 _HEAVY = threading.BoundedSemaphore(2)
 _HEAVY_WAIT, HEAVY_SECONDS = 1.0, 120.0
 _METRIC = re.compile(r"(.{1,200}?)(<=|>=|<|>|=)([^<>=]{1,40})", re.DOTALL)

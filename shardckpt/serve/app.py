@@ -129,8 +129,9 @@ async def _readyz(service: Service, _request: Request) -> Response:
 
 async def _metrics(service: Service, _request: Request) -> Response:
     def text() -> bytes:
-        if service.upkeep is not None:
-            service.metrics.note_upkeep(service.upkeep, len(damaged_checkpoints(service)))
+        if (upkeep := service.upkeep) is not None:
+            due = None if upkeep.scrubber is None else upkeep.scrubber.status()["due_bytes"]
+            service.metrics.note_upkeep(upkeep.journal.counts(), len(damaged_checkpoints(service)), due)
         return service.metrics.text(service.catalogue.totals())
 
     return Response(await to_thread.run_sync(text), media_type="text/plain; version=0.0.4; charset=utf-8")

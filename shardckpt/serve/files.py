@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 from shardckpt.commit.attempts import is_attempt_name
 from shardckpt.commit.markers import PINNED, SUPERSEDED
 from shardckpt.commit.publish import RECORD
-from shardckpt.convert.naming.mapping_file import PRESETS
 from shardckpt.errors import NotFoundError
 from shardckpt.excerpt import excerpt
 from shardckpt.io.store import Store
-from shardckpt.serve.openapi import Endpoint, Parameter
+from shardckpt.serve.openapi import Endpoint
+from shardckpt.serve.opened import VIEW, view_options
 from shardckpt.serve.sources import ByteSource, of_bytes
 
 if TYPE_CHECKING:
@@ -23,21 +23,6 @@ if TYPE_CHECKING:
 
 _LISTED = (RECORD, PINNED, SUPERSEDED)
 _JSON = "application/json"
-VIEW = (
-    Parameter(name="include", kind="texts", about="Take only names that match a pattern."),
-    Parameter(name="exclude", kind="texts", about="Leave out names that match a pattern."),
-    Parameter(name="dtype", about="Convert to this dtype."),
-    Parameter(name="strip_prefix", about="Remove a prefix from names."),
-    Parameter(name="add_prefix", about="Add a prefix to names.", default=""),
-    Parameter(name="mapping", about="A mapping that comes with shardckpt.", choices=PRESETS),
-    Parameter(name="ties", about="Tied tensors.", choices=("auto", "once", "copies"), default="auto"),
-    Parameter(name="max_shard_size", about="Bytes of tensors in each file, as in 5GiB; default: one file."),
-)
-
-
-def view_options(asked: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a view, from the values of `VIEW`: those that were given."""
-    return {name: value for name, value in asked.items() if value not in (None, "") and (name, value) != ("ties", "auto")}
 
 
 def file(service: Service, path: str, **asked: Any) -> Any:

@@ -15,8 +15,6 @@ except ImportError:
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from shardckpt.serve.jobs.upkeep import Upkeep
-
 _SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100)
 _AREAS = frozenset({"api", "files", "healthz", "metrics", "raw", "readyz", "static", "ui", "v1", "zarr"})
 _METHODS = frozenset({"GET", "HEAD", "POST"})
@@ -59,14 +57,13 @@ class ServeMetrics:
         self.scan_seconds.set(seconds)
         self.problems.set(problems)
 
-    def note_upkeep(self, upkeep: Upkeep, damaged: int) -> None:
-        """Set what the journal knows, and the number of damaged checkpoints. Raises StorageError."""
-        counts = upkeep.journal.counts()
+    def note_upkeep(self, jobs: Mapping[str, int], damaged: int, due_bytes: int | None) -> None:
+        """Set the number of jobs by state, the number of damaged checkpoints, and the bytes that a scrub is still to verify."""
         for state in STATES:
-            self.jobs.labels(state).set(counts.get(state, 0))
+            self.jobs.labels(state).set(jobs.get(state, 0))
         self.damaged.set(damaged)
-        if upkeep.scrubber is not None:
-            self.due.set(upkeep.scrubber.status()["due_bytes"])
+        if due_bytes is not None:
+            self.due.set(due_bytes)
 
     def text(self, totals: Mapping[str, int]) -> bytes:
         """All metrics in Prometheus's text format."""

@@ -14,11 +14,13 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.commit.publish import RECORD
+from shardckpt.convert.naming.mapping_file import PRESETS
 from shardckpt.errors import NotFoundError
 from shardckpt.excerpt import excerpt
 from shardckpt.io.store import Store
 from shardckpt.reading.checkpoint import Checkpoint
 from shardckpt.reading.zarr_keys import ZarrKeys
+from shardckpt.serve.openapi import Parameter
 from shardckpt.views.model_view import ModelView
 
 if TYPE_CHECKING:
@@ -35,6 +37,21 @@ _VIEW_BYTES = 96 << 20
 _MEMORY = 64 << 20
 _TRUSTED = 10.0
 _MOST_PARTS = 64
+VIEW = (
+    Parameter(name="include", kind="texts", about="Take only names that match a pattern."),
+    Parameter(name="exclude", kind="texts", about="Leave out names that match a pattern."),
+    Parameter(name="dtype", about="Convert to this dtype."),
+    Parameter(name="strip_prefix", about="Remove a prefix from names."),
+    Parameter(name="add_prefix", about="Add a prefix to names.", default=""),
+    Parameter(name="mapping", about="A mapping that comes with shardckpt.", choices=PRESETS),
+    Parameter(name="ties", about="Tied tensors.", choices=("auto", "once", "copies"), default="auto"),
+    Parameter(name="max_shard_size", about="Bytes of tensors in each file, as in 5GiB; default: one file."),
+)
+
+
+def view_options(asked: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a view, from the values of `VIEW`: those that were given."""
+    return {name: value for name, value in asked.items() if value not in (None, "") and (name, value) != ("ties", "auto")}
 
 
 @dataclass(slots=True)

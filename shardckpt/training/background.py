@@ -10,16 +10,16 @@
 
 from __future__ import annotations
 
-import datetime as dt
 import os
 import threading
 import time
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Literal
 
 from shardckpt.commit.job import JobFence, of_other_job
 from shardckpt.errors import FormatError, OtherJobError, StorageError
+from shardckpt.format.documents import utc_now
 from shardckpt.io.failures import saving_takes_threads
 from shardckpt.io.shutdown import start_background
 from shardckpt.training import events
@@ -31,7 +31,7 @@ from shardckpt.writing.save_handle import SaveHandle
 from shardckpt.writing.saver import Saver
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from shardckpt.frameworks.coordination import Coordinator
     from shardckpt.io.store import Store
@@ -158,7 +158,7 @@ class Background:
         finally:
             ended.set()  # the next save may begin, even while the deletions below still run
         if self._leads:
-            created = dt.datetime.now(dt.UTC).isoformat(timespec="seconds")
+            created = utc_now()
             bases = steps_among(self._root, report.bases)
             self._clean(StepInfo(step, "committed", report.attempt, created, metrics, bases=bases))
 
@@ -194,3 +194,14 @@ class Background:
         self.emit(events.SaveFailed, step, error=error)
         self.lost = step
         self._failures.append((error, step))
+
+
+@contextmanager
+def noted_on(error: BaseException | None) -> Iterator[None]:
+    """Raise a failure of the block, or add it as a note to an error that is propagating already."""
+    try:
+        yield
+    except Exception as failure:
+        if error is None:
+            raise
+        error.add_note(f"Besides, a checkpoint was not saved: {failure}")

@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import dataclasses
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
+from shardckpt.commit import pinning
 from shardckpt.commit.markers import SUPERSEDED, protection, unmark
 from shardckpt.commit.publish import published_attempt
 from shardckpt.commit.rollback import ROLLBACK, Rollback
-from shardckpt.errors import AlreadyExistsError, ShardckptError
+from shardckpt.errors import AlreadyExistsError, OptionError, ShardckptError
+from shardckpt.io.failures import check_fork
+from shardckpt.training.retention import Retention, best
+from shardckpt.training.steps import StepInfo, check_step, list_steps
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -22,7 +26,6 @@ if TYPE_CHECKING:
 
     from shardckpt.io.store import Store
     from shardckpt.training.resuming import Resumed
-    from shardckpt.training.steps import StepInfo
 
 
 class Lineage:
@@ -92,3 +95,64 @@ class Lineage:
             return info
 
         return [now(info) for info in steps]
+
+
+class RunSteps:
+    """The steps of a run, as a `CheckpointManager` shows them."""
+
+    _root: Store
+    _lineage: Lineage
+    _rule: Retention | None
+
+    def url(self, step: int) -> str:
+        """The url of a step's checkpoint, which need not exist.
+
+        Raises:
+            OptionError: `step` is not a whole number from 0 to 2**63 - 1.
+        """
+        check_step(step)
+        return str(self._root.location.join(str(step)))
+
+    def steps(self) -> list[StepInfo]:
+        """All steps that hold a checkpoint, ascending, with information about each; read from the storage now.
+
+        Raises:
+            StorageError: the storage failed, or the interpreter is shutting down.
+        """
+        check_fork(self._root)
+        return self._lineage.seen(list_steps(self._root))
+
+    def all_steps(self, *, superseded: bool = False) -> list[int]:
+        """The steps that hold a checkpoint, ascending; with `superseded`, also the superseded ones."""
+        return [info.step for info in self.steps() if superseded or info.live]
+
+    def latest_step(self) -> int | None:
+        """The latest step that is not superseded; None if there is none."""
+        return max(self.all_steps(), default=None)
+
+    def best_step(self, metric: str | None = None, mode: Literal["min", "max"] | None = None) -> int | None:
+        """The step with the best metric; None if no step has the metric.
+
+        Args:
+            metric: the name of the metric; None: the metric of the `Best` rule in `keep`.
+            mode: whether the smallest or the largest value is best; None: the mode of that rule, or the smallest.
+
+        Raises:
+            OptionError: neither the argument nor `keep` names a metric.
+        """
+        rules = [] if self._rule is None else [rule for rule in self._rule.measures if metric in (None, rule.metric)]
+        if metric is None and not rules:
+            raise OptionError(
+                'best_step(): no metric is known; give its name, as in best_step("loss"), or make the manager with keep=Best(…).'
+            )
+        metric = metric or rules[0].metric
+        mode = mode or (rules[0].mode if rules else "min")
+        return best([info.saved() for info in self.steps() if info.state == "committed"], metric, mode)
+
+    def pin(self, step: int) -> None:
+        """Protect a step from deletion. One process suffices."""
+        pinning.pin(self.url(step))
+
+    def unpin(self, step: int) -> None:
+        """Remove the pin of a step."""
+        pinning.unpin(self.url(step))

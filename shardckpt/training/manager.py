@@ -20,14 +20,15 @@ from shardckpt.options import check_flag, checked_options
 from shardckpt.reading.restore import restore
 from shardckpt.training import events
 from shardckpt.training.announcing import announcer
-from shardckpt.training.background import Background
+from shardckpt.training.background import Background, noted_on
 from shardckpt.training.decisions import LEADER, Decisions
+from shardckpt.training.lineage import RunSteps
 from shardckpt.training.measured import METRICS, decode_metrics, encode_metrics
 from shardckpt.training.policies import EveryCall, Policy, any_of, as_policy
 from shardckpt.training.preemption import Notices
 from shardckpt.training.resuming import Restored, resume
 from shardckpt.training.retention import Retention, as_retention
-from shardckpt.training.steps import RunSteps, check_step
+from shardckpt.training.steps import check_step
 
 if TYPE_CHECKING:
     import os
@@ -376,12 +377,8 @@ class CheckpointManager(RunSteps):
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """Close the manager. If the block raised an error, an error of closing becomes a note on it."""
-        try:
+        with noted_on(error):
             self.close()
-        except Exception as failure:
-            if error is None:
-                raise
-            error.add_note(f"Besides, a checkpoint was not saved: {failure}")
 
     def _check_ascends(self, step: int) -> None:
         self._check(step)

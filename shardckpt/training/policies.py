@@ -14,11 +14,11 @@ from __future__ import annotations
 import signal
 from bisect import bisect_right
 from dataclasses import dataclass, field
-from math import inf
 from typing import TYPE_CHECKING
 
 from shardckpt.errors import OptionError
 from shardckpt.excerpt import excerpt
+from shardckpt.options import check_seconds, check_whole
 
 if TYPE_CHECKING:
     import os
@@ -110,7 +110,7 @@ class EverySteps(Policy):
 
     def __post_init__(self) -> None:
         """Check the number."""
-        _whole(self.n, "EverySteps(n", 1)
+        check_whole(self.n, "EverySteps(n")
 
     def due(self, step: int, previous: int | None) -> bool:
         """Whether a multiple of `n` was reached."""
@@ -133,7 +133,7 @@ class AtSteps(Policy):
         except TypeError:
             raise OptionError(f"AtSteps({excerpt(self.steps)}): give the steps, as in AtSteps([100, 1000]).") from None
         for step in steps:
-            _whole(step, "AtSteps(…", 0)
+            check_whole(step, "AtSteps(…", 0)
         object.__setattr__(self, "steps", tuple(sorted(set(steps))))
 
     def due(self, step: int, previous: int | None) -> bool:
@@ -153,7 +153,7 @@ class EverySeconds(Policy):
 
     def __post_init__(self) -> None:
         """Check the seconds."""
-        _seconds(self.seconds, "EverySeconds(seconds")
+        check_seconds(self.seconds, "EverySeconds(seconds")
 
     def wanted(self, moment: Moment) -> bool:
         """Whether the time has passed, and no save is in flight."""
@@ -276,13 +276,3 @@ def as_policy(every: Policy | int | None) -> Policy:
             f"every={excerpt(every)}: a {type(every).__name__} is no policy; give steps, or one of shardckpt.training.policies."
         )
     return every
-
-
-def _whole(value: object, what: str, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise OptionError(f"{what}={excerpt(value)}): give a whole number of at least {least}.")
-
-
-def _seconds(value: object, what: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < inf:
-        raise OptionError(f"{what}={excerpt(value)}): give a positive number of seconds.")

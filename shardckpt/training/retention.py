@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Literal
 
 from shardckpt.errors import OptionError
 from shardckpt.excerpt import excerpt
+from shardckpt.options import check_whole
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -61,7 +62,7 @@ class Latest(Retention):
 
     def __post_init__(self) -> None:
         """Check the number."""
-        _whole(self.n, "Latest(n")
+        check_whole(self.n, "Latest(n")
 
     def kept(self, steps: Sequence[SavedStep]) -> set[int]:
         """The last `n` steps."""
@@ -84,7 +85,7 @@ class Best(Retention):
 
     def __post_init__(self) -> None:
         """Check the fields."""
-        _whole(self.n, "Best(n")
+        check_whole(self.n, "Best(n")
         if not isinstance(self.metric, str):
             raise OptionError(f"Best(metric={excerpt(self.metric)}): give the name of a metric.")
         if self.mode not in ("min", "max"):
@@ -115,7 +116,7 @@ class EveryKth(Retention):
 
     def __post_init__(self) -> None:
         """Check the number."""
-        _whole(self.k, "EveryKth(k")
+        check_whole(self.k, "EveryKth(k")
 
     def kept(self, steps: Sequence[SavedStep]) -> set[int]:
         """The multiples of `k`."""
@@ -196,8 +197,3 @@ def best(steps: Sequence[SavedStep], metric: str, mode: Literal["min", "max"]) -
     """The step with the best metric; None if no step has the metric."""
     ranked = Best(1, metric, mode).ranked(steps)
     return ranked[0].step if ranked else None
-
-
-def _whole(value: object, what: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise OptionError(f"{what}={excerpt(value)}): give a whole number of at least 1.")

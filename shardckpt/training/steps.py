@@ -7,14 +7,13 @@ step are read; directories with other names are ignored.
 from __future__ import annotations
 
 import time
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 from urllib.parse import unquote
 
-from shardckpt.commit import pinning
 from shardckpt.commit.attempts import LARGEST_STEP, step_of
 from shardckpt.commit.base_places import base_url
 from shardckpt.commit.markers import is_superseded, protection, read_sealed
@@ -22,19 +21,16 @@ from shardckpt.commit.publish import RECORD
 from shardckpt.errors import FormatError, OptionError
 from shardckpt.excerpt import excerpt
 from shardckpt.format.structure import BESIDE, bases_of, names_beside
-from shardckpt.io.failures import check_fork, reading_takes_threads
+from shardckpt.io.failures import reading_takes_threads
+from shardckpt.io.threads import map_on_threads
 from shardckpt.io.url import parse
 from shardckpt.training.measured import decode_metrics
-from shardckpt.training.retention import Retention, SavedStep, best
+from shardckpt.training.retention import SavedStep
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
     from shardckpt.io.store import Store
-    from shardckpt.training.lineage import Lineage
-
-_AT_ONCE = 16
-"""Steps that are read at the same time: on an object store each step takes a few round trips."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +97,9 @@ def list_steps(root: Store) -> list[StepInfo]:
         StorageError: the storage failed, or the interpreter is shutting down and starts no threads.
     """
     numbers = step_numbers(root)
-    with reading_takes_threads(root), ThreadPoolExecutor(_AT_ONCE, "shardckpt-steps") as pool:
+    with reading_takes_threads(root):
         while True:
-            found = [info for info in pool.map(lambda step: read_step(root, step), numbers) if info is not None]
+            found = [info for info in map_on_threads(partial(read_step, root), numbers) if info is not None]
             if found or not numbers:
                 return found
             # The run may have deleted them in the meantime, which it does only after it has saved another step.
@@ -137,64 +133,3 @@ def check_step(step: object) -> None:
     """
     if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step <= LARGEST_STEP:
         raise OptionError(f"step={excerpt(step)}: give a whole number from 0 to 2**63 - 1.")
-
-
-class RunSteps:
-    """The steps of a run, as a `CheckpointManager` shows them."""
-
-    _root: Store
-    _lineage: Lineage
-    _rule: Retention | None
-
-    def url(self, step: int) -> str:
-        """The url of a step's checkpoint, which need not exist.
-
-        Raises:
-            OptionError: `step` is not a whole number from 0 to 2**63 - 1.
-        """
-        check_step(step)
-        return str(self._root.location.join(str(step)))
-
-    def steps(self) -> list[StepInfo]:
-        """All steps that hold a checkpoint, ascending, with information about each; read from the storage now.
-
-        Raises:
-            StorageError: the storage failed, or the interpreter is shutting down.
-        """
-        check_fork(self._root)
-        return self._lineage.seen(list_steps(self._root))
-
-    def all_steps(self, *, superseded: bool = False) -> list[int]:
-        """The steps that hold a checkpoint, ascending; with `superseded`, also the superseded ones."""
-        return [info.step for info in self.steps() if superseded or info.live]
-
-    def latest_step(self) -> int | None:
-        """The latest step that is not superseded; None if there is none."""
-        return max(self.all_steps(), default=None)
-
-    def best_step(self, metric: str | None = None, mode: Literal["min", "max"] | None = None) -> int | None:
-        """The step with the best metric; None if no step has the metric.
-
-        Args:
-            metric: the name of the metric; None: the metric of the `Best` rule in `keep`.
-            mode: whether the smallest or the largest value is best; None: the mode of that rule, or the smallest.
-
-        Raises:
-            OptionError: neither the argument nor `keep` names a metric.
-        """
-        rules = [] if self._rule is None else [rule for rule in self._rule.measures if metric in (None, rule.metric)]
-        if metric is None and not rules:
-            raise OptionError(
-                'best_step(): no metric is known; give its name, as in best_step("loss"), or make the manager with keep=Best(…).'
-            )
-        metric = metric or rules[0].metric
-        mode = mode or (rules[0].mode if rules else "min")
-        return best([info.saved() for info in self.steps() if info.state == "committed"], metric, mode)
-
-    def pin(self, step: int) -> None:
-        """Protect a step from deletion. One process suffices."""
-        pinning.pin(self.url(step))
-
-    def unpin(self, step: int) -> None:
-        """Remove the pin of a step."""
-        pinning.unpin(self.url(step))

@@ -17,8 +17,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, NoReturn, TypeVar
 
 from shardckpt.convert.naming.part_layout import ElementRun, PartLayout, Rotary, Unfold, interleaved_runs
-from shardckpt.convert.streaming.outputs import OutputTensor, View
+from shardckpt.convert.streaming.outputs import OutputTensor
 from shardckpt.errors import DtypeMismatchError, OptionError, ShapeMismatchError
+from shardckpt.plan.views import View
 from shardckpt.state.names import shown
 
 if TYPE_CHECKING:

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from shardckpt.format.structure import TensorRecord
     from shardckpt.layout.dtypes import DType
 
-__all__ = ["OutputTensor", "View", "check", "identity"]
-
 
 @dataclass(frozen=True, slots=True)
 class OutputTensor:

@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -132,11 +131,6 @@ class Stream:
     def grids(self) -> list[tuple[OutputTensor, Sequence[Piece]]]:
         """The outputs that have elements, and the arrays whose chunks are the blocks of each."""
         return [(output, target.pieces) for output, target, _ in self._targets]
-
-    @cached_property
-    def num_blocks(self) -> int:
-        """Number of blocks of all outputs."""
-        return sum(piece.num_chunks for _, pieces in self.grids for piece in pieces)
 
     @property
     def read_bytes(self) -> int:

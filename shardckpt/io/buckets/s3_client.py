@@ -2,12 +2,18 @@
 
 Uploads have their CRC32C, so that the service refuses damaged bytes; one that does not know it gets none. Conditions are
 `If-Match` with the object's ETag, and `If-None-Match: *` where there must be no object.
+
+S3 accepts `If-Match` on DeleteObject, too
+(https://docs.aws.amazon.com/AmazonS3/latest/userguide/conditional-deletes.html). Some compatible services ignore
+the header and delete the object all the same. So each bucket is tested once per process: an object of our own is deleted with a
+condition that is false.
 """
 
 from __future__ import annotations
 
 import base64
 import hashlib
+import secrets
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -19,6 +25,7 @@ from urllib3.exceptions import HTTPError
 
 from shardckpt.io.buckets import cloud
 from shardckpt.io.buckets.bucket import ABSENT, Body, Bucket, Listed, Page, pieces, range_header
+from shardckpt.io.buckets.listing import PROBE
 from shardckpt.io.buckets.retry import PassingError, Retry
 
 if TYPE_CHECKING:
@@ -34,10 +41,13 @@ _KNOWS_NO_CHECKSUM = {"NotImplemented", "XNotImplemented", "InvalidArgument", "I
 """Error codes of services that do not know a header."""
 _CONNECTIONS = 64
 """Connections that are kept for the next requests."""
-_CHANGED = 412
-_MISSING = 404
+_CHANGED, _MISSING, _UNKNOWN = 412, 404, 501
 _md5_only: set[str | None] = set()
 """Endpoints that refuse CRC32C."""
+_OTHER = f'"{"0" * 32}"'
+"""An ETag that no object of shardckpt has."""
+_honours: dict[tuple[str, str | None], bool] = {}
+"""Bucket and endpoint → whether the service there refuses a deletion whose condition is false."""
 
 
 class RefusedError(OSError):
@@ -66,9 +76,32 @@ class S3Bucket(Bucket):
 
     def delete_if(self, name: str, generation: bytes) -> bool:
         """Delete an object if it has this ETag; whether this call did. False also where the service ignores the condition."""
-        from shardckpt.io.buckets.conditional_delete import delete_if_match  # it imports this module
+        return self._honours_conditions(name.rpartition("/")[0]) and self._delete_if_match(name, generation.decode())
 
-        return delete_if_match(self, name, generation.decode())
+    def _honours_conditions(self, folder: str) -> bool:
+        """Whether the service refuses a deletion whose condition is false; tested once per process, with an object in this folder."""
+        service = self.name, cloud.endpoint_of("s3")
+        if service not in _honours:
+            probe = f"{folder}/{PROBE}{secrets.token_hex(8)}".removeprefix("/")
+            self.write(probe, [])
+            try:
+                _honours[service] = not self._delete_if_match(probe, _OTHER)
+            except RefusedError as e:
+                if e.status != _UNKNOWN:
+                    raise
+                _honours[service] = False
+            finally:
+                self.delete(probe)
+        return _honours[service]
+
+    def _delete_if_match(self, name: str, etag: str) -> bool:
+        try:
+            self.ask("delete_object", name, kind="write", retry=Retry(), IfMatch=etag)
+        except RefusedError as e:
+            if e.status in (_CHANGED, _MISSING):
+                return False
+            raise
+        return True
 
     def _get(self, name: str, start: int, stop: int | None) -> Body | None:
         try:

@@ -6,7 +6,6 @@ service starts was interrupted, and is queued again. The order of jobs is that o
 
 from __future__ import annotations
 
-import datetime as dt
 import json
 import sqlite3
 import threading
@@ -14,6 +13,7 @@ from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.errors import NotFoundError, OptionError, StorageError
+from shardckpt.format.documents import utc_now
 from shardckpt.serve.jobs.rows import JobRow, Verification
 
 if TYPE_CHECKING:
@@ -81,7 +81,8 @@ class Journal:
             if self._db.execute("PRAGMA quick_check").fetchone()[0] != "ok":
                 raise sqlite3.DatabaseError("its pages are malformed")
             with self._db as db:
-                db.execute("UPDATE jobs SET state = 'cancelled', ended = ? WHERE state IN ('queued', 'running') AND cancelling", (now(),))
+                ended = "UPDATE jobs SET state = 'cancelled', ended = ? WHERE state IN ('queued', 'running') AND cancelling"
+                db.execute(ended, (utc_now(),))
                 db.execute("UPDATE jobs SET state = 'queued' WHERE state = 'running'")
         except sqlite3.Error as e:
             raise StorageError(
@@ -147,7 +148,7 @@ class Journal:
             number = self._write(
                 "INSERT INTO jobs (operation, asked, arguments, subject, destination, who, key, state, created) "
                 "VALUES (?,?,?,?,?,?,?,'queued',?)",
-                (operation, _sorted(asked), json.dumps(arguments), subject, destination, who, key, now()),
+                (operation, _sorted(asked), json.dumps(arguments), subject, destination, who, key, utc_now()),
             )
             if number % _PRUNE_EVERY == 0:
                 self._write("DELETE FROM jobs WHERE state IN ('done', 'failed', 'cancelled') AND number <= ?", (number - _MOST_JOBS,))
@@ -210,7 +211,7 @@ class Journal:
             if self.job(number).state != "queued":
                 return False
             started = "UPDATE jobs SET state = 'running', tries = tries + 1, started = coalesce(started, ?) WHERE number = ?"
-            self._write(started, (now(), number))
+            self._write(started, (utc_now(), number))
             self.changed.notify_all()
             return True
 
@@ -223,7 +224,7 @@ class Journal:
         """Note that a job has ended, or that it waits again. Raises StorageError."""
         with self.changed:
             done, total = self._progress.get(number, (None, None))
-            over = None if state == "queued" else now()
+            over = None if state == "queued" else utc_now()
             self._write(
                 "UPDATE jobs SET state = ?, ended = ?, result = ?, error = ?, done = coalesce(?, done), total = coalesce(?, total) "
                 "WHERE number = ?",
@@ -245,7 +246,7 @@ class Journal:
             ends = job.state == "queued"
             self._write(
                 "UPDATE jobs SET cancelling = 1, state = ?, ended = ? WHERE number = ?",
-                ("cancelled" if ends else job.state, now() if ends else None, number),
+                ("cancelled" if ends else job.state, utc_now() if ends else None, number),
             )
             self.changed.notify_all()
             return self.job(number)
@@ -260,7 +261,7 @@ class Journal:
     def begin_verification(self, ident: str, attempt: str, job: int | None) -> Verification:
         """Begin a verification of an attempt, by a scrub or a job. Raises StorageError."""
         with self._lock:
-            number = self._write("INSERT INTO verifications (id, attempt, begun, job) VALUES (?,?,?,?)", (ident, attempt, now(), job))
+            number = self._write("INSERT INTO verifications (id, attempt, begun, job) VALUES (?,?,?,?)", (ident, attempt, utc_now(), job))
             kept = "SELECT number FROM verifications WHERE id = ? ORDER BY number DESC LIMIT ?"
             last = f"SELECT max(number) FROM verifications WHERE id = ? AND {_COMPLETE}"  # noqa: S608
             self._write(
@@ -278,7 +279,7 @@ class Journal:
 
     def update_verification(self, one: Verification, *, over: bool = False, notice: Mapping[str, Any] | None = None) -> Verification:
         """Write the progress of a verification, or its end and a notice about it, which is durable with it. Raises StorageError."""
-        one = replace(one, ended=now()) if over else one
+        one = replace(one, ended=utc_now()) if over else one
         values = (one.ended, one.chunks, one.total, one.bytes, one.damaged, json.dumps(one.damage), one.error, one.number)
         sql = "UPDATE verifications SET ended=?, chunks=?, total=?, bytes=?, damaged=?, damage=?, error=? WHERE number = ?"
         with self._lock:
@@ -370,11 +371,6 @@ class Journal:
         for name in ("arguments", "result", "error"):
             found[name] = None if found[name] is None else json.loads(found[name])
         return JobRow(**found | {"cancelling": bool(found["cancelling"])})
-
-
-def now() -> str:
-    """The time: UTC, ISO 8601."""
-    return dt.datetime.now(dt.UTC).isoformat(timespec="seconds")
 
 
 def _sorted(asked: Mapping[str, Any]) -> str:

@@ -6,16 +6,16 @@ finds that everything is done. Places are given as ids. They are looked up below
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.commit import collecting, ended, pinning
 from shardckpt.commit.attempts import attempts as find_attempts
 from shardckpt.commit.markers import protection
-from shardckpt.commit.publish import RECORD, published_attempt
+from shardckpt.commit.publish import RECORD, published_attempt, record_digest
 from shardckpt.convert.export import export_safetensors
 from shardckpt.convert.importing import import_checkpoint
+from shardckpt.convert.naming.mapping_file import PRESETS
 from shardckpt.errors import AlreadyExistsError, CorruptionError, FormatError, NotFoundError, OptionError, ReplacedError, VersionError
 from shardckpt.excerpt import excerpt
 from shardckpt.io.store import Store
@@ -23,10 +23,11 @@ from shardckpt.reading.checkpoint import Checkpoint
 from shardckpt.reshard.execute import reshard
 from shardckpt.reshard.rules import parse_mesh
 from shardckpt.reshard.rules.rules import combined_rules
-from shardckpt.serve.files import VIEW, view_options
 from shardckpt.serve.jobs import retention
 from shardckpt.serve.jobs.retention import RetentionRules
+from shardckpt.serve.jobs.verification import verify_checkpoint, verify_unreadable
 from shardckpt.serve.openapi import Parameter
+from shardckpt.serve.opened import VIEW, view_options
 from shardckpt.views.model_view import ModelView
 
 if TYPE_CHECKING:
@@ -163,8 +164,6 @@ def _check_free(place: Location, ident: str, *, checkpoint: bool) -> None:
 
 def verify(work: Work, checkpoint: str) -> dict[str, Any]:
     """Read every chunk of a checkpoint and compare it with its checksum."""
-    from shardckpt.serve.jobs.verification import verify_checkpoint, verify_unreadable
-
     place = work.roots.locate(checkpoint)
     try:
         found = Checkpoint(str(place))
@@ -203,16 +202,10 @@ def delete(work: Work, checkpoint: str, attempt: str | None, reason: str, record
     store = Store.open(work.roots.locate(checkpoint))
     if work.again and not store.exists(RECORD):  # an earlier start has deleted it
         return {"deleted": True, "left": []}
-    if attempt is None and record_digest(store) != record and not (work.again and _is_tombstone(store)):
+    if attempt is None and record_digest(store.read_versioned(RECORD)[0]) != record and not (work.again and _is_tombstone(store)):
         raise ReplacedError(f"{store}: it has changed since the request to delete it; nothing was deleted.")
     left = collecting.delete(str(store.location), reason=f"{reason} ({work.who})", attempt=attempt)
     return {"deleted": True, "left": [f"{one.attempt}: {one.outcome}: {one.reason}" for one in left if one.outcome != "removed"]}
-
-
-def record_digest(store: Store) -> str | None:
-    """The digest of a commit record as it is stored, for one that cannot be read; None: there is none."""
-    data, _ = store.read_versioned(RECORD)
-    return None if data is None else hashlib.sha256(data).hexdigest()
 
 
 def _is_tombstone(store: Store) -> bool:
@@ -349,7 +342,7 @@ OPERATIONS = {
                 Parameter(name="from", about="Id of the file or directory to import.", required=True, example="lab/downloads/llama"),
                 _TO,
                 *_STORED,
-                Parameter(name="mapping", about="A mapping that comes with shardckpt.", choices=VIEW[5].choices),
+                Parameter(name="mapping", about="A mapping that comes with shardckpt.", choices=PRESETS),
                 Parameter(name="strip_prefix", about="Remove a prefix from names."),
                 Parameter(name="add_prefix", about="Add a prefix to names."),
                 Parameter(name="into", about="Put the state below this name, as in model."),

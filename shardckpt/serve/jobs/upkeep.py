@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.exceptions import HTTPException
 
-from shardckpt.commit.publish import published_attempt
+from shardckpt.commit.publish import RECORD, published_attempt, record_digest
 from shardckpt.errors import FormatError, NotFoundError
 from shardckpt.io.store import Store
 from shardckpt.serve.jobs.journal import Journal
 from shardckpt.serve.jobs.keeper import Keeper, expected
-from shardckpt.serve.jobs.operations import OPERATIONS, Operation, record_digest
+from shardckpt.serve.jobs.operations import OPERATIONS, Operation
 from shardckpt.serve.jobs.retention import RetentionRules
 from shardckpt.serve.jobs.runner import JobRunner
 from shardckpt.serve.jobs.scrub import Scrubber
@@ -92,7 +92,7 @@ class Upkeep:
             try:
                 arguments["attempt"] = published_attempt(store)
             except FormatError:  # a damaged checkpoint may be deleted, too
-                arguments["record"] = record_digest(store)
+                arguments["record"] = record_digest(store.read_versioned(RECORD)[0])
             else:
                 if arguments["attempt"] is None:
                     raise NotFoundError(f"{subject}: there is no checkpoint.")

@@ -40,6 +40,7 @@ from shardckpt.layout.dtypes import of_numpy
 from shardckpt.options import SaveOptions, checked_options
 from shardckpt.reading.checkpoint import Checkpoint
 from shardckpt.reading.restore import restore
+from shardckpt.training.background import noted_on
 from shardckpt.training.integrations.plain import plain
 from shardckpt.writing.save import save
 from shardckpt.writing.saver import save_async
@@ -131,13 +132,8 @@ class ShardckptIO(CheckpointIO):
         Raises:
             ShardckptError: the save failed.
         """
-        raised = sys.exception()
-        try:
+        with noted_on(sys.exception()):
             self._finish()
-        except Exception as failure:
-            if raised is None:
-                raise
-            raised.add_note(f"Besides, a checkpoint was not saved: {failure}")
 
     def _finish(self) -> None:
         saving, self._saving = self._saving, None

@@ -8,7 +8,7 @@ from emulators import environment
 import shardckpt
 from shardckpt.commit.collect import delete
 from shardckpt.commit.publish import RECORD
-from shardckpt.io.buckets import conditional_delete
+from shardckpt.io.buckets import s3_client
 from shardckpt.io.buckets.s3_client import S3Bucket
 from shardckpt.io.store import Store, shared_context
 
@@ -46,7 +46,7 @@ def test_a_service_that_ignores_the_condition_keeps_the_tombstone(s3_server, mon
         return asked(*what, **options)
 
     monkeypatch.setattr(S3Bucket, "ask", ask)
-    monkeypatch.setattr(conditional_delete, "_honours", {})
+    monkeypatch.setattr(s3_client, "_honours", {})
     url = s3_server.url("ignores", "c")
     with environment(s3_server.env()):
         shared_context.cache_clear()

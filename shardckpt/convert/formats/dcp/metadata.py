@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 _METADATA = "torch.distributed.checkpoint.metadata."
-_PLANNER = "torch.distributed.checkpoint.planner."
 _MEGATRON = "megatron.core.dist_checkpointing.strategies.torch."
 _STORED = "torch.distributed.checkpoint.filesystem._StorageInfo"
 CLASSES = frozenset(

@@ -19,7 +19,7 @@ from shardckpt.convert.foreign import structure_of, tensors_of
 from shardckpt.convert.formats.orbax.metadata import parse_json
 from shardckpt.convert.formats.orbax.tree import METADATA, MSGPACK, read_tree
 from shardckpt.errors import FormatError, StorageError, UncommittedError
-from shardckpt.io.buckets.listing import modification_times
+from shardckpt.io.ages import modification_times
 from shardckpt.io.store import Store
 from shardckpt.state.names import natural_key
 

@@ -17,7 +17,6 @@ from shardckpt.convert.span import Span
 from shardckpt.convert.strict_json import parse_json
 from shardckpt.errors import FormatError, NotFoundError
 from shardckpt.excerpt import excerpt
-from shardckpt.io.buckets.listing import sizes
 from shardckpt.io.store import Store
 from shardckpt.io.threads import map_on_threads
 from shardckpt.state.names import shown
@@ -91,7 +90,7 @@ def open_foreign(location: Location, *, trust_pickle: bool = False) -> Foreign:
 
 def span_of(file: FileVersion, nbytes: int | None = None) -> Span:
     """All bytes of a file; `nbytes` is its size if that is known."""
-    length = sizes(file.store, file.key).get(file.key, 0) if nbytes is None else nbytes
+    length = file.store.sizes(file.key).get(file.key, 0) if nbytes is None else nbytes
     return Span(file, 0, length)
 
 

@@ -20,7 +20,6 @@ from shardckpt.convert.formats.torch.states import open_state_file, state_in
 from shardckpt.convert.placed import place_pickled, place_tensors
 from shardckpt.errors import FormatError, MissingDataError, NotFoundError
 from shardckpt.excerpt import excerpt
-from shardckpt.io.buckets.listing import sizes
 from shardckpt.io.threads import map_on_threads
 
 if TYPE_CHECKING:
@@ -61,7 +60,7 @@ def open_foreign(location: Location, *, trust_pickle: bool = False) -> Foreign:
     if file is None:
         raise NotFoundError(f"{location}: there is no such file; give the path that xser.save was given, without {_TENSORS[:-1]}.")
     folder = file.key + _TENSORS
-    lengths = {key: n for key, n in sorted(sizes(file.store, folder).items()) if _TENSOR.fullmatch(key.removeprefix(folder))}
+    lengths = {key: n for key, n in sorted(file.store.sizes(folder).items()) if _TENSOR.fullmatch(key.removeprefix(folder))}
     versions = map_on_threads(lambda key: FileVersion(file.store, key), lengths)
     opened = map_on_threads(lambda version: open_state_file(span_of(version, lengths[version.key])), versions)
     tensors = {version.key: one for version, one in zip(versions, opened, strict=True)}
