@@ -55,7 +55,8 @@ def test_the_script_for_dcp_runs(tmp_path):
     shardckpt_command = [Path(sys.executable).with_name("shardckpt"), *command.split()[1:]]
     done = subprocess.run(shardckpt_command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
-    old, new = (shardckpt.restore(tmp_path / "runs" / "dcp" / step, only="model/**") for step in ("50", "100"))
+    old, new = (shardckpt.restore(tmp_path / "runs" / run / "100", only="model/**") for run in ("imported", "dcp"))
+    assert shardckpt.open(tmp_path / "runs" / "dcp" / "100").verify().ok
     assert all((old["model"][name] == new["model"][name]).all() for name in ("weight", "bias"))
 
 
