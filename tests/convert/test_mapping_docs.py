@@ -9,6 +9,7 @@ import numpy as np
 from arrays import made, records
 from paths import DOCS
 
+import shardckpt
 from shardckpt.convert.naming.choose import NameOptions
 from shardckpt.convert.naming.mapping_file import _KEYS, PRESETS, parse_mapping
 from shardckpt.convert.naming.renaming import read_names
@@ -65,3 +66,12 @@ def test_all_keys_options_and_mappings_are_there() -> None:
     assert sorted(re.match(r"\| `([\w-]+)` \| [^|]+ \| [^|]+ \|$", row)[1] for row in rows if row.startswith("| `hf-")) == list(PRESETS)
     assert {key for key in _KEYS if not any(row.startswith(f"| `{key} = ") for row in rows)} == {"from", "to"}
     assert [field.name for field in fields(NameOptions) if f"`{field.name}`" not in DOCUMENT and f"`{field.name}=" not in DOCUMENT] == []
+
+
+def test_a_view_shows_the_result_of_a_mapping(tmp_path) -> None:
+    shapes = {"attn.c_attn": (64, 192), "mlp.c_fc": (64, 256), "mlp.c_proj": (256, 64)}
+    shardckpt.save(tmp_path / "gpt2", {f"h.0.{name}.weight": np.zeros(shape, np.float32) for name, shape in shapes.items()})
+    with shardckpt.safe_open(tmp_path / "gpt2", "np", mapping="hf-gpt2-linear") as f:
+        shown = {name: f.get_slice(name).get_shape() for name in f.keys()}  # noqa: SIM118  # the method of safetensors
+    square = {f"h.0.attn.{part}_proj.weight": [64, 64] for part in "qkv"}
+    assert shown == square | {"h.0.mlp.c_fc.weight": [256, 64], "h.0.mlp.c_proj.weight": [64, 256]}
