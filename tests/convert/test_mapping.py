@@ -238,7 +238,7 @@ MERGE = '[[map]]\nfrom = ["l.*.q", "l.*.k"]\nto = "l.*.qk"\n'
             '[[map]]\nfrom = "w"\nto = ["a", "b"]\nunfold = {axis = 0, count = 3}',
             {"w": numbers(2, 2)},
             ShapeMismatchError,
-            "has not 3 along dimension 0 and one more",
+            "does not have 3 along dimension 0 and one more",
         ),
         (
             '[[map]]\nfrom = "e.{e}"\nto = "w"\nstack = 0',
@@ -278,7 +278,7 @@ def test_tensors_that_do_not_suit_a_rule_are_named_with_it(text: str, arrays: Ar
         ('from = "a"\nto = "c"\nstack = 0', "nothing to stack"),
         ('from = "a.*"\nto = "c"', "lacks one of its \\*; to stack the tensors that it counts"),
         ('from = "a.{i}.{j}"\nto = "c"\nstack = 0', "lacks {i} and {j}"),
-        ('from = ["a", "b"]\nto = "c.*"', "has the wildcard one of its \\*, and a has not"),
+        ('from = ["a", "b"]\nto = "c.*"', "has the wildcard one of its \\*, but a does not"),
         ('from = "a.{1}"\nto = "c"', r"'\{1\}' is no wildcard"),
         ('from = "a"\nto = "c"\nrotary = {heads = 2, to = "evens"}', 'use "pairs" or "halves"'),
         ('from = "a"\nto = "c"\noptional = 1', "true or false"),

@@ -74,6 +74,7 @@ def test_every_block_is_python(section):
         compile(block, "docs/migrating.md", "exec")
 
 
+@pytest.mark.xla
 def test_every_method_of_torch_xlas_manager_has_a_row():
     manager = class_in("torch_xla", "experimental/distributed_checkpoint/manager.py", "CheckpointManager")
     theirs = " ".join(left for left, _ in rows(XLA))

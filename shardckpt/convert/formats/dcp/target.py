@@ -200,7 +200,7 @@ class DcpDirectory(StateWriter):
                 continue
             items = sorted(self._items[self._stored[id(value)]].items())
             chunks = [words.ChunkStorageMetadata(torch.Size(start), torch.Size(shape)) for start, (shape, _) in items]
-            found[name] = words.TensorStorageMetadata(words.TensorProperties(dtype=value.dtype), value.shape, chunks)
+            found[name] = words.TensorStorageMetadata(words.TensorProperties.create_from_tensor(value), value.shape, chunks)
             for i, (start, (_, place)) in enumerate(items):
                 results.append(WriteResult(words.MetadataIndex(name, start, i), place.length, place))
         writer = _metadata_writer(self._draft.path, self._draft.final)
