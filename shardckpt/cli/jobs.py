@@ -52,8 +52,8 @@ def start(
         str,
         typer.Argument(
             metavar="OPERATION",
-            help="verify, pin, unpin, tag, untag, copy, reshard, export, import or delete; for a run: end (mark it as ended), reopen (remove "
-            "the mark), retain (list or delete steps by retention rules).",
+            help="verify, pin, unpin, tag, untag, copy, reshard, export, import or delete; for a run: end (mark it as ended), reopen "
+            "(remove the mark), retain (list or delete steps by retention rules).",
         ),
     ],
     values: Annotated[
