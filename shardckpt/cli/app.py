@@ -86,7 +86,8 @@ def root(
         typer.Option(
             "--server",
             metavar="URL",
-            help="A service to read from (ls, info, verify, diff, fingerprint, plan) and to run jobs; give its ids for urls.",
+            help="Url of a service that answers ls, info, verify, diff, fingerprint and plan, and runs jobs. Give ids of its checkpoints "
+            "instead of urls.",
         ),
     ] = None,
     version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,

@@ -21,7 +21,7 @@ def diff(
     b: Annotated[str, typer.Argument(metavar="B", help="The checkpoint to compare with A.")],
     *,
     structure: Annotated[bool, typer.Option("--structure", help="Compare all but the elements of tensors; read no tensor.")] = False,
-    layout: Annotated[bool, typer.Option("--layout", help="Checkpoints whose tensors lay on devices otherwise are different.")] = False,
+    layout: Annotated[bool, typer.Option("--layout", help="Count tensors with another sharding as different.")] = False,
     memory_limit: Annotated[
         str, typer.Option("--memory-limit", "--memory", metavar="BYTES", help="Limit of memory for the elements of both checkpoints.")
     ] = "256MiB",

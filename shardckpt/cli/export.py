@@ -47,7 +47,8 @@ def export(
         typer.Option(
             "--optimizer",
             metavar="FORM",
-            help="Optimizer state in torch and dcp, by parameter: names (default), numbers, or flat (flattened state dict).",
+            help="Keys of optimizer state in torch and dcp: names of parameters (names, the default), their numbers (numbers), or one flat "
+            "dict with complete names (flat).",
         ),
     ] = None,
     include: Include = None,
@@ -72,7 +73,7 @@ def export(
     """Write a checkpoint in another format.
 
     OUT appears when the export is complete. After an interruption, run the same command again: an export to safetensors continues, others
-    start over. --dtype matches the names in OUT.
+    start over. Patterns of --dtype match names in OUT.
     """
     chosen: Any = to
     options = given(

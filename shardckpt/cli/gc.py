@@ -32,8 +32,9 @@ def gc(
 ) -> None:
     """Remove files of unfinished saves.
 
-    Checkpoints stay. If one save of a place has written within --grace, all saves of this place stay. A removed save can never be
-    committed. With --grace 0 saves in progress are removed too. The exit status is 6 if the storage has refused a deletion.
+    Checkpoints stay. If several saves to one directory are unfinished and one of them has written within --grace, all of them stay. A
+    removed save can never be committed. With --grace 0 saves in progress are removed too. The exit status is 6 if the storage has refused
+    a deletion.
     """
     from shardckpt.commit.collecting import collect
     from shardckpt.options import parse_duration

@@ -89,7 +89,7 @@ def import_(
     overwrite: Overwrite = False,
     verify: Verify = True,
     trust_pickle: Annotated[
-        bool, typer.Option("--trust-pickle", help="Read SRC even if that needs a pickle. No code in it is run; still, trust its author.")
+        bool, typer.Option("--trust-pickle", help="Also read pickles: say that you trust the author of SRC. No code of a pickle is run.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:

@@ -51,7 +51,9 @@ def start(
     operation: Annotated[
         str,
         typer.Argument(
-            metavar="OPERATION", help="verify, pin, unpin, tag, untag, copy, reshard, export, import, delete, end, reopen or retain."
+            metavar="OPERATION",
+            help="verify, pin, unpin, tag, untag, copy, reshard, export, import or delete; for a run: end (mark it as ended), reopen "
+            "(remove the mark), retain (list or delete steps by retention rules).",
         ),
     ],
     values: Annotated[
@@ -61,7 +63,7 @@ def start(
     follow: Annotated[bool, typer.Option("--wait", help="Wait until the job ends, as `job wait` does.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Start a job on a service.
+    """Start a job on the service of --server.
 
     The arguments of each operation: https://HOST:8470/v1/openapi.json, or the documentation of the service.
     """

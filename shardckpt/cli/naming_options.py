@@ -34,7 +34,8 @@ Config = Annotated[
         "--config",
         "--from-hf",
         metavar="PATH",
-        help="The model's config.json, or its directory: has numbers that a mapping needs, and whether embeddings are tied.",
+        help="The model's config.json, or its directory. --mapping reads numbers from it (as num_attention_heads), --ties reads "
+        "whether embeddings are tied.",
     ),
 ]
 

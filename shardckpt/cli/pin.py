@@ -41,8 +41,8 @@ def unpin(urls: Urls, as_json: Json = False) -> None:
 def tag(name: Name, urls: Urls, as_json: Json = False) -> None:
     """Give checkpoints a tag, such as best.
 
-    A tag protects a checkpoint from deletion, as a pin does. A checkpoint has at most 32 tags. Names with a meaning are refused: main,
-    pinned, superseded, steps (100, step-100) and commit hashes.
+    A tag protects a checkpoint from deletion, as a pin does. A checkpoint has at most 32 tags. Names with another meaning are refused:
+    main, pinned, superseded, steps (100, step-100), and 40 hex digits (the hash of a commit in Git).
     """
     from shardckpt.commit import pinning
 

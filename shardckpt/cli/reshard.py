@@ -49,7 +49,7 @@ def reshard(
         str,
         typer.Argument(
             metavar="SRC",
-            help='The checkpoint to read: a path or url. The word "commit" instead commits the parts that --worker has written.',
+            help="The checkpoint to read: a path or url. After --worker, `reshard commit DST` does the same as `commit DST`.",
         ),
     ],
     destination: Annotated[str, typer.Argument(metavar="DST", help="Where the new checkpoint goes: a path or url.")],
@@ -76,7 +76,7 @@ def reshard(
     """Rewrite a checkpoint for another mesh.
 
     Elements stay the same, unless --dtype converts them. SRC does not change. After an interruption, the same command continues.
-    Rules apply in this order: --rule, --rules, --preset, --like.
+    The first rule that matches a tensor decides: first those of --rule, then --rules, --preset and --like.
     """
     if source == COMMIT:
         commit(destination, as_json=as_json)

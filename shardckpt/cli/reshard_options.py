@@ -15,14 +15,18 @@ if TYPE_CHECKING:
 MeshText = Annotated[str | None, typer.Option("--mesh", metavar="AXES", help="The new mesh, as in data=2,model=4.")]
 RuleTexts = Annotated[
     list[str] | None,
-    typer.Option("--rule", metavar="PATTERN=SPEC", help="Cut matching tensors like this, as in '**/w1=(None,model)'; may be repeated."),
+    typer.Option(
+        "--rule",
+        metavar="PATTERN=SPEC",
+        help="Cut tensors that match PATTERN. SPEC has a mesh axis or None per dimension, as in '**/w1=(None,model)'; may be repeated.",
+    ),
 ]
 RulesFile = Annotated[str | None, typer.Option("--rules", metavar="FILE", help="A TOML or YAML file of rules.")]
 Preset = Annotated[
     str | None, typer.Option("--preset", metavar="FAMILY", help="Built-in rules for a family of models, as in llama/fsdp+tp.")
 ]
 HfConfig = Annotated[
-    str | None, typer.Option("--from-hf-config", metavar="FILE", help="A Hugging Face config.json, to choose the preset by its model type.")
+    str | None, typer.Option("--from-hf-config", metavar="FILE", help="Use the preset for the model type in this Hugging Face config.json.")
 ]
 Like = Annotated[str | None, typer.Option("--like", metavar="URL", help="Cut tensors without a rule as in another checkpoint.")]
 Unmatched = Annotated[str | None, typer.Option("--unmatched", metavar="WHAT", help="Tensors without a rule: replicate (default) or error.")]
@@ -42,7 +46,8 @@ Dtypes = Annotated[
     ),
 ]
 Only = Annotated[
-    list[str] | None, typer.Option("--only", metavar="PATTERN", help="Write only tensors whose new name matches; may be repeated.")
+    list[str] | None,
+    typer.Option("--only", metavar="PATTERN", help="Only tensors whose name in the new checkpoint matches; may be repeated."),
 ]
 Workers = Annotated[int | None, typer.Option("--workers", metavar="N", help="Processes at the same time; default: one per core.")]
 MemoryLimit = Annotated[

@@ -44,7 +44,9 @@ def serve(
     allow_base: Annotated[
         list[str] | None,
         typer.Option(
-            "--allow-base", metavar="URL", help="Also read tensors below this url that a served checkpoint refers to; may be repeated."
+            "--allow-base",
+            metavar="URL",
+            help="A served checkpoint may refer to tensors in another one: read these below this url too; may be repeated.",
         ),
     ] = None,
     certificate: Annotated[str | None, typer.Option("--ssl-certfile", metavar="FILE", help="The TLS certificate, in PEM.")] = None,

@@ -253,7 +253,7 @@ def save_rows(loads: list[dict[str, Any]]) -> list[list[str]]:
         ("most writes, no rate limit", "unpaced", "most_writes"),
         ("most reads in one second", "paced", "most_reads"),
         ("most reads, no rate limit", "unpaced", "most_reads"),
-        ("least seconds of the save", "paced", "seconds"),
+        ("shortest possible save, s", "paced", "seconds"),
     ):
         rows.append([name, *(f"{load[run][key]:,.0f}" for load in loads)])
     return rows

@@ -63,12 +63,18 @@ def _beginning(found: dict[str, Any]) -> Iterator[str]:
         "8 devices.\n"
     )
     yield "| question | answer |\n|---|---|"
-    yield "| Does planning grow with the job? | No. Every host plans only its own boxes. |"
-    yield "| What grows with the job? | The commit, by host and chunk; the commit record and the header of the chunk table. |"
+    yield "| Does planning grow with the job? | No. Every host plans only its own parts of the tensors. |"
+    yield (
+        "| What grows with the job? | The time of a commit grows with the number of hosts and the number of chunks. The commit record and "
+        "the header of the chunk table grow with the number of hosts. |"
+    )
     yield "| Do many hosts overload a bucket? | No. shardckpt limits the rate of requests. A save of many hosts then takes longer. |"
-    yield "| When does `cooperative=True` help? | If many hosts restore equal tensors: HSDP, EP, FSDP with tensor parallelism. |"
+    yield "| When does `cooperative=True` help? | If many hosts restore the same shards: HSDP, EP, FSDP with tensor parallelism. |"
     yield "\n![Growth with devices and hosts](scale.svg)\n"
-    yield "A number after a name is the exponent of the power law that fits the line: 0 is constant, 1 is linear."
+    yield (
+        "In the legends of the picture, a number after the name of a line says how the line grows. It is the exponent of the power law "
+        "that fits the line: 0 is constant, 1 is linear."
+    )
 
 
 def _costs(found: dict[str, Any]) -> Iterator[str]:
@@ -113,9 +119,9 @@ def _save_requests(found: dict[str, Any]) -> Iterator[str]:
     yield "All hosts begin within 0.1 s, and each writes 4 GiB:\n"
     yield from markdown(save_rows(found["bucket"]))
     yield (
-        f"\nshardckpt limits each job to {BUCKET['write']:,.0f} writes and {BUCKET_READS:,.0f} reads per second. A new bucket of Cloud "
-        "Storage "
-        "accepts 1,000 writes and 5,000 reads per second."
+        f"\nshardckpt limits each job to about {BUCKET['write']:,.0f} writes and {BUCKET_READS:,.0f} reads per second. A single second "
+        "may have some more. A new bucket of Cloud Storage accepts 1,000 writes and 5,000 reads per second. The last row is the time of "
+        "the save if only requests and the network take time; a real save takes longer."
     )
 
 
@@ -163,13 +169,15 @@ def _beside_dcp(found: dict[str, Any]) -> Iterator[str]:
         yield f"- DCP is faster at: {'; '.join(faster)}."
     yield (
         "- A save: DCP's coordinator plans for all ranks, and every rank waits for it. A shardckpt host plans for itself.\n"
-        "- A restore: in both, every process plans for itself. On few devices a shardckpt host has more chunks.\n"
+        "- A restore: in both, every process plans for itself. In a job of few devices, each host restores larger parts of the tensors. "
+        "shardckpt stores these as more chunks, so the plan takes longer.\n"
         f"- `>`: stopped after {DCP_LIMIT:.0f} s. DCP's messages between ranks are not included."
     )
 
 
 def _bounds(found: dict[str, Any]) -> Iterator[str]:
     yield "\n## Targets\n"
+    yield "A measured value is the worst one of all models and layouts, so it can be worse than in the tables above.\n"
     yield from markdown(
         [["target", "measured", "met"], *([what, value, "yes" if met else "**no**"] for what, value, met in _targets(found))]
     )
@@ -181,8 +189,9 @@ def _how(found: dict[str, Any]) -> Iterator[str]:
     yield (
         f"- `python -m tools.scale`, {_runs(found)}: {found['cores']} cores, {found['system']}, Python {found['python']}, {versions}.\n"
         "- Each figure is one measurement in a new process with cold caches. Seconds are processor time, except for commits.\n"
-        "- Requests of a save are counted on a real save by three processes (`tools/scale/counted.py`). A simulated clock runs them with "
-        "shardckpt's rate limiter (`tools/scale/bucket.py`).\n"
+        "- Requests of a save: a real save by three processes shows which requests a host makes, and which ones the committer makes for "
+        "each host (`tools/scale/counted.py`). A simulation repeats these requests for every host, with shardckpt's rate limiter and a "
+        "simulated clock (`tools/scale/bucket.py`).\n"
         "- Requests of a restore are counted with shardckpt's own reader of chunk tables (`tools/scale/reads.py`), as the average of up "
         "to six "
         "hosts.\n"
