@@ -14,6 +14,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
+from shardckpt.commit.fingerprints import FINGERPRINT
 from shardckpt.errors import UrlError
 from shardckpt.state.names import natural_key
 
@@ -29,7 +30,7 @@ _NAME = re.compile(r"\d{8}T\d{6}-[0-9a-f]{8}(?:[._-][0-9A-Za-z._-]*)?", re.ASCII
 _STEP = re.compile(r"0|[1-9]\d{0,18}", re.ASCII)
 LARGEST_STEP = (1 << 63) - 1
 """The largest step number that a run can have: a signed 64-bit integer."""
-_PARTS = frozenset({"contents/", "d/", "hosts/", "manifest.ocdbt", "records/", "small", "table", "zarr/"})
+_PARTS = frozenset({"contents/", "d/", "hosts/", "manifest.ocdbt", "records/", "small", "table", "zarr/", FINGERPRINT})
 """All names at the top of an attempt (docs/format.md)."""
 
 

@@ -74,6 +74,17 @@ def outcomes(found):
 # --- a directory of checkpoints -------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("fingerprint", [False, True])
+@pytest.mark.parametrize("layout", ["packed", "zarr"])
+def test_a_replaced_save_and_a_deleted_one_leave_nothing(tmp_path, layout, fingerprint):
+    place, options = tmp_path / "c", SaveOptions(layout=layout, fingerprint=fingerprint, overwrite=True)
+    for _ in range(2):
+        shardckpt.save(place, {"w": np.ones((64, 64)), "tiny": np.ones(2)}, options=options)
+        assert {path.name for path in place.iterdir()} == {"checkpoint.json", shardckpt.open(place).record.attempt}
+    delete(str(place))
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_all_checkpoints_of_a_directory_are_collected_and_stay_what_they_are(tmp_path):
     for step in (9, 10, 11):
         save(tmp_path / f"step_{step}", step)
