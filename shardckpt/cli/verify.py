@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from shardckpt.reading.verification import Damage, VerifyReport
 
 MOST_LINES = 100
-"""Most damaged places in the text output; --json has all."""
+"""Most damaged parts in the text output; --json has all."""
 
 
 def verify(
@@ -64,7 +64,7 @@ def _lines(screen: Screen, url: str, report: VerifyReport) -> Iterator[str]:
     if report.ok:
         yield f"{screen.paint('ok', 'bold green')}  {visible(url)}: {read}, all as written"
         return
-    yield f"{screen.paint('damaged', 'bold red')}  {visible(url)}: {count(len(report.damage), 'place')} of {read}"
+    yield f"{screen.paint('damaged', 'bold red')}  {visible(url)}: {count(len(report.damage), 'damaged part')}; {read} read"
     by_file: dict[str, list[Damage]] = {}
     for damage in report.damage[:MOST_LINES]:
         by_file.setdefault(damage.file, []).append(damage)

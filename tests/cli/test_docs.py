@@ -114,8 +114,8 @@ def shows(expected, found):
 def test_the_examples_of_the_command_line_show_what_it_says(runs, run, monkeypatch):
     monkeypatch.chdir(runs)
     documented, further = (EXAMPLE.findall(path.read_text(encoding="utf-8")) for path in (PAGE, FURTHER))
-    assert " ".join(command.split()[0] for command, _ in documented) == "ls info info verify diff plan"
-    assert " ".join(command.split()[0] for command, _ in further) == "ls fingerprint plan plan reshard export import commit gc"
+    assert " ".join(command.split()[0] for command, _ in documented) == "ls info verify diff"
+    assert " ".join(command.split()[0] for command, _ in further) == "ls info info fingerprint plan plan reshard export import commit gc"
     for command, said in [*documented, *further]:
         BEFORE.get(command, lambda: None)()
         answer = run(*command.split(), width=100)

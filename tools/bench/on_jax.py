@@ -72,7 +72,7 @@ def subjects(state: State, directory: Path, operation: str) -> list[Subject]:
     columns = sum(e.size * e.dtype.itemsize for e in eighths.values())
     return [
         *floors(arrays, targets, directory, devices=DEVICES),
-        Subject("placing ready host shards", {"restore": Run(place, nbytes, after=same)}, "no file is read", floor=True),
+        Subject("host shards to devices", {"restore": Run(place, nbytes, after=same)}, "no file is read", floor=True),
         _ours(nbytes, columns, values, shapes, eighths, directory, same),
         *(_orbax(nbytes, columns, values, shapes, eighths, directory, same, best=best) for best in (False, True)),
     ]

@@ -16,7 +16,7 @@ __all__ = ["GROUP", "subjects"]
 
 GROUP = "torch_xla tensors on 8 devices, one process"
 DEVICES = 8
-PLACING = "placing ready host shards"
+PLACING = "host shards to devices"
 
 
 def subjects(state: State, directory: Path, operation: str) -> list[Subject]:

@@ -23,20 +23,23 @@ TABLES = "https://github.com/shardckpt/shardckpt/blob/main/docs/lab/performance-
 WHY_FASTER = """
 Reasons:
 
-- safetensors and torch.save write one file without checksums. They neither commit it nor wait until it is durable.
-- DCP and Orbax do not compare checksums when they read, except where the tables say so.
-- DCP exports one rank's whole tensors and does not read the file back. shardckpt exports chunks, compares their checksums and reads the
-  file back.
+- safetensors and torch.save write one file without checksums and without a commit protocol. They do not wait until it is
+  durable.
+- The peers do not compare checksums when they read. shardckpt compares the checksum of every chunk.
+- In the export, DCP copies complete tensors from one file, and does not read the result back. shardckpt reads chunks, compares their
+  checksums, and reads the result back.
 """
 FLOORS = """
-A *floor* only moves the same bytes, without names, checksums or a commit. It shows what the machine can do.
+A *floor* is a small program that only moves the bytes of the state, without names, checksums or a commit. It shows what the machine can do.
 
-| floor | moves bytes |
+| floor | operation |
 |---|---|
-| write(2), readv(2), memcpy | to files, from files, in memory; with as many threads and processes as shardckpt |
-| HTTP puts, HTTP gets, raw TensorStore | to a bucket or from it, in a number of streams |
-| placing ready host shards | from host memory into the arrays of the framework |
-| save_file, torch.save, from memory | from memory to one exported file |
+| write(2) | write to files, with as many threads and processes as shardckpt |
+| readv(2) | read from files, likewise |
+| memcpy | copy in memory, likewise |
+| HTTP puts | write to a bucket, with 4 requests at a time |
+| HTTP gets | read from a bucket, with 4, 16 or 32 requests at a time; the fastest counts |
+| host shards to devices | copy shards that are already in host memory to devices |
 """
 BUCKET = """
 ## The bucket
@@ -88,21 +91,24 @@ def _beginning(found: dict[str, Any]) -> Iterator[str]:
     yield "After this page you know where shardckpt is faster than its peers, where it is slower, and how to measure it yourself.\n"
     yield "```sh\nmake bench-quick   # in a clone: a few minutes; `make bench` takes half an hour and 20 GiB of memory\n```\n"
     yield (
-        f"shardckpt {versions['shardckpt']} was measured beside torch.distributed.checkpoint (DCP) of torch {versions['torch']}, Orbax "
+        f"shardckpt {versions['shardckpt']} is compared here with torch.distributed.checkpoint (DCP) of torch {versions['torch']}, Orbax "
         f"{versions['orbax-checkpoint']} and safetensors {versions['safetensors']}, on {found['cores']} CPU cores of one machine. "
-        f"**{sum(h.met for h in reached)} of {len(reached)} targets are met.**\n"
+        f"The project set itself {len(reached)} [targets](#targets) on this machine; **{sum(h.met for h in reached)} are met.**\n"
     )
     yield "![GB/s of saves, stalls and restores, on tmpfs and in a bucket](performance.svg)\n"
     yield (
         "- *Ratio*: shardckpt's rate divided by the other program's rate. Above 1, shardckpt is faster.\n"
-        "- *Stall*: the time until `save_async` returns. Its rate is the bytes of the state per second of that time.\n"
-        "- *At its best*: with the documented settings that were fastest here. Otherwise a peer runs with its defaults."
+        "- *Rate*: the bytes of the state divided by the time of the operation.\n"
+        "- *Stall*: the time until `save_async` returns.\n"
+        "- *DCP, at its best* and *Orbax, at its best* run with those of their documented options that were fastest on this machine; *DCP* "
+        "and *Orbax* with defaults. shardckpt runs with its defaults, and with a larger `memory_limit` where the state needs it."
     )
     yield FLOORS
 
 
 def _faster(found: dict[str, Any]) -> Iterator[str]:
     yield "## Where peers are faster\n"
+    yield "The column *states* has the names of the measured states, which a table below describes.\n"
     rows: dict[tuple[str, str, str], list[tuple[float, str]]] = {}
     for (storage, state, group, operation, other), ratio in _lost(found):
         place = f"`{state}`" if storage == "tmpfs" else f"`{state}` {STORAGES[storage]}"
@@ -118,14 +124,17 @@ def _faster(found: dict[str, Any]) -> Iterator[str]:
             f"{', '.join(dict.fromkeys(place for _, place in cases))} |"
         )
     yield WHY_FASTER
-    yield "States, on tmpfs where no other storage is named:\n\n| state | tensors | size |\n|---|---|--:|"
+    yield "The states. They are saved to tmpfs, a file system in memory, if no disk or bucket is named.\n"
+    yield "| state | tensors | size |\n|---|---|--:|"
     for state in STATES.values():
         yield f"| `{state.name}` | {state.what} | {_gigabytes(state.nbytes)} |"
     yield ""
 
 
 def _targets(found: dict[str, Any]) -> Iterator[str]:
-    yield "## Targets\n\nThe state is `llama` where the operation names no other tensors.\n"
+    yield "## Targets\n"
+    yield "The state is `llama`, except in operations on *1-D tensors* (`flat`), *matrices* and *small tensors* (`small`, `ten`)."
+    yield "*Measured* is the ratio, or for a target in CPU s/GB the processor time per GB.\n"
     yield "| operation | target | measured | met |\n|---|---|--:|---|"
     for h in held(found):
         yield f"| {h.target.what} | {h.bound} | {h.shown} | {h.verdict} |"
@@ -160,8 +169,8 @@ def _how(found: dict[str, Any]) -> Iterator[str]:
         yield f"- **At most 1/{min(parts)} of every state was measured, so fixed costs weigh more than in use.**"
     if any(r["storage"] in DELAYS for r in found["results"]):
         yield (
-            "- The bucket is an emulator in memory on the same cores. CPU seconds, which do not include the emulator, say more about "
-            "buckets than wall time."
+            "- The bucket is an emulator in memory on the same cores, so it takes processor time from the measured program. CPU s/GB "
+            "counts only the measured program. Therefore it says more about real buckets than wall time."
         )
     yield f"\n[All figures, settings and sizes]({TABLES}) are in the repository. `tools/bench/measure.py` has the exact rules."
     yield ""

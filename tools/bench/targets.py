@@ -68,7 +68,7 @@ class Held:
 
 
 DCP, DCP_BEST, ORBAX, ORBAX_BEST = "DCP", "DCP, at its best", "Orbax", "Orbax, at its best"
-PLACING = "placing ready host shards"
+PLACING = "host shards to devices"
 TORCH, DTENSOR, JAX, XLA = "torch tensors", "DTensors", "jax", "torch_xla"
 SAME = "the same mesh"
 LLAMA, SMALL, TEN, FLAT, MATRICES = "llama", "small", "ten", "flat", "matrices"

@@ -65,15 +65,15 @@ def verdict(doc: dict[str, Any]) -> str:
     """A sentence that says whether the reshard is worth its cost."""
     before, after, pays = doc["restore"], doc["restore_after"], doc["pays_after_restores"]
     if doc["reshard"]["taken_over"]:
-        how = {"links": "them over by hard links, and copies nothing", "copies": "copies of them that the object store makes by itself"}
-        return f"Nothing in the files changes: a reshard takes {how[doc['reshard']['taken_over']]}."
-    now = f"Without a reshard, restores read {factor(before['amplification'])} of what devices need"
+        how = {"links": "makes hard links to the files and copies nothing", "copies": "has the object store copy the files"}
+        return f"No file changes: a reshard {how[doc['reshard']['taken_over']]}."
+    now = f"Without a reshard, a restore by all hosts reads {factor(before['amplification'])} the bytes that the devices need"
     if pays is None or before["amplification"] < WORTH:
-        return f"{now}: a reshard saves next to nothing. Restore it directly, unless the files themselves are wanted in another layout."
+        return f"{now}: a reshard saves next to nothing. Restore it directly, unless you need the files in another layout."
     return (
-        f"{now} ({file_size(before['bytes_read'])}); after it {factor(after['amplification'])} ({file_size(after['bytes_read'])}). "
-        f"The reshard itself reads and writes {file_size(doc['reshard']['bytes_read'] + doc['reshard']['bytes_written'])}: "
-        + ("the first restore saves more." if pays == 1 else f"{pays:,} restores by all hosts save more.")
+        f"{now}: {file_size(before['bytes_read'])}. After the reshard it reads {factor(after['amplification'])}: "
+        f"{file_size(after['bytes_read'])}. The reshard itself reads and writes "
+        f"{file_size(doc['reshard']['bytes_read'] + doc['reshard']['bytes_written'])}; it pays off after {count(pays, 'restore')}."
     )
 
 
