@@ -133,5 +133,5 @@ def test_a_header_is_what_a_record_refers_to_and_no_shorter():
     for nbytes in (12, header - 16, header + 28):
         with pytest.raises(FormatError, match=r"here: (a chunk table for 300 chunks has|the chunk table's header)"):
             TableHeader.vouched(data, TableReference.of("table", data, nbytes), "here")
-    with pytest.raises(FormatError, match=f"300 chunks need {len(data)} bytes"):
+    with pytest.raises(FormatError, match=f"300 chunks has {len(data)} bytes"):
         TableHeader.vouched(data, replace(TableReference.of("table", data, header), size=len(data) + 28), "here")
