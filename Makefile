@@ -37,7 +37,7 @@ browser: setup ## the pages in a real Chromium, which is installed where that ca
 	  { test "$$(id -u)" = 0 && command -v apt-get >/dev/null && apt-get update --quiet=2 && \
 	    DEBIAN_FRONTEND=noninteractive apt-get install --yes --quiet=2 --no-install-recommends chromium; } || \
 	  { echo "Chromium is missing, and only root on Debian can be helped: install the package chromium"; exit 1; }
-	$(BIN)/python -m pytest -p no:xdist -m browser tests/cli/browser tests/serve/browser
+	$(BIN)/python -m pytest -p no:xdist -m browser tests/cli/browser tests/serve/browser tests/docs/browser
 
 ray: setup ## reshards on real Ray clusters of two nodes, whose parts are killed; takes minutes
 	$(BIN)/python -m pytest -p no:xdist -m ray tests/reshard

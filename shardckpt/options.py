@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["DEFAULT_MEMORY_LIMIT", "SaveOptions", "check_flag", "checked_options", "parse_bytes", "parse_duration"]
 
 DEFAULT_MEMORY_LIMIT = 1 << 30
-"""Default of the host bytes that a save or restore uses beyond the state itself."""
+"""Default limit, in bytes, of the host memory that a save or restore uses beyond the state itself."""
 LEAST_MEMORY_LIMIT = 16 << 20
 _CHOICES = {
     "layout": ("packed", "zarr"),
@@ -39,38 +39,38 @@ class SaveOptions:
     """Options of `shardckpt.save`."""
 
     layout: Literal["packed", "zarr"] = "packed"
-    """"packed": chunks in a few large data files (OCDBT). "zarr": every chunk is an object in a plain zarr group."""
+    """Layout of the storage. "packed": chunks in a few large data files (OCDBT). "zarr": every chunk is an object in a zarr group."""
     compression: Literal["zstd"] | None = None
-    """Compression of chunks; None by default, because trained weights hardly compress."""
+    """Compression of chunks. The default is None, because trained weights hardly compress."""
     shardings: Mapping[str, Layout] = field(default_factory=dict)
-    """Name pattern → layout: plain tensors with matching names are chunked and recorded as if they had this layout."""
+    """Layouts by name pattern. Plain tensors with matching names are chunked and recorded as if they had this layout."""
     host_tensors: Literal["replicated", "local"] = "replicated"
-    """Plain tensors (CPU `torch.Tensor`, ndarray) of 64 KiB or more in a job of several processes. "replicated": all processes
-    have the same tensor; they write it together, and compare some of its elements. "local": only the process that writes it has
-    it. Smaller tensors may be on any processes, and are compared if several have them."""
+    """Owners of plain tensors (CPU `torch.Tensor`, ndarray) of 64 KiB or more, in a job of several processes. "replicated": all
+    processes have equal tensors; they write a part each, and compare some elements. "local": one process has the tensor, and writes it.
+    Smaller tensors may be on any processes; if several have one, their values are compared."""
     reduce_partial: bool = False
-    """Save the sum (or the other reduction of the placement) of DTensors that are Partial, which needs a collective of all
-    processes of their mesh; otherwise such a tensor is a LeafError."""
+    """Whether to save the reduced value of DTensors with a `Partial` placement. This runs a collective on all processes of their mesh.
+    Without it such a tensor is a LeafError."""
     commit_timeout: float = 600.0
-    """Seconds that the committing process waits for the other hosts, and these for it."""
+    """Seconds that the committing process waits for the other processes, and that these wait for the commit."""
     overwrite: bool = False
-    """Replace a committed checkpoint, atomically; otherwise an existing one is an AlreadyExistsError."""
+    """Whether to replace an existing checkpoint, atomically. Without it an existing one is an AlreadyExistsError."""
     memory_limit: int | str = DEFAULT_MEMORY_LIMIT
-    """Bytes, or a string such as "512MiB": host memory for staging and for chunks on their way to storage."""
+    """Limit of host memory for staging buffers and chunks: bytes, or a string such as "512MiB"."""
     device_copy: Literal["wait", "overlap"] = "wait"
-    """How the program goes on while a save in the background copies CUDA tensors. "wait": all that is queued on the current stream after
-    the save waits for the copies on the device; the host does not. "overlap": later work runs at the same time, and only the update of an
-    `Optimizer.step` waits. Tensors that anything else changes fail the save with a CommitError, as far as their version counters show it;
-    docs/cuda.md lists what these do not show."""
+    """Order of later device work while a background save copies CUDA tensors. "wait": work on the current stream starts on the device
+    after the copies; the host does not wait. "overlap": work runs during the copies, and only the update of an `Optimizer.step` waits.
+    If a version counter shows another change of a saved tensor, the save fails with a CommitError. docs/cuda.md lists the changes that
+    version counters do not show."""
     fingerprint: bool = False
-    """Record the fingerprint of the tensors (`Checkpoint.fingerprint`), which costs a tenth of a second per GB and thread."""
+    """Whether to record the fingerprint of the tensors (`Checkpoint.fingerprint`). It takes 0.1 seconds per GB and thread."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    """Any JSON object, kept with the checkpoint: `shardckpt.open(url).metadata`."""
+    """JSON object to store with the checkpoint; `shardckpt.open(url).metadata` returns it."""
     base: str | os.PathLike[str] | None = None
-    """Path or url of a checkpoint, in the same kind of storage, that holds the skipped tensors. It must stay there."""
+    """Path or url of the checkpoint that holds the skipped tensors, in the same kind of storage. It must stay there."""
     skip: str | Sequence[str] = ()
-    """Name patterns: tensors with matching names are neither copied nor written, but recorded as lying in the base. The base's tensors
-    of these names must have the same shape and dtype. Equal elements are assumed, not checked: skip only frozen tensors."""
+    """Name patterns of tensors to leave in the base: they are neither copied nor written. The base must have tensors of the same names,
+    shapes and dtypes. Their elements are not compared: skip only frozen tensors."""
 
     def __post_init__(self) -> None:
         """Check every option."""

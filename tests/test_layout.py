@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import re
+import tomllib
 from collections import defaultdict
 
-from paths import ROOT, TESTS
+from paths import DOCS, ROOT, TESTS
 
 PACKAGE = ROOT / "shardckpt"
 AT_THE_TOP = 18
@@ -37,8 +39,19 @@ def test_no_two_public_classes_have_one_name():
 
 
 def test_tests_mirror_the_package():
-    shared = {"children", "cuda", "damage", "docs", "end_to_end", "faults", "golden", "hostile", "support", "torture"}
+    shared = {"children", "cuda", "damage", "docs", "end_to_end", "examples", "faults", "golden", "hostile", "support", "torture"}
     packages = {path.name for path in PACKAGE.iterdir() if path.is_dir() and not path.name.startswith("__")}
     folders = {path.name for path in TESTS.iterdir() if path.is_dir() and not path.name.startswith("__")}
     assert packages <= folders
     assert folders <= packages | shared
+
+
+def test_the_packages_of_the_documentation_are_in_import_order():
+    (table,) = re.findall(r"^\| package .*?(?=\n\n)", (DOCS / "architecture.md").read_text(), re.MULTILINE | re.DOTALL)
+    listed = [name for row in table.splitlines()[2:] for name in re.findall(r"`(\w+)(?:/|\.py)`", row.split("|")[1])]
+    contract = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"][0]
+    layers = [set(layer.replace("shardckpt.", "").split(" | ")) for layer in contract["layers"]]
+    for layer in layers:
+        assert set(listed[: len(layer)]) == layer
+        listed = listed[len(layer) :]
+    assert not listed

@@ -78,12 +78,16 @@ def _version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback(epilog="Every command prints one JSON document if given --json.")
+@app.callback(epilog="With --json a command prints one JSON document.")
 def root(
     context: typer.Context,
     server: Annotated[
         str | None,
-        typer.Option("--server", metavar="URL", help="Use a service (`shardckpt serve`) and its ids."),
+        typer.Option(
+            "--server",
+            metavar="URL",
+            help="A service to read from (ls, info, verify, diff, fingerprint, plan) and to run jobs; give its ids for urls.",
+        ),
     ] = None,
     version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
 ) -> None:
@@ -121,4 +125,4 @@ for _name, _function in _COMMANDS.items():
 _job = typer.Typer(cls=_Group, rich_markup_mode=None, no_args_is_help=True)
 for _name, _function in _JOB_COMMANDS.items():
     _job.command(_name, cls=_Command)(_function)
-app.add_typer(_job, name="job", help="Start, show and cancel jobs of a service.")
+app.add_typer(_job, name="job", help="Start, show, wait for or cancel a job.")

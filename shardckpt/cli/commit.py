@@ -21,9 +21,11 @@ def commit(
     root: Annotated[str, typer.Argument(metavar="ROOT", help="A checkpoint, or a directory of them: a path or url.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
-    """Publish saves that are complete.
+    """Commit saves whose data is complete.
 
-    The exit status is 1 if there are unfinished saves and none of them could be committed.
+    A save is a checkpoint only after its commit. If the process that commits dies before that, but all hosts have written their data, this
+    command commits. At each place it commits the newest complete save. The exit status is 1 if it found uncommitted saves and could
+    commit none.
     """
     from shardckpt.commit.committing import commit as commit_all
 

@@ -20,18 +20,17 @@ def diff(
     a: Annotated[str, typer.Argument(metavar="A", help="A checkpoint: a path or url.")],
     b: Annotated[str, typer.Argument(metavar="B", help="The checkpoint to compare with A.")],
     *,
-    structure: Annotated[
-        bool, typer.Option("--structure", help="Compare only names, shapes, dtypes and small leaves; read no tensor.")
-    ] = False,
-    layout: Annotated[bool, typer.Option("--layout", help="Count a different layout over devices as a difference, too.")] = False,
+    structure: Annotated[bool, typer.Option("--structure", help="Compare all but the elements of tensors; read no tensor.")] = False,
+    layout: Annotated[bool, typer.Option("--layout", help="Checkpoints whose tensors lay on devices otherwise are different.")] = False,
     memory_limit: Annotated[
-        str, typer.Option("--memory-limit", "--memory", metavar="BYTES", help="Limit of memory for elements.")
+        str, typer.Option("--memory-limit", "--memory", metavar="BYTES", help="Limit of memory for the elements of both checkpoints.")
     ] = "256MiB",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
-    """Compare two checkpoints, values bit by bit.
+    """Compare two checkpoints bit by bit.
 
-    The exit status is 1 if they differ. How tensors are chunked, compressed and packed is not compared.
+    0.0 and -0.0 differ; a NaN equals a NaN with the same bits. Chunks and compression are not compared. The exit status is 1 if the
+    checkpoints differ.
     """
     from shardckpt.cli.opening import open_checkpoint
     from shardckpt.cli.server import server

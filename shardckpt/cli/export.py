@@ -40,16 +40,21 @@ def export(
     source: Annotated[str, typer.Argument(metavar="SRC", help="The checkpoint: a path or url.")],
     destination: Annotated[str, typer.Argument(metavar="OUT", help=_OUT)],
     *,
-    to: Annotated[str, typer.Option("--to", metavar="FORMAT", help="safetensors, torch, dcp or orbax.")] = "safetensors",
+    to: Annotated[str, typer.Option("--to", metavar="FORMAT", help="Format of OUT: safetensors, torch, dcp or orbax.")] = "safetensors",
     dtype: Dtypes = None,
     optimizer: Annotated[
-        str | None, typer.Option("--optimizer", metavar="FORM", help="Optimizers in torch and dcp: names (default), numbers or flat.")
+        str | None,
+        typer.Option(
+            "--optimizer",
+            metavar="FORM",
+            help="Optimizer state in torch and dcp, by parameter: names (default), numbers, or flat (flattened state dict).",
+        ),
     ] = None,
     include: Include = None,
     exclude: Exclude = None,
     max_shard_size: Annotated[
         str | None,
-        typer.Option("--max-shard-size", metavar="BYTES", help="Split into files of at most this size, as in 5GB, with an index."),
+        typer.Option("--max-shard-size", metavar="BYTES", help="Write several files of at most this size, as in 5GB, and an index."),
     ] = None,
     strip_prefix: StripPrefix = None,
     rename: Rename = None,
@@ -59,15 +64,15 @@ def export(
     add_prefix: AddPrefix = None,
     ties: TiesText = None,
     config: Config = None,
-    memory_limit: Annotated[str, typer.Option("--memory-limit", metavar="BYTES", help="Limit of buffers.")] = "512MiB",
+    memory_limit: Annotated[str, typer.Option("--memory-limit", metavar="BYTES", help="Limit of memory for buffers.")] = "512MiB",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing OUT.")] = False,
     verify: Annotated[bool, typer.Option("--verify/--no-verify", help="Read back and check what was written.")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
     """Write a checkpoint in another format.
 
-    OUT appears only when it is complete. If it is interrupted, run the same command again: safetensors continues, other formats start over.
-    --include and --exclude match names as stored, --dtype matches the new names.
+    OUT appears when the export is complete. After an interruption, run the same command again: an export to safetensors continues, others
+    start over. --dtype matches the names in OUT.
     """
     chosen: Any = to
     options = given(

@@ -1,4 +1,4 @@
-"""`shardckpt fingerprint`: what identifies the tensors of a checkpoint."""
+"""`shardckpt fingerprint`: a hash of the tensors of a checkpoint."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from shardckpt.excerpt import count, visible
 def fingerprint(
     url: Annotated[str, typer.Argument(metavar="URL", help="A checkpoint: a path or url.")],
     *,
-    tensors: Annotated[bool, typer.Option("--tensors", help="Print a line for each tensor, too.")] = False,
-    read: Annotated[bool, typer.Option("--read", help="Read all elements, even where the save recorded a fingerprint.")] = False,
+    tensors: Annotated[bool, typer.Option("--tensors", help="Also print the hash of each tensor.")] = False,
+    read: Annotated[bool, typer.Option("--read", help="Read all elements, even if the save has recorded the hash.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
-    """Print what identifies a checkpoint's tensors.
+    """Print a hash of all tensors of a checkpoint.
 
-    It is the same for equal names, dtypes, shapes and elements, on any mesh and however the checkpoint is cut and compressed.
+    Equal names, dtypes, shapes and elements have the same hash of 32 digits; mesh, chunks and compression do not matter. If the save has
+    recorded the hash (SaveOptions(fingerprint=True)), no tensor is read.
     """
     from shardckpt.cli.opening import open_checkpoint
 

@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 
 _FAILED = 6
 """Exit status if the storage refused a deletion."""
-Grace = Annotated[str, typer.Option("--grace", metavar="TIME", help="Remove only saves without a write for this long.")]
+Grace = Annotated[
+    str, typer.Option("--grace", metavar="TIME", help="Keep unfinished saves with a write within this time, as in 90min, 24h or 7d.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 
 
@@ -28,9 +30,10 @@ def gc(
     dry_run: Annotated[bool, typer.Option("--dry-run", "-n", help="Only show what would be removed.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Remove what unfinished saves left behind.
+    """Remove files of unfinished saves.
 
-    Checkpoints are kept, and so is everything that may belong to a running save.
+    Checkpoints stay. If one save of a place has written within --grace, all saves of this place stay. A removed save can never be
+    committed. With --grace 0 saves in progress are removed too. The exit status is 6 if the storage has refused a deletion.
     """
     from shardckpt.commit.collecting import collect
     from shardckpt.options import parse_duration
@@ -55,7 +58,8 @@ def rm(
 ) -> None:
     """Delete a checkpoint permanently.
 
-    Files of unfinished saves to the same place are removed too, as gc does.
+    Unfinished saves at the same place are removed as by gc. The data of a damaged checkpoint stays until it is older than --grace. The exit
+    status is 2 for a checkpoint that is pinned, tagged, or needed by a checkpoint beside it, and 1 if you do not confirm.
     """
     from shardckpt.commit.collecting import check_exists, delete
     from shardckpt.io.url import parse

@@ -50,7 +50,10 @@ def import_(
     source: Annotated[str, typer.Argument(metavar="SRC", help="What to read: a file or directory, or its url.")],
     destination: Annotated[str, typer.Argument(metavar="DST", help="Where the new checkpoint goes: a path or url.")],
     *,
-    from_: Annotated[str, typer.Option("--from", metavar="FORMAT", help="Format of SRC; auto detects it.")] = "auto",
+    from_: Annotated[
+        str,
+        typer.Option("--from", metavar="FORMAT", help="Format of SRC: auto, safetensors, torch, dcp, orbax, megatron, torch_xla or xser."),
+    ] = "auto",
     include: Include = None,
     exclude: Exclude = None,
     strip_prefix: StripPrefix = None,
@@ -61,7 +64,10 @@ def import_(
     add_prefix: AddPrefix = None,
     ties: TiesText = None,
     config: Config = None,
-    into: Annotated[str | None, typer.Option("--into", metavar="NAME", help="Put the state below NAME, as in model.")] = None,
+    into: Annotated[
+        str | None,
+        typer.Option("--into", metavar="NAME", help="Name of the container for the state: with --into model, w becomes model/w."),
+    ] = None,
     mesh: MeshText = None,
     rule: RuleTexts = None,
     rules: RulesFile = None,
@@ -69,8 +75,11 @@ def import_(
     hf_config: HfConfig = None,
     like: Like = None,
     unmatched: Unmatched = None,
-    layout: Annotated[str | None, typer.Option("--layout", metavar="LAYOUT", help="packed (default) or zarr.")] = None,
-    compress: Annotated[str | None, typer.Option("--compress", metavar="CODEC", help="none (default) or zstd.")] = None,
+    layout: Annotated[
+        str | None,
+        typer.Option("--layout", metavar="LAYOUT", help="Files of the checkpoint: packed (few, default) or zarr (one per chunk)."),
+    ] = None,
+    compress: Annotated[str | None, typer.Option("--compress", metavar="CODEC", help="Compression: none (default) or zstd.")] = None,
     dtype: Dtypes = None,
     only: Only = None,
     engine: EngineUrl = None,
@@ -79,12 +88,15 @@ def import_(
     memory_limit: MemoryLimit = "512MiB",
     overwrite: Overwrite = False,
     verify: Verify = True,
-    trust_pickle: Annotated[bool, typer.Option("--trust-pickle", help="Read formats that need a pickle; none of its code is run.")] = False,
+    trust_pickle: Annotated[
+        bool, typer.Option("--trust-pickle", help="Read SRC even if that needs a pickle. No code in it is run; still, trust its author.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
     """Convert another format to a checkpoint.
 
-    Only --dtype changes elements. If it is interrupted, run the same command again to continue. SRC is only read.
+    Elements stay the same, unless --dtype converts them. SRC does not change. After an interruption, the same command continues.
+    --include and --exclude match names in SRC; rules, --only and --dtype match the new names.
     """
     if trust_pickle:
         print(

@@ -28,11 +28,14 @@ Number = Annotated[int, typer.Argument(metavar="NUMBER", min=1, help="The number
 
 def jobs(
     state: Annotated[
-        str | None, typer.Option("--state", metavar="STATE", help="Only these: queued, running, done, failed or cancelled.")
+        str | None, typer.Option("--state", metavar="STATE", help="List only jobs that are queued, running, done, failed or cancelled.")
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """List the jobs of a service, the latest first."""
+    """List the jobs of a service, newest first.
+
+    Name the service before the command: shardckpt --server https://HOST:8470 jobs.
+    """
     with required_server() as client:
         found = list(client.jobs(state))
     if as_json:
@@ -45,12 +48,23 @@ def jobs(
 
 
 def start(
-    operation: Annotated[str, typer.Argument(metavar="OPERATION", help="As in verify, copy or reshard.")],
-    values: Annotated[list[str] | None, typer.Argument(metavar="NAME=VALUE…", help="Its arguments; a list repeats NAME=.")] = None,
-    follow: Annotated[bool, typer.Option("--wait", help="Wait for the end, as `job wait` does.")] = False,
+    operation: Annotated[
+        str,
+        typer.Argument(
+            metavar="OPERATION", help="verify, pin, unpin, tag, untag, copy, reshard, export, import, delete, end, reopen or retain."
+        ),
+    ],
+    values: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="NAME=VALUE…", help="Arguments of the operation, as in checkpoint=lab/run-7/100; repeat NAME= for a list."),
+    ] = None,
+    follow: Annotated[bool, typer.Option("--wait", help="Wait until the job ends, as `job wait` does.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Start a job on a service."""
+    """Start a job on a service.
+
+    The arguments of each operation: https://HOST:8470/v1/openapi.json, or the documentation of the service.
+    """
     with required_server() as client:
         schema = client.operations().get(operation, {})
         found = client.start(operation, **_arguments(values or [], schema.get("properties", {})))
@@ -68,12 +82,15 @@ def show(number: Number, as_json: Json = False) -> None:
 
 def wait(
     number: Number,
-    timeout: Annotated[str | None, typer.Option("--timeout", metavar="TIME", help="Give up after this time, as in 30m.")] = None,
+    timeout: Annotated[
+        str | None, typer.Option("--timeout", metavar="TIME", help="Stop waiting after this time, as in 30min; the job continues.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Wait for the end of a job of a service.
+    """Wait until a job of a service ends.
 
-    The exit status is that of the job's error, and 1 if a verification has found damage.
+    The exit status is 0 if the job is done, 1 if a verification has found damage, 7 if the job was cancelled or the time is over, else
+    the status of the job's error. Ctrl-C does not end the job.
     """
     from shardckpt.options import parse_duration
 
@@ -83,7 +100,10 @@ def wait(
 
 
 def cancel(number: Number, as_json: Json = False) -> None:
-    """Cancel a job; nothing unfinished is published."""
+    """Cancel a job of a service.
+
+    A cancelled job publishes nothing; `shardckpt gc` removes its files.
+    """
     with required_server() as client:
         _show(client.cancel(number), as_json=as_json)
 

@@ -24,8 +24,8 @@ _LEAST_ROOM = _LONGEST_METRICS = 40
 
 
 def ls(
-    root: Annotated[str, typer.Argument(metavar="ROOT", help="A directory of checkpoints: a path or url.")] = ".",
-    everything: Annotated[bool, typer.Option("--all", "-a", help="List unfinished saves and deleted checkpoints, too.")] = False,
+    root: Annotated[str, typer.Argument(metavar="ROOT", help="A directory of checkpoints, or a checkpoint: a path or url.")] = ".",
+    everything: Annotated[bool, typer.Option("--all", "-a", help="Also list unfinished saves and deleted checkpoints.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
     """List the checkpoints in a directory."""

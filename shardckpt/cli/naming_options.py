@@ -6,19 +6,36 @@ from typing import Annotated, Any
 
 import typer
 
-Include = Annotated[list[str] | None, typer.Option("--include", metavar="PATTERN", help="Take only names that match; may be repeated.")]
-Exclude = Annotated[list[str] | None, typer.Option("--exclude", metavar="PATTERN", help="Leave out names that match; may be repeated.")]
+Include = Annotated[
+    list[str] | None, typer.Option("--include", metavar="PATTERN", help="Read only tensors whose name in SRC matches; may be repeated.")
+]
+Exclude = Annotated[
+    list[str] | None, typer.Option("--exclude", metavar="PATTERN", help="Leave out tensors whose name in SRC matches; may be repeated.")
+]
 StripPrefix = Annotated[str | None, typer.Option("--strip-prefix", metavar="TEXT", help="Remove a prefix from names.")]
 Rename = Annotated[
     list[str] | None, typer.Option("--rename", metavar="s/RE/NEW/", help="Change names by a regular expression; may be repeated.")
 ]
-RenameFile = Annotated[str | None, typer.Option("--rename-file", metavar="FILE", help="JSON, TOML or YAML: old name to new name.")]
-MappingFile = Annotated[str | None, typer.Option("--mapping", metavar="FILE", help="Rules that join, split or transpose tensors.")]
+RenameFile = Annotated[str | None, typer.Option("--rename-file", metavar="FILE", help="A JSON, TOML or YAML file: old name, new name.")]
+MappingFile = Annotated[
+    str | None, typer.Option("--mapping", metavar="FILE", help="A file of rules that join, split or transpose tensors.")
+]
 InvertMapping = Annotated[bool, typer.Option("--invert-mapping", help="Apply the mapping backwards.")]
 AddPrefix = Annotated[str | None, typer.Option("--add-prefix", metavar="TEXT", help="Add a prefix to names.")]
-TiesText = Annotated[str | None, typer.Option("--ties", metavar="HOW", help="Tied tensors: auto, once or copies.")]
+TiesText = Annotated[
+    str | None,
+    typer.Option(
+        "--ties", metavar="HOW", help="Write tied tensors once or as copies; auto (default): as the model's config.json says, else once."
+    ),
+]
 Config = Annotated[
-    str | None, typer.Option("--config", "--from-hf", metavar="PATH", help="The model's config.json, or the directory that has it.")
+    str | None,
+    typer.Option(
+        "--config",
+        "--from-hf",
+        metavar="PATH",
+        help="The model's config.json, or its directory: has numbers that a mapping needs, and whether embeddings are tied.",
+    ),
 ]
 
 

@@ -13,14 +13,15 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 Urls = Annotated[list[str], typer.Argument(metavar="URL…", help="Checkpoints: paths or urls.")]
-Name = Annotated[str, typer.Argument(metavar="NAME", help="The tag: letters, digits, dots, dashes and underscores.")]
+Name = Annotated[str, typer.Argument(metavar="NAME", help="The tag: 1 to 64 letters, digits, dots, dashes and underscores.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 
 
 def pin(urls: Urls, as_json: Json = False) -> None:
-    """Keep checkpoints from being deleted.
+    """Protect checkpoints from deletion.
 
-    Neither the training that saved them nor rm deletes a pinned checkpoint; unpin ends this.
+    Neither a CheckpointManager nor `shardckpt rm` deletes a pinned checkpoint, until `shardckpt unpin` removes the pin. A checkpoint
+    that replaces it is not pinned.
     """
     from shardckpt.commit import pinning
 
@@ -30,7 +31,7 @@ def pin(urls: Urls, as_json: Json = False) -> None:
 
 
 def unpin(urls: Urls, as_json: Json = False) -> None:
-    """Let checkpoints be deleted again."""
+    """Remove the pins of checkpoints; tags stay."""
     from shardckpt.commit import pinning
 
     said = ["unpinned" if pinning.unpin(url) else "was not pinned" for url in urls]
@@ -38,9 +39,10 @@ def unpin(urls: Urls, as_json: Json = False) -> None:
 
 
 def tag(name: Name, urls: Urls, as_json: Json = False) -> None:
-    """Put a tag, such as best, on checkpoints.
+    """Give checkpoints a tag, such as best.
 
-    A tag keeps a checkpoint from being deleted, as a pin does; untag ends this.
+    A tag protects a checkpoint from deletion, as a pin does. A checkpoint has at most 32 tags. Names with a meaning are refused: main,
+    pinned, superseded, steps (100, step-100) and commit hashes.
     """
     from shardckpt.commit import pinning
 
@@ -50,7 +52,7 @@ def tag(name: Name, urls: Urls, as_json: Json = False) -> None:
 
 
 def untag(name: Name, urls: Urls, as_json: Json = False) -> None:
-    """Remove a tag from checkpoints."""
+    """Remove a tag from checkpoints; pins stay."""
     from shardckpt.commit import pinning
 
     said = [f"untagged {name}" if pinning.untag(url, name) else f"was not tagged {name}" for url in urls]

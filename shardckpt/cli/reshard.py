@@ -46,7 +46,11 @@ COMMIT = "commit"
 
 def reshard(
     source: Annotated[
-        str, typer.Argument(metavar="SRC", help='The checkpoint to read: a path or url; or "commit", after all --worker runs.')
+        str,
+        typer.Argument(
+            metavar="SRC",
+            help='The checkpoint to read: a path or url. The word "commit" instead commits the parts that --worker has written.',
+        ),
     ],
     destination: Annotated[str, typer.Argument(metavar="DST", help="Where the new checkpoint goes: a path or url.")],
     *,
@@ -71,7 +75,8 @@ def reshard(
 ) -> None:
     """Rewrite a checkpoint for another mesh.
 
-    Only --dtype changes elements. If it is interrupted, run the same command again to continue. SRC is only read.
+    Elements stay the same, unless --dtype converts them. SRC does not change. After an interruption, the same command continues.
+    Rules apply in this order: --rule, --rules, --preset, --like.
     """
     if source == COMMIT:
         commit(destination, as_json=as_json)

@@ -14,23 +14,45 @@ if TYPE_CHECKING:
 
 MeshText = Annotated[str | None, typer.Option("--mesh", metavar="AXES", help="The new mesh, as in data=2,model=4.")]
 RuleTexts = Annotated[
-    list[str] | None, typer.Option("--rule", metavar="PATTERN=SPEC", help="How matching tensors are cut; may be repeated.")
+    list[str] | None,
+    typer.Option("--rule", metavar="PATTERN=SPEC", help="Cut matching tensors like this, as in '**/w1=(None,model)'; may be repeated."),
 ]
 RulesFile = Annotated[str | None, typer.Option("--rules", metavar="FILE", help="A TOML or YAML file of rules.")]
-Preset = Annotated[str | None, typer.Option("--preset", metavar="FAMILY", help="Rules for a family of models, as in llama/fsdp+tp.")]
-HfConfig = Annotated[str | None, typer.Option("--from-hf-config", metavar="FILE", help="Choose the preset by a Hugging Face config.json.")]
-Like = Annotated[str | None, typer.Option("--like", metavar="URL", help="Use the layouts of another checkpoint.")]
-Unmatched = Annotated[str | None, typer.Option("--unmatched", metavar="WHAT", help="Tensors without a rule: replicate or error.")]
-StoredAs = Annotated[str | None, typer.Option("--layout", metavar="LAYOUT", help="packed or zarr; default: as in SRC.")]
-Compress = Annotated[str | None, typer.Option("--compress", metavar="CODEC", help="zstd or none; default: as in SRC.")]
-Dtypes = Annotated[
-    list[str] | None, typer.Option("--dtype", metavar="[PATTERN=]DTYPE", help="Convert weights, or tensors that match; may be repeated.")
+Preset = Annotated[
+    str | None, typer.Option("--preset", metavar="FAMILY", help="Built-in rules for a family of models, as in llama/fsdp+tp.")
 ]
-Only = Annotated[list[str] | None, typer.Option("--only", metavar="PATTERN", help="Keep only names that match; may be repeated.")]
-Workers = Annotated[int | None, typer.Option("--workers", metavar="N", help="Processes at once; default: one per core.")]
-MemoryLimit = Annotated[str, typer.Option("--memory-limit", metavar="BYTES", help="Limit of buffers of all workers together.")]
+HfConfig = Annotated[
+    str | None, typer.Option("--from-hf-config", metavar="FILE", help="A Hugging Face config.json, to choose the preset by its model type.")
+]
+Like = Annotated[str | None, typer.Option("--like", metavar="URL", help="Cut tensors without a rule as in another checkpoint.")]
+Unmatched = Annotated[str | None, typer.Option("--unmatched", metavar="WHAT", help="Tensors without a rule: replicate (default) or error.")]
+StoredAs = Annotated[
+    str | None,
+    typer.Option(
+        "--layout", metavar="LAYOUT", help="Files of the new checkpoint: packed (few) or zarr (one per chunk); default: as in SRC."
+    ),
+]
+Compress = Annotated[str | None, typer.Option("--compress", metavar="CODEC", help="Compression: zstd or none; default: as in SRC.")]
+Dtypes = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--dtype",
+        metavar="[PATTERN=]DTYPE",
+        help="Convert tensors that match; without PATTERN, floating-point tensors except optimizer state; may be repeated.",
+    ),
+]
+Only = Annotated[
+    list[str] | None, typer.Option("--only", metavar="PATTERN", help="Write only tensors whose new name matches; may be repeated.")
+]
+Workers = Annotated[int | None, typer.Option("--workers", metavar="N", help="Processes at the same time; default: one per core.")]
+MemoryLimit = Annotated[
+    str, typer.Option("--memory-limit", metavar="BYTES", help="Limit of memory for the buffers of all workers together.")
+]
 EngineUrl = Annotated[str | None, typer.Option("--engine", metavar="URL", help="A cluster, as in ray://HOST:10001; default: this machine.")]
-WorkerText = Annotated[str | None, typer.Option("--worker", metavar="K/N", help="Do the share of worker K (from 0) of N; do not commit.")]
+WorkerText = Annotated[
+    str | None,
+    typer.Option("--worker", metavar="K/N", help="Write only part K (from 0) of N; after all parts, run `shardckpt commit DST`."),
+]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an existing checkpoint at DST.")]
 Verify = Annotated[bool, typer.Option("--verify/--no-verify", help="Read back and check what was written.")]
 

@@ -16,33 +16,43 @@ def serve(
     host: Annotated[str, typer.Option("--host", metavar="ADDRESS", help="The address to listen at.")] = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", min=0, max=65535, metavar="N", help="The port; 0: any that is free.")] = 8470,
     token_file: Annotated[
-        Path | None, typer.Option("--token-file", metavar="FILE", help="The file of tokens and their scopes; see `shardckpt token`.")
+        Path | None, typer.Option("--token-file", metavar="FILE", help="Tokens of users and programs; `shardckpt token` adds one.")
     ] = None,
     state: Annotated[
-        Path | None, typer.Option("--state", metavar="DIR", help="Where catalogue and jobs are kept; default: nowhere.")
+        Path | None,
+        typer.Option(
+            "--state", metavar="DIR", help="Directory for the list of checkpoints and for jobs; default: a list in memory, no jobs."
+        ),
     ] = None,
-    jobs: Annotated[int, typer.Option("--jobs", min=1, metavar="N", help="Jobs at a time.")] = 1,
+    jobs: Annotated[int, typer.Option("--jobs", min=1, metavar="N", help="Long jobs (copy, reshard, export, …) at the same time.")] = 1,
     workers: Workers = None,
     engine: EngineUrl = None,
     memory_limit: MemoryLimit = "512MiB",
     scrub: Annotated[str | None, typer.Option("--scrub", metavar="PERIOD", help="Verify every chunk once per period, as in 30d.")] = None,
     scrub_rate: Annotated[str, typer.Option("--scrub-rate", metavar="BYTES", help="Most bytes per second that the scrub reads.")] = "64MiB",
-    keep: Annotated[Path | None, typer.Option("--keep", metavar="FILE", help="Rules of retention for runs that have ended.")] = None,
-    webhook: Annotated[str | None, typer.Option("--webhook", metavar="URL", help="The URL that is notified of damage.")] = None,
+    keep: Annotated[
+        Path | None,
+        typer.Option(
+            "--keep", metavar="FILE", help="TOML file of retention rules: they delete steps of runs that an admin has marked as ended."
+        ),
+    ] = None,
+    webhook: Annotated[str | None, typer.Option("--webhook", metavar="URL", help="Url that gets a POST when damage is found.")] = None,
     allow_host: Annotated[
         list[str] | None,
-        typer.Option("--allow-host", metavar="NAME", help="A name of the service in Host; may be repeated."),
+        typer.Option("--allow-host", metavar="NAME", help="Accept this name in the header Host of requests; may be repeated."),
     ] = None,
     allow_base: Annotated[
         list[str] | None,
-        typer.Option("--allow-base", metavar="URL", help="Another place where bases of checkpoints may be; may be repeated."),
+        typer.Option(
+            "--allow-base", metavar="URL", help="Also read tensors below this url that a served checkpoint refers to; may be repeated."
+        ),
     ] = None,
     certificate: Annotated[str | None, typer.Option("--ssl-certfile", metavar="FILE", help="The TLS certificate, in PEM.")] = None,
     key: Annotated[str | None, typer.Option("--ssl-keyfile", metavar="FILE", help="The key of the certificate.")] = None,
 ) -> None:
     """Serve checkpoints over HTTP.
 
-    Without --token-file, everybody on this machine may read, and nobody else.
+    Without --token-file, only users of this machine can read, and nothing can be changed.
     """
     from importlib.util import find_spec
 
@@ -81,13 +91,13 @@ def serve(
 
 
 def token(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="Who gets the token.")],
-    token_file: Annotated[Path, typer.Option("--token-file", metavar="FILE", help="The file to add its digest to.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the user or program.")],
+    token_file: Annotated[Path, typer.Option("--token-file", metavar="FILE", help="The token file of the service; a line is added.")],
     scope: Annotated[str, typer.Option("--scope", metavar="SCOPE", help="read, operate or admin.")] = "read",
 ) -> None:
     """Make and print a token for the service.
 
-    It is printed once: the file has only its digest. Delete the line with the name to revoke it.
+    The token is printed once; the file has its digest. Delete the line with the name to revoke the token.
     """
     from shardckpt.serve.tokens import add_token
 

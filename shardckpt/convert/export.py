@@ -42,22 +42,23 @@ class ExportReport:
     url: str
     """Location of the file or directory that was written."""
     files: tuple[str, ...]
-    """Names of the files; for DCP and Orbax the name of the directory alone."""
+    """Names of the written files; for DCP and Orbax, only the name of the directory."""
     tensors: int
+    """Number of written tensors."""
     nbytes: int
-    """Bytes of all written elements, by this call or by an earlier one that was interrupted."""
+    """Bytes of all written elements, including those that an interrupted call wrote."""
     read_bytes: int
     """Stored bytes of the checkpoint that this call read."""
     written_bytes: int
-    """Bytes written by this call (tensor bytes, for state formats)."""
+    """Bytes that this call wrote; for torch, DCP and Orbax, bytes of tensors only."""
     resumed_bytes: int
-    """Bytes of elements that an earlier, interrupted call had written."""
+    """Bytes of elements that an interrupted call wrote."""
     notes: tuple[str, ...]
-    """Requested things that the format cannot hold unchanged, a line each."""
+    """Notes on what was left out or changed, because the format cannot hold it; one line each."""
     seconds: float
     """Wall-clock seconds."""
     conversions: tuple[ConvertedSubtree, ...] = ()
-    """Tensors that `dtype` converts and leaves, counted by subtree; empty without `dtype`."""
+    """For each subtree, how many tensors `dtype` converted and how many it left; empty without `dtype`."""
 
     def to_json(self) -> dict[str, Any]:
         """The report as JSON."""
@@ -91,30 +92,30 @@ def export(
     optimizer: Literal["names", "numbers", "flat"] | None = None,
     **choices: Any,
 ) -> ExportReport:
-    """Write a checkpoint as another format.
+    """Write a checkpoint in another format.
 
-    The checkpoint is read once, with memory for a few of its chunks, however large its tensors are. Nothing appears under the final
-    name before everything is written.
+    The export holds a few chunks in memory at a time. `dst` appears when everything is written. An interrupted export to safetensors is
+    continued by a call with the same arguments; an export to another format starts again from the beginning.
 
     Args:
-        src: the checkpoint: a path or url.
-        dst: the destination. safetensors: see `export_safetensors`. torch: a file on a local disk; dcp, orbax: a directory there.
+        src: path or url of the checkpoint.
+        dst: the destination. For safetensors, see `export_safetensors`; for torch, a file on a local disk; for dcp and orbax, a
+            directory on a local disk.
         to: the format. "safetensors" holds tensors; "torch", "dcp" and "orbax" hold the state, with its containers and small leaves.
-            An interrupted export to these three starts again from the beginning.
-        dtype: the dtype to convert tensors to, or pattern → dtype (docs/reshard.md#dtypes). A single dtype does not apply to integers,
-            tensors without dimensions and optimizer states. Elements are rounded to nearest, ties to even; values that are too large
-            become infinite.
+        dtype: the dtype to convert tensors to, or pattern → dtype (docs/reshard.md#dtypes). A single dtype leaves integers, tensors
+            without dimensions and optimizer states unchanged. Elements are rounded to nearest, ties to even. Values that are too large
+            become infinite, or NaN in a dtype without infinities.
         include: patterns of the names to export; None: all.
         exclude: patterns of the names to leave out.
         memory_limit: bytes of buffers; the process uses up to 128 MiB more.
         overwrite: replace an existing file or directory.
         verify: read back the written bytes.
         progress: called with the bytes of elements written so far, and the total.
-        optimizer: the form of a `train_state`'s optimizers in "torch", "dcp" and "orbax". "names": the form that torch's
-            `set_optimizer_state_dict` loads, the default of the first two; "numbers": the form that `Optimizer.load_state_dict` loads;
-            "flat": the form that `get_optimizer_state_dict(flatten_optimizer_state_dict=True)` makes, for pipeline stages and other
-            groups.
-        choices: further arguments of `export_safetensors`, for that format.
+        optimizer: form of the optimizers of a `train_state`, for "torch", "dcp" and "orbax". "names": for torch's
+            `set_optimizer_state_dict`. "numbers": for `Optimizer.load_state_dict`. "flat": as `get_optimizer_state_dict` makes it with
+            `flatten_optimizer_state_dict=True`, for pipeline stages and changed parameter groups. None: "names" for torch and dcp; in
+            Orbax, the stored form.
+        choices: further arguments of `export_safetensors`, for `to="safetensors"` only.
 
     Returns:
         The report.
@@ -123,12 +124,13 @@ def export(
         NotFoundError: there is no committed checkpoint at `src`.
         AlreadyExistsError: `dst` exists, and `overwrite` is not set.
         OptionError: an option is invalid.
-        NamesMismatchError: nothing is selected; or two tensors would have one name.
-        DtypeError, DtypeMismatchError, StructureMismatchError: the format cannot hold something, or it cannot be converted.
-        BudgetError: the memory limit is too low; the message names it, and a limit that suffices.
-        CorruptionError: stored bytes are damaged or missing; or the written bytes do not read back.
-        ReplacedError: the checkpoint was replaced or deleted meanwhile.
-        StorageError: a storage failed, or has no room. MissingExtraError: a package that the format needs is not installed.
+        NamesMismatchError: nothing is selected; or two tensors would get the same name.
+        DtypeError, DtypeMismatchError, StructureMismatchError: the format cannot hold a part of the state, or a tensor cannot be converted.
+        BudgetError: the memory limit is too low; the message names a limit that suffices.
+        CorruptionError: stored bytes are damaged or missing; or the written bytes, read back, differ.
+        ReplacedError: the checkpoint was replaced or deleted during the export.
+        StorageError: a storage failed or is full.
+        MissingExtraError: a package that the format needs is not installed.
     """
     common: dict[str, Any] = {"dtype": dtype, "include": include, "exclude": exclude, "memory_limit": memory_limit}
     common |= {"overwrite": overwrite, "verify": verify, "progress": progress}
@@ -194,33 +196,35 @@ def export_safetensors(
     metadata: Mapping[str, str] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> ExportReport:
-    """Write a checkpoint's tensors as safetensors: one file, or several and an index, as on Hugging Face.
+    """Write a checkpoint's tensors as safetensors files.
 
-    The checkpoint is read once, with memory for a few of its chunks, however large its tensors are. Nothing appears under the final
-    name before everything is written. After an interruption, a call with the same arguments continues the export.
+    The export holds a few chunks in memory at a time. Files appear when they are complete. After an interruption, a call with the same
+    arguments continues the export.
 
-    A tensor's name is made of the keys that lead to it, joined by dots; then the renamings apply, in the order of the arguments here.
+    A tensor's name is its keys, joined by dots. Then `strip_prefix`, `rename_file`, `rename`, `mapping` and `add_prefix` change it, in
+    this order (docs/mapping.md).
 
     Args:
-        src: the checkpoint: a path or url.
-        dst: the destination, on a local disk, `gs://` or `s3://`: a file, whose name ends in ".safetensors", or a directory, for
-            `model.safetensors` or the several files that `max_shard_size` makes of it.
+        src: path or url of the checkpoint.
+        dst: the destination, on a local disk, `gs://` or `s3://`. A name that ends in ".safetensors" is a file. Any other name is a
+            directory, for `model.safetensors`, or for several files and an index with `max_shard_size`.
         dtype: the dtype to convert tensors to, or pattern of new names → dtype, as in `export`.
-        include: patterns of the names to export, as the checkpoint has them; None: all.
-        exclude: patterns of the names to leave out.
+        include: patterns of the names in the checkpoint to export; None: all.
+        exclude: patterns of the names in the checkpoint to leave out.
         strip_prefix: a prefix to remove from names.
         rename: `s/regex/replacement/`, one or several.
         rename_file: JSON, TOML or YAML: old name → new name, or null to leave a tensor out.
         mapping: rules that join, split or transpose tensors (docs/mapping.md): a file, or the name of a built-in mapping.
-        invert_mapping: read the mapping from its `to` to its `from`.
-        add_prefix: a prefix to add to all names at the end.
-        ties: write tied tensors "once", or as "copies"; "auto": copies where `config` says that the model does not tie.
-        config: the model's `config.json`, or its directory. An export to a directory writes it, with the tokenizer and other small files
-            of its directory if that is what is given, instead of those that an import kept.
-        max_shard_size: bytes of tensors per file, as in "5GB"; None: one file.
+        invert_mapping: apply the mapping from its `to` to its `from`.
+        add_prefix: a prefix to add to all names, after the other options.
+        ties: "once": write one of the names of a tied tensor; "copies": write a copy for each name; "auto": "copies" if `config` says
+            that the model ties nothing, otherwise "once".
+        config: the model's `config.json`, or its directory. An export to a directory writes this `config.json` instead of the one that
+            an import kept; for a directory, also its tokenizer and other small files.
+        max_shard_size: most bytes of tensors per file, such as "5GB"; a larger tensor gets a file of its own. None: one file.
         memory_limit: bytes of buffers; the process uses up to 128 MiB more.
         overwrite: replace existing files; in a directory, all files of the model in it.
-        verify: read back the bytes that were written to a disk. (An object store compares checksums by itself.)
+        verify: read back what was written to a disk; an object store compares checksums by itself.
         metadata: texts for the files' headers.
         progress: called with the bytes of elements written so far, and the total.
 
@@ -231,13 +235,13 @@ def export_safetensors(
         NotFoundError: there is no committed checkpoint at `src`.
         AlreadyExistsError: there is a file at `dst`, or another model in that directory, and `overwrite` is not set.
         OptionError: an option is invalid, a file of names cannot be read, or a rule matches nothing.
-        NamesMismatchError: nothing is selected; or two tensors would have one name.
+        NamesMismatchError: nothing is selected; or two tensors would get the same name.
         ShapeMismatchError: tensors do not fit a mapping.
         DtypeError, DtypeMismatchError: the format lacks a tensor's dtype, or the tensor cannot be converted.
-        BudgetError: the memory limit is too low; the message names it, and a limit that suffices.
-        CorruptionError: stored bytes are damaged or missing; or the written bytes do not read back.
-        ReplacedError: the checkpoint was replaced or deleted meanwhile.
-        StorageError: a storage failed, or has no room.
+        BudgetError: the memory limit is too low; the message names a limit that suffices.
+        CorruptionError: stored bytes are damaged or missing; or the written bytes, read back, differ.
+        ReplacedError: the checkpoint was replaced or deleted during the export.
+        StorageError: a storage failed or is full.
     """
     options = SafetensorsOptions(
         names=NameOptions(

@@ -20,12 +20,12 @@ DEFAULT_MEMORY_LIMIT = 512 << 20
 
 
 def ignore_progress(_done: int, _total: int) -> None:
-    """Do nothing with the bytes done and the total."""
+    """Do nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportOptions:
-    """Options that all formats have."""
+    """Options of all formats."""
 
     memory_limit: int | str = DEFAULT_MEMORY_LIMIT
     """Bytes of buffers, or a string such as "512MiB"."""

@@ -37,12 +37,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ImportReport(ReshardReport):
-    """The result of an import: a `ReshardReport`, and the source."""
+    """The result of an import: a `ReshardReport` with the source's format and notes."""
 
     format: str
     """Name of the source's format."""
     notes: tuple[str, ...]
-    """Messages about the files found and the parts left behind, a line each."""
+    """Notes on what was found, and on what was left out; one line each."""
 
     def to_json(self) -> dict[str, Any]:
         """The report as JSON."""
@@ -85,34 +85,35 @@ def import_checkpoint(
     progress: Callable[[int, int], None] | None = None,
     on_note: Callable[[str], None] | None = None,
 ) -> ImportReport:
-    """Write a checkpoint of another format as one of shardckpt's, bit for bit the same, except for tensors that `dtype` converts.
+    """Convert a checkpoint of another format to a shardckpt checkpoint.
 
-    An import needs no devices, and memory for a few chunks only. After an interruption, a call with the same arguments continues it.
-    The source is only read; a source that changes meanwhile is an error.
+    Elements stay the same bit for bit, except for tensors that `dtype` converts. An import needs no devices, and holds a few chunks in
+    memory at a time. After an interruption, a call with the same arguments continues it. The source is only read.
 
     Args:
         src: the checkpoint to read, a path or url; docs/import.md lists the formats.
-        dst: the place of the new checkpoint.
-        from_: its format; "auto": detect it.
+        dst: path or url of the new checkpoint.
+        from_: format of the source, such as "safetensors" or "dcp"; "auto": detect it.
         mesh: the devices that specs refer to.
-        rules: layout of each tensor, by its name in the new checkpoint, as in `reshard`. None: the layout that the format has
-            recorded; most formats record none.
+        rules: layouts by names in the new checkpoint, as in `reshard`. None: layouts that the source has recorded (Orbax only); other
+            tensors become plain.
         like: another checkpoint: its layouts apply to tensors that no rule matches.
         layout: "packed" (the default) or "zarr".
         compression: "zstd" or "none" (the default).
         dtype: the dtype to convert tensors to, or pattern → dtype, as in `reshard`.
-        only: the names that the new checkpoint has: a pattern, or several.
-        include: the source's names to import: a pattern, or several (docs/mapping.md has this option and those that follow).
-        exclude: the names among these to leave out.
+        only: patterns of new names to keep; None: all.
+        include: patterns of the source's names to import; None: all. docs/mapping.md describes this and the next options.
+        exclude: patterns of the source's names to leave out.
         strip_prefix: a prefix to remove from names.
-        rename: `s/regex/replacement/`, one or several; all leaves are renamed, tensors or not.
-        rename_file: JSON, TOML or YAML: old name → new name, or null.
+        rename: `s/regex/replacement/`, one or several, for tensors and all other leaves.
+        rename_file: JSON, TOML or YAML: old name → new name, or null to leave a leaf out.
         mapping: rules that join, split or transpose tensors: a file, or the name of a built-in mapping.
-        invert_mapping: read the mapping from its `to` to its `from`.
-        add_prefix: a prefix to add to the names of all tensors at the end.
-        ties: tied tensors stay tied ("auto", "once"), or become "copies"; "auto": copies where `config` says that the model does not tie.
-        config: the model's `config.json`.
-        into: the place of the source's state in the new one: "model" makes it `{"model": …}`. None: it is the state.
+        invert_mapping: apply the mapping from its `to` to its `from`.
+        add_prefix: a prefix to add to the names of all tensors, after the other options.
+        ties: "once": tied tensors stay tied; "copies": each name gets a tensor of its own; "auto": "copies" if `config` says that the
+            model ties nothing, otherwise "once".
+        config: the model's `config.json`, or its directory.
+        into: key below which the imported state is put: "model" makes `{"model": …}`. None: the imported state is the new state.
         engine: executor of the tasks, as in `reshard`.
         memory_limit: bytes of buffers, as in `reshard`.
         workers: number of tasks done at once, as in `reshard`.
@@ -120,24 +121,25 @@ def import_checkpoint(
         task_bytes: approximate bytes that a task writes.
         overwrite: replace a checkpoint that is committed there.
         verify: read back the written bytes.
-        trust_pickle: read metadata that a format stores only in a pickle. The reader of pickles runs nothing (`unpickling`); still, set
-            this only for files from a source that you trust.
+        trust_pickle: read metadata that a format stores only in a pickle. Set this only for files from a source that you trust,
+            although the reader of pickles runs no code.
         unmatched: treatment of tensors that no rule matches; None: the setting of `rules`, or "replicate".
         progress: called with the bytes of elements done so far, and the total.
-        on_note: called with each of the report's notes, before anything is written.
+        on_note: called with each note of the report before anything is written.
 
     Returns:
         The report.
 
     Raises:
         NotFoundError: there is nothing at `src`.
-        FormatError: no known format, or it is malformed; the message lists the known formats and the names that are there.
+        FormatError: the format is unknown, or the source is malformed; for an unknown format, the message lists the known formats and
+            the files that were found.
         MissingDataError, CorruptionError: a part of the source is missing or damaged.
-        ReplacedError: the source was changed while it was being read.
+        ReplacedError: the source changed during the import.
         AlreadyExistsError: a checkpoint is committed at `dst`, and `overwrite` is not set.
-        OptionError, ShardingError, NamesMismatchError, ShapeMismatchError, DtypeMismatchError, LeafError: the options cannot be
-            applied to the source.
-        BudgetError: the memory limit is too low; the message names it, and a limit that suffices.
+        OptionError, ShardingError, NamesMismatchError, ShapeMismatchError, DtypeMismatchError, LeafError: the options do not
+            fit the source.
+        BudgetError: the memory limit is too low; the message names a limit that suffices.
         MissingExtraError: a package that the format or the engine needs is not installed.
         CommitError, CoordinationError, StorageError: as in `reshard`.
     """

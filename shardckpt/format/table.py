@@ -109,9 +109,7 @@ class TableHeader:
         total = sum(counts.values())
         nbytes = begin + -(-total // block) * DIGEST_BYTES
         if nbytes > len(data):
-            raise FormatError(
-                f"{where}: {total} chunks need a header of {nbytes} bytes, but the chunk table has only {len(data)}; it is damaged."
-            )
+            raise FormatError(f"{where}: {total} chunks need a header of {nbytes} bytes; the damaged chunk table has {len(data)}.")
         return cls(files, counts, block, data[begin:nbytes], nbytes)
 
     @classmethod
@@ -146,9 +144,7 @@ class TableHeader:
         expected = self.digests[begin : begin + len(digests)]
         if digests != expected:
             wrong = next(i for i in range(0, len(digests), DIGEST_BYTES) if digests[i:][:DIGEST_BYTES] != expected[i:][:DIGEST_BYTES])
-            raise FormatError(
-                f"{where}: block {first + wrong // DIGEST_BYTES} of the chunk table does not have its checksum; it is damaged."
-            )
+            raise FormatError(f"{where}: block {first + wrong // DIGEST_BYTES} of the chunk table is damaged: its checksum is wrong.")
         rows: NDArray[np.void] = np.frombuffer(data, ROW)
         if ((rows["file"] >= len(self.files)) & (rows["file"] != OWN_OBJECT)).any():
             raise FormatError(f"{where}: the chunk table refers to a file that it does not name.")
@@ -160,9 +156,7 @@ class TableHeader:
 def check_sizes(reference: TableReference, where: str) -> None:
     """Raise FormatError if a record gives a table sizes beyond the limits; `where` is the table's url."""
     if not reference.header <= min(reference.size, LARGEST_HEADER) or reference.size > LARGEST_TABLE:
-        raise FormatError(
-            f"{where}: the record says that the chunk table has {reference.size} bytes and a header of {reference.header}; it is damaged."
-        )
+        raise FormatError(f"{where}: the record gives its chunk table {reference.size} bytes and a header of {reference.header}: damaged.")
 
 
 def _digests(rows: bytes | memoryview, block: int) -> bytes:

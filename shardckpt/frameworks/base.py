@@ -148,7 +148,7 @@ class Sink(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A restore target for a `like` that has no tensor: a sharding, a shape and a dtype.
+    """A destination in `like` without a tensor: a sharding, a shape and a dtype.
 
     Examples:
         >>> Target(dtype="bfloat16").dtype
@@ -156,12 +156,21 @@ class Target:
     """
 
     sharding: object = None
-    """A shardckpt `Sharding` or `OpSharding`, a torch_xla `ShardingSpec` or pair of its `Mesh` and a partition spec, a pair of a
-    DeviceMesh and placements, a `torch.device`, or a JAX sharding. None: a numpy array with the complete tensor."""
+    """The sharding of the new tensor. It decides the framework:
+
+    | `sharding` | result |
+    |---|---|
+    | None | numpy array with the complete tensor |
+    | `shardckpt.Sharding`, `shardckpt.OpSharding` | torch_xla tensor if torch_xla is imported, else JAX array |
+    | torch_xla `ShardingSpec`, or pair of a torch_xla `Mesh` and a partition spec | torch_xla tensor |
+    | pair of a `DeviceMesh` and placements | DTensor |
+    | `torch.device` | torch tensor on this device |
+    | JAX sharding | JAX array |
+    """
     shape: tuple[int, ...] | None = None
-    """The expected shape, in elements; None: as stored."""
+    """The expected shape, in elements; None for the stored shape."""
     dtype: object = None
-    """The requested dtype, of numpy, ml_dtypes, torch or JAX, or its name; None: as stored."""
+    """The requested dtype of numpy, ml_dtypes, torch or JAX, or its name; None for the stored dtype."""
 
     def __post_init__(self) -> None:
         """Normalize shape and dtype."""

@@ -82,31 +82,33 @@ class TensorInfo:
     shape: tuple[int, ...]
     dtype: DType
     layout: StoredLayout | None
-    """Layout when it was saved: a `Sharding` with mesh and spec, an `OpSharding`, DTensor's `Placements` if
-    neither can express it, or None (plain)."""
+    """Layout at the save: a `Sharding` with mesh and spec, or an `OpSharding`, or DTensor `Placements` that neither can express. None
+    for a plain tensor."""
     chunks: tuple[int, ...]
-    """Shape of a chunk of the first piece."""
+    """Shape of one chunk, in elements; of the first piece, if the tensor has several."""
     num_chunks: int
     nbytes: int
     """Bytes of all elements."""
     tied_names: tuple[str, ...]
     """Other names of the same tensor."""
     base: str | None = None
-    """Path or url of the checkpoint that holds its elements, if this one has left them there; None: this one."""
+    """Path or url of the base that holds the elements; None if this checkpoint holds them."""
 
 
 def open(url: str | os.PathLike[str]) -> Checkpoint:  # noqa: A001  (shardckpt.open, as in gzip.open)
     """Open a committed checkpoint for reading.
 
     Raises:
-        NotFoundError: there is none (UncommittedError: a save began there and did not finish).
-        FormatError: its record is damaged; VersionError: its format is newer.
+        NotFoundError: there is no checkpoint.
+        UncommittedError: a save began there and did not finish.
+        FormatError: the commit record is damaged.
+        VersionError: the format is newer than this version of shardckpt.
     """
     return Checkpoint(url)
 
 
 class Checkpoint:
-    """A committed checkpoint; everything is read-only."""
+    """A committed checkpoint, open for reading."""
 
     def __init__(self, url: str | os.PathLike[str]) -> None:
         """Read the commit record; see `shardckpt.open`."""
@@ -130,18 +132,18 @@ class Checkpoint:
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """The user's metadata, as given to `SaveOptions(metadata=…)`."""
+        """The metadata of `SaveOptions(metadata=…)`."""
         return self.record.metadata
 
     def names(self) -> list[str]:
-        """Names of all tensors in tree order; then the other names of tied ones."""
+        """Names of all tensors in tree order, then the other names of tied tensors."""
         return list(self._stored_name)
 
     def tensor(self, name: str) -> TensorRecord:
         """The record of a tensor, by any of its names.
 
         Raises:
-            NamesMismatchError: there is no such tensor; the message has the nearest name.
+            NamesMismatchError: there is no such tensor; the error suggests the nearest name.
             OptionError: `name` is not a str.
         """
         if not isinstance(name, str):
@@ -168,14 +170,14 @@ class Checkpoint:
         )
 
     def read(self, name: str, box: Box | None = None) -> NDArray[Any]:
-        """The elements of a tensor, or of a box of it, as a numpy array (ml_dtypes for bfloat16 and fp8).
+        """Read a tensor, or a box of it, into a numpy array (ml_dtypes for bfloat16 and fp8).
 
         Raises:
-            NamesMismatchError: no such tensor.
+            NamesMismatchError: there is no such tensor.
             ShapeMismatchError: the box lies outside the tensor.
             OptionError: `box` is not a Box.
-            CorruptionError: stored bytes are damaged or missing; MissingDataError if the base that holds them is gone or replaced
-                by another checkpoint.
+            CorruptionError: stored bytes are damaged or missing.
+            MissingDataError: the base that holds the tensor is gone, or another checkpoint has replaced it.
         """
         t = self.tensor(name)
         box = Box.full(t.shape) if box is None else box
@@ -188,10 +190,11 @@ class Checkpoint:
         return out.view(t.dtype.numpy)
 
     def __getitem__(self, name: str) -> LazyArray:
-        """A tensor, by any of its names, of which indexing reads the selected part: `checkpoint["model/w"][8:16]`.
+        """A lazy array: indexing it reads only the selected part, as in `checkpoint["model/w"][8:16]`.
 
         Raises:
-            NamesMismatchError: no such tensor. OptionError: `name` is not a str.
+            NamesMismatchError: there is no such tensor.
+            OptionError: `name` is not a str.
         """
         t = self.tensor(name)
         return LazyArray(name, t.shape, t.dtype, t.layout, partial(self._read_boxes, t))
@@ -211,7 +214,7 @@ class Checkpoint:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Distinguish data that is gone because the checkpoint was replaced or deleted from data that is lost.
+        """A context for reads that raises a ReplacedError if data is missing because the checkpoint was replaced or deleted.
 
         Raises:
             ReplacedError: instead of a MissingDataError inside, if the checkpoint was replaced or deleted.
@@ -232,7 +235,7 @@ class Checkpoint:
             raise ReplacedError(f"{self.location}: the checkpoint was {what} while it was being read; open it again.") from e
 
     def bases(self) -> list[str]:
-        """Paths or urls of the checkpoints that hold tensors of this one; they are opened when such a tensor is read."""
+        """Paths or urls of the checkpoints that hold tensors of this one. They are opened when such a tensor is read."""
         return [str(base_location(self.location, base)) for base in self.record.structure.bases]
 
     def open_bases(self, tensors: Iterable[TensorRecord]) -> None:
@@ -247,12 +250,12 @@ class Checkpoint:
 
     @property
     def place(self) -> Store:
-        """The attempt's location, for parts of the library that read its files."""
+        """The attempt's location, for library code that reads its files."""
         return self._place
 
     @property
     def reader(self) -> ChunkReader | BasedReader:
-        """Reads chunks with the help of the chunk table, whose header is read at first use; all threads share it."""
+        """The reader of chunks, which all threads share. It reads the chunk table's header at first use."""
         check_fork(self.location)
         with self._opening:
             if self._opened is None:
@@ -264,29 +267,29 @@ class Checkpoint:
         """Set the resources for reading chunks, before the first read.
 
         Args:
-            threads: most threads that read at a time; None: as many as `ChunkReader` chooses.
-            memory: bytes in flight; less means smaller reads, and fewer at a time from an object store.
+            threads: maximum number of threads that read; None lets `ChunkReader` choose.
+            memory: maximum bytes in flight. A lower limit means smaller reads, and fewer at a time from an object store.
         """
         assert self._opened is None, "its reader is at work already"
         self._reading = threads, memory
 
     @property
     def stats(self) -> ReadStats:
-        """Numbers and bytes of reads, of chunks and of the chunk table, through this object so far."""
+        """Counts and bytes of this object's reads, for chunks and for the chunk table."""
         return self.reader.stats
 
     def zarr_store(self) -> CheckpointStore:
-        """A read-only store for zarr-python 3: `zarr.open_group(ckpt.zarr_store(), mode="r")`, in either layout."""
+        """A read-only store for zarr-python 3, for both layouts: `zarr.open_group(ckpt.zarr_store(), mode="r")`."""
         from shardckpt.reading.zarr_store import CheckpointStore
 
         return CheckpointStore(self.record, self.reader)
 
     def stock_spec(self, name: str) -> dict[str, Any]:
-        """The spec for stock TensorStore to open the array of a tensor (its first piece), in the checkpoint that holds it."""
+        """The spec with which TensorStore alone opens a tensor (its first piece), in the checkpoint that holds it."""
         return index.stock_spec(*self._stock_array(name))
 
     def stock_url(self, name: str) -> str:
-        """Like `stock_spec`, as a url for people to paste."""
+        """The url with which TensorStore alone opens a tensor (its first piece)."""
         return index.stock_url(*self._stock_array(name))
 
     def _stock_array(self, name: str) -> tuple[Location, str, str, str]:
@@ -301,15 +304,15 @@ class Checkpoint:
 
     @out_of_memory_is_typed
     def verify(self, progress: Callable[[int, int], None] | None = None) -> VerifyReport:
-        """Read everything and compare it with what was written; damage does not stop it.
+        """Read and check everything; continue after damage.
 
         Args:
             progress: called with chunks checked so far and in all.
 
         Returns:
-            Number of checked chunks, and the damage: by tensor and index range for chunks, by file for metadata. The check covers
-            every chunk (also of tensors in bases) and its position, the host records,
-            the chunk tables, and the metadata for stock zarr readers (the merged index, the zarr.json documents).
+            The number of checked chunks, and the damage: by tensor and index range for chunks, by file for metadata. The check covers
+            every chunk and its position (also of tensors in bases), the host records, the chunk tables, and the metadata for zarr
+            readers (the merged index, or the zarr.json documents).
         """
         check_fork(self.location)  # its errors would be reported as damage
         with reading_takes_threads(self.location):
@@ -320,8 +323,8 @@ class Checkpoint:
         """The fingerprint of the tensors, equal to `shardckpt.fingerprint` of the state that was saved.
 
         Args:
-            recorded: take what `SaveOptions(fingerprint=True)` recorded, and read only tensors of which nothing was recorded. False: read
-                and verify everything.
+            recorded: use the values that `SaveOptions(fingerprint=True)` recorded, and read only the other tensors. False reads and
+                verifies all tensors.
             progress: called with bytes read so far, and in all.
 
         Raises:
@@ -330,14 +333,14 @@ class Checkpoint:
         return stored_fingerprint(self, recorded=recorded, progress=progress)
 
     def process_values(self, process: int) -> dict[str, Any]:
-        """A process's own values (`PerProcess`) at the save, by name, not decoded."""
+        """The `PerProcess` values of one process at the save, by name, not decoded."""
         host = read_host_files(self._place, self.record.hosts[process])
         if host.values is None:
             return {}
         return host.values.open(self._place.read(host.values.key), self._place.path_of(host.values.key)).mapping("values")
 
     def __dir__(self) -> list[str]:
-        """Members for users; the others are for other parts of the library."""
+        """Members for users; all others are internal."""
         return sorted(_FOR_USERS)
 
     def __repr__(self) -> str:

@@ -208,10 +208,10 @@ def _tell(checkpoint: Checkpoint, groups: Sequence[_Group], proposed: Sequence[_
     for group in groups:
         why = ""
         if group.estimate is not None:
-            why = f" (about {group.estimate.together_s:.2g} s, and {group.estimate.alone_s:.2g} s each by itself)"
+            why = f" (estimate: {group.estimate.together_s:.2g} s together, {group.estimate.alone_s:.2g} s alone)"
         together = any(group is other for other in agreed)
         if not together and any(group is other for other in proposed):
             why = " (not all of them restore into the same layouts, with the same options)"
-        what = "read together" if together else "each read by itself"
+        what = "share the reads of" if together else "each read"
         sizes = len(group.members), what, len(group.jobs), file_size(group.nbytes)
         _log.info("%s: %d processes %s %d tensors, %s%s", checkpoint.location, *sizes, why)

@@ -1,4 +1,4 @@
-"""JSON documents about checkpoints, for programs; docs/cli.md describes their keys.
+"""JSON documents about checkpoints, for programs; docs/json.md describes their keys.
 
 Cost is linear in the number of leaves.
 """

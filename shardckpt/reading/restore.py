@@ -78,39 +78,38 @@ def restore(
     """Restore a state, or a part of one.
 
     Args:
-        source: location of the checkpoint, or an open one.
-        like: the destinations. `torch.Tensor`s and Parameters on CPU and CUDA, and ndarrays are filled in place and returned as
-            the same objects; meta tensors give new CPU tensors; torch_xla leaves (even lazy ones), JAX arrays, `jax.ShapeDtypeStruct`s
-            and `shardckpt.Target`s give new device tensors with that sharding, built from this process's shards alone.
-            None: everything, as numpy arrays in plain containers. A `train_state` puts all values back into its objects.
-        only: patterns of names (`"model/**"`), or a function of a name; all other leaves keep what `like` holds.
-        strict: whether names that only the checkpoint or only `like` has are an error. False: they are skipped,
-            and one warning in the log lists them.
-        cast: allow stored tensors to be converted to the dtype of their leaf, as `numpy.astype` does: rounded to the nearest,
-            and integers wrap. Dtypes without a conversion, and complex to real, are refused.
-        memory_limit: bytes of host staging. It must be at least this process's shards of one tensor.
-        cooperative: have processes that need the same data read a part each and send it to the others, so that the storage serves
-            every byte once. All processes of the job then call this together, with the same options, and wait for each other.
-            True: wherever several need the same; "auto": where it is faster by `Bandwidths`, and never from a path; a
-            `Bandwidths`: where it is faster by these. False: each process reads alone and waits for no other.
-        coordinator: says which process this is, for `PerProcess` values in `like`, and connects it with the others for
-            `cooperative`; by default detected.
-        progress: called with bytes of tensors restored so far, and in all, by this process.
+        source: path or url of the checkpoint, or an open `Checkpoint`.
+        like: the destinations, in the structure of the state. Torch tensors, Parameters and DTensors on CPU and CUDA, and ndarrays
+            are filled in place and returned as the same objects. Meta tensors give new CPU tensors. Torch_xla tensors (also lazy ones),
+            JAX arrays, `jax.ShapeDtypeStruct`s and `shardckpt.Target`s give new device tensors with the same sharding. A `train_state`
+            loads the state into its objects. None gives numpy arrays of all complete tensors in dicts, lists and tuples.
+        only: name patterns (`"model/**"`), or a function of a name, for the leaves to restore. All others keep their value in `like`.
+        strict: whether a name that only the checkpoint or only `like` has is an error. Otherwise such names are skipped, and one
+            warning in the log lists them.
+        cast: whether to convert tensors to the dtype of their leaf, as `numpy.astype` does: floats round to the nearest, integers wrap.
+            Complex to real is an error, and so are dtypes without a conversion.
+        memory_limit: bytes of host staging; at least this process's shards of one tensor.
+        cooperative: whether processes that need the same bytes read a part each and send it to the others, so that the storage serves
+            each byte once. All processes of the job must then make this call, with the same options. "auto" does so where the
+            default `Bandwidths` predict a gain, and never from a path; a `Bandwidths` does so where it predicts a gain.
+        coordinator: the process's number, for `PerProcess` values in `like`, and the connection to the others for `cooperative`. It is
+            detected by default.
+        progress: called with the bytes that this process has restored so far, and in all.
 
     Returns:
         `like`'s containers with the restored leaves; the stored tree's containers if `like` is None.
 
     Raises:
-        NotFoundError: no committed checkpoint there.
+        NotFoundError: there is no committed checkpoint.
         MismatchError: names, structure, shape or dtype differ from `like`; nothing was read.
-        LeafError, ShardingError: a leaf that cannot be restored into, by name; nothing was read.
-        OptionError: an invalid option.
+        LeafError, ShardingError: a leaf of `like` is no valid destination; the error names it. Nothing was read.
+        OptionError: an option is invalid.
         ReplacedError: the checkpoint was replaced or deleted while it was being read.
-        CorruptionError: stored bytes are damaged or missing; leaves that are filled in place are then undefined. A base that is gone,
-            or was replaced, is a MissingDataError before anything is read.
-        StorageError: the storage failed, or Python is shutting down and starts no threads to read with.
-        CoordinationError: with `cooperative`, another process does not answer, or failed for a reason of its own. If one process
-            cannot read, all processes that share its reads raise the error.
+        CorruptionError: stored bytes are damaged or missing. The contents of leaves that are filled in place are undefined.
+        MissingDataError: a base is gone or was replaced; nothing was read.
+        StorageError: the storage failed, or Python is shutting down.
+        CoordinationError: with `cooperative`, another process failed or does not answer. If a process cannot read, all processes that share
+            its reads raise its error.
     """
     if coordinator is not None:
         check_coordinator(coordinator)  # before the meeting: without a coordinator no other process can learn of the error

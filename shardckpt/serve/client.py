@@ -1,7 +1,7 @@
 """A client of the service, for programs: `shardckpt.Client("https://host:8470")`.
 
-Everything that reads elements verifies nothing by itself: the service has verified each chunk before it sends it. `open` reads through
-`/raw` instead, and verifies here.
+The service verifies each chunk before it sends elements; the client does not verify them again. `open` reads stored bytes through `/raw`,
+and verifies them in the client.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _SILENCE = 15.0
 
 
 class RunEntry(TypedDict):
-    """A run; bytes are sums over its checkpoints, steps and `created` (ISO 8601) None if none has one."""
+    """A run. Bytes are sums over its checkpoints; `created` is in ISO 8601. None: no checkpoint has a value."""
 
     run: str
     checkpoints: int
@@ -55,7 +55,7 @@ class RunEntry(TypedDict):
 
 
 class VerificationEntry(TypedDict):
-    """A verification that has ended: `damaged` parts of `chunks`. `job` is None for the scrub; `error` says why it came to no end."""
+    """A verification that has ended. `job` is None for the scrub. `error` is the reason if it could not finish."""
 
     number: int
     attempt: str
@@ -71,7 +71,7 @@ class VerificationEntry(TypedDict):
 
 
 class CheckpointEntry(TypedDict):
-    """A checkpoint in a list, as `shardckpt ls --json` has it, with its id, its run and the latest verification of its attempt."""
+    """A checkpoint in a list: the entry of `shardckpt ls --json`, its id, its run, and the latest verification of its attempt."""
 
     id: str
     run: str
@@ -99,7 +99,7 @@ class CheckpointEntry(TypedDict):
 
 
 class JobEntry(TypedDict):
-    """A job. `done` and `total` are its progress; `result` and `error` (`code`, `message`) are None until it has ended so."""
+    """A job. `done` and `total` are its progress; `result` is set when it has succeeded, `error` (`code`, `message`) when it has failed."""
 
     number: int
     operation: str
@@ -125,18 +125,22 @@ class _NoAnswerError(StorageError):
 
 
 class Client:
-    """Asks a service. Safe to use from several threads; a context manager."""
+    """A client of the service that `shardckpt serve` runs; a context manager that several threads may use.
+
+    Each method raises the ShardckptError that the service answers with, and StorageError if the service does not answer.
+    """
 
     def __init__(self, url: str, *, token: str | None = None, timeout: float = 120.0) -> None:
-        """Prepare to ask; no request is made.
+        """Make a client; no request is sent yet.
 
         Args:
-            url: the service, such as "https://host:8470".
+            url: url of the service, such as "https://host:8470".
             token: a bearer token; None: the headers in `SHARDCKPT_HTTP_HEADERS` for that origin.
             timeout: seconds without an answer after which a request fails.
 
         Raises:
-            MissingExtraError: httpx is not installed. UrlError: the url is not a web server's.
+            MissingExtraError: httpx is not installed.
+            UrlError: the url is not `http://host:port` or `https://host:port`.
         """
         try:
             import httpx
@@ -164,11 +168,7 @@ class Client:
         self._http.close()
 
     def runs(self, text: str | None = None) -> Iterator[RunEntry]:
-        """All runs, or those whose id contains a text, in order of their ids.
-
-        Raises:
-            ShardckptError: the service's error, by its code. StorageError: it does not answer.
-        """
+        """List runs in order of their ids: all, or only those with `text` in their ids."""
         return self._pages("/v1/runs", "runs", {"text": text})
 
     def checkpoints(
@@ -182,48 +182,45 @@ class Client:
         text: str | None = None,
         order: Literal["ascending", "descending"] = "ascending",
     ) -> Iterator[CheckpointEntry]:
-        """Checkpoints in order of run and step.
+        """List checkpoints, in order of run and step.
 
         Args:
-            run: id of a run; None: all.
-            step: a step, or a range such as "100:200", to which both ends belong.
+            run: id of a run; None: all runs.
+            step: a step, or a range such as "100:200" that includes both ends.
             state: "committed", "uncommitted", "unreadable" or "deleted".
-            tag: only those with this tag; or "pinned" or "superseded".
-            metric: a name, a comparison and a number, as in "loss<2.5".
-            text: a part of the id.
-            order: of runs and steps.
-
-        Raises:
-            ShardckptError: as for `runs`.
+            tag: a tag, or "pinned" or "superseded".
+            metric: a name, a comparison and a number, such as "loss<2.5".
+            text: text that the id contains.
+            order: order of runs and steps.
         """
         asked = {"run": run, "step": step, "state": state, "tag": tag, "metric": metric, "text": text, "order": order}
         return self._pages("/v1/checkpoints", "checkpoints", asked)
 
     def checkpoint(self, ident: str) -> dict[str, Any]:
-        """A checkpoint's tree, layouts, sizes and metadata, as `shardckpt info --json`; raises as `runs`."""
+        """A checkpoint's tree, layouts, sizes and metadata: the document of `shardckpt info --json`."""
         return self._json(_path(ident))
 
     def layout(self, ident: str, name: str) -> dict[str, Any]:
-        """The layout of a tensor, and the box of each device; raises as `runs`."""
+        """The layout of a tensor, with the box of each device."""
         return self._json(_path(ident, "layouts", name))
 
     def statistics(self, ident: str, name: str, *, budget: int = 16 << 20) -> dict[str, Any]:
-        """Statistics and a histogram of at most `budget` bytes of a tensor; raises as `runs`."""
+        """Statistics and a histogram of a tensor, from at most `budget` bytes of it."""
         return self._json(_path(ident, "statistics", name), budget=budget)
 
     def read(self, ident: str, name: str, box: Box | None = None) -> NDArray[Any]:
-        """The elements of a tensor, or of a box of it, at most 16 MiB (ml_dtypes for bfloat16 and fp8); raises as `runs`."""
+        """Read a tensor, or a box of it, of at most 16 MiB. bfloat16 and fp8 have the dtypes of ml_dtypes."""
         text = None if box is None else ",".join(f"{a}:{b}" for a, b in zip(box.start, box.stop, strict=True))
         reply = self._get(_path(ident, "tensors", name), {"format": "raw", "box": text})
         shape = [int(side) for side in reply.headers["X-Shardckpt-Shape"].split(",") if side]
         return np.frombuffer(reply.content, by_name(reply.headers["X-Shardckpt-Dtype"]).numpy).reshape(shape)
 
     def diff(self, a: str, b: str, *, values: bool = True, layouts: bool = False) -> dict[str, Any]:
-        """A comparison of two checkpoints by the service, as `shardckpt diff --json`; raises as `runs`."""
+        """Compare two checkpoints on the service: the document of `shardckpt diff --json`."""
         return self._json("/v1/diff", a=a, b=b, values=str(values).lower(), layouts=str(layouts).lower())
 
     def plan(self, ident: str, **options: Any) -> dict[str, Any]:
-        """The forecast of a reshard (`mesh=`, `rule=[…]`, `preset=`, `dtype=` …), as `shardckpt plan --json`; raises as `runs`."""
+        """Forecast a reshard (`mesh=`, `rule=[…]`, `preset=`, `dtype=` …): the document of `shardckpt plan --json`."""
         return self._json(_path(ident, "plan"), **options)
 
     def raw_url(self, ident: str) -> str:
@@ -231,19 +228,21 @@ class Client:
         return f"{self.url}/raw/{quote(ident)}"
 
     def open(self, ident: str) -> Checkpoint:
-        """Open a checkpoint through the service. A token must be in `SHARDCKPT_HTTP_HEADERS`; raises as `shardckpt.open`."""
+        """Open a checkpoint through the service, as `shardckpt.open`. The token must be in `SHARDCKPT_HTTP_HEADERS`."""
         return Checkpoint(self.raw_url(ident))
 
     def start(self, operation: str, /, *, key: str | None = None, **arguments: Any) -> JobEntry:
-        """Start a job and return it; if the connection is lost, the request is sent once more, and the job is still started once.
+        """Start a job, and return it.
+
+        If the connection is lost, the request is sent once more. The service starts the job only once.
 
         Args:
-            operation: its name, as in "verify" or "copy"; `operations` has all.
-            key: a later call with the same key returns the same job; None: a random one.
-            arguments: of the operation; `from_` is the argument `from`.
+            operation: name of the operation, such as "verify" or "copy"; `operations` lists all names.
+            key: idempotency key: a later call with the same key returns the same job. None: a random key.
+            arguments: arguments of the operation; `from_` stands for the argument `from`.
 
         Raises:
-            OptionError: an argument is invalid. ShardckptError: as for `runs`.
+            OptionError: an argument is invalid.
         """
         given = {"from" if name == "from_" else name: value for name, value in arguments.items()}
         try:
@@ -258,7 +257,7 @@ class Client:
             return self._entry("POST", path, content=body, headers=headers)
 
     def operations(self) -> dict[str, dict[str, Any]]:
-        """The operations that jobs can have: for each the JSON schema of its arguments; raises as `runs`."""
+        """The operations of jobs: name → JSON schema of the arguments."""
         found = {}
         for path, methods in self._json("/v1/openapi.json")["paths"].items():
             above, _, name = path.rpartition("/")
@@ -267,30 +266,30 @@ class Client:
         return found
 
     def job(self, number: int) -> JobEntry:
-        """A job; raises as `runs`."""
+        """The job with this number."""
         return self._entry("GET", f"/v1/jobs/{number}")
 
     def jobs(self, state: str | None = None, *, operation: str | None = None, subject: str | None = None) -> Iterator[JobEntry]:
-        """Jobs in a state, of an operation, or about the id of a checkpoint, run or place; the latest first; raises as `runs`."""
+        """List jobs, the latest first: all, or those of a state, an operation, or a subject (id of a checkpoint, run or place)."""
         return self._pages("/v1/jobs", "jobs", {"state": state, "operation": operation, "subject": subject}, "before")
 
     def cancel(self, number: int) -> JobEntry:
-        """Cancel a job and return it: its process may take a moment to end; raises as `runs`. OptionError: it has ended."""
+        """Cancel a job, and return it. Its process may take a moment to end. OptionError: the job has ended already."""
         return self._entry("POST", f"/v1/jobs/{number}/cancel")
 
     def wait(self, number: int, timeout: float | None = None, progress: Callable[[int, int], None] | None = None) -> JobEntry:
         """Wait for the end of a job, and return it.
 
         Args:
-            number: of the job.
-            timeout: seconds after which to give up, while the job goes on; None: wait as long as the service answers.
+            number: number of the job.
+            timeout: seconds to wait; the job continues after that. None: no limit while the service answers.
             progress: called with the amount done and the total amount.
 
         Raises:
-            ShardckptError: the job's own error, or the service's, by its code.
+            ShardckptError: the job failed; the class is that of the job's error.
             CommitError: the job was cancelled.
-            CoordinationError: the time is over.
-            StorageError: the service has not answered for as long as a request may take; it may be restarted meanwhile.
+            CoordinationError: the job has not ended within `timeout`.
+            StorageError: the service has not answered for the `timeout` of the client. A shorter restart of the service is no error.
         """
         lost: float | None = None
         end = None if timeout is None else time.monotonic() + timeout
@@ -314,7 +313,7 @@ class Client:
             time.sleep(_PAUSE if end is None else max(0.0, min(_PAUSE, end - time.monotonic())))
 
     def _follow(self, number: int, end: float | None) -> Generator[JobEntry]:
-        """The job whenever it has changed, until the stream of events ends or the time is nearly over; and the job as it is then."""
+        """The job after each change, until the stream of events ends or the time is nearly over; then the job once more."""
         path = f"/v1/jobs/{number}"
         if _left(end, 2 * _SILENCE) > _SILENCE:
             try:

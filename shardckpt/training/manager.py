@@ -1,4 +1,4 @@
-"""`CheckpointManager`: the checkpoints of one training run, from its first step to its last, over all its restarts."""
+"""`CheckpointManager`: the checkpoints of one training run, over all its restarts."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ _managers: Counter[str] = Counter()
 
 
 class CheckpointManager(RunSteps):
-    """Saves a training run's steps, each a checkpoint at `<root>/<step>`, and resumes it from the latest.
+    """Saves the steps of a training run, and resumes the run from its latest step. Each step is a checkpoint at `<root>/<step>`.
 
         with shardckpt.CheckpointManager("gs://bucket/run", every=500, keep=3) as mgr:
             found = mgr.restore(state)
@@ -59,14 +59,13 @@ class CheckpointManager(RunSteps):
                 state = train(state)
                 mgr.save(step, state)
 
-    In a job with several processes each of them creates one, at the same point of the program, and calls `restore`, `should_save`
-    and `save` for the same steps in the same order; steps ascend. All processes save the same steps, whatever their clocks say and
-    however slow one of them is. Policies of step numbers alone need no exchange at all. With other policies (seconds, continuous, on
-    preemption, `in_flight="skip"`) process 0 decides some steps ahead, and the other processes read its decisions: at most once
-    per two steps, or once per 32 steps of 10 ms. A process that is further ahead of process 0 than that waits for it, at most
-    `SaveOptions.commit_timeout` seconds (`shardckpt.training.decisions`).
+    In a job of several processes, each process creates a manager at the same point of the program. It calls `restore`, `should_save` and
+    `save` for the same steps in the same, ascending order. All processes save the same steps. Policies that depend only on step numbers
+    need no communication. For the others (`EverySeconds`, `Continuous`, `OnPreemption`, and `in_flight="skip"`), process 0 decides some
+    steps ahead. The other processes read its decisions at most once per two steps, or once per 32 steps if a step takes 10 ms. A process
+    that reaches an undecided step waits for process 0, at most `SaveOptions.commit_timeout` seconds.
 
-    The error of a save that fails in the background is raised, once, by the next `save` that is due, by `wait` or by `close`.
+    If a background save fails, the next due `save`, `wait` or `close` raises its error, once.
     """
 
     def __init__(
@@ -89,21 +88,20 @@ class CheckpointManager(RunSteps):
 
         Args:
             root: the run's directory, a path or url; it need not exist.
-            every: when to save: a number of steps, a policy (`shardckpt.training.policies`), or None: only with `force`. Default:
-                at every call of `save`, or where `preemption` is given, only when that policy says so.
-            keep: which steps to keep: a number of latest steps, a rule (`shardckpt.training.retention`), or None: all.
-            options: options of every save; restores use its `memory_limit`, too.
+            every: when to save: a number of steps, or a policy (`shardckpt.training.policies`). None saves only with `force`. The default
+                saves at every call of `save`; with `preemption`, only before the job is stopped.
+            keep: which steps to keep: a number of latest steps, or a rule (`shardckpt.training.retention`). None keeps all.
+            options: options of every save. Restores use its `memory_limit`, too.
             coordinator: connects the processes of the job; detected by default.
-            in_flight: what to do with a step that is due while the last save is in flight: "wait" for that save, or "skip" the
-                step, with an event.
-            preemption: also save when this policy says so; the same as `every=any_of(…, OnPreemption())`.
+            in_flight: how to treat a step that is due while a save is in flight. "wait" waits for that save; "skip" skips the step,
+                with an event.
+            preemption: a policy that saves before the job is stopped, in addition to `every`.
             on_event: called with each event (`shardckpt.training.events`), mostly in a background thread.
-            on_failure: called with an error and its step, on the thread that would raise it; "continue" suppresses the error, and
-                training goes on.
-            progress: whether to show a progress line; None: show it on a terminal.
-            fallback: the default of `restore(fallback=…)`: whether to go back to an earlier step where one is damaged.
-            lead_time: seconds that process 0 decides ahead, where it has to. It delays the effect of clocks and notices of
-                preemption. It is at least two steps.
+            on_failure: called with an error and its step, on the thread that would raise it; "continue" suppresses the error.
+            progress: whether to show a progress line. None shows it on a terminal.
+            fallback: the default of `restore(fallback=…)`: whether to go back to an earlier step if one is damaged.
+            lead_time: seconds that process 0 decides ahead, at least two steps. Policies that depend on a clock, a signal or a save in
+                flight take effect this much later.
 
         Raises:
             OptionError: an invalid option, by name.
@@ -161,8 +159,8 @@ class CheckpointManager(RunSteps):
         """Whether `save` would save this step; `save` checks this itself.
 
         Raises:
-            OptionError: the step is smaller than the last one that was asked about, saved or restored.
-            CoordinationError: process 0 does not decide.
+            OptionError: the step is smaller than the last one given to `should_save`, `save` or `restore`.
+            CoordinationError: process 0 does not answer in time.
         """
         self._check_ascends(step)
         return self._due(step)
@@ -176,27 +174,27 @@ class CheckpointManager(RunSteps):
         force: bool = False,
         skip: str | Sequence[str] | None = None,
     ) -> bool:
-        """Save a step if it is due; return when this process's share is copied to host buffers. The rest runs in the background.
+        """Save a step in the background, if it is due.
 
-        At most one save is in flight: this waits until the last one has ended. The state may change as soon as this returns.
-        All processes call it, with the same step.
+        The call returns when this process's share is copied to host buffers; then the state may change. One save is in flight at a
+        time: the call waits for the previous one. All processes call it with the same step.
 
         Args:
-            step: the completed step, from 0 to 2**63 - 1; not smaller than the last one that was asked about, saved or restored.
+            step: the completed step, from 0 to 2**63 - 1; not smaller than the last one given to a method of the manager.
             state: as for `shardckpt.save`, or the result of `shardckpt.train_state`.
             metrics: numbers by name, for `best_step` and retention rules; only process 0's are used.
             force: save although the step is not due.
-            skip: replaces `SaveOptions(skip=…)`: patterns of tensors that lie in `SaveOptions(base=…)`; `()`: none, for example to
-                save the base itself.
+            skip: replaces `SaveOptions(skip=…)`: name patterns of tensors that stay in `SaveOptions(base=…)`. `()` skips no tensor, for
+                example to save the base itself.
 
         Returns:
-            Whether the step is being saved. If it is due or forced and still not saved, a `SaveSkipped` event gives the reason:
-            the step is saved already; or the step from before a rollback is pinned, or the base of a pinned step, and the next
-            step is saved instead if this one was due; or the last save is in flight, and `in_flight="skip"`.
+            Whether the step is being saved. If a due or forced step is not saved, a `SaveSkipped` event gives the reason: the step is
+            saved already; the previous save is in flight, with `in_flight="skip"`; or, after a rollback, the old step of this number
+            is pinned, tagged, or the base of such a step. In the last case the next step is saved instead, if this one was due.
 
         Raises:
-            OptionError: the step is smaller than the last one that was asked about, saved or restored.
-            ShardckptError: an earlier save failed; raised after this save has begun, because all processes save the same steps.
+            OptionError: the step is smaller than the last one given to `should_save`, `save` or `restore`.
+            ShardckptError: an earlier save failed. This save has begun all the same, because all processes save the same steps.
             LeafError, ShardingError, OptionError: the state cannot be saved; nothing was begun.
             OtherJobError: another job saves to this root.
         """
@@ -262,27 +260,27 @@ class CheckpointManager(RunSteps):
     ) -> Restored | None:
         """Restore the latest step, or a given one; training continues after it.
 
-        All processes call it, in whatever number, and restore the same step. Complete but unpublished saves of earlier runs are
-        committed first. From the next save on, steps after the restored one are superseded: they are no longer the latest, and
-        are replaced when training reaches them again.
+        All processes call it and restore the same step; their number may differ from the save. Complete but unpublished saves of
+        earlier runs are committed first. From the next save on, steps after the restored one are superseded: they no longer count
+        as the latest, and are replaced when training reaches them again.
 
         Args:
             like: the restore target, as for `shardckpt.restore`.
-            step: the step to restore; None: the latest.
-            only: as for `shardckpt.restore`: for example `"model/**"` of a full training checkpoint.
+            step: the step to restore. None restores the latest.
+            only: as for `shardckpt.restore`; for example, `"model/**"` restores only the weights.
             strict: as for `shardckpt.restore`.
             cast: as for `shardckpt.restore`.
             cooperative: as for `shardckpt.restore`; the same on all processes.
-            fallback: whether to go back to earlier steps, one by one and on all processes, where a step is damaged; an event gives
-                the reason. None: the manager's own `fallback`.
-            check: compare the restored tensors, where they lie now, with the fingerprint that `SaveOptions(fingerprint=True)` recorded.
+            fallback: whether to try earlier steps, one by one and on all processes, until one is not damaged. An event names each
+                damaged step. None uses the manager's `fallback`.
+            check: compare the restored tensors, in their final memory, with the fingerprint of `SaveOptions(fingerprint=True)`.
 
         Returns:
-            The restored state and its step; None if there is no step, so that training starts from the beginning.
+            The restored state and its step; None if no step is saved, so that training starts from the beginning.
 
         Raises:
             NotFoundError: there is no such step. OptionError: `check` is set, and no fingerprint was recorded.
-            CorruptionError, FormatError: the step is damaged, on any process; with `fallback`: and so are all earlier steps.
+            CorruptionError, FormatError: a process found the step damaged; with `fallback`, also all earlier steps.
             MismatchError, LeafError, ReplacedError, StorageError: as for `shardckpt.restore`.
             CoordinationError: another process failed with another error, or does not answer.
         """
@@ -333,9 +331,9 @@ class CheckpointManager(RunSteps):
 
     @property
     def reached_preemption(self) -> bool:
-        """Whether the job is about to be stopped, and the last step that was asked about was saved for that reason.
+        """Whether a notice of preemption came and the current step was saved because of it: end the loop when this is true.
 
-        All processes see the same value at the same step: end the loop when it is True.
+        All processes see the same value at the same step.
         """
         return self._preempted
 
@@ -377,7 +375,7 @@ class CheckpointManager(RunSteps):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Close; if an error is propagating already, an error of closing is added to it as a note."""
+        """Close the manager. If the block raised an error, an error of closing becomes a note on it."""
         try:
             self.close()
         except Exception as failure:

@@ -86,7 +86,7 @@ class Policy:
 
 @dataclass(frozen=True, slots=True)
 class EveryCall(Policy):
-    """Save at each step that is asked about, step 0 included: the loop itself decides when it calls `save`."""
+    """Save at each call of `save`, also at step 0."""
 
     def due(self, step: int, previous: int | None) -> bool:
         """Always true."""
@@ -96,7 +96,9 @@ class EveryCall(Policy):
 
 @dataclass(frozen=True, slots=True)
 class EverySteps(Policy):
-    """Save at each multiple of `n`, or at the next step that is asked about; not at step 0.
+    """Save at each multiple of `n`, but not at step 0.
+
+    If the loop skips a multiple, the next step is saved instead.
 
     Examples:
         >>> [step for step in range(0, 50, 7) if EverySteps(20).due(step, step - 7)]
@@ -119,7 +121,7 @@ class EverySteps(Policy):
 
 @dataclass(frozen=True, slots=True)
 class AtSteps(Policy):
-    """Save at each given step, or at the next step that is asked about."""
+    """Save at each given step. If the loop skips it, the next step is saved instead."""
 
     steps: Iterable[int]
     """The steps in any order; kept as an ascending tuple."""
@@ -144,7 +146,7 @@ class AtSteps(Policy):
 
 @dataclass(frozen=True, slots=True)
 class EverySeconds(Policy):
-    """Save whenever this much time has passed since the last save was decided, by the leader's clock."""
+    """Save when this many seconds have passed since the last save was decided, by the leader's clock."""
 
     seconds: float
     """Seconds, more than 0."""
@@ -179,16 +181,16 @@ class Continuous(Policy):
 
 @dataclass(frozen=True, slots=True)
 class OnPreemption(Policy):
-    """Save once when the job is about to be stopped: at the same step on all processes, whichever process got the notice.
+    """Save once before the job is stopped.
 
-    Every process checks each source once per step.
+    If any process gets a notice, all processes save the same step. Every process checks each source once per step.
     """
 
     signals: tuple[signal.Signals, ...] = (signal.SIGTERM,)
-    """Signals that give notice. Handlers that existed before are called as well, and come back when the manager is closed. A signal
-    without an earlier handler no longer ends the process: end the loop when `CheckpointManager.reached_preemption` is true."""
+    """Signals that give notice. Earlier handlers are called too, and are restored when the manager is closed. A signal without an
+    earlier handler no longer ends the process: end the loop when `CheckpointManager.reached_preemption` is true."""
     file: str | os.PathLike[str] | None = None
-    """A file whose existence gives notice, such as a maintenance notice that a side-car writes."""
+    """A file whose existence gives notice. A sidecar may write it, for example."""
     when: Callable[[], bool] | None = field(default=None, compare=False)
     """A function that returns true to give notice. It must be fast, because the training loop calls it."""
 
@@ -222,9 +224,10 @@ class OnPreemption(Policy):
 
 @dataclass(frozen=True, slots=True)
 class AnyOf(Policy):
-    """Save whenever one of several policies would."""
+    """Save when at least one of several policies saves."""
 
     policies: tuple[Policy, ...]
+    """The policies."""
 
     def due(self, step: int, previous: int | None) -> bool:
         """Whether one of the policies is due."""
@@ -246,7 +249,7 @@ class AnyOf(Policy):
 
 
 def any_of(*policies: Policy | int) -> Policy:
-    """Save whenever one of these policies would; a number stands for every so many steps.
+    """Save when at least one of these policies saves; a number `n` stands for `EverySteps(n)`.
 
     Examples:
         >>> any_of(1000, EverySeconds(600)).due(2000, 1999)
@@ -256,10 +259,13 @@ def any_of(*policies: Policy | int) -> Policy:
 
 
 def as_policy(every: Policy | int | None) -> Policy:
-    """The policy for a user's `every`: a policy itself, a number of steps, or None: never by itself.
+    """The policy for the argument `every`.
+
+    Args:
+        every: a policy; a number `n`, for `EverySteps(n)`; or None, for a policy that never saves.
 
     Raises:
-        OptionError: none of these.
+        OptionError: `every` is none of these.
     """
     if every is None:
         return Policy()

@@ -26,8 +26,9 @@ class SavedStep:
     """A committed step, as rules see it."""
 
     step: int
+    """The number of the step."""
     age: float = 0.0
-    """Seconds since the commit: the leader's clock minus the committer's. The clocks are the same where one machine is both."""
+    """Seconds since the commit: the leader's clock minus the committer's clock."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """The metrics of `CheckpointManager.save(metrics=…)`."""
 
@@ -69,14 +70,17 @@ class Latest(Retention):
 
 @dataclass(frozen=True, slots=True)
 class Best(Retention):
-    """Keep the best `n` steps by a metric; of equal ones the later. Steps without the metric, or with NaN, are not kept."""
+    """Keep the best `n` steps by a metric.
+
+    Of equal steps the later is better. The rule does not keep steps without the metric, or with NaN.
+    """
 
     n: int
     """Number of steps, at least 1."""
     metric: str
     """A key of `CheckpointManager.save(metrics=…)`."""
     mode: Literal["min", "max"] = "min"
-    """Whether the smallest or the largest is best."""
+    """Whether the smallest or the largest value is best."""
 
     def __post_init__(self) -> None:
         """Check the fields."""
@@ -140,6 +144,7 @@ class KeepAnyOf(Retention):
     """Keep the steps that at least one of several rules keeps."""
 
     rules: tuple[Retention, ...]
+    """The rules."""
 
     def kept(self, steps: Sequence[SavedStep]) -> set[int]:
         """The union of the rules' steps."""
@@ -152,10 +157,10 @@ class KeepAnyOf(Retention):
 
 
 def any_of(*rules: Retention | int) -> Retention:
-    """Keep the steps that at least one of these rules keeps; a number stands for the latest so many.
+    """Keep the steps that at least one of these rules keeps; a number `n` stands for `Latest(n)`.
 
     Raises:
-        OptionError: one of them is no rule, or there are none.
+        OptionError: an argument is not a rule, or there are no arguments.
 
     Examples:
         >>> sorted(any_of(2, EveryKth(1000)).kept([SavedStep(n) for n in (1000, 1500, 1600, 1700)]))
@@ -170,10 +175,13 @@ def any_of(*rules: Retention | int) -> Retention:
 
 
 def as_retention(keep: Retention | int | None) -> Retention | None:
-    """The rule for a user's `keep`: a rule itself, a number of latest steps, or None: keep everything.
+    """The rule for the argument `keep`.
+
+    Args:
+        keep: a rule; a number `n`, for `Latest(n)`; or None, which keeps everything.
 
     Raises:
-        OptionError: none of these.
+        OptionError: `keep` is none of these.
     """
     if keep is None or isinstance(keep, Retention):
         return keep

@@ -67,9 +67,9 @@ def train_state(
 ) -> TrainState:
     """Collect the objects of a training run, so that one `save` and one `restore` cover all of them.
 
-    Names in the checkpoint begin with the keyword: `model/blocks.0.weight`, `optimizer/state/blocks.0.weight/exp_avg`.
-    They do not depend on a module's wrappers, so `restore(url, only="model/**")` finds them for inference. With another mesh or
-    another order of parameter groups, each parameter still gets its own state back.
+    Names in the checkpoint begin with the keyword: `model/blocks.0.weight`, `optimizer/state/blocks.0.weight/exp_avg`. They do not
+    contain the names of wrappers such as DDP, so `restore(url, only="model/**")` finds the weights for inference. Optimizer states go
+    by parameter names: the mesh and the order of parameter groups may change.
 
     Args:
         model: a `torch.nn.Module`: plain, under DDP or `torch.compile`, of DTensors (FSDP2, tensor parallelism), or on a
@@ -79,21 +79,20 @@ def train_state(
         scheduler: a learning rate scheduler.
         scaler: a `GradScaler`.
         ema: averaged weights: `torch.optim.swa_utils.AveragedModel`, or anything with a `state_dict`.
-        loader: a data loader with a `state_dict`, such as torchdata's `StatefulDataLoader`: every process stores its
-            own. If another number of processes restores, choose the state that each process gets:
+        loader: a data loader with a `state_dict`, such as torchdata's `StatefulDataLoader`. Every process stores its own state. If the
+            number of processes changes, choose the state of each process:
             `loader=PerProcess(loader, choose=lambda states: states[0])`.
-        rng: whether to include the random number generators of Python, numpy, torch (CPU and CUDA) and torch_xla, each
-            process's own. If another number of processes restores, a process whose number has saved gets the generators
-            of that number. The others derive theirs from process 0's and their own number, or take over a state that all
-            saving processes shared (with a warning in the log). "exact": another number of processes is a MismatchError.
+        rng: whether to include the random number generators of Python, numpy, torch (CPU and CUDA) and torch_xla. Every process stores
+            its own. If more processes restore than saved, each additional process derives its generators from process 0's
+            generators and its own number, and logs a warning. A generator that was equal on all saving processes stays equal. With
+            "exact", a changed number of processes is a MismatchError.
         step: the training step; `state.step` from then on.
         metadata: any storable value; `state.metadata` from then on.
-        **more: further objects: modules and optimizers by their type, anything with `state_dict` and
-            `load_state_dict`; wrapped in `PerProcess`, each process's own. Any other value is stored as it is, and is
-            found in `state.values` after restoring.
+        **more: further modules, optimizers, and objects with `state_dict` and `load_state_dict`. Wrap an object in `PerProcess` if each
+            process has its own state. Any other value is stored unchanged; after a restore it is in `state.values`.
 
     Raises:
-        OptionError: an object has no state to save, by its keyword.
+        OptionError: an object has no state to save; names its keyword.
     """
     given = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler, "ema": ema, "loader": loader}
     given = {key: value for key, value in given.items() if value is not None}
@@ -159,7 +158,7 @@ class TrainState(StateOwner):
             wanted: whether a name is to be restored; objects without a requested name are skipped.
 
         Raises:
-            StructureMismatchError: an optimizer's parameters go by numbers, and its groups differ.
+            StructureMismatchError: the stored optimizer numbers its parameters, and its groups have other lengths.
         """
         if not isinstance(tree, Branch):
             return tree
@@ -204,7 +203,7 @@ class TrainState(StateOwner):
             state: the state that was restored into `like`, or a result of `state_dict`.
 
         Raises:
-            MismatchError: an object refuses its state, by its keyword.
+            MismatchError: an object refuses its state; names its keyword.
         """
         parts = {key: part for key, part in self._parts().items() if key in state}
         for key, part in sorted(parts.items(), key=lambda item: item[1].turn):

@@ -43,7 +43,7 @@ class StepInfo:
 
     step: int
     state: Literal["committed", "superseded", "unreadable"]
-    """`superseded`: training went back to an earlier step. `unreadable`: the commit record is damaged, or of a newer version."""
+    """`superseded`: training went back to an earlier step. `unreadable`: the commit record is damaged, or its version is newer."""
     attempt: str | None = None
     """The attempt in the commit record; None if that is unreadable."""
     created: str = ""
@@ -130,7 +130,11 @@ def read_step(root: Store, step: int) -> StepInfo | None:
 
 
 def check_step(step: object) -> None:
-    """Refuse what is not the number of a step: OptionError."""
+    """Refuse an invalid step number.
+
+    Raises:
+        OptionError: `step` is not an integer from 0 to 2**63 - 1.
+    """
     if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step <= LARGEST_STEP:
         raise OptionError(f"step={excerpt(step)}: give a whole number from 0 to 2**63 - 1.")
 
@@ -161,11 +165,11 @@ class RunSteps:
         return self._lineage.seen(list_steps(self._root))
 
     def all_steps(self, *, superseded: bool = False) -> list[int]:
-        """The steps that hold a checkpoint, ascending; with `superseded` also those that a rollback has left behind."""
+        """The steps that hold a checkpoint, ascending; with `superseded`, also the superseded ones."""
         return [info.step for info in self.steps() if superseded or info.live]
 
     def latest_step(self) -> int | None:
-        """The latest step that is not superseded; None where there is none."""
+        """The latest step that is not superseded; None if there is none."""
         return max(self.all_steps(), default=None)
 
     def best_step(self, metric: str | None = None, mode: Literal["min", "max"] | None = None) -> int | None:
@@ -188,9 +192,9 @@ class RunSteps:
         return best([info.saved() for info in self.steps() if info.state == "committed"], metric, mode)
 
     def pin(self, step: int) -> None:
-        """Never delete a step; see `shardckpt.commit.pinning.pin`. One process suffices."""
+        """Protect a step from deletion. One process suffices."""
         pinning.pin(self.url(step))
 
     def unpin(self, step: int) -> None:
-        """Let a step be deleted again."""
+        """Remove the pin of a step."""
         pinning.unpin(self.url(step))

@@ -47,8 +47,8 @@ class ModelView:
 
         Args:
             source: path or url of the checkpoint, or an open one.
-            cache_bytes: most bytes of blocks that are kept for the next reads.
-            options: `include`, `exclude`, `dtype`, `mapping` and others of `export_safetensors` that determine the files' bytes.
+            cache_bytes: limit of the cache of read blocks.
+            options: `include`, `exclude`, `dtype`, `mapping` and all other options of `export_safetensors` that determine the files' bytes.
 
         Raises:
             OptionError, NamesMismatchError, ShapeMismatchError, DtypeError, DtypeMismatchError: as in `export_safetensors`.
@@ -79,7 +79,7 @@ class ModelView:
         for name, size in self.sizes.items():
             digest.update(f"{name} {size} ".encode() + (small[name] if name in small else self._model.weights[name].header))
         self.identity = digest.hexdigest()
-        """A digest that differs for other bytes: of the attempt, the headers and the small files. Hexadecimal."""
+        """Hexadecimal digest of the attempt, the headers and the small files: equal only for equal bytes of the files."""
 
     @property
     def weights(self) -> list[str]:
@@ -105,7 +105,7 @@ class ModelView:
 
     @property
     def unchanged(self) -> list[str | None]:
-        """For each of `arrays()` the stored tensor with the same shape, dtype and elements; None: the view changes it."""
+        """For each of `arrays()`, the name of the stored tensor if the view does not change it; otherwise None."""
         found: list[str | None] = []
         for output in self._outputs:
             name = output.sources[0].tensor if output.sources else None
@@ -114,7 +114,7 @@ class ModelView:
         return found
 
     def arrays(self) -> list[LazyArray]:
-        """The tensors of all files, in the order of their bytes; indexing reads a part."""
+        """The tensors of all files, in the order of their bytes; indexing an array reads a part of it."""
         return [
             LazyArray(output.name, output.shape, output.dtype, None, partial(self._read_boxes, number))
             for number, output in enumerate(self._outputs)
@@ -124,7 +124,7 @@ class ModelView:
         self.read_boxes([(number, box, part) for box, part in zip(boxes, memory, strict=True)])
 
     def read_boxes(self, wanted: Sequence[tuple[int, Box, NDArray[Any]]]) -> None:
-        """Read boxes of tensors into memory, all with one call.
+        """Read boxes of several tensors into arrays.
 
         Args:
             wanted: position in `arrays()`, a box, and an array of the box's shape and the tensor's dtype.
@@ -144,7 +144,7 @@ class ModelView:
         return VirtualFile(self, name)
 
     def block_end(self, name: str, offset: int, most: int) -> int:
-        """The end of a good read from an offset on, of at most `most` bytes: the end of a block, if there is one."""
+        """The best end for a read of at most `most` bytes from an offset: the end of a block, if one is in reach."""
         file, end = self.layout(name), min(self.sizes[name], offset + most)
         i = -1 if file is None else bisect_right(file.offsets, end) - 1
         if file is None or i < 0 or end == self.sizes[name]:
@@ -154,7 +154,7 @@ class ModelView:
         return last if last > offset else end
 
     def read_into(self, name: str, offset: int, into: memoryview) -> int:
-        """Fill memory with a file's bytes from an offset on; return their number, which is less at the end of the file.
+        """Fill memory with a file's bytes from an offset on; return the number of bytes, which is smaller at the end of the file.
 
         Raises:
             NotFoundError: there is no such file.
@@ -187,7 +187,10 @@ class ModelView:
 
 
 class VirtualFile(io.RawIOBase):
-    """A read-only file of a `ModelView`. Positions of `read` and `seek` are for one thread; `pread` may be called from several."""
+    """A read-only binary file of a `ModelView`.
+
+    Several threads may call `pread` at the same time. `read` and `seek` share one position, so only one thread may call them.
+    """
 
     def __init__(self, view: ModelView, name: str) -> None:
         """Open the file of that name at its beginning."""
@@ -239,7 +242,7 @@ class VirtualFile(io.RawIOBase):
         return data
 
     def pread(self, offset: int, n: int) -> bytes:
-        """At most `n` bytes from an offset on; fewer at the end of the file. The position stays."""
+        """Read `n` bytes from an offset, fewer at the end of the file, without moving the position."""
         if offset < 0 or n < 0:
             raise ValueError(f"pread({offset}, {n}): give numbers from 0 on")
         data = bytearray(max(0, min(n, self._size - offset)))
@@ -271,18 +274,19 @@ def _options(options: Mapping[str, Any]) -> SafetensorsOptions:
 
 
 def safetensors_view(source: str | os.PathLike[str] | Checkpoint, file: str | None = None, **options: Any) -> VirtualFile:
-    """Open the safetensors file that `export_safetensors` would write, without writing it.
+    """A virtual safetensors file: the bytes that `export_safetensors` would write, without writing them.
 
     Args:
         source: path or url of the checkpoint, or an open one.
-        file: name of one of the files, if `max_shard_size` makes several; None: the only one.
-        options: `include`, `exclude`, `dtype`, `mapping` and others of `export_safetensors` that determine the file's bytes.
+        file: name of the file, if `max_shard_size` makes several; None: the only file.
+        options: `include`, `exclude`, `dtype`, `mapping` and all other options of `export_safetensors` that determine the file's bytes;
+            and `cache_bytes`, the limit of the cache of read blocks (128 MiB by default).
 
     Returns:
-        A read-only binary file. Its header is there at once; elements are read, and verified, on demand.
+        A read-only binary file. Reads of the header read no tensor. All other reads read and verify the stored chunks that they need.
 
     Raises:
-        OptionError: an option is invalid; or there are several files, and `file` names none.
+        OptionError: an option is invalid; or there are several files, and `file` is None.
         NotFoundError: there is no committed checkpoint, or no such file.
         NamesMismatchError, ShapeMismatchError, DtypeError, DtypeMismatchError: as in `export_safetensors`.
     """

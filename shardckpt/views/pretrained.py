@@ -1,4 +1,4 @@
-"""`from_pretrained`: a transformers model with the weights of a checkpoint, of which each process reads what it keeps.
+"""`from_pretrained`: load a transformers model from a checkpoint. Each process reads only the weights that it keeps.
 
 transformers builds the model on the meta device, and takes the weights as a dict of slices like those of safetensors. It indexes each
 with the slices that this process holds under its tensor-parallel plan or device map.
@@ -29,20 +29,25 @@ _OF_VIEW = NameOptions.__dataclass_fields__.keys() - {"dtype", "config"}
 
 
 def from_pretrained(model_class: Any, source: str | os.PathLike[str] | Checkpoint, *, config: Any = None, **options: Any) -> Any:
-    """A transformers model with the weights of a checkpoint, without an export.
+    """Load a transformers model from a checkpoint, without an export.
 
-        model = shardckpt.from_pretrained(AutoModelForCausalLM, "gs://bucket/run/100", config="model/", include="model/**")
+        model = shardckpt.from_pretrained(AutoModelForCausalLM, "gs://bucket/run/100", include="model/**", strip_prefix="model/")
 
     Args:
         model_class: `AutoModelForCausalLM`, or another class with transformers' `from_pretrained`.
         source: path or url of the checkpoint, or an open one.
-        config: the model's configuration, or a directory or the path of a `config.json`; None: the one that an import kept.
-        options: `include`, `mapping` and other options of `safetensors_view` that choose and name tensors; all others are for transformers,
-            such as `dtype`, `device_map`, `device_mesh` and `tp_plan`. By default, `dtype` is the most frequent floating-point dtype.
+        config: the model's configuration, its `config.json`, or a directory with this file; None: the `config.json` in the checkpoint's
+            metadata.
+        options: `include`, `mapping` and other options of `safetensors_view` that choose and name tensors. All others go to
+            transformers, such as `dtype`, `device_map`, `device_mesh` and `tp_plan`. The default of `dtype` is the most frequent
+            floating-point dtype of the weights.
+
+    Returns:
+        The model; with `output_loading_info=True`, the model and transformers' loading information.
 
     Raises:
         OptionError: there is no configuration, or transformers does not know it.
-        NamesMismatchError: the model has weights that the checkpoint lacks.
+        NamesMismatchError: the checkpoint lacks a weight of the model.
         NotFoundError, CorruptionError, MissingDataError, StorageError: as for `safetensors_view`.
     """
     import torch

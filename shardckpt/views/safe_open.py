@@ -24,7 +24,10 @@ _FRAMEWORKS = {"np": "np", "numpy": "np", "pt": "pt", "torch": "pt", "pytorch": 
 
 
 class safe_open:  # noqa: N801  (the name in safetensors)
-    """Tensors of a checkpoint as `safetensors.safe_open` gives those of a file: `with safe_open(url, "pt") as f: f.get_tensor(name)`."""
+    """Tensors of a checkpoint, with the interface of `safetensors.safe_open`.
+
+    Use it as a context manager: `with shardckpt.safe_open(url, "pt") as f: weight = f.get_tensor("model.norm.weight")`.
+    """
 
     def __init__(
         self,
@@ -37,12 +40,13 @@ class safe_open:  # noqa: N801  (the name in safetensors)
 
         Args:
             source: path or url of the checkpoint, or an open one.
-            framework: numpy, torch or JAX.
-            device: where torch and JAX put tensors: a torch device, or a JAX device; "cpu" is the default.
+            framework: the kind of tensors to return: numpy ("np"), torch ("pt") or JAX ("jax").
+            device: the device of returned tensors, for torch and JAX.
             options: options of `safetensors_view`.
 
         Raises:
-            OptionError: an option is invalid. NotFoundError: there is no committed checkpoint.
+            OptionError: an option is invalid.
+            NotFoundError: there is no committed checkpoint.
         """
         if framework not in _FRAMEWORKS:
             raise OptionError(f"safe_open(framework={excerpt(framework)}): give one of {', '.join(map(repr, _FRAMEWORKS))}.")
@@ -67,20 +71,20 @@ class safe_open:  # noqa: N801  (the name in safetensors)
         return list(self._arrays)
 
     def metadata(self) -> dict[str, str]:
-        """Texts in the header."""
+        """The header's metadata."""
         return self._view.header_metadata
 
     def get_tensor(self, name: str) -> Any:
-        """A tensor of the framework, on the device.
+        """Read a tensor.
 
         Raises:
             NamesMismatchError: there is no such tensor.
-            CorruptionError, MissingDataError, StorageError: stored bytes are damaged, gone, or cannot be read.
+            CorruptionError, MissingDataError, StorageError: stored bytes are damaged or missing, or cannot be read.
         """
         return self.get_slice(name)[...]
 
     def get_slice(self, name: str) -> TensorSlice:
-        """A tensor of which indexing reads a part.
+        """A handle of a tensor; indexing it reads a part of the tensor.
 
         Raises:
             NamesMismatchError: there is no such tensor.
@@ -91,7 +95,7 @@ class safe_open:  # noqa: N801  (the name in safetensors)
 
 
 class TensorSlice:
-    """A tensor of which indexing reads a part, as a tensor of the framework."""
+    """Handle of a tensor in a checkpoint; indexing it reads a part, as a tensor of the framework."""
 
     def __init__(self, array: LazyArray, framework: str, device: Any) -> None:
         """See `safe_open.get_slice`."""
@@ -108,7 +112,7 @@ class TensorSlice:
         return DTYPES[self._array.dtype_name]
 
     def __getitem__(self, index: Any) -> Any:
-        """Read a part; see `LazyArray`."""
+        """Read a part of the tensor; see `LazyArray`."""
         found = np.asarray(self._array[index])
         if self._framework == "np":
             return found

@@ -70,28 +70,28 @@ def save(
     skip: str | Sequence[str] | None = None,
     coordinator: Coordinator | None = None,
 ) -> SaveReport:
-    """Save `state` as one checkpoint; when this returns it is committed and durable.
+    """Save `state` as one checkpoint. It is committed and durable when the call returns.
 
-    In a job of several processes all of them call it, with the same url and each with its own view of the state. Their only
-    communication is one announcement that the checkpoint is committed.
+    In a job of several processes, all processes call it with the same url, each with its own part of the state. Their only
+    communication is one announcement of the commit.
 
     Args:
         url: destination: a path, `file://…`, `gs://…`, `s3://…` or `memory://…`. The checkpoint is a directory.
         state: nested dicts, lists and tuples of tensors (torch_xla, DTensor, torch, JAX, numpy) and small leaves.
         options: see `SaveOptions`; the same on all processes.
-        skip: instead of `SaveOptions(skip=…)`: patterns of tensors that lie in `SaveOptions(base=…)`; `()`: none.
-        coordinator: connects the processes of the job; by default detected once (`Coordinator.current`).
+        skip: replaces `SaveOptions(skip=…)`: name patterns of tensors that stay in `SaveOptions(base=…)`. `()` skips no tensor.
+        coordinator: connects the processes of the job. By default it is detected once (`Coordinator.current`).
 
     Returns:
-        The report of this process, as from `SaveHandle.wait`. Copying overlaps with writing, and counts as writing.
+        The report of this process. Copying overlaps with writing, and counts as writing.
 
     Raises:
-        LeafError, ShardingError: a leaf or its layout cannot be stored; the message names it, and this process wrote nothing.
+        LeafError, ShardingError: a leaf or its layout cannot be stored. The error names it; this process wrote nothing.
         OptionError: a pattern in `shardings` or `skip` matches no tensor, or an option is invalid.
         NotFoundError, MismatchError: the base does not exist, or lacks skipped tensors; nothing was published.
-        AlreadyExistsError: a checkpoint is committed there and `overwrite` is not set.
-        CommitError: the processes contradict each other, some did not finish in time, or Python is shutting down; nothing was published.
-        StorageError: the storage failed; either the earlier state of the place is unchanged, or the new checkpoint is complete.
+        AlreadyExistsError: there is a checkpoint at `url`, and `overwrite` is not set.
+        CommitError: processes saved different states, did not finish in time, or Python is shutting down; nothing was published.
+        StorageError: the storage failed. Either nothing at `url` has changed, or the new checkpoint is complete.
     """
     began = time.monotonic()
     options = checked_options(options, skip)

@@ -19,8 +19,8 @@ class SaveReport:
         stall_s = planning_s + copying_s + blocked_s                  while the call blocked the caller
         total_s = stall_s + writing_s + waiting_s + committing_s      from the call to the commit
 
-    Background work during the stall counts as stall; `writing_s` is the time for the rest of the writing. `save` has no
-    background and blocks its caller for all of `total_s`; it copies while it writes, and that time is `writing_s`.
+    Background work during the stall counts as stall; `writing_s` is the time for the rest of the writing. `shardckpt.save` blocks its
+    caller for all of `total_s`. It copies while it writes, and `writing_s` includes these copies.
     """
 
     url: str
@@ -31,7 +31,7 @@ class SaveReport:
     nbytes: int
     """Bytes of the elements that this process wrote."""
     stored_bytes: int
-    """Bytes of these elements in the storage: padded, compressed, with checksums."""
+    """Bytes of these elements in the storage, with padding, compression and checksums."""
     planning_s: float
     """Seconds from the call to the first copy: names, layouts, and the assignment of writes."""
     copying_s: float
@@ -41,11 +41,11 @@ class SaveReport:
     writing_s: float
     """Seconds from the end of the stall until this process's share was durable."""
     waiting_s: float
-    """Seconds of waiting: of the committing process for the other processes, of the others for its announcement."""
+    """Seconds that the committing process waited for the others, or that this process waited for the commit."""
     committing_s: float
     """Seconds until the checkpoint was published, on the committing process; 0 on the others."""
     streamed: bool
-    """Whether the buffers were too small, so that the call lasted until part of the state was written."""
+    """Whether the buffers were too small, so that the call waited until part of the state was written."""
     bases: tuple[str, ...] = ()
     """The other checkpoints that hold the skipped tensors."""
 
@@ -61,7 +61,7 @@ class SaveReport:
 
 
 class SaveHandle:
-    """A save in the background. Made by `save_async`; safe to use from several threads."""
+    """A save in the background, returned by `save_async`. Threads may share it."""
 
     def __init__(self, outcome: SaveProgress) -> None:
         """See `save_async`."""
@@ -79,7 +79,7 @@ class SaveHandle:
 
     @property
     def report(self) -> SaveReport | None:
-        """The report of a save that has succeeded; None before that, and if it failed."""
+        """The report; None until the save has succeeded."""
         return self._outcome.report
 
     def done(self) -> bool:
@@ -90,16 +90,16 @@ class SaveHandle:
         """Wait for the save.
 
         Args:
-            until: "commit": the checkpoint is committed. "local": this process's share is durable; in a job of
-                several processes the others' shares may still be missing.
-            timeout: seconds; None: no limit. The save's options limit the time of waiting for other processes.
+            until: "commit" waits until the checkpoint is committed. "local" waits until this process's share is durable; other
+                processes may still be writing theirs.
+            timeout: seconds; None for no limit. `SaveOptions.commit_timeout` also limits the wait for other processes.
 
         Returns:
-            The report; None if the save is still in progress, which is possible with "local".
+            The report. With "local" it is None if the save is still in progress.
 
         Raises:
-            ShardckptError: the error that ended the save, the same each time; see `save`. Other exceptions are raised unchanged.
-            CoordinationError: the timeout expired, and the save goes on; or this process was forked while it did.
+            ShardckptError: the error that ended the save (see `save`), at every call. Other exceptions are raised unchanged.
+            CoordinationError: the timeout expired and the save continues; or this process was forked during the save.
         """
         if until not in ("commit", "local"):
             raise OptionError(f'SaveHandle.wait({until!r}): use "commit" or "local".')

@@ -284,12 +284,11 @@ def save_async(
 ) -> SaveHandle:
     """Copy this process's data to host buffers, and save it in the background.
 
-    Of CUDA tensors the copies are queued only, and `SaveOptions.device_copy` says how later work is ordered with them.
+    The state may change when the call returns: the checkpoint gets the values at the call. Copies of CUDA tensors are only queued then;
+    `SaveOptions.device_copy` orders later work after them. `wait()` on the handle returns the report of the save, or raises its error.
 
-    When this returns the state may change; the checkpoint will have its values at the call. It is not known yet whether the save
-    will succeed: `wait()` on the handle returns the report, or raises the error. Buffers, and the plan of the writes, are
-    kept from call to call, so later saves of the same state are faster than the first. They need at most `memory_limit`
-    bytes. A larger state blocks until everything that does not fit is written (`SaveReport.streamed`).
+    Buffers and the plan of the writes are kept, so later saves of the same state are faster than the first. Buffers have at most
+    `memory_limit` bytes. If the state is larger, the call waits until the rest is written (`SaveReport.streamed`).
 
     Args:
         url: as in `save`.

@@ -109,6 +109,19 @@ def train(coordinator, directory, steps, dies_at=None, **arguments):
     return {"start": watch.start, "losses": losses, "final": final, "rng": digest(torch.get_rng_state())}
 
 
+def migrate(coordinator, directory, half, steps):
+    """Train with checkpoints of the Trainer's own, and from the last of these on with the callback; the run's steps, and the end."""
+    quiet(coordinator)
+    trainer, callback, _ = made(1, directory, half)
+    trainer.remove_callback(callback)
+    trainer.train()
+    trainer, callback, watch = made(1, directory, steps)
+    trainer.train(resume_from_checkpoint=callback.resume(trainer) or str(Path(directory, "trainer", f"checkpoint-{half}")))
+    final = digest([trainer.model.state_dict(), trainer.optimizer.state_dict(), trainer.lr_scheduler.state_dict()])
+    weights = digest(shardckpt.restore(Path(directory, "run", str(steps)), {"model": trainer.model.state_dict()}, only="model/**")["model"])
+    return {"start": watch.start[0], "final": final, "weights": weights}
+
+
 def keep(coordinator, directory, steps):
     """What is there after a training that evaluates."""
     return train(coordinator, directory, steps, eval_strategy="steps", eval_steps=3)

@@ -85,7 +85,7 @@ def trainer_for(ranks, directory, epochs, *callbacks, io=None):
         devices=ranks,
         strategy="ddp" if ranks > 1 else "auto",
         max_epochs=epochs,
-        plugins=[io or ShardckptIO()],
+        plugins=[io or ShardckptIO()] if io is not False else None,
         callbacks=list(callbacks),
         default_root_dir=directory,
         logger=False,
@@ -99,15 +99,25 @@ def loader_for(ranks):
     return DataLoader(TensorDataset(rows, rows.sum(1, keepdim=True)), BATCH // ranks, shuffle=False)
 
 
-def train(coordinator, directory, epochs, dies_at=None, resume=None):
+def train(coordinator, directory, epochs, dies_at=None, resume=None, *, own_files=False):
     ranks = quiet(coordinator)
     saving = ModelCheckpoint(directory, filename="{step}", monitor="loss", save_top_k=2, save_last=True, every_n_epochs=1)
     watch = Watch(Path(directory, "notes"), dies_at)
-    trainer = trainer_for(ranks, directory, epochs, saving, EarlyStopping("loss", patience=100), watch)
+    io = False if own_files else None
+    trainer = trainer_for(ranks, directory, epochs, saving, EarlyStopping("loss", patience=100), watch, io=io)
     model = Model(extra={"list": [1, (2, None)]})
     trainer.fit(model, loader_for(ranks), ckpt_path=resume)
     kept = sorted(Path(path).name for path in saving.best_k_models)
     return {"losses": model.losses, "start": watch.start, "best": saving.best_model_score.item(), "kept": kept}
+
+
+def migrate(coordinator, directory, half, epochs):
+    """Train with Lightning's own files, import the last of them, and go on from there in another directory; both losses."""
+    old, new = Path(directory, "old"), Path(directory, "new")
+    old.mkdir()
+    before = train(coordinator, old, half, own_files=True)
+    shardckpt.import_checkpoint(old / "last.ckpt", new / "last.ckpt")
+    return [before["losses"], train(coordinator, new, epochs, None, new / "last.ckpt")["losses"]]
 
 
 def swa(coordinator, directory, epochs, resume):

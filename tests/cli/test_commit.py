@@ -5,7 +5,7 @@ from placeholders import undo_commit
 
 import shardckpt
 
-PAGE = DOCS / "cli.md"
+PAGE = DOCS / "json.md"
 
 
 def uncommitted(place):

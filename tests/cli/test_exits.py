@@ -76,7 +76,7 @@ def test_the_documentation_has_the_same_table():
 
 
 def test_the_keys_of_json_are_documented(run, places):
-    text = PAGE.read_text(encoding="utf-8")
+    text = (DOCS / "json.md").read_text(encoding="utf-8")
 
     def keys(doc):
         if isinstance(doc, dict):

@@ -18,7 +18,7 @@ from shardckpt.excerpt import duration_text
 from shardckpt.options import parse_duration
 
 COMMAND = Path(sys.executable).with_name("shardckpt")
-PAGE = DOCS / "cli.md"
+PAGE = DOCS / "json.md"
 ATTEMPT = "20260101T000000-0000000a"
 
 

@@ -27,7 +27,7 @@ NAMES = [f"model.layers.{i}.q_proj.weight" for i in range(2)]
 def run(tmp_path, monkeypatch):
     """A working directory with the checkpoint that the page speaks of."""
     monkeypatch.chdir(tmp_path)
-    state = {"model": {"layers": [{"q_proj.weight": random((64, 32), seed=i)} for i in range(2)]}, "step": 100}
+    state = {"model": {name: random((64, 32), seed=i) for i, name in enumerate(NAMES)}, "step": 100}
     saved("run/100", state, {"**": sharded("a", "b")})
 
 
@@ -41,8 +41,8 @@ def test_the_commands_run(run):
         assert words[0] == "shardckpt"
         result = CliRunner().invoke(app, words[1:])
         assert result.exit_code == 0, result.output
-    assert loaded("model.safetensors") == dict.fromkeys(NAMES, ((64, 32), torch.bfloat16))
-    assert loaded("hf/tiny/model.safetensors") == dict.fromkeys(NAMES, ((64, 32), torch.float32))
+    assert loaded("hf/tiny/model.safetensors") == dict.fromkeys(NAMES, ((64, 32), torch.bfloat16))
+    assert loaded("model.safetensors") == dict.fromkeys(NAMES, ((64, 32), torch.float32))
     assert loaded("out.safetensors") == {f"h.{i}.q_proj.weight": ((64, 32), torch.bfloat16) for i in range(2)}
     assert torch.load("state.pt", weights_only=True)["step"] == 100
 

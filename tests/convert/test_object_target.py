@@ -168,7 +168,7 @@ def test_one_that_appears_meanwhile_is_found_at_the_end_or_by_the_next_process(p
 
 
 def test_it_makes_one_request_per_part_and_a_few_more(cloud, place, monkeypatch):
-    """As docs/storage.md says."""
+    """As docs/lab/bucket-requests.md says."""
     monkeypatch.setattr(object_files, "SAVE_EVERY", 256 * MiB)
     with cloud.breaking():
         with open_target(place) as target:

@@ -12,7 +12,9 @@ DOCUMENTS = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")),
     *sorted(p for p in DOCS.rglob("*.md") if "lab" not in p.parts),
 ]
-FILES = {f"/{path.relative_to(ROOT)}" for folder in ("shardckpt", "tests", "tools") for path in (ROOT / folder).rglob("*.py")}
+FILES = {
+    f"/{path.relative_to(ROOT)}" for folder in ("docs", "examples", "shardckpt", "tests", "tools") for path in (ROOT / folder).rglob("*.py")
+}
 PACKAGES = "commit|convert|format|frameworks|io|plan|reading|reshard|writing"
 """The packages by whose names nothing else in the documentation begins, such as a state's `training.values`."""
 ELSEWHERE = {"train.py", "testbench/rest_server.py", "reshard.sbatch", "format.schema.json"}

@@ -1,4 +1,4 @@
-"""The code in the README, docs/index.md and docs/frameworks.md runs as it stands, from top to bottom."""
+"""The code in the README, docs/index.md, docs/frameworks.md and docs/meshes.md runs as it stands, from top to bottom."""
 
 import os
 import re
@@ -12,7 +12,7 @@ from paths import ROOT
 
 import shardckpt
 
-README, INDEX, FRAMEWORKS = ROOT / "README.md", ROOT / "docs" / "index.md", ROOT / "docs" / "frameworks.md"
+README, INDEX, FRAMEWORKS, MESHES = (ROOT / name for name in ("README.md", "docs/index.md", "docs/frameworks.md", "docs/meshes.md"))
 LINES = 220
 
 PYTHON = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -44,6 +44,7 @@ def test_the_readme_is_short():
         pytest.param(README, 3, id="README"),
         pytest.param(INDEX, 2, id="index"),
         pytest.param(FRAMEWORKS, 4, id="frameworks", marks=pytest.mark.slow),
+        pytest.param(MESHES, 1, id="meshes", marks=pytest.mark.slow),
     ],
 )
 def test_the_code_of_each_section_can_be_pasted_into_a_fresh_interpreter(tmp_path, document, sections):
@@ -79,7 +80,9 @@ def test_the_script_of_many_processes_runs_and_goes_on_with_fewer(tmp_path):
 def test_the_commands_in_the_readme_run(tmp_path):
     for step in (1, 2, 3):
         shardckpt.save(tmp_path / "run" / str(step), {"model": {"weight": np.ones((8, 8))}})
-    blocks = [block for block in re.findall(r"^```sh\n(.*?)^```", README.read_text(), re.MULTILINE | re.DOTALL) if "shardckpt " in block]
+    blocks = [
+        block for block in re.findall(r"^```sh\n(.*?)^```", README.read_text(), re.MULTILINE | re.DOTALL) if block.startswith("shardckpt ")
+    ]
     assert len(blocks) == 2
     for line in "".join(blocks).splitlines():
         command = line.partition("  #")[0].replace("shardckpt", str(Path(sys.executable).with_name("shardckpt")), 1)

@@ -1,8 +1,11 @@
-"""What docs/format.md says is so: its reader reads real checkpoints, and its snippets run as they stand."""
+"""docs/format.md is right: its reader, docs/format_reader.py, reads real checkpoints, and its snippets run as they stand."""
 
 import base64
 import json
 import re
+import runpy
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -15,8 +18,8 @@ from shardckpt.layout.dtypes import DTYPES
 from shardckpt.plan import chunks
 from shardckpt.state.names import array_path
 
-BLOCKS = re.findall(r"^```python\n(.*?)^```$", (DOCS / "format.md").read_text(), re.DOTALL | re.MULTILINE)
-*SNIPPETS, READER = BLOCKS
+SNIPPETS = re.findall(r"^```python\n(.*?)^```$", (DOCS / "format.md").read_text(), re.DOTALL | re.MULTILINE)
+READER = DOCS / "format_reader.py"
 ODD_KEYS = ["a/b", "~", "é", "zarr.json", "..", "__x", "x" * 400, 7, "7", None, "c"]
 
 
@@ -54,20 +57,18 @@ def several_hosts(tmp_path_factory):
 
 @pytest.fixture
 def described():
-    """What the reader in the description defines."""
-    names = {}
-    exec(compile(READER, "format.md", "exec"), names)
-    return names
+    """What the reader of the description defines."""
+    return runpy.run_path(str(READER))
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered in cast:RuntimeWarning")
-def test_the_reader_in_the_description_reads_every_tensor(checkpoint, described):
+def test_the_reader_of_the_description_reads_every_tensor(checkpoint, described):
     for name in checkpoint.names():
         assert equal(described["read"](str(checkpoint.location), name), checkpoint.read(name)), name
     assert len(checkpoint.record.structure.tensors["pieces"].pieces) == 4
 
 
-def test_the_reader_in_the_description_follows_bases(checkpoint, described, tmp_path, tmp_path_factory):
+def test_the_reader_of_the_description_follows_bases(checkpoint, described, tmp_path, tmp_path_factory):
     state = {"keys": {**shardckpt.restore(checkpoint, only="keys/**")["keys"], "more": np.arange(3)}}
     options = shardckpt.SaveOptions(base=tmp_path / "ckpt", skip=["keys/*~1*", "keys/c"])
     for path in (tmp_path / "beside", tmp_path_factory.mktemp("else where") / "é"):
@@ -78,9 +79,16 @@ def test_the_reader_in_the_description_follows_bases(checkpoint, described, tmp_
             assert equal(described["read"](str(path), name), found.read(name)), name
 
 
+def test_the_reader_of_the_description_runs_without_shardckpt(tmp_path):
+    shardckpt.save(tmp_path / "ckpt", {"w": np.arange(3)})
+    program = f"import runpy, sys; runpy.run_path({str(READER)!r}, run_name='__main__'); assert 'shardckpt' not in sys.modules"
+    child = subprocess.run([sys.executable, "-c", program, tmp_path / "ckpt", "w"], capture_output=True, text=True, check=True)
+    assert child.stdout == "[0 1 2]\n"
+
+
 @pytest.mark.parametrize("table", ["the one table", "the hosts' own tables"])
 @pytest.mark.parametrize("layout", ["packed", "zarr"])
-def test_the_reader_in_the_description_reads_what_several_hosts_have_saved(several_hosts, described, layout, table, monkeypatch):
+def test_the_reader_of_the_description_reads_what_several_hosts_have_saved(several_hosts, described, layout, table, monkeypatch):
     checkpoint = several_hosts[layout]
     if table != "the one table":
         referred = described["referred"]

@@ -95,8 +95,8 @@ def with_block(n):
         (with_count(2**62), "4611686018427387904 chunks need a header of"),
         (with_count(10**5), "100000 chunks need a header of"),
         *((with_block(n), "1 to 4096 rows per block") for n in (b"0", b"-1", b"4097", b"true", b"1.5", b'"1"', b"null")),
-        (flipped(-1), "block 0 of the chunk table does not have its checksum"),
-        (flipped(-29), "block 0 of the chunk table does not have its checksum"),  # of its digest
+        (flipped(-1), "block 0 of the chunk table is damaged"),
+        (flipped(-29), "block 0 of the chunk table is damaged"),  # of its digest
         (encode_table(["x"], {"w": rows(0)}).replace(b'["w",1]', b'[["",1'), "header is unreadable"),
     ],
 )

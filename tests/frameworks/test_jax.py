@@ -7,6 +7,8 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
+from importlib.util import find_spec
 from math import prod
 
 import pytest
@@ -14,7 +16,7 @@ from paths import CHILDREN
 
 from shardckpt.layout.dtypes import DTYPES, by_name
 
-PAIRS, CROSS = 64, 24
+PAIRS, CROSS = 64, 24 if find_spec("torch_xla") else 0
 ORDERED, PERMUTED = list(range(8)), [3, 1, 2, 0, 7, 6, 5, 4]
 WIDE = {"int64", "uint64", "float64", "complex128"}
 UNKNOWN = {"float6_e2m3fn", "float6_e3m2fn", "complex32", "bcomplex32"}
@@ -337,6 +339,7 @@ def test_torch_is_never_imported(answers, together):
     assert answers["torch"] == together[0]["torch"] == []
 
 
+@pytest.mark.xla
 def test_a_state_of_torch_xla_tensors_does_not_make_jax_look_for_devices(together):
     assert not together[1]["jax is awake"]
 
@@ -357,13 +360,15 @@ def started(script, *arguments, **environment_variables):
 
 @pytest.fixture(scope="module")
 def together(tmp_path_factory):
-    """What JAX saw, and what torch_xla saw: each restores the other's checkpoint."""
+    """What JAX saw, and what torch_xla saw: each restores the other's checkpoint. Without torch_xla JAX is alone."""
     root = tmp_path_factory.mktemp("jax")
-    with started("jax_xla_partner.py", root, CROSS) as partner, started("jax_end_to_end.py", root, PAIRS, CROSS, **environment()) as jax:
-        assert partner.stdout.readline() == "saved\n"
+    partner = started("jax_xla_partner.py", root, CROSS) if CROSS else None
+    with partner or nullcontext(), started("jax_end_to_end.py", root, PAIRS, CROSS, **environment()) as jax:
+        assert partner is None or partner.stdout.readline() == "saved\n"
         jax_seen, _ = jax.communicate("go on\n", timeout=110)
-        partner_seen, _ = partner.communicate("go on\n", timeout=110)
-    assert jax.returncode == partner.returncode == 0
+        partner_seen, _ = ("{}", None) if partner is None else partner.communicate("go on\n", timeout=110)
+    assert jax.returncode == 0
+    assert partner is None or partner.returncode == 0
     return json.loads(jax_seen.splitlines()[-1]), json.loads(partner_seen.splitlines()[-1])
 
 
@@ -387,6 +392,7 @@ def test_training_goes_on_on_another_mesh_from_shapes_and_dtypes_alone(together)
     }
 
 
+@pytest.mark.xla
 def test_what_torch_xla_saved_restores_in_jax_bit_by_bit_and_the_other_way_round(together):
     jax, partner = together
     assert jax["for torch_xla"] == CROSS

@@ -4,7 +4,7 @@
     python -m tools.bench --quick                a sixteenth of the bytes, three rounds: a few minutes
     python -m tools.bench --group torch --state llama --operation save --operation restore
     python -m tools.bench --storage gs           in a bucket; --storage gs-tls, gs-20ms and gs-100ms besides
-    python -m tools.bench --write                and docs/performance.md, its chart, and the figures to compare with later
+    python -m tools.bench --write                and docs/performance.md, its chart and tables, and the figures to compare with later
     python -m tools.bench --compare docs/performance.json
     python -m tools.bench --resume FILE          what the file, of a run that was cut or had failures, lacks
     python -m tools.bench --again FILE --group jax --operation save         those once more, in place of what the file has
@@ -34,7 +34,7 @@ from tools.bench.group import GROUPS
 from tools.bench.measure import OPERATIONS
 from tools.bench.plan import PLAN, QUICK, STORAGES, tasks
 from tools.bench.processes import TaskError, measured
-from tools.bench.report import page, summary
+from tools.bench.report import page, summary, tables
 from tools.bench.results import OtherRunError, Results, read
 from tools.bench.states import STATES
 
@@ -59,7 +59,7 @@ def main() -> int:
     source.add_argument("--resume", type=Path, metavar="FILE", help="go on with that file of results")
     source.add_argument("--again", type=Path, metavar="FILE", help="measure once more what is chosen, in place of what the file has of it")
     source.add_argument("--from", dest="earlier", type=Path, metavar="FILE", help="what was measured before, and no run")
-    parser.add_argument("--write", action="store_true", help="write performance.md, its figures and its chart")
+    parser.add_argument("--write", action="store_true", help="write performance.md, its tables, figures and chart")
     parser.add_argument("--docs", type=Path, default=DOCS, metavar="DIR", help="where --write does; by default docs/")
     parser.add_argument("--compare", type=Path, metavar="FILE", help="figures of an earlier run")
     parser.add_argument("--cuda", action="store_true", help="measure on a GPU, and nothing else; with --json its figures go to that file")
@@ -78,6 +78,8 @@ def main() -> int:
     print(summary(found))
     if asked.write:
         (asked.docs / "performance.md").write_text(page(found), "utf-8")
+        (asked.docs / "lab").mkdir(exist_ok=True)
+        (asked.docs / "lab" / "performance-tables.md").write_text(tables(found), "utf-8")
         (asked.docs / "performance.svg").write_text(chart(found), "utf-8")
         (asked.docs / "performance.json").write_text(json.dumps(found, indent=1) + "\n", "utf-8")
     fallen = [] if earlier is None else worse(earlier, found)

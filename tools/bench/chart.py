@@ -14,11 +14,13 @@ from tools.bench.ratios import OURS, is_ours
 
 __all__ = ["chart"]
 
-WIDTH, NAMES, BARS, RATES = 880, 300, 480, 100
+WIDTH, NAMES, BARS, RATES = 540, 230, 250, 60
 """Of the picture, of the names' column, of the longest bar, and of what stands behind it."""
 ROW, THIN, GAP = 17, 7, 14
 PANELS = {("tmpfs", "llama"): "", ("gs", "matrices"): ", in a bucket"}
 """Storage and state of what is drawn → what its panels' titles add."""
+DRAWN = ("save", "stall", "restore")
+"""The operations of the picture; the tables have all."""
 STYLE = """
   text { font: 12px system-ui, -apple-system, "Segoe UI", sans-serif; fill: #1f2328 }
   .group { font-size: 15px; font-weight: 600 } .operation { font-weight: 600 } .ours { font-weight: 600 } .quiet { fill: #59636e }
@@ -32,8 +34,8 @@ STYLE = """
 
 
 def chart(found: dict[str, Any]) -> str:
-    """The Llama-like state on tmpfs, and the matrices in a bucket."""
-    results = [r for r in found["results"] if (r["storage"], r["state"]) in PANELS]
+    """Saves, stalls and restores: of the Llama-like state on tmpfs, and of the matrices in a bucket."""
+    results = [r for r in found["results"] if (r["storage"], r["state"]) in PANELS and r["operation"] in DRAWN]
     operations, panels = list(OPERATIONS), list(dict.fromkeys(_panel(r) for r in results))
     results.sort(key=lambda r: (panels.index(_panel(r)), operations.index(r["operation"]), _kind(r) != "ours", _kind(r) == "floor"))
     parts, y = list(_legend()), 52
@@ -45,7 +47,7 @@ def chart(found: dict[str, Any]) -> str:
         y += 40
         for operation, same in groupby(bars, key=lambda r: r["operation"]):
             parts.append(_text(16, y + 12, OPERATIONS[operation].title, "operation"))
-            y += 20 if len(OPERATIONS[operation].title) > 18 else 0
+            y += 20
             for result in same:
                 parts += _bar(result, y, _rate(result) / fastest * BARS)
                 y += ROW
@@ -63,7 +65,7 @@ def _panel(result: dict[str, Any]) -> str:
 
 
 def _legend() -> list[str]:
-    parts, x = [_text(16, 22, "GB/s; longer is faster. A Llama-like state on tmpfs; 16 matrices in a bucket", "operation")], 16
+    parts, x = [_text(16, 22, "GB/s, longer is faster. Llama-like state on tmpfs; matrices in a bucket", "operation")], 16
     for kind, what in (("ours", OURS), ("peer", "peers"), ("floor", "floors: the bytes only moved")):
         parts.append(f'<rect class="{kind}" x="{x}" y="{34 - (4 if kind != "floor" else 1)}" width="14" height="{THIN + 2}" rx="1"/>')
         parts.append(_text(x + 20, 39, what, "quiet"))

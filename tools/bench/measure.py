@@ -52,7 +52,7 @@ OPERATIONS = {
     operation.key: operation
     for operation in (
         Operation("save", "Save", "everything, until it is committed"),
-        Operation("stall", "Stall of a save in the background", "until the call returns and the state may change"),
+        Operation("stall", "Stall of save_async", "until the call returns and the state may change"),
         Operation("restore", "Restore in place", "onto the layout that it was saved from, into memory that is there"),
         Operation("other", "Restore onto another mesh", "rows become rows and columns"),
         Operation("columns", "Read an eighth of the columns", "of every matrix, as one host of eight would"),

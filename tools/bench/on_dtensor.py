@@ -165,4 +165,4 @@ def _dcp(nbytes: int, tensors: Any, rows: Any, cols: Any, directory: Path, same_
             "restore": Run(lambda: dcp.load(dict(rows), checkpoint_id=kept), nbytes, before=there, after=same_rows),
             "other": Run(lambda: dcp.load(dict(cols), checkpoint_id=kept), nbytes, before=there, after=same_columns),
         }
-    return Subject(name, runs, "thread_count=2, sync_files=False; in the background, a DefaultStager that is kept" if best else "defaults")
+    return Subject(name, runs, "thread_count=2, sync_files=False; in the background: one DefaultStager, reused" if best else "defaults")

@@ -120,7 +120,7 @@ def _ours(given: _Given) -> Subject:
         "export": Run(lambda: shardckpt.export_safetensors(kept, file), given.nbytes, before=there, writes=file),
     }
     settings = (
-        "defaults; to save in the background, memory_limit=4GiB, which all of it fits into; "
+        "defaults; in the background: memory_limit=4GiB, more than the state; "
         "exports: every chunk is compared with its checksum, and the file is read back"
     )
     return Subject("shardckpt", runs, settings, checksums=True)
@@ -132,7 +132,7 @@ def _ours_not_read_back(given: _Given) -> Subject:
     kept, file = given.directory / "ours", given.directory / "ours.safetensors"
     there = given.there("ours", lambda path: shardckpt.save(path, given.tensors))
     export = Run(lambda: shardckpt.export_safetensors(kept, file, verify=False), given.nbytes, before=there, writes=file)
-    return Subject("shardckpt, not read back", {"export": export}, "verify=False: as the peers", checksums=True)
+    return Subject("shardckpt, not read back", {"export": export}, "verify=False, like the peers", checksums=True)
 
 
 def _dcp(given: _Given, *, best: bool) -> Subject:
@@ -172,7 +172,7 @@ def _dcp(given: _Given, *, best: bool) -> Subject:
             "export": Run(lambda: dcp_to_torch_save(kept, file), given.nbytes, before=there, writes=file),
         }
     best_settings = (
-        "thread_count=2, sync_files=False; in the background, a DefaultStager that is kept; "
+        "thread_count=2, sync_files=False; in the background: one DefaultStager, reused; "
         "exports: consolidate_safetensors_files with 2 threads, which copies whole tensors from the one file that "
         "HuggingFaceStorageWriter saved, this rank being the only one, compares no checksums and reads nothing back"
     )
@@ -197,7 +197,7 @@ def _dcp_in_bucket(given: _Given, *, best: bool) -> Subject:
     runs = {"save": Run(lambda: save(out), given.nbytes, writes=out)}
     if not best:
         runs["restore"] = Run(load, given.nbytes, before=there, after=given.same)
-    return Subject(name, runs, f"FsspecWriter{' with thread_count=4, sync_files=False' if best else ', FsspecReader'}, of gcsfs")
+    return Subject(name, runs, f"FsspecWriter{' with thread_count=4, sync_files=False' if best else ', FsspecReader'}, through gcsfs")
 
 
 def _save_for_consolidation(path: Path, tensors: dict[str, torch.Tensor]) -> None:

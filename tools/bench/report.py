@@ -1,7 +1,4 @@
-"""The page of a run, docs/performance.md, in the order a reader needs it.
-
-Whether targets are met; where others are faster; the chart; how it was measured, and with which settings; all figures.
-"""
+"""The pages of a run: docs/performance.md for users, and docs/lab/performance-tables.md with every figure."""
 
 from __future__ import annotations
 
@@ -18,11 +15,44 @@ from tools.bench.targets import held
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["page", "summary"]
+__all__ = ["page", "summary", "tables"]
 
 READS = ("restore", "other", "columns", "verify", "export")
-ALONE = "verify"
-"""Nobody else can be asked for it."""
+MADE = "<!-- Written by `make bench`: tools/bench/report.py. -->"
+TABLES = "https://github.com/shardckpt/shardckpt/blob/main/docs/lab/performance-tables.md"
+WHY_FASTER = """
+Reasons:
+
+- safetensors and torch.save write one file without checksums. They neither commit it nor wait until it is durable.
+- DCP and Orbax do not compare checksums when they read, except where the tables say so.
+- DCP exports one rank's whole tensors and does not read the file back. shardckpt exports chunks, compares their checksums and reads the
+  file back.
+"""
+FLOORS = """
+A *floor* only moves the same bytes, without names, checksums or a commit. It shows what the machine can do.
+
+| floor | moves bytes |
+|---|---|
+| write(2), readv(2), memcpy | to files, from files, in memory; with as many threads and processes as shardckpt |
+| HTTP puts, HTTP gets, raw TensorStore | to a bucket or from it, in a number of streams |
+| placing ready host shards | from host memory into the arrays of the framework |
+| save_file, torch.save, from memory | from memory to one exported file |
+"""
+BUCKET = """
+## The bucket
+
+- fake-gcs-server emulates Cloud Storage in memory on the same machine, and accepts a few hundred MB/s from any client.
+- HTTP puts send objects of at most 64 MiB. HTTP gets read ranges of 4 MiB.
+- "20 ms away" is a proxy that delays every request by 20 ms and does not limit bandwidth. TLS uses a certificate made for the test.
+"""
+COLUMNS = """
+- Seconds: median (min – max) of the rounds.
+- Ratio: shardckpt's rate divided by the program's (min – max over rounds).
+- CPU s/GB: user and system time of the program's own process.
+- Peak: growth of resident memory.
+- Read: bytes read from files, per byte needed. Reads through mapped memory are not counted.
+- Floors are in italics.
+"""
 
 
 def summary(found: dict[str, Any]) -> str:
@@ -35,57 +65,70 @@ def summary(found: dict[str, Any]) -> str:
             beside = f"{ratio.value:8.2f}" if ratio is not None else ""
             rate = f"{_rate(r):>6} {_unit(r)}  {_cpu(r):>5} CPU s/GB"
             lines.append(f"  {r['operation']:8} {r['subject']:35} {_seconds(r['median']):>8} s  {rate} {beside}")
-    lines += ["", *(f"  {'met ' if h.met else 'NOT '} {h.target.what}: {h.bound}: {h.value:.2f}" for h in held(found))]
+    lines += ["", *(f"  {'met ' if h.met else 'NOT '} {h.target.what}: {h.bound}: {h.shown}" for h in held(found))]
     lines += [f"  FAILED {', '.join(_task(f))}: {_last_line(f)}" for f in found["failed"]]
     return "\n".join(lines)
 
 
 def page(found: dict[str, Any]) -> str:
     """docs/performance.md."""
-    parts = (_summary, _slower, _failures, _chart, _how, _subjects, _figures)
-    return "<!-- Written by `make bench`: tools/bench/report.py. -->\n# Performance\n\n" + "\n".join(
-        line for part in parts for line in part(found)
-    )
+    parts = (_beginning, _faster, _targets, _failures, _how)
+    return f"# Performance\n\n{MADE}\n\n" + "\n".join(line for part in parts for line in part(found))
 
 
-def _summary(found: dict[str, Any]) -> Iterator[str]:
+def tables(found: dict[str, Any]) -> str:
+    """docs/lab/performance-tables.md."""
+    parts = (_each_faster, _sizes, _settings, _figures)
+    return f"# Performance tables\n\n{MADE}\n\n" + "\n".join(line for part in parts for line in part(found))
+
+
+def _beginning(found: dict[str, Any]) -> Iterator[str]:
     reached = list(held(found))
-    met = sum(h.met for h in reached)
     versions = found["versions"]
+    yield "After this page you know where shardckpt is faster than its peers, where it is slower, and how to measure it yourself.\n"
+    yield "```sh\nmake bench-quick   # in a clone: a few minutes; `make bench` takes half an hour and 20 GiB of memory\n```\n"
     yield (
-        f"shardckpt {versions['shardckpt']} beside torch.distributed.checkpoint (DCP, torch {versions['torch']}), Orbax "
-        f"{versions['orbax-checkpoint']} and safetensors {versions['safetensors']}, on {found['cores']} cores of one machine: "
-        f"{met} of {len(reached)} targets are met. Ratios are our rate over theirs: **above 1, we are faster**. "
-        "A floor (write(2), readv(2), memcpy, HTTP puts and gets, raw TensorStore, placing ready shards) only moves the bytes, without "
-        "names, checksums or a commit. A floor on files has as many threads, and as many processes, as shardckpt; its name says so.\n"
+        f"shardckpt {versions['shardckpt']} was measured beside torch.distributed.checkpoint (DCP) of torch {versions['torch']}, Orbax "
+        f"{versions['orbax-checkpoint']} and safetensors {versions['safetensors']}, on {found['cores']} CPU cores of one machine. "
+        f"**{sum(h.met for h in reached)} of {len(reached)} targets are met.**\n"
     )
-    yield "| what | target | measured | met |"
-    yield "|---|---|--:|---|"
-    for h in reached:
-        yield f"| {h.target.what} | {h.bound} | {h.value:.2f} | {h.verdict} |"
+    yield "![GB/s of saves, stalls and restores, on tmpfs and in a bucket](performance.svg)\n"
+    yield (
+        "- *Ratio*: shardckpt's rate divided by the other program's rate. Above 1, shardckpt is faster.\n"
+        "- *Stall*: the time until `save_async` returns. Its rate is the bytes of the state per second of that time.\n"
+        "- *At its best*: with the documented settings that were fastest here. Otherwise a peer runs with its defaults."
+    )
+    yield FLOORS
+
+
+def _faster(found: dict[str, Any]) -> Iterator[str]:
+    yield "## Where peers are faster\n"
+    rows: dict[tuple[str, str, str], list[tuple[float, str]]] = {}
+    for (storage, state, group, operation, other), ratio in _lost(found):
+        place = f"`{state}`" if storage == "tmpfs" else f"`{state}` {STORAGES[storage]}"
+        rows.setdefault((OPERATIONS[operation].title, _framework(group), other), []).append((ratio, place))
+    if not rows:
+        yield "No peer was faster at anything in this run.\n"
+        return
+    yield "| operation | framework | faster peer | ratio | states |\n|---|---|---|--:|---|"
+    for (operation, framework, other), cases in rows.items():
+        least, most = (f"{pick(ratio for ratio, _ in cases):.2f}" for pick in (min, max))
+        yield (
+            f"| {operation} | {framework} | {other} | {least if least == most else f'{least} – {most}'} | "
+            f"{', '.join(dict.fromkeys(place for _, place in cases))} |"
+        )
+    yield WHY_FASTER
+    yield "States, on tmpfs where no other storage is named:\n\n| state | tensors | size |\n|---|---|--:|"
+    for state in STATES.values():
+        yield f"| `{state.name}` | {state.what} | {_gigabytes(state.nbytes)} |"
     yield ""
 
 
-def _slower(found: dict[str, Any]) -> Iterator[str]:
-    yield "## Where we are not the fastest\n"
-    lines = []
-    for (storage, state, group, operation, other), ratio in ratios(found).items():
-        if ratio.value < 1 and not ratio.floor:
-            lines.append(
-                f"| {OPERATIONS[operation].title} | {group} | {STATES[state].what}, {STORAGES[storage]} | {other} | {ratio.value:.2f} |"
-            )
-    if not lines:
-        yield "Nobody but floors was faster at anything, in this run.\n"
-        return
-    yield (
-        "Peers that were faster at something. safetensors and torch.save write one file, without checksums, and neither make it durable "
-        "nor commit it; DCP and Orbax read without comparing checksums where the tables below say so. DCP's consolidation exports from "
-        "the shards of one rank, which are whole tensors, and reads nothing back; we export from chunks, compare the checksum of each, "
-        "and read back what was written.\n"
-    )
-    yield "| what | of | state | faster | our rate over theirs |"
-    yield "|---|---|---|---|--:|"
-    yield from lines
+def _targets(found: dict[str, Any]) -> Iterator[str]:
+    yield "## Targets\n\nThe state is `llama` where the operation names no other tensors.\n"
+    yield "| operation | target | measured | met |\n|---|---|--:|---|"
+    for h in held(found):
+        yield f"| {h.target.what} | {h.bound} | {h.shown} | {h.verdict} |"
     yield ""
 
 
@@ -97,70 +140,76 @@ def _failures(found: dict[str, Any]) -> Iterator[str]:
         yield ""
 
 
-def _chart(found: dict[str, Any]) -> Iterator[str]:
-    del found
-    yield "![GB/s of each operation, on tmpfs and in a bucket: shardckpt, its peers, and the floors](performance.svg)\n"
-
-
 def _how(found: dict[str, Any]) -> Iterator[str]:
     yield "## How it was measured\n"
     yield (
-        f"On {found['date']} with `python -m tools.bench --write`: {found['cores']} cores, {found['memory_bytes'] / 2**30:.0f} GiB, "
-        f"{found['system']}, Python {found['python']}, {', '.join(f'{name} {number}' for name, number in found['versions'].items())}. "
-        "All subjects of a table have the same state and memory, in the same processes, and take turns; every other round goes "
-        f"backwards, and one that does not count comes first. Told are medians of {LEAST_ROUNDS} to {max(line.rounds for line in PLAN)} "
-        "rounds. Files that are read were written just before, and lie in the kernel's cache. `tools/bench/measure.py` has the "
-        "rules, and [performance.json](performance.json) all figures.\n\n"
-        "No figure is of a GPU: CUDA tensors have not been measured ([cuda.md](cuda.md)).\n\n"
-        "Absolute figures are this machine's; compare ratios. `python -m tools.bench --compare docs/performance.json` measures "
-        "again and names those that got worse.\n"
+        f"Date: {found['date']}. Machine: {found['cores']} cores, {found['memory_bytes'] / 2**30:.0f} GiB, {found['system']}, no GPU (see "
+        f"[CUDA](cuda.md)). Python {found['python']}, {', '.join(f'{name} {number}' for name, number in found['versions'].items())}.\n"
     )
-    if any(r["storage"] in DELAYS for r in found["results"]):
-        yield (
-            "The bucket is one of fake-gcs-server, an emulator of Cloud Storage that keeps objects in memory, on the same machine. It "
-            "shares the cores with the subjects, and takes at most some hundred MB/s of puts, from any client. So seconds say less there "
-            "than the own processor time of a subject, which does not count the emulator's. Plain HTTP puts send objects of 64 MiB from "
-            "memory (smaller ones if there are more streams than that), and plain HTTP gets read ranges of 4 MiB into place. Over TLS, "
-            "the emulator has a certificate of the bench's own. A bucket some ms away stands behind a proxy that delays each request by "
-            "that time, and does not limit the bandwidth.\n"
-        )
+    yield (
+        "- All programs have the same state in the same memory and processes. They run in turn, in the opposite order every other "
+        "round. The first round does not count.\n"
+        f"- Figures are medians of {LEAST_ROUNDS} to {max(line.rounds for line in PLAN)} rounds.\n"
+        "- Files are read just after they were written, from the kernel's cache.\n"
+        "- Ratios carry over to other machines better than seconds.\n"
+        "- To find regressions, run `python -m tools.bench --compare docs/performance.json`. It measures again and lists the ratios that "
+        "fell."
+    )
     parts = {r["part"] for r in found["results"]}
     if min(parts, default=1) > 1:
-        yield f"**Of every state, 1/{min(parts)} at the most was measured. Fixed costs weigh more than they do in use.**\n"
-    yield "| state | bytes | storage | of it | rounds |"
-    yield "|---|--:|---|---|--:|"
-    for (state, storage, part), results in groupby(_ordered(found), key=lambda r: (r["state"], r["storage"], r["part"])):
-        rounds = {len(r["seconds"]) for r in results}
-        made = str(min(rounds)) if len(rounds) == 1 else f"{min(rounds)} – {max(rounds)}"
-        of_it = "all" if part == 1 else f"1/{part}"
-        yield f"| {STATES[state].what} | {_gigabytes(STATES[state].nbytes)} | {STORAGES[storage]} | {of_it} | {made} |"
+        yield f"- **At most 1/{min(parts)} of every state was measured, so fixed costs weigh more than in use.**"
+    if any(r["storage"] in DELAYS for r in found["results"]):
+        yield (
+            "- The bucket is an emulator in memory on the same cores. CPU seconds, which do not include the emulator, say more about "
+            "buckets than wall time."
+        )
+    yield f"\n[All figures, settings and sizes]({TABLES}) are in the repository. `tools/bench/measure.py` has the exact rules."
     yield ""
 
 
-def _subjects(found: dict[str, Any]) -> Iterator[str]:
-    yield "## Who, and with which settings\n"
-    yield "| of | who | settings |"
-    yield "|---|---|---|"
+def _lost(found: dict[str, Any]) -> Iterator[tuple[tuple[str, str, str, str, str], float]]:
+    """The ratios of all cases where a peer was faster, if two digits show it; by operation."""
+    known = ratios(found | {"results": _ordered(found)})
+    for key, ratio in sorted(known.items(), key=lambda item: list(OPERATIONS).index(item[0][3])):
+        if ratio.value < 0.995 and not ratio.floor:
+            yield key, ratio.value
+
+
+def _each_faster(found: dict[str, Any]) -> Iterator[str]:
+    yield "## Each case where a peer is faster\n"
+    yield "| operation | tensors | state | peer | ratio |\n|---|---|---|---|--:|"
+    for (storage, state, group, operation, other), ratio in _lost(found):
+        yield f"| {OPERATIONS[operation].title} | {group} | {STATES[state].what}, {STORAGES[storage]} | {other} | {ratio:.2f} |"
+    yield ""
+
+
+def _sizes(found: dict[str, Any]) -> Iterator[str]:
+    yield "## Sizes and rounds\n"
+    yield "| state | bytes | storage | measured part | rounds |\n|---|--:|---|---|--:|"
+    for (state, storage, part), results in groupby(_ordered(found), key=lambda r: (r["state"], r["storage"], r["part"])):
+        rounds = {len(r["seconds"]) for r in results}
+        made = str(min(rounds)) if len(rounds) == 1 else f"{min(rounds)} – {max(rounds)}"
+        measured = "all" if part == 1 else f"1/{part}"
+        yield f"| {STATES[state].what} | {_gigabytes(STATES[state].nbytes)} | {STORAGES[storage]} | {measured} | {made} |"
+    yield ""
+
+
+def _settings(found: dict[str, Any]) -> Iterator[str]:
+    yield "## Settings\n"
+    yield "| tensors | program | settings |\n|---|---|---|"
     results = [r for r in _ordered(found) if not r["floor"]]
     for group, subject, settings in dict.fromkeys((r["group"], r["subject"], r["settings"]) for r in results):
         yield f"| {group} | {subject} | {settings} |"
-    yield (
-        "\nPeers at their best are what their documented options gave the best times here with. To verify every stored byte is "
-        "nothing that a peer can be asked for, so it stands beside reading alone.\n"
-    )
+    yield "\nNo peer can verify stored bytes, so Verify is compared with reading alone."
+    yield BUCKET
 
 
 def _figures(found: dict[str, Any]) -> Iterator[str]:
     known = ratios(found)
-    yield "## All figures\n"
-    yield (
-        "Ratio: our rate over theirs, with the least and the most of one round. CPU s/GB: processor time of the subject's process alone, "
-        "user and system, per GB moved. Peak: resident memory at the most, above what it was before. Read: bytes read from files, per "
-        "byte needed (not what is read through memory that is mapped). Floors stand in italics."
-    )
+    yield f"## All figures\n{COLUMNS}"
     for title, results in _tables(found):
-        yield f"\n### {title}\n"
-        yield f"| | who | seconds (least – most) | {_unit(results[0])} | ours / theirs | CPU s/GB | peak MiB | read | files | checksums |"
+        yield f"### {title}\n"
+        yield f"| operation | program | seconds | {_unit(results[0])} | ratio | CPU s/GB | peak MiB | read | files | checksums |"
         yield "|---|---|--:|--:|--:|--:|--:|--:|--:|---|"
         for operation, same in groupby(results, key=lambda r: r["operation"]):
             for number, r in enumerate(same):
@@ -173,7 +222,7 @@ def _figures(found: dict[str, Any]) -> Iterator[str]:
                     f"{r['peak_bytes'] >> 20} | {_read(r)} | {r['files'] or ''} | "
                     f"{'' if r['floor'] else 'yes' if r['checksums'] else 'no'} |"
                 )
-    yield ""
+        yield ""
 
 
 def _tables(found: dict[str, Any]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
@@ -185,13 +234,18 @@ def _tables(found: dict[str, Any]) -> Iterator[tuple[str, list[dict[str, Any]]]]
 
 
 def _ordered(found: dict[str, Any]) -> list[dict[str, Any]]:
-    """As the plan has them, whenever they were measured."""
+    """In the order of the plan, whenever they were measured."""
     storages, states, operations = list(STORAGES), list(STATES), list(OPERATIONS)
     groups = list(dict.fromkeys(group for line in PLAN for group in line.groups))
     return sorted(
         found["results"],
         key=lambda r: (storages.index(r["storage"]), states.index(r["state"]), groups.index(r["task"]), operations.index(r["operation"])),
     )
+
+
+def _framework(group: str) -> str:
+    """The first word of a group's name."""
+    return group.partition(" ")[0]
 
 
 def _unit(result: dict[str, Any]) -> str:
@@ -204,12 +258,12 @@ def _rate(result: dict[str, Any]) -> str:
 
 
 def _cpu(result: dict[str, Any]) -> str:
-    """Seconds per GB; of results of earlier versions of the bench nothing."""
+    """Seconds per GB; empty in results of earlier versions of the bench."""
     return f"{result['cpu_median'] / result['nbytes'] * 1e9:.2f}" if "cpu_median" in result else ""
 
 
 def _read(result: dict[str, Any]) -> str:
-    """Bytes read from files, per byte needed; what comes from a bucket is not among them."""
+    """Bytes read from files, per byte needed; empty for reads from a bucket."""
     if result["operation"] not in READS or result["storage"] in DELAYS:
         return ""
     return f"{result['read_bytes'] / result['nbytes']:.2f}"

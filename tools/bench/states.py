@@ -58,7 +58,7 @@ STATES = {
         State("bf16", "the same 110 tensors, bfloat16", _llama(), "bfloat16"),
         State("small", "2,000 tensors of 64 KiB, float32", {f"block.{i}.weight": (128, 128) for i in range(2000)}, "float32"),
         State("ten", "10 tensors of 64 KiB, float32", {f"block.{i}.weight": (128, 128) for i in range(10)}, "float32"),
-        State("flat", "16 flat tensors of 64 MiB, float32", {f"block.{i}.weight": (1 << 24,) for i in range(16)}, "float32"),
+        State("flat", "16 1-D tensors of 64 MiB, float32", {f"block.{i}.weight": (1 << 24,) for i in range(16)}, "float32"),
         State("matrices", "16 matrices of 64 MiB, float32", {f"block.{i}.weight": (4096, 4096) for i in range(16)}, "float32"),
         State("one", "one tensor of 2 GiB, float32", {"table.weight": (32768, 16384)}, "float32"),
     )

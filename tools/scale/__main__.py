@@ -2,7 +2,7 @@
 
     python -m tools.scale                     8 to 100,000 devices, three models, four layouts; ten minutes on one core
     python -m tools.scale --quick             one model, four sizes of job, DCP up to 64 ranks: about three minutes
-    python -m tools.scale --write             and docs/scale.md, its chart and its figures
+    python -m tools.scale --write             and docs/scale.md, its chart, tables and figures
     python -m tools.scale --from results.json --write     no run: the page of an earlier one
     python -m tools.scale --resume results.json           keeps each measurement there as it is made; makes none again
     python -m tools.scale --resume results.json --only requests commit     some of them
@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from tools.scale.chart import chart
 from tools.scale.child import MODULES
+from tools.scale.lab import tables
 from tools.scale.points import FULL, QUICK, SMALLEST, Points
 from tools.scale.report import page, summary
 
@@ -33,7 +34,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 ROOT = Path(__file__).parents[2]
-PAGE, FIGURES, CHART = ROOT / "docs/scale.md", ROOT / "docs/scale.json", ROOT / "docs/scale.svg"
+PAGE, TABLES = ROOT / "docs/scale.md", ROOT / "docs/lab/scale-tables.md"
+FIGURES, CHART = ROOT / "docs/scale.json", ROOT / "docs/scale.svg"
 TIMEOUT = 600
 """Seconds that one process may take; DCP's plans are built before they are measured."""
 BUCKET = "bucket"
@@ -51,7 +53,7 @@ def main() -> int:
     parser.add_argument("--resume", type=Path, metavar="FILE", help="make what is not there yet, and keep it there")
     parser.add_argument("--only", nargs="+", choices=[*MODULES, BUCKET], help="make nothing else")
     parser.add_argument("--from", dest="earlier", type=Path, metavar="FILE", help="what was measured before, and no run")
-    parser.add_argument("--write", action="store_true", help="write docs/scale.md, its figures and its chart")
+    parser.add_argument("--write", action="store_true", help="write docs/scale.md, its tables, figures and chart")
     asked = parser.parse_args()
     if asked.earlier is not None:
         found = json.loads(asked.earlier.read_text("utf-8"))
@@ -62,6 +64,7 @@ def main() -> int:
     print(summary(found))
     if asked.write:
         PAGE.write_text(page(found), "utf-8")
+        TABLES.write_text(tables(found), "utf-8")
         CHART.write_text(chart(found), "utf-8")
         FIGURES.write_text(json.dumps(found, indent=1) + "\n", "utf-8")
     return 0

@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 __all__ = ["chart"]
 
-COLUMNS, PANEL, PLOT, LEFT, TOP = 2, (545, 316), (250, 220), 62, 44
+COLUMNS, PANEL, PLOT, LEFT, TOP = 1, (500, 316), (250, 220), 62, 44
 """Panels side by side; width and height of one, and of its plot; where the plot begins."""
 COLOURS = ("#0969da", "#1a7f37", "#8250df", "#bf3989", "#d29922", "#bc4c00", "#6e7781")
 LEGEND = (
-    "The figure behind a name is the exponent of the power law that fits the line:",
-    "0 is flat, 1 is linear. Dashed: DCP, or without what keeps requests few.",
-    "Plans, metadata and restores are of the largest model, 1,000 tensors.",
+    "The number after a name is the exponent of the power law that fits the line:",
+    "0 is constant, 1 is linear. Dashed: DCP, or shardckpt without a feature.",
+    "Plans and restores: the largest model, 1,000 tensors.",
 )
 DARK = ("#4493f8", "#3fb950", "#ab7df8", "#db61a2", "#d29922", "#f0883e", "#9198a1")
 STYLE = (
@@ -72,9 +72,10 @@ def chart(found: dict[str, Any]) -> str:
         parts.append("</g>")
     x, y = len(panels) % COLUMNS * width, len(panels) // COLUMNS * height  # where the next panel would be
     parts += [f'<text class="quiet" x="{x + 12}" y="{y + 18 + 16 * i}">{escape(line)}</text>' for i, line in enumerate(LEGEND)]
-    across, down = COLUMNS * width, y + (height if x else 50)
+    across, down = COLUMNS * width, y + (height if x else 62)
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {across} {down}" role="img">\n<title>Growth with devices and hosts</title>\n'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {across} {down}" width="{across}" height="{down}" role="img">\n'
+        f"<title>Growth with devices and hosts</title>\n"
         f'<style>{STYLE}</style>\n<rect class="page" width="100%" height="100%"/>\n' + "\n".join(parts) + "\n</svg>\n"
     )
 
@@ -88,21 +89,7 @@ def _panels(found: dict[str, Any]) -> Iterator[_Panel]:
         lines += _of_dcp(results, what, "cpu", tree)
         whose = "one host's; DCP: the coordinator's" if what == "save" else "one host's; DCP: one rank's"
         yield _Panel(f"{title}: {whose}", "devices", "seconds of processor time", lines)
-    ours = [Line(kind, *curve(results, "save", "peak", tree=tree, kind=kind), i) for i, kind in enumerate(kinds)]
-    yield _Panel("Memory of a save's plan, with Python and libraries", "devices", "bytes", [*ours, *_of_dcp(results, "save", "peak", tree)])
-    names = {
-        "contents bytes": "what a host says",
-        "host record bytes": "a host's record",
-        "commit record bytes": "commit record",
-        "table header bytes": "table's header",
-    }
-    yield _Panel(
-        f"Metadata, {kinds[0]}",
-        "devices",
-        "bytes",
-        [Line(name, *curve(results, "metadata", key, tree=tree, kind=kinds[0]), i) for i, (key, name) in enumerate(names.items())],
-    )
-    keys = {"data requests": "data", "table requests": "tables", f"table requests{WITHOUT}": "tables, without hosts' own"}
+    keys = {"data requests": "data", "table requests": "tables", f"table requests{WITHOUT}": "tables, merged table only"}
     yield _Panel(
         "Requests of a host that restores its own share, FSDP",
         "devices",
@@ -119,7 +106,7 @@ def _panels(found: dict[str, Any]) -> Iterator[_Panel]:
         "seconds",
         [
             Line("commit", hosts, [r["wall"] for r in alike], 0),
-            Line("reading and writing its files", hosts, [r["floor"] for r in alike], 6),
+            Line("only its reads and writes", hosts, [r["floor"] for r in alike], 6),
         ],
     )
     loads = found["bucket"]
@@ -127,12 +114,12 @@ def _panels(found: dict[str, Any]) -> Iterator[_Panel]:
     yield _Panel(
         "Requests when all hosts save at once",
         "hosts",
-        "most in any second",
+        "most in one second",
         [
             Line("writes", hosts, [load["paced"]["most_writes"] for load in loads], 0),
             Line("reads", hosts, [load["paced"]["most_reads"] for load in loads], 1),
-            Line("writes without a pace", hosts, [load["unpaced"]["most_writes"] for load in loads], 4, dashed=True),
-            Line("reads without a pace", hosts, [load["unpaced"]["most_reads"] for load in loads], 5, dashed=True),
+            Line("writes, no rate limit", hosts, [load["unpaced"]["most_writes"] for load in loads], 4, dashed=True),
+            Line("reads, no rate limit", hosts, [load["unpaced"]["most_reads"] for load in loads], 5, dashed=True),
         ],
     )
 

@@ -1,11 +1,11 @@
-"""How is a job of so many devices, 8 of each host, laid out? As in the field: FSDP, FSDP with tensor parallelism, HSDP, and experts.
+"""The layouts of a job with 8 devices per host: FSDP, FSDP with tensor parallelism, HSDP, and expert parallelism.
 
-| | mesh | a matrix | an expert stack | a vector |
+| layout | mesh | matrix | stack of experts | vector |
 |---|---|---|---|---|
-| FSDP | all devices | rows over all | | over all |
-| FSDP+TP | 8 of tensor parallelism beside each other | one side over them, the other over the rest | | on all |
-| HSDP | groups of up to 256, of whole hosts | rows over a group, the same in all groups | | over a group |
-| EP | up to 64 experts' owners beside each other | rows over all | experts over owners, rows over the rest | on all |
+| FSDP | one axis of all devices | rows split over all | | split over all |
+| FSDP+TP | tensor-parallel groups of 8 adjacent devices | one dimension split in the group, the other over the groups | | replicated |
+| HSDP | groups of at most 256 devices, complete hosts | rows split in the group, replicated in all groups | | split in the group |
+| EP | groups of at most 64 adjacent devices | rows split over all | experts split in the group, rows over the groups | replicated |
 """
 
 from __future__ import annotations

@@ -1,30 +1,41 @@
-"""The page of a run, docs/scale.md, and what a terminal shows."""
+"""docs/scale.md, the page of a run for users, and the summary for a terminal."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.io.buckets.cloud import BUCKET
-from tools.scale import layouts
-from tools.scale.growth import exponent, per_each
+from shardckpt.plan.shares import MOST_READERS
+from tools.scale.lab import (
+    BUCKET_READS,
+    LEAST_FITTED,
+    MADE,
+    all_tables,
+    commits_of,
+    cut_mark,
+    fitted,
+    markdown,
+    requests,
+    save_rows,
+    seconds_text,
+)
 from tools.scale.points import DCP_LIMIT
-from tools.scale.reads import TOGETHER, WITHOUT
+from tools.scale.reads import TOGETHER
 from tools.scale.targets import TARGETS, curve
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
 __all__ = ["page", "summary"]
 
-MiB, GiB = 1 << 20, 1 << 30
-BUCKET_READS = BUCKET["read"]
-"""Per second, of all processes together: what the pace allows."""
+MiB = 1 << 20
+TABLES = "https://github.com/shardckpt/shardckpt/blob/main/docs/lab/scale-tables.md"
 
 
 def summary(found: dict[str, Any]) -> str:
     """For a terminal."""
     lines = []
-    for title, rows in _tables(found):
+    for title, rows in all_tables(found):
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
         lines += ["", title]
         lines += [
@@ -38,285 +49,175 @@ def summary(found: dict[str, Any]) -> str:
 
 def page(found: dict[str, Any]) -> str:
     """docs/scale.md."""
-    return "\n".join(_page(found)) + "\n"
+    parts = (_beginning, _costs, _commit_times, _save_requests, _restore_requests, _beside_dcp, _bounds, _how)
+    return "\n".join(line for part in parts for line in part(found)) + "\n"
 
 
-def _page(found: dict[str, Any]) -> Iterator[str]:
-    versions = ", ".join(f"{name} {number}" for name, number in found["versions"].items())
-    yield "# Scale\n"
+def _beginning(found: dict[str, Any]) -> Iterator[str]:
+    del found
+    yield f"# Scale\n\n{MADE}\n"
+    yield "After this page you know what a job of up to 100,000 devices costs each host, and when to use `restore(cooperative=True)`.\n"
+    yield "```sh\nmake scale-quick   # in a clone: three minutes; `make scale` takes ten\n```\n"
     yield (
-        "<!-- Written by `make scale`: tools/scale/report.py. -->\n\n"
-        "What very large jobs cost one host, simulated on one machine with the product's own planner and record code: nothing here ran on "
-        "that many devices.\n"
-        f"Measured with `python -m tools.scale`, {_runs(found)}: {found['cores']} cores, {found['system']}, Python "
-        f"{found['python']}, {versions}. Each point is a process of its own with cold caches, and was measured once; seconds are of "
-        "processor time where nothing else is said. The modules of `tools/scale` say what exactly was simulated, and `docs/scale.json` has "
-        "all figures."
+        "All figures are simulated on one machine with shardckpt's own planner and formats. Nothing ran on so many devices. Each host has "
+        "8 devices.\n"
     )
-    yield "\n![Growth curves](scale.svg)\n"
+    yield "| question | answer |\n|---|---|"
+    yield "| Does planning grow with the job? | No. Every host plans only its own boxes. |"
+    yield "| What grows with the job? | The commit, by host and chunk; the commit record and the header of the chunk table. |"
+    yield "| Do many hosts overload a bucket? | No. shardckpt limits the rate of requests. A save of many hosts then takes longer. |"
+    yield "| When does `cooperative=True` help? | If many hosts restore equal tensors: HSDP, EP, FSDP with tensor parallelism. |"
+    yield "\n![Growth with devices and hosts](scale.svg)\n"
+    yield "A number after a name is the exponent of the power law that fits the line: 0 is constant, 1 is linear."
+
+
+def _costs(found: dict[str, Any]) -> Iterator[str]:
+    results, (tree, kind) = found["results"], _largest(found)
+    devices, _ = curve(results, "save", "cpu", tree=tree, kind=kind)
+    yield "\n## Costs of one host\n"
+    yield f"Llama 3.1 {tree}, the first 1,000 tensors of model and optimizer, {kind}:\n"
+    rows = [["devices", *(f"{n:,}" for n in devices)]]
+    for name, what, key, shown in (
+        ("plan of the first save, s", "save", "cpu", seconds_text),
+        ("plan of a restore, s", "restore", "cpu", seconds_text),
+        ("peak memory of a save's plan, MiB", "save", "peak", _mebibytes),
+        ("host record, bytes", "metadata", "host record bytes", _count),
+        ("contents, bytes", "metadata", "contents bytes", _count),
+        ("commit record, bytes", "metadata", "commit record bytes", _count),
+        ("header of the chunk table, bytes", "metadata", "table header bytes", _count),
+        ("reading the commit record, s", "metadata", "seconds to read the commit record", seconds_text),
+    ):
+        known = dict(zip(*curve(results, what, key, tree=tree, kind=kind), strict=True))
+        rows.append([name, *(shown(known[n]) if n in known else "" for n in devices)])
+    yield from markdown(rows)
+    yield "\nHosts with equal [contents](format.md#contents) share one file. Every restoring host reads the commit record."
+
+
+def _commit_times(found: dict[str, Any]) -> Iterator[str]:
+    commits = commits_of(found["results"])
+    if len(commits) > LEAST_FITTED:
+        once, host, chunk = fitted(commits)
+        most = max(commits, key=lambda r: r["hosts"])
+        yield "\n## Commits\n"
+        yield (
+            f"A commit takes about {once * 1e3:.0f} ms, plus {host * 1e3:.2f} ms per host, plus {chunk * 1e6:.2f} µs per chunk, on a file "
+            f"system in memory. With {most['hosts']:,} hosts of {most['chunks'] // most['hosts']:,} chunks it took "
+            f"{seconds_text(most['wall'])} s and {_mebibytes(most['peak'])} MiB."
+        )
+
+
+def _save_requests(found: dict[str, Any]) -> Iterator[str]:
+    if not found["bucket"]:
+        return
+    yield "\n## Requests of a save to a bucket\n"
+    yield "All hosts begin within 0.1 s, and each writes 4 GiB:\n"
+    yield from markdown(save_rows(found["bucket"]))
     yield (
-        "The figure behind a name is the exponent of the power law that fits: 0 is flat, 1 is linear. It is a summary: a line that is flat "
-        "and then rises, as that of the commit record, has no power of its own.\n"
+        f"\nshardckpt limits each job to {BUCKET['write']:,.0f} writes and {BUCKET_READS:,.0f} reads per second. A new bucket of Cloud "
+        "Storage "
+        "accepts 1,000 writes and 5,000 reads per second."
     )
-    yield "## Jobs\n"
+
+
+def _restore_requests(found: dict[str, Any]) -> Iterator[str]:
+    restored = [r for r in found["results"] if r["what"] == "requests" and r.get("onto_devices") is None]
+    most = max((r["devices"] for r in restored), default=0)
+    restored = [r for r in restored if r["devices"] == most]
+    if not restored:
+        return
+    yield "\n## Requests of a restore from a bucket\n"
+    yield f"Llama 3.1 {restored[0]['tree']} onto the layout that saved it, {restored[0]['hosts']:,} hosts:\n"
+    rows = [["layout", "requests per host", "with `cooperative=True`", "all hosts, s", "with `cooperative=True`, s"]]
+    for r in restored:
+        shown = [requests(r, how) if f"data requests{how}" in r else None for how in ("", TOGETHER)]
+        seconds = [None if n is None else n * r["hosts"] / BUCKET_READS for n in shown]
+        rows.append([r["kind"], *("" if n is None else f"{n:,.0f}" for n in (*shown, *seconds))])
+    yield from markdown(rows)
     yield (
-        "The state is that of Llama 3.1 in three sizes: the first 1,000 of its tensors, parameters before the optimizer's, where nothing "
-        "else is said. With EP each layer has 64 experts in place of an MLP. Each host has 8 devices. Layouts:\n"
+        f"\nThe seconds are all hosts' requests at {BUCKET_READS:,.0f} per second. With `cooperative=True`, up to {MOST_READERS} hosts "
+        "that need the "
+        "same chunks read a part each and send it to the others. Plain FSDP has no equal shards, so the option changes nothing there. "
+        f"[The tables]({TABLES}) describe the layouts."
     )
-    yield "\n".join(line for line in (layouts.__doc__ or "").splitlines() if line.startswith("|")) + "\n"
-    yield "## Targets\n"
-    yield from _markdown(
+
+
+def _beside_dcp(found: dict[str, Any]) -> Iterator[str]:
+    results, (tree, _) = found["results"], _largest(found)
+    theirs = [r for r in results if r["what"].startswith("dcp ") and r["tree"] == tree]
+    columns = sorted({r["devices"] for r in theirs})
+    if not theirs:
+        return
+    yield "\n## Beside DCP\n"
+    yield "Seconds of processor time for one plan, DCP / shardckpt:\n"
+    rows, faster = [["plan, devices:", *(f"{n:,}" for n in columns)]], []
+    for what, kind in dict.fromkeys((r["what"].removeprefix("dcp "), r["kind"]) for r in theirs):
+        ours = dict(zip(*curve(results, what, "cpu", tree=tree, kind=kind), strict=True))
+        same = {r["devices"]: r for r in theirs if (r["what"], r["kind"]) == (f"dcp {what}", kind)}
+        known = [(n, same[n], ours[n]) for n in columns if n in same and n in ours]
+        rows.append([f"{what}, {kind}", *(f"{cut_mark(r)}{seconds_text(r['cpu'])} / {seconds_text(own)}" for _, r, own in known)])
+        rows[-1] += [""] * (len(columns) + 1 - len(rows[-1]))
+        faster += [f"a {what}'s plan with {kind} on {n:,} devices" for n, r, own in known if r["cpu"] < own]
+    yield from markdown(rows)
+    yield ""
+    if faster:
+        yield f"- DCP is faster at: {'; '.join(faster)}."
+    yield (
+        "- A save: DCP's coordinator plans for all ranks, and every rank waits for it. A shardckpt host plans for itself.\n"
+        "- A restore: in both, every process plans for itself. On few devices a shardckpt host has more chunks.\n"
+        f"- `>`: stopped after {DCP_LIMIT:.0f} s. DCP's messages between ranks are not included."
+    )
+
+
+def _bounds(found: dict[str, Any]) -> Iterator[str]:
+    yield "\n## Targets\n"
+    yield from markdown(
         [["target", "measured", "met"], *([what, value, "yes" if met else "**no**"] for what, value, met in _targets(found))]
     )
-    for title, rows in _tables(found):
-        yield f"\n## {title}\n"
-        yield from _markdown(rows)
-        note = _NOTES.get(title.partition(":")[0])
-        if note:
-            yield f"\n{note}"
 
 
-_NOTES = {
-    "A save's plan": (
-        "The first of the job's hosts plans its first save: which boxes its devices hold, who else has them, how every tensor is chunked, "
-        "which chunks this host writes. No other process is asked, and none waits for it. *Peak*: of all sizes the most, Python and "
-        "libraries included. *Boxes*: those of which it writes chunks, at the most devices; of what others hold, too, it writes a part, "
-        "which with HSDP over many devices is few boxes' chunks. What was not measured is left open."
-    ),
-    "A restore's plan": (
-        "Of the first host, onto the same kind of layout over half as many devices, 8 at least: boxes, and which chunks they overlap, "
-        "where. *Peak* and *boxes*: as above, those that it needs. Where few devices hold all of it, a host has hundreds "
-        "of thousands of chunks."
-    ),
-    "A save's plan by tensors": "The same plan of as many of the state's tensors.",
-    "A save's plan beside DCP's": (
-        "The same layouts, one rank per device. *DCP's coordinator*: `DefaultSavePlanner.create_local_plan` of rank 0 and "
-        "`create_global_plan` over the plans of all ranks, which every rank of the job waits for. Those plans were built beforehand in the "
-        "same process, of the classes and boxes of which ranks build them; building, pickling and sending them is not in the figures, nor "
-        "are DCP's collectives. Who reads the comparison should know that its figure is for one process that plans for all, and ours for "
-        f"one host that plans for itself. What took longer than {DCP_LIMIT:.0f} s was cut off, and is told with >; larger jobs of that "
-        "layout were not tried. Memory is that of the whole process, with torch and, for the coordinator, all ranks' plans."
-    ),
-    "A restore's plan beside DCP's": (
-        "*One rank of DCP*: `DefaultLoadPlanner.create_local_plan`, with the metadata of such a save, onto half as many ranks; as in ours, "
-        "every process plans for itself. It goes through all stored boxes of each tensor; ours goes through the chunks of eight "
-        "devices' boxes, which are more where few devices hold all of it: on 8 devices it takes longer with the "
-        "larger models. HSDP's groups of 256 are the same over half of 1,024 devices: then one stored box of each tensor is read, and of "
-        "the others two."
-    ),
-    "Metadata": (
-        "What a host says of the checkpoint is one file, which hosts that say the same share. The commit record is that, and a line per "
-        "host. The chunk table's header names the data files, at least one per host, and has 16 bytes per 128 chunks: it grows "
-        "with the data. "
-        "The commit record is parsed by every restoring host."
-    ),
-    "Commits": (
-        "One process, from all hosts' records to the published checkpoint, on a file system in memory; wall time. *Floor*: reading all "
-        "hosts' files one by one, and writing the one table. The constants come from a fit of all rows by hosts and chunks."
-    ),
-    "Requests": (
-        "Of a save: an ordinary host's requests, counted on a real save by three processes through a proxy "
-        "(`tools/scale/counted.py`), made "
-        "by all hosts within 0.1 s of each other with 4 GiB each, by a simulated clock and with the rate limit of "
-        "`shardckpt.io.buckets.rate_limit` (`tools/scale/bucket.py`). Besides its data files of 64 MiB a host writes four or five small "
-        "objects and reads four; of each host the committer reads four. A new bucket of Cloud Storage bears 1,000 writes and 5,000 reads "
-        "per second."
-    ),
-    "Requests of a restore": (
-        "What hosts read that restore from an object store, the average of up to six spread over the job: the rows of chunk tables as the "
-        "product's own reader asks for them, from the tables that all hosts of such a save leave, and data as it joins neighbours, up to "
-        "10 MiB (`tools/scale/reads.py`). *Saved by*: layout and hosts, of 8 devices each; *onto*: as many hosts. *Tables*: the header of "
-        "the table of all, units of it, and hosts' records and own tables, where these cost less; *without hosts'*: if hosts' own "
-        "tables were never read. The commit record is one more. *All hosts*: what they read of data, and the seconds over which the pace "
-        f"of {BUCKET_READS:,.0f} requests per second spreads all their requests. *Together*: with `restore(cooperative=True)`, where hosts "
-        "that need the same read a part each, up to 64 of them, and send it to the others (docs/restoring.md). "
-        "The first row tells how large the checkpoint is, of all layouts but EP, whose experts make it larger; where hosts hold unequal "
-        "shares, what six of them read tells of all only about how much it is.\n\n"
-        "HSDP's replicas read everything once each, which is what takes its many requests; together they do not. With FSDP+TP and EP it is "
-        "the vectors, which all devices hold: a save deals their chunks out to all hosts, so each lies in another host's file, and "
-        "who needs all of them asks for them, and for their rows of the table, one by one "
-        "([0032](decisions/0032-tables-of-hosts.md))."
-    ),
-    "A reshard's plan": "Llama 405B from 16,384 devices to 4,096, from the record alone (`tools/scale/reshards.py`; docs/planning.md).",
-}
+def _how(found: dict[str, Any]) -> Iterator[str]:
+    versions = ", ".join(f"{name} {number}" for name, number in found["versions"].items())
+    yield "\n## How it was measured\n"
+    yield (
+        f"- `python -m tools.scale`, {_runs(found)}: {found['cores']} cores, {found['system']}, Python {found['python']}, {versions}.\n"
+        "- Each figure is one measurement in a new process with cold caches. Seconds are processor time, except for commits.\n"
+        "- Requests of a save are counted on a real save by three processes (`tools/scale/counted.py`). A simulated clock runs them with "
+        "shardckpt's rate limiter (`tools/scale/bucket.py`).\n"
+        "- Requests of a restore are counted with shardckpt's own reader of chunk tables (`tools/scale/reads.py`), as the average of up "
+        "to six "
+        "hosts.\n"
+        f"- [All tables]({TABLES}) are in the repository."
+    )
+
+
+def _largest(found: dict[str, Any]) -> tuple[str, str]:
+    """The model with the most parameters, and the first layout."""
+    saves = [r for r in found["results"] if r["what"] == "save"]
+    return max((r["tree"] for r in saves), key=lambda name: float(name.removesuffix("B"))), saves[0]["kind"]
 
 
 def _runs(found: dict[str, Any]) -> str:
-    """When, and what in which run if it was not all in one."""
+    """The date of the run; of several, each with what it measured."""
     runs: dict[str, list[str]] = {}
     for r in (*found["results"], *({"what": "bucket"} | load for load in found["bucket"])):
         runs.setdefault(r.get("run", found["date"]), []).append(r["what"])
     if len(runs) == 1:
-        return f"all in one run, on {next(iter(runs))}"
-    told = (f"on {run} {', '.join(dict.fromkeys(whats))}" for run, whats in sorted(runs.items()))
-    return f"in {len(runs)} runs ({'; '.join(told)})"
-
-
-def _tables(found: dict[str, Any]) -> Iterator[tuple[str, list[list[str]]]]:
-    results = found["results"]
-    for what, title in (("save", "A save's plan"), ("restore", "A restore's plan")):
-        lines = list(dict.fromkeys((r["tree"], r["kind"]) for r in results if r["what"] == what))
-        columns = sorted({r["devices"] for r in results if r["what"] == what})
-        rows = []
-        for tree, kind in lines:
-            curves = {key: curve(results, what, key, tree=tree, kind=kind) for key in ("cpu", "peak", "boxes")}
-            shown = (*_columns(columns, *curves["cpu"]), _power(*curves["cpu"]), f"{max(curves['peak'][1]) / MiB:.0f}")
-            rows.append([f"{tree}, {kind}", *shown, f"{curves['boxes'][1][-1]:,}"])
-        if rows:
-            yield f"{title}: seconds by devices", [["", *(f"{n:,}" for n in columns), "exponent", "peak MiB", "boxes"], *rows]
-    yield from _by_tensors(results)
-    yield from _dcp(results)
-    trees = dict.fromkeys(r["tree"] for r in results if r["what"] == "metadata")
-    for tree in trees:
-        kinds = dict.fromkeys(r["kind"] for r in results if (r["what"], r.get("tree")) == ("metadata", tree))
-        rows = []
-        for kind in kinds:
-            for key, name in (
-                ("contents bytes", "what a host says"),
-                ("host record bytes", "a host's record"),
-                ("commit record bytes", "commit record"),
-                ("table header bytes", "table's header"),
-                ("seconds to read the commit record", "seconds to read the commit record"),
-            ):
-                devices, values = curve(results, "metadata", key, tree=tree, kind=kind)
-                shown = map(_seconds, values) if "seconds" in key else (f"{value:,}" for value in values)
-                rows.append([f"{kind}, {name}", *shown, _power(devices, values)])
-        yield f"Metadata: bytes by devices, {tree}", [["", *(f"{n:,}" for n in devices), "exponent"], *rows]
-    yield from _commits(results)
-    yield from _bucket(found["bucket"])
-    yield from _restores(results)
-    for r in (r for r in results if r["what"] == "reshard"):
-        keys = ("seconds to read the record", "seconds to plan the reshard", "seconds to count everything", "seconds to draw the page")
-        rows = [[key, _seconds(r[key])] for key in keys]
-        yield "A reshard's plan", [["", "s"], *rows, ["peak MiB in all", f"{r['peak'] / MiB:.0f}"]]
-
-
-def _by_tensors(results: list[dict[str, Any]]) -> Iterator[tuple[str, list[list[str]]]]:
-    some = sorted(
-        (r for r in results if (r["what"], r.get("kind"), r.get("devices")) == ("save", "FSDP+TP", 16384)), key=lambda r: r["tensors"]
-    )
-    some = [r for r in some if r["tree"] == some[-1]["tree"]] if some else []
-    if len(some) > 1:
-        power = _power([r["tensors"] for r in some], [r["cpu"] for r in some])
-        title = f"A save's plan by tensors: {some[0]['tree']}, FSDP+TP over 16,384 devices"
-        yield title, [["", *(f"{r['tensors']:,}" for r in some), "exponent"], ["s", *(_seconds(r["cpu"]) for r in some), power]]
-
-
-def _dcp(results: list[dict[str, Any]]) -> Iterator[tuple[str, list[list[str]]]]:
-    for what, title, who in (("save", "A save's plan", "DCP's coordinator"), ("restore", "A restore's plan", "one rank of DCP")):
-        theirs = [r for r in results if r["what"] == f"dcp {what}"]
-        columns = sorted({r["devices"] for r in theirs})
-        rows = []
-        for tree, kind in dict.fromkeys((r["tree"], r["kind"]) for r in theirs):
-            name = f"{tree}, {kind}"
-            same = {r["devices"]: r for r in theirs if (r["tree"], r["kind"]) == (tree, kind)}
-            some = [r for r in results if (r["what"], r.get("tree"), r.get("kind"), r.get("tensors")) == (what, tree, kind, 1000)]
-            ours = {r["devices"]: r for r in some if r["devices"] in same}
-            last = max(same)
-            times = f"{_cut(same[last])}{same[last]['cpu'] / ours[last]['cpu']:,.0f}" if last in ours else ""
-            rows.append([f"{name}: {who}", *_beside(columns, same), times])
-            if ours:
-                rows.append([f"{name}: a host of ours", *_beside(columns, ours), ""])
-        if rows:
-            head = ["seconds by devices", *(f"{n:,}" for n in columns), "exponent", "peak MiB", "DCP / ours, at the most devices"]
-            yield f"{title} beside DCP's", [head, *rows]
-
-
-def _beside(columns: Sequence[int], found: dict[int, dict[str, Any]]) -> list[str]:
-    """Seconds by devices, their exponent, the most memory."""
-    seconds = [f"{_cut(found[n])}{_seconds(found[n]['cpu'])}" if n in found else "" for n in columns]
-    whole = sorted(n for n in found if not found[n].get("cut"))
-    return [*seconds, _power(whole, [found[n]["cpu"] for n in whole]), f"{max(r['peak'] for r in found.values()) / MiB:,.0f}"]
-
-
-def _cut(result: dict[str, Any]) -> str:
-    """Before what was cut off."""
-    return "> " if result.get("cut") else ""
-
-
-def _commits(results: list[dict[str, Any]]) -> Iterator[tuple[str, list[list[str]]]]:
-    commits = sorted((r for r in results if r["what"] == "commit"), key=lambda r: (r["chunks"] / r["hosts"], r["hosts"]))
-    if not commits:
-        return
-    rows = [
-        [f"{r['hosts']:,} × {r['chunks'] // r['hosts']:,}", _seconds(r["wall"]), _seconds(r["floor"]), f"{r['peak'] / MiB:.0f}"]
-        for r in commits
-    ]
-    title = "Commits"
-    if len(commits) > 3:
-        once, host, chunk = per_each([(r["hosts"], r["chunks"]) for r in commits], [r["wall"] for r in commits])
-        title = f"Commits: {once * 1e3:.0f} ms, {host * 1e3:.2f} ms per host, {chunk * 1e6:.2f} µs per chunk"
-    yield title, [["hosts × chunks of each", "s", "floor, s", "peak MiB"], *rows]
-
-
-def _bucket(loads: list[dict[str, Any]]) -> Iterator[tuple[str, list[list[str]]]]:
-    if not loads:
-        return
-    rows = [["", *(f"{load['hosts']:,}" for load in loads)]]
-    for name, run, key in (
-        ("writes", "paced", "writes"),
-        ("reads", "paced", "reads"),
-        ("most writes in a second", "paced", "most_writes"),
-        ("the same without a pace", "unpaced", "most_writes"),
-        ("most reads in a second", "paced", "most_reads"),
-        ("the same without a pace", "unpaced", "most_reads"),
-        ("seconds at least", "paced", "seconds"),
-    ):
-        rows.append([name, *(f"{load[run][key]:,.0f}" for load in loads)])
-    yield "Requests: when all hosts save at once, by hosts", rows
-
-
-def _restores(results: list[dict[str, Any]]) -> Iterator[tuple[str, list[list[str]]]]:
-    some = [r for r in results if r["what"] == "requests"]
-    rows = []
-    for r in some:
-        for how in ("", TOGETHER):
-            if f"data requests{how}" not in r:
-                continue
-            requests = r["hosts"] * (1 + r[f"table requests{how}"] + r[f"data requests{how}"])
-            rows.append(
-                [
-                    f"{r['kind']}, {r['saved by']:,}{',' if how else ''}{how}",
-                    f"{r['hosts']:,}",
-                    f"{r[f'data bytes{how}'] / GiB:.2f}",
-                    f"{r[f'data requests{how}']:,.0f}",
-                    f"{r[f'table requests{how}']:,.0f}",
-                    f"{r[f'table bytes{how}'] / MiB:.1f}",
-                    "" if how else f"{r[f'table requests{WITHOUT}']:,.0f}",
-                    "" if how else f"{r[f'table bytes{WITHOUT}'] / MiB:.1f}",
-                    f"{r['hosts'] * r[f'data bytes{how}'] / GiB:,.0f}",
-                    f"{requests / BUCKET_READS:,.0f}",
-                ]
-            )
-    if rows:
-        head = ["saved by", "onto", "data, GiB", "requests for data", "for tables", "tables, MiB"]
-        head += ["for tables, without hosts'", "without hosts', MiB", "all hosts: data, GiB", f"s at {BUCKET_READS:,.0f} per second"]
-        yield f"Requests of a restore: {some[0]['tree']}, per host", [head, *rows]
+        return f"one run on {next(iter(runs))}"
+    parts = (f"{run}: {', '.join(dict.fromkeys(whats))}" for run, whats in sorted(runs.items()))
+    return f"{len(runs)} runs ({'; '.join(parts)})"
 
 
 def _targets(found: dict[str, Any]) -> Iterator[tuple[str, str, bool]]:
     for target in TARGETS:
         value = target.found(found["results"])
         if value is not None:
-            yield f"{target.what} ≤ {target.most:g} {target.unit}".rstrip(), f"{value:.3g} {target.unit}".rstrip(), value <= target.most
+            bound, shown = (f"{number} {target.unit}".rstrip() for number in (f"{target.most:g}", f"{value:.3g}".replace("-", "−")))
+            yield f"{target.what} ≤ {bound}", shown, value <= target.most
 
 
-def _markdown(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    yield "| " + " | ".join(rows[0]) + " |"
-    yield "|" + "---|" * len(rows[0])
-    yield from ("| " + " | ".join(row) + " |" for row in rows[1:])
+def _mebibytes(value: float) -> str:
+    return f"{value / MiB:.0f}"
 
 
-def _columns(columns: Sequence[float], x: Sequence[float], y: Sequence[float]) -> list[str]:
-    """Seconds in the columns of their own; what was not measured is left open."""
-    known = dict(zip(x, y, strict=True))
-    return [_seconds(known[n]) if n in known else "" for n in columns]
-
-
-def _seconds(value: float) -> str:
-    return f"{value:.3f}" if value < 10 else f"{value:.1f}"
-
-
-def _power(x: Sequence[float], y: Sequence[float]) -> str:
-    power = exponent(x, y)
-    return "" if power is None else f"{power:.2f}".replace("-0.00", "0.00").replace("-", "−")
+def _count(value: float) -> str:
+    return f"{value:,}"

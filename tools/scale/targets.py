@@ -56,18 +56,18 @@ def _scaled(found: Callable[[list[dict[str, Any]]], float | None], by: float) ->
 
 
 TARGETS = (
-    Target("first save's plan, 1,000 tensors × 100,000 devices", 1.0, "s", _of("save", "cpu", devices=100_000)),
-    Target("its memory, Python and numpy included", 512, "MiB", _scaled(_of("save", "peak", devices=100_000), MiB)),
-    Target("first save's plan, 1,024 tensors × 1,024 devices", 0.1, "s", _of("save", "cpu", devices=1024, tensors=1024)),
-    Target("a save's plan is flat in devices: exponent", FLAT, "", _flat("save", "cpu")),
-    Target("a restore's plan is flat in devices: exponent", FLAT, "", _flat("restore", "cpu")),
-    Target("what a host says of the checkpoint is flat in devices: exponent of bytes", 0.01, "", _flat("metadata", "contents bytes")),
-    Target("a host's record is flat in devices: exponent of bytes", 0.01, "", _flat("metadata", "host record bytes")),
+    Target("plan of the first save, 1,000 tensors × 100,000 devices", 1.0, "s", _of("save", "cpu", devices=100_000)),
+    Target("memory of that plan, with Python and numpy", 512, "MiB", _scaled(_of("save", "peak", devices=100_000), MiB)),
+    Target("plan of the first save, 1,024 tensors × 1,024 devices", 0.1, "s", _of("save", "cpu", devices=1024, tensors=1024)),
+    Target("plan of a save by devices, exponent", FLAT, "", _flat("save", "cpu")),
+    Target("plan of a restore by devices, exponent", FLAT, "", _flat("restore", "cpu")),
+    Target("size of contents by devices, exponent", 0.01, "", _flat("metadata", "contents bytes")),
+    Target("size of a host record by devices, exponent", 0.01, "", _flat("metadata", "host record bytes")),
     Target(
-        "requests for chunk tables of a host that restores its own share, FSDP over 100,000 devices",
+        "requests of one host for chunk tables, restore onto the same layout, FSDP × 100,000 devices",
         8,
         "",
         _of("requests", "most table requests", kind="FSDP", devices=100_000, onto_devices=None),
     ),
-    Target("the commit record grows by so much per host", 128, "bytes", _of("metadata", "bytes per host")),
+    Target("growth of the commit record per host", 128, "bytes", _of("metadata", "bytes per host")),
 )

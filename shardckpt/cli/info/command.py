@@ -11,7 +11,7 @@ from shardckpt.cli.screen import Screen, write_json
 
 def info(
     url: Annotated[str, typer.Argument(metavar="URL", help="A checkpoint: a path or url.")],
-    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="A tensor, small leaf or container of the checkpoint.")] = None,
+    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="A tensor, a container, or another value of the state.")] = None,
     only: Annotated[
         list[str] | None, typer.Option("--only", metavar="PATTERN", help="Show only names that match, as in model/**/bias.")
     ] = None,
@@ -20,7 +20,7 @@ def info(
 ) -> None:
     """Show a checkpoint, or one of its tensors.
 
-    For a tensor, a picture shows which device held which part of it.
+    For a tensor, a picture shows which part of it each device held.
     """
     from shardckpt.cli.info import contents, tensor
     from shardckpt.cli.opening import open_checkpoint

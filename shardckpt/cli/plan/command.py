@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 def plan(
     source: Annotated[str, typer.Argument(metavar="SRC", help="A checkpoint: a path or url.")],
     destination: Annotated[
-        str | None, typer.Argument(metavar="[DST]", help="Where the new checkpoint would go; the rate of writing is measured there.")
+        str | None,
+        typer.Argument(metavar="[DST]", help="The place of the new checkpoint, if the speed of writing there is to be measured."),
     ] = None,
     *,
     mesh: MeshText = None,
@@ -53,20 +54,22 @@ def plan(
     memory_limit: MemoryLimit = "512MiB",
     devices_per_host: Annotated[
         int | None,
-        typer.Option("--devices-per-host", min=1, metavar="N", help="Devices per restoring host; default: 8, or all if there are fewer."),
+        typer.Option(
+            "--devices-per-host", min=1, metavar="N", help="Devices of each host that will restore; default: 8, or all if there are fewer."
+        ),
     ] = None,
     rate: Annotated[
-        str | None, typer.Option("--rate", metavar="READ[,WRITE]", help="Bytes per second, as in 2GiB,800MiB; default: measure them.")
+        str | None, typer.Option("--rate", metavar="READ[,WRITE]", help="Bytes per second instead of a measurement, as in 2GiB,800MiB.")
     ] = None,
     explain: Annotated[
-        str | None, typer.Option("--explain", metavar="NAME", help="Show only which rule decides on a tensor, and why.")
+        str | None, typer.Option("--explain", metavar="NAME", help="Show only the rule that decides on this tensor, and why.")
     ] = None,
-    html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write the plan to an HTML page, too.")] = None,
+    html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Also write the plan to an HTML page.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
     """Show what a reshard would do and cost.
 
-    SRC and DST do not change. To measure rates, a part of SRC is read, and a small file is written beside DST and deleted.
+    SRC and DST do not change. To measure rates, at most 64 MiB of SRC are read, and 32 MiB are written beside DST and deleted.
     """
     from shardckpt.cli.opening import open_checkpoint
     from shardckpt.cli.plan import lines as plan_lines

@@ -1,4 +1,4 @@
-"""The JSON document of a forecast, for programs; docs/cli.md describes its keys.
+"""The JSON document of a forecast, for programs; docs/json.md describes its keys.
 
 The terminal and the page show this document's numbers, rounded.
 """

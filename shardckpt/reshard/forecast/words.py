@@ -67,13 +67,13 @@ def verdict(doc: dict[str, Any]) -> str:
     if doc["reshard"]["taken_over"]:
         how = {"links": "them over by hard links, and copies nothing", "copies": "copies of them that the object store makes by itself"}
         return f"Nothing in the files changes: a reshard takes {how[doc['reshard']['taken_over']]}."
-    now = f"Restored as it is, {factor(before['amplification'])} of what devices need is read"
+    now = f"Without a reshard, restores read {factor(before['amplification'])} of what devices need"
     if pays is None or before["amplification"] < WORTH:
         return f"{now}: a reshard saves next to nothing. Restore it directly, unless the files themselves are wanted in another layout."
     return (
-        f"{now}, {file_size(before['bytes_read'])}; after the reshard {factor(after['amplification'])}, {file_size(after['bytes_read'])}. "
-        f"The reshard moves {file_size(doc['reshard']['bytes_read'] + doc['reshard']['bytes_written'])}, which "
-        + ("the first restore saves." if pays == 1 else f"{pays:,} restores by all hosts save.")
+        f"{now} ({file_size(before['bytes_read'])}); after it {factor(after['amplification'])} ({file_size(after['bytes_read'])}). "
+        f"The reshard itself reads and writes {file_size(doc['reshard']['bytes_read'] + doc['reshard']['bytes_written'])}: "
+        + ("the first restore saves more." if pays == 1 else f"{pays:,} restores by all hosts save more.")
     )
 
 
@@ -101,7 +101,7 @@ def assumptions(doc: dict[str, Any]) -> Iterator[str]:
             sample = f"{file_size(rate['sample_bytes'])} in {rate['sample_seconds']:.2f} s"
             yield f"{what.capitalize()} at {file_size(rate['bytes_per_second'])}/s was measured just now: {sample}, by this machine alone."
     work = "reading, writing and reading back" if doc["reshard"]["bytes_read_back"] else "reading and writing"
-    yield f"The time of the reshard is that of {work} at these rates; the time of a restore is that of the host that reads most."
+    yield f"The time of the reshard is the time for {work} at these rates; a restore takes as long as the host that reads most."
     if restore["requests"] is not None and restore["requests_counted_hosts"] < target["hosts"]:
         yield f"Requests were counted of {count(restore['requests_counted_hosts'], 'host')}, evenly chosen, and scaled up to all."
     if not doc["flow"]["exact"]:

@@ -43,6 +43,13 @@ def test_a_killed_training_resumes_as_if_nothing_had_been(job, uninterrupted, tm
         assert one["start"][0] == dies // 3 * 3
 
 
+def test_a_training_goes_on_from_a_checkpoint_of_the_trainers_own(job, tmp_path):
+    (found,) = job("migrate", 1, tmp_path, SAVED, STEPS)
+    assert found["start"] == SAVED
+    assert found["final"][0] == found["weights"]
+    assert shardckpt.CheckpointManager(tmp_path / "run").all_steps() == [9, 12]
+
+
 @pytest.mark.parametrize(("saving", "resuming"), [(2, 1), (1, 2)])
 def test_another_number_of_processes_resumes_with_the_same_bits(job, tmp_path, saving, resuming):
     assert job("train", saving, tmp_path, STEPS, DIES) == [{"signal": 9}] * saving

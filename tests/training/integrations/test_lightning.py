@@ -50,6 +50,13 @@ def test_another_number_of_processes_resumes_with_the_same_bits(job, killed, tmp
     assert shardckpt.open(path).verify().ok
 
 
+def test_a_training_goes_on_from_an_imported_file_of_lightnings_own(job, tmp_path):
+    (tmp_path / "whole").mkdir()
+    (whole,) = job("train", 1, tmp_path / "whole", EPOCHS)
+    ((before, after),) = job("migrate", 1, tmp_path, 2, EPOCHS)
+    assert before + after == whole["losses"]
+
+
 def test_only_what_lightning_keeps_is_kept(job, tmp_path):
     (found,) = job("train", 1, tmp_path, EPOCHS)
     there = [path.name for path in tmp_path.glob("*.ckpt")]

@@ -18,11 +18,11 @@ from shardckpt.training import policies, retention
 
 DOCUMENT = (DOCS / "migrating.md").read_text()
 SECTIONS = {part.split("\n", 1)[0]: part for part in DOCUMENT.split("\n## ")[1:]}
-DCP, XLA, ORBAX, TRAINERS = SECTIONS.values()
+DCP, XLA, ORBAX, LIGHTNING, TRAINER = SECTIONS.values()
 
 
-def blocks(section):
-    return re.findall(r"^```python\n(.*?)^```", section, re.MULTILINE | re.DOTALL)
+def blocks(section, language="python"):
+    return re.findall(rf"^```{language}\n(.*?)^```", section, re.MULTILINE | re.DOTALL)
 
 
 def rows(section):
@@ -51,6 +51,19 @@ def test_the_script_for_dcp_runs(tmp_path):
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "runs" / "dcp" / "200" / "checkpoint.json").exists()
+    (command,) = blocks(DCP, "sh")
+    shardckpt_command = [Path(sys.executable).with_name("shardckpt"), *command.split()[1:]]
+    done = subprocess.run(shardckpt_command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    old, new = (shardckpt.restore(tmp_path / "runs" / "dcp" / step, only="model/**") for step in ("50", "100"))
+    assert all((old["model"][name] == new["model"][name]).all() for name in ("weight", "bias"))
+
+
+@pytest.mark.parametrize("section", SECTIONS.values(), ids=SECTIONS)
+def test_every_section_has_both_programs_and_a_command_for_old_checkpoints(section):
+    assert re.findall(r"^### (.*)$", section, re.MULTILINE) == ["Before", "After", "What is different", "Old checkpoints"]
+    assert all(block.startswith("shardckpt import ") for block in blocks(section, "sh"))
+    assert len(blocks(section, "sh")) == 1
 
 
 @pytest.mark.parametrize("section", SECTIONS.values(), ids=SECTIONS)
@@ -79,7 +92,7 @@ def test_every_method_and_option_of_orbaxs_manager_has_a_row():
 
 
 def test_every_name_of_shardckpt_in_the_text_exists():
-    ours = " ".join(right for section in (DCP, XLA, ORBAX) for _, right in rows(section)) + TRAINERS
+    ours = " ".join(right for section in (DCP, XLA, ORBAX) for _, right in rows(section)) + LIGHTNING + TRAINER
     arguments = set(inspect.signature(shardckpt.CheckpointManager).parameters)
     methods = {name for name in dir(shardckpt.CheckpointManager) if not name.startswith("_")} | {"last_report"}
     for name in re.findall(r"CheckpointManager\.(\w+)", ours):

