@@ -83,5 +83,7 @@ class ReadProof:
                 matches = digest(tensor.dtype.name, tensor.shape, total) == self._recorded[tensor.name]
                 (proved if matches else wrong).append(tensor.name)
         if wrong:
-            raise CorruptionError(f"{self._where}: {few(wrong)} differ from the saved fingerprint; run shardckpt verify.")
+            raise CorruptionError(
+                f"{self._where}: elements that were read do not match the saved fingerprint of {few(wrong)}; run shardckpt verify."
+            )
         return proved

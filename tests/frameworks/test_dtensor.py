@@ -258,7 +258,7 @@ def test_a_target_that_cannot_be_is_refused_by_name(answers):
         ("partial", "ShardingError", "partial values"),
         ("too few", "ShardingError", "0 placements for a mesh of 1"),
         ("not placements", "ShardingError", "use Shard or Replicate"),
-        ("beyond", "ShardingError", "shards dimension 2 of a tensor that has 2"),
+        ("beyond", "ShardingError", "shards dimension 2 of a tensor with 2"),
         ("dtype that torch lacks", "DtypeError", "float8_e3m4"),
     ):
         assert rank[question][0] == kind

@@ -39,7 +39,7 @@ def test_it_is_committed_as_it_was(of_three_hosts):
         ({"hosts": 2**62}, "'hosts' is 4611686018427387904"),
         ({"hosts": 2**20}, "of 1048576"),
         ({"hosts": 0}, "'hosts' is 0"),
-        ({"host": 2}, "is host 2's record"),
+        ({"host": 2}, "is the record of host 2"),
         ({"layout": "zarr"}, "disagree on layout"),
         ({"compression": "zstd"}, "disagree on compression"),
         ({"attempt": "20000101T000000-00000000"}, "a wrong file"),

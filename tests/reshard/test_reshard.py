@@ -231,7 +231,7 @@ def test_buckets_are_read_and_written(cloud, tmp_path):
 
 def test_a_place_inside_the_source_is_refused(tmp_path):
     shardckpt.save(tmp_path / "a", {"w": np.zeros(4)})
-    with pytest.raises(errors.OptionError, match=r"/a/b lies in the checkpoint that is resharded, .*/a; choose a place outside of it"):
+    with pytest.raises(errors.OptionError, match=r"/a/b is inside the source, .*/a; choose another place"):
         shardckpt.reshard(tmp_path / "a", tmp_path / "a" / "b", workers=1)
 
 

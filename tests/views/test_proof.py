@@ -53,7 +53,7 @@ def test_a_bit_that_differs_is_named(place):
     elements[7, 9] = -elements[7, 9]
     flipped = ReadProof(ModelView(place))
     flipped.add([array.name for array in ModelView(place).arrays()].index("w"), Box((0, 0), (256, 96)), elements)
-    with pytest.raises(errors.CorruptionError, match=r"not what was saved.*\bw\b"):
+    with pytest.raises(errors.CorruptionError, match=r"do not match the saved fingerprint.*\bw\b"):
         proofs[0].check([flipped.parts, proofs[1].parts])
     with pytest.raises(errors.CorruptionError, match=r"two processes have different elements of w\["):
         proofs[0].check([flipped.parts, proofs[0].parts])
