@@ -77,7 +77,7 @@ def test_tests_mirror_the_package():
 
 
 def test_the_packages_of_the_documentation_are_in_import_order():
-    (table,) = re.findall(r"^\| package .*?(?=\n\n)", (DOCS / "architecture.md").read_text(), re.MULTILINE | re.DOTALL)
+    (table,) = re.findall(r"^\| package .*?(?=\n\n|\Z)", (DOCS / "architecture.md").read_text(), re.MULTILINE | re.DOTALL)
     listed = [name for row in table.splitlines()[2:] for name in re.findall(r"`(\w+)(?:/|\.py)`", row.split("|")[1])]
     contract = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"][0]
     layers = [set(layer.replace("shardckpt.", "").split(" | ")) for layer in contract["layers"]]
