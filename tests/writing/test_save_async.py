@@ -397,7 +397,8 @@ def test_other_reads_are_refused_with_the_same_reason_once_python_ends(tmp_path)
         state = {"w": numpy.zeros(1 << 20)}
         save_file(state, place + "/m.safetensors")
         manager = shardckpt.CheckpointManager(place, every=1)
-        manager.save(1, state)
+        for step in (1, 2):  # one alone would be read without threads
+            manager.save(step, state)
         manager.wait()
         atexit.register(late)"""
     done = subprocess.run([sys.executable, "-c", program, tmp_path], capture_output=True, text=True, timeout=60, check=False)
