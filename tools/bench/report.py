@@ -100,15 +100,15 @@ def _beginning(found: dict[str, Any]) -> Iterator[str]:
         "- *Ratio*: shardckpt's rate divided by the other program's rate. Above 1, shardckpt is faster.\n"
         "- *Rate*: the bytes of the state divided by the time of the operation.\n"
         "- *Stall*: the time until `save_async` returns.\n"
-        "- *DCP, at its best* and *Orbax, at its best* run with those of their documented options that were fastest on this machine; *DCP* "
-        "and *Orbax* with defaults. shardckpt runs with its defaults, and with a larger `memory_limit` where the state needs it."
+        "- *DCP* and *Orbax* run with their default options; *at its best* means their fastest documented options on this machine. "
+        " shardckpt runs with its defaults, and with a larger `memory_limit` where the state needs it."
     )
     yield FLOORS
 
 
 def _faster(found: dict[str, Any]) -> Iterator[str]:
     yield "## Where peers are faster\n"
-    yield "The column *states* has the names of the measured states, which a table below describes.\n"
+    yield "[States](#how-it-was-measured) are described below.\n"
     rows: dict[tuple[str, str, str], list[tuple[float, str]]] = {}
     for (storage, state, group, operation, other), ratio in _lost(found):
         place = f"`{state}`" if storage == "tmpfs" else f"`{state}` {STORAGES[storage]}"
@@ -134,7 +134,7 @@ def _faster(found: dict[str, Any]) -> Iterator[str]:
 def _targets(found: dict[str, Any]) -> Iterator[str]:
     yield "## Targets\n"
     yield "The state is `llama`, except in operations on *1-D tensors* (`flat`), *matrices* and *small tensors* (`small`, `ten`)."
-    yield "*Measured* is the ratio, or for a target in CPU s/GB the processor time per GB.\n"
+    yield "The column *measured* has ratios, except where the target is processor time in CPU s/GB.\n"
     yield "| operation | target | measured | met |\n|---|---|--:|---|"
     for h in held(found):
         yield f"| {h.target.what} | {h.bound} | {h.shown} | {h.verdict} |"
@@ -156,8 +156,8 @@ def _how(found: dict[str, Any]) -> Iterator[str]:
         f"[CUDA](cuda.md)). Python {found['python']}, {', '.join(f'{name} {number}' for name, number in found['versions'].items())}.\n"
     )
     yield (
-        "- All programs have the same state in the same memory and processes. They run in turn, in the opposite order every other "
-        "round. The first round does not count.\n"
+        "- All programs have the same state in the same memory and processes. They run in turn. Each round reverses "
+        "the order. The first round does not count.\n"
         f"- Figures are medians of {LEAST_ROUNDS} to {max(line.rounds for line in PLAN)} rounds.\n"
         "- Files are read just after they were written, from the kernel's cache.\n"
         "- Ratios carry over to other machines better than seconds.\n"
@@ -170,7 +170,7 @@ def _how(found: dict[str, Any]) -> Iterator[str]:
     if any(r["storage"] in DELAYS for r in found["results"]):
         yield (
             "- The bucket is an emulator in memory on the same cores, so it takes processor time from the measured program. CPU s/GB "
-            "counts only the measured program. Therefore it says more about real buckets than wall time."
+            "counts only the measured program, so for real buckets CPU s/GB says more than the wall time here."
         )
     yield f"\n[All figures, settings and sizes]({TABLES}) are in the repository. `tools/bench/measure.py` has the exact rules."
     yield ""

@@ -250,9 +250,9 @@ def save_rows(loads: list[dict[str, Any]]) -> list[list[str]]:
         ("writes", "paced", "writes"),
         ("reads", "paced", "reads"),
         ("most writes in one second", "paced", "most_writes"),
-        ("most writes, no rate limit", "unpaced", "most_writes"),
+        ("most writes in a second, without the rate limit", "unpaced", "most_writes"),
         ("most reads in one second", "paced", "most_reads"),
-        ("most reads, no rate limit", "unpaced", "most_reads"),
+        ("most reads in a second, without the rate limit", "unpaced", "most_reads"),
         ("shortest possible save, s", "paced", "seconds"),
     ):
         rows.append([name, *(f"{load[run][key]:,.0f}" for load in loads)])

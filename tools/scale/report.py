@@ -107,7 +107,7 @@ def _commit_times(found: dict[str, Any]) -> Iterator[str]:
         yield "\n## Commits\n"
         yield (
             f"A commit takes about {once * 1e3:.0f} ms, plus {host * 1e3:.2f} ms per host, plus {chunk * 1e6:.2f} µs per chunk, on a file "
-            f"system in memory. With {most['hosts']:,} hosts of {most['chunks'] // most['hosts']:,} chunks it took "
+            f"system in memory. With {most['hosts']:,} hosts, each with {most['chunks'] // most['hosts']:,} chunks, it took "
             f"{seconds_text(most['wall'])} s and {_mebibytes(most['peak'])} MiB."
         )
 
@@ -132,7 +132,7 @@ def _restore_requests(found: dict[str, Any]) -> Iterator[str]:
     if not restored:
         return
     yield "\n## Requests of a restore from a bucket\n"
-    yield f"Llama 3.1 {restored[0]['tree']} onto the layout that saved it, {restored[0]['hosts']:,} hosts:\n"
+    yield f"Llama 3.1 {restored[0]['tree']} restored onto the layout in which it was saved, {restored[0]['hosts']:,} hosts:\n"
     rows = [["layout", "requests per host", "with `cooperative=True`", "all hosts, s", "with `cooperative=True`, s"]]
     for r in restored:
         shown = [requests(r, how) if f"data requests{how}" in r else None for how in ("", TOGETHER)]
@@ -140,7 +140,7 @@ def _restore_requests(found: dict[str, Any]) -> Iterator[str]:
         rows.append([r["kind"], *("" if n is None else f"{n:,.0f}" for n in (*shown, *seconds))])
     yield from markdown(rows)
     yield (
-        f"\nThe seconds are all hosts' requests at {BUCKET_READS:,.0f} per second. With `cooperative=True`, up to {MOST_READERS} hosts "
+        f"\nThe seconds are what a bucket needs for all hosts, at {BUCKET_READS:,.0f} requests per second. With `cooperative=True`, up to {MOST_READERS} hosts "
         "that need the "
         "same chunks read a part each and send it to the others. Plain FSDP has no equal shards, so the option changes nothing there. "
         f"[The tables]({TABLES}) describe the layouts."
@@ -155,7 +155,7 @@ def _beside_dcp(found: dict[str, Any]) -> Iterator[str]:
         return
     yield "\n## Beside DCP\n"
     yield "Seconds of processor time for one plan, DCP / shardckpt:\n"
-    rows, faster = [["plan, devices:", *(f"{n:,}" for n in columns)]], []
+    rows, faster = [["step, by number of devices", *(f"{n:,}" for n in columns)]], []
     for what, kind in dict.fromkeys((r["what"].removeprefix("dcp "), r["kind"]) for r in theirs):
         ours = dict(zip(*curve(results, what, "cpu", tree=tree, kind=kind), strict=True))
         same = {r["devices"]: r for r in theirs if (r["what"], r["kind"]) == (f"dcp {what}", kind)}
