@@ -95,7 +95,7 @@ def test_a_tensor_whose_file_is_missing_or_damaged_is_an_error(copied):
     with pytest.raises(FormatError, match=r"tensor_0\.pt"):
         opened(copied)
     tensor.unlink()
-    with pytest.raises(MissingDataError, match=r"tensor_0\.pt is missing"):
+    with pytest.raises(MissingDataError, match=r"tensor_0\.pt, which is missing"):
         opened(copied)
 
 
