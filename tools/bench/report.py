@@ -101,7 +101,7 @@ def _beginning(found: dict[str, Any]) -> Iterator[str]:
         "- *Rate*: the bytes of the state divided by the time of the operation.\n"
         "- *Stall*: the time until `save_async` returns.\n"
         "- *DCP* and *Orbax* run with their default options; *at its best* means their fastest documented options on this machine. "
-        " shardckpt runs with its defaults, and with a larger `memory_limit` where the state needs it."
+        "shardckpt runs with its defaults, and with a larger `memory_limit` where the state needs it."
     )
     yield FLOORS
 
