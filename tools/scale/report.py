@@ -140,9 +140,9 @@ def _restore_requests(found: dict[str, Any]) -> Iterator[str]:
         rows.append([r["kind"], *("" if n is None else f"{n:,.0f}" for n in (*shown, *seconds))])
     yield from markdown(rows)
     yield (
-        f"\nThe seconds are what a bucket needs for all hosts, at {BUCKET_READS:,.0f} requests per second. With `cooperative=True`, up to {MOST_READERS} hosts "
-        "that need the "
-        "same chunks read a part each and send it to the others. Plain FSDP has no equal shards, so the option changes nothing there. "
+        f"\nThe seconds are what a bucket needs for all hosts, at {BUCKET_READS:,.0f} requests per second. "
+        f"With `cooperative=True`, up to {MOST_READERS} hosts that need the same chunks read a part each and send it to the others. "
+        "Plain FSDP has no equal shards, so the option changes nothing there. "
         f"[The tables]({TABLES}) describe the layouts."
     )
 
