@@ -204,6 +204,7 @@ def test_a_pause_of_the_collector_ends_as_it_was_found(enabled):
         (gc.enable if was else gc.disable)()
 
 
+@pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")  # by JAX, where another test has imported it
 def test_of_pauses_that_overlap_the_last_one_counts():
     one, other = collector_paused(), collector_paused()
     one.__enter__()

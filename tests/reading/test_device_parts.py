@@ -89,7 +89,7 @@ def test_a_large_tensor_takes_a_small_ring_and_each_chunk_is_read_once(fake, tmp
     assert torch.equal(like["w"], value)
     assert torch.equal(like["b"], value[0])
     assert fake.high_water <= 4 * MiB
-    assert fake.pinnings == 2
+    assert fake.pinnings <= 2  # one, where each part is placed before the next one is read
     assert len(seen) > 4
     assert seen[-1] == (value.nbytes + value[0].nbytes,) * 2
 

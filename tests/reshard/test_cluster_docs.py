@@ -127,7 +127,7 @@ def test_figures_are_those_of_the_code():
     assert f"waits {clusters.WORKER_TIMEOUT // 60} minutes" in DOCUMENT
     assert f"status {STATUS['coordination']} " in DOCUMENT
     assert execute.MOST_LOSSES == 3
-    assert "three lost workers" in DOCUMENT
+    assert "three workers die during the same task" in DOCUMENT
     assert f"{memory.PROCESS_BYTES >> 20} MiB for Python" in DOCUMENT
     assert f"default of {options.DEFAULT_MEMORY_LIMIT >> 20} MiB" in DOCUMENT
     assert f"about {options.DEFAULT_TASK_BYTES >> 20} MiB" in DOCUMENT
