@@ -129,5 +129,5 @@ def test_figures_are_those_of_the_code():
     assert execute.MOST_LOSSES == 3
     assert "three workers die during the same task" in DOCUMENT
     assert f"{memory.PROCESS_BYTES >> 20} MiB for Python" in DOCUMENT
-    assert f"default of {options.DEFAULT_MEMORY_LIMIT >> 20} MiB" in DOCUMENT
+    assert f"default: {options.DEFAULT_MEMORY_LIMIT >> 20} MiB" in DOCUMENT
     assert f"about {options.DEFAULT_TASK_BYTES >> 20} MiB" in DOCUMENT
