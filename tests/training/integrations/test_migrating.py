@@ -1,4 +1,4 @@
-"""What docs/migrating.md says of other libraries, and of this one, is so: their sources are read, and the script for DCP is run."""
+"""What docs/migrating.md says of other libraries, and of this one, is so: their sources are read, and the programs are run."""
 
 from __future__ import annotations
 
@@ -45,19 +45,80 @@ def public(definition):
     return {name for name in methods(definition) if not name.startswith("_")}
 
 
+IN_TORCH_XLA = """
+import os
+os.environ.update(PJRT_DEVICE="CPU", CPU_NUM_DEVICES="8")
+import torch, torch_xla, torch_xla.runtime as xr
+import torch.distributed as dist
+xr.use_spmd()
+xr.get_master_ip = lambda: "127.0.0.1"  # torch_xla finds no address without a TPU
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+model = torch.nn.Linear(8, 4).to("xla")
+optimizer = torch.optim.AdamW(model.parameters())
+loader = torch.ones(STEPS, 2, 8)
+
+def train(batch):
+    optimizer.zero_grad()
+    model(batch.to("xla")).sum().backward()
+    optimizer.step()
+    torch_xla.sync()
+"""
+IN_JAX = """
+import jax, jax.numpy as jnp
+state = {"w": jnp.zeros((8, 4)), "trained": jnp.zeros((), jnp.int32)}
+abstract_state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+steps = STEPS
+
+def train_step(state):
+    return {"w": state["w"] + 1, "trained": state["trained"] + 1}, 0.5
+"""
+"""What the programs of the page expect to be there; `STEPS` is replaced."""
+
+
+def run(place, *command):
+    done = subprocess.run([str(part) for part in command], cwd=place, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def convert(place, section):
+    """Run the command for old checkpoints."""
+    (command,) = blocks(section, "sh")
+    words = command.replace("gs://bucket", str(place)).split()
+    run(place, Path(sys.executable).with_name("shardckpt"), *words[1:])
+
+
 @pytest.mark.slow
-def test_the_script_for_dcp_runs(tmp_path):
-    script = "\n".join(blocks(DCP))
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stderr
-    assert (tmp_path / "runs" / "dcp" / "200" / "checkpoint.json").exists()
-    (command,) = blocks(DCP, "sh")
-    shardckpt_command = [Path(sys.executable).with_name("shardckpt"), *command.split()[1:]]
-    done = subprocess.run(shardckpt_command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stderr
-    old, new = (shardckpt.restore(tmp_path / "runs" / run / "100", only="model/**") for run in ("imported", "dcp"))
-    assert shardckpt.open(tmp_path / "runs" / "dcp" / "100").verify().ok
+def test_the_programs_with_dcp_run(tmp_path):
+    for program in blocks(DCP):
+        run(tmp_path, sys.executable, "-W", "ignore", "-c", "import torch; torch.manual_seed(0)\n" + program)
+    convert(tmp_path, DCP)
+    old, new = (shardckpt.restore(tmp_path / place / "100", only="model/**") for place in ("imported", "run"))
+    assert all(shardckpt.open(tmp_path / "run" / step).verify().ok for step in ("100", "200"))
     assert all((old["model"][name] == new["model"][name]).all() for name in ("weight", "bias"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("section", "prelude", "trained"),
+    [
+        pytest.param(XLA, IN_TORCH_XLA, "optimizer/state/weight/step", marks=pytest.mark.xla, id="torch_xla"),
+        pytest.param(ORBAX, IN_JAX, "trained", id="orbax"),
+    ],
+)
+def test_a_training_goes_on_with_shardckpt_from_a_converted_checkpoint(tmp_path, section, prelude, trained):
+    """The program before trains to step 300; the program after goes on from it to step 400."""
+    before, after = (program.replace("gs://bucket", str(tmp_path)) for program in blocks(section))
+    run(tmp_path, sys.executable, "-W", "ignore", "-c", prelude.replace("STEPS", "301") + before)
+    convert(tmp_path, section)
+    if "strict=False" in section:
+        assert "manager.restore(state, strict=False)" in section
+        after = after.replace("manager.restore(state)", "manager.restore(state, strict=False)")
+    last = "101" if "loader" in prelude else "401"
+    run(tmp_path, sys.executable, "-W", "ignore", "-c", prelude.replace("STEPS", last) + after + "\nassert first == 301\n")
+    saved = shardckpt.open(tmp_path / "run" / "400")
+    assert saved.verify().ok
+    assert saved.read(trained) == 401
 
 
 @pytest.mark.parametrize("section", SECTIONS.values(), ids=SECTIONS)
