@@ -41,8 +41,8 @@ def test_every_variable_is_one_that_the_code_documents_and_the_other_way_round()
 
 
 def test_the_defaults_are_those_of_the_code():
-    assert f"| {settings.BUCKET['write']:g} / hosts of the save |" in DOCUMENT
-    assert f"| {settings.BUCKET['read']:g} / hosts of the save |" in DOCUMENT
+    assert f"| {settings.BUCKET['write']:g}; in a save, divided by its processes |" in DOCUMENT
+    assert f"| {settings.BUCKET['read']:g}; in a save, divided by its processes |" in DOCUMENT
     assert f"`SHARDCKPT_RETRY_SECONDS` | {settings._RETRY_SECONDS:g} |" in DOCUMENT
     assert f"`TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS` | {settings._STALLED_SECONDS:g}, or" in DOCUMENT
 

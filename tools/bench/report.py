@@ -124,7 +124,7 @@ def _faster(found: dict[str, Any]) -> Iterator[str]:
             f"{', '.join(dict.fromkeys(place for _, place in cases))} |"
         )
     yield WHY_FASTER
-    yield "The states. They are saved to tmpfs, a file system in memory, if no disk or bucket is named.\n"
+    yield "These are the states. Unless a row names a disk or a bucket, they are saved to tmpfs, a file system in memory.\n"
     yield "| state | tensors | size |\n|---|---|--:|"
     for state in STATES.values():
         yield f"| `{state.name}` | {state.what} | {_gigabytes(state.nbytes)} |"
@@ -169,8 +169,8 @@ def _how(found: dict[str, Any]) -> Iterator[str]:
         yield f"- **At most 1/{min(parts)} of every state was measured, so fixed costs weigh more than in use.**"
     if any(r["storage"] in DELAYS for r in found["results"]):
         yield (
-            "- The bucket is an emulator in memory on the same cores, so it takes processor time from the measured program. CPU s/GB "
-            "counts only the measured program, so for real buckets CPU s/GB says more than the wall time here."
+            "- The bucket is an emulator in memory on the same cores, so it slows the measured program. CPU s/GB counts only the measured "
+            "program: to predict the cost of a real bucket, use CPU s/GB, not the wall time."
         )
     yield f"\n[All figures, settings and sizes]({TABLES}) are in the repository. `tools/bench/measure.py` has the exact rules."
     yield ""

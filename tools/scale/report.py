@@ -120,8 +120,8 @@ def _save_requests(found: dict[str, Any]) -> Iterator[str]:
     yield from markdown(save_rows(found["bucket"]))
     yield (
         f"\nshardckpt limits each job to about {BUCKET['write']:,.0f} writes and {BUCKET_READS:,.0f} reads per second. A single second "
-        "may have some more. A new bucket of Cloud Storage accepts 1,000 writes and 5,000 reads per second. The last row is the time of "
-        "the save if only requests and the network take time; a real save takes longer."
+        "may have some more. A new bucket of Cloud Storage accepts 1,000 writes and 5,000 reads per second. The last row counts only "
+        "requests and the network; a real save takes longer."
     )
 
 
@@ -141,7 +141,8 @@ def _restore_requests(found: dict[str, Any]) -> Iterator[str]:
     yield from markdown(rows)
     yield (
         f"\nThe seconds are what a bucket needs for all hosts, at {BUCKET_READS:,.0f} requests per second. "
-        f"With `cooperative=True`, up to {MOST_READERS} hosts that need the same chunks read a part each and send it to the others. "
+        f"With `cooperative=True`, hosts that need the same chunks form groups of up to {MOST_READERS}. Each host reads a part, and "
+        "sends it to the others of its group. "
         "Plain FSDP has no equal shards, so the option changes nothing there. "
         f"[The tables]({TABLES}) describe the layouts."
     )
@@ -162,11 +163,12 @@ def _beside_dcp(found: dict[str, Any]) -> Iterator[str]:
         known = [(n, same[n], ours[n]) for n in columns if n in same and n in ours]
         rows.append([f"{what}, {kind}", *(f"{cut_mark(r)}{seconds_text(r['cpu'])} / {seconds_text(own)}" for _, r, own in known)])
         rows[-1] += [""] * (len(columns) + 1 - len(rows[-1]))
-        faster += [f"a {what}'s plan with {kind} on {n:,} devices" for n, r, own in known if r["cpu"] < own]
+        if where := [f"{n:,}" for n, r, own in known if r["cpu"] < own]:
+            faster.append(f"{what}, {kind}: {', '.join(where)} devices")
     yield from markdown(rows)
     yield ""
     if faster:
-        yield f"- DCP is faster at: {'; '.join(faster)}."
+        yield f"- DCP plans faster in these cases. {'; '.join(faster)}."
     yield (
         "- A save: DCP's coordinator plans for all ranks, and every rank waits for it. A shardckpt host plans for itself.\n"
         "- A restore: in both, every process plans for itself. In a job of few devices, each host restores larger parts of the tensors. "

@@ -123,7 +123,7 @@ def test_a_training_goes_on_with_shardckpt_from_a_converted_checkpoint(tmp_path,
 
 @pytest.mark.parametrize("section", SECTIONS.values(), ids=SECTIONS)
 def test_every_section_has_both_programs_and_a_command_for_old_checkpoints(section):
-    assert re.findall(r"^### (.*)$", section, re.MULTILINE) == ["Before", "After", "What is different", "Old checkpoints"]
+    assert re.findall(r"^### (.*)$", section, re.MULTILINE) == ["Before", "After", "Differences", "Old checkpoints"]
     assert all(block.startswith("shardckpt import ") for block in blocks(section, "sh"))
     assert len(blocks(section, "sh")) == 1
 
