@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import re
+import shlex
 from dataclasses import fields
 
 import numpy as np
 from arrays import made, records
 from paths import DOCS
+from safetensors.numpy import load_file
+from typer.testing import CliRunner
 
 import shardckpt
+from shardckpt.cli.app import app
 from shardckpt.convert.naming.choose import NameOptions
 from shardckpt.convert.naming.mapping_file import _KEYS, PRESETS, parse_mapping
 from shardckpt.convert.naming.renaming import read_names
@@ -75,3 +79,21 @@ def test_a_view_shows_the_result_of_a_mapping(tmp_path) -> None:
         shown = {name: f.get_slice(name).get_shape() for name in f.keys()}  # noqa: SIM118  # the method of safetensors
     square = {f"h.0.attn.{part}_proj.weight": [64, 64] for part in "qkv"}
     assert shown == square | {"h.0.mlp.c_fc.weight": [256, 64], "h.0.mlp.c_proj.weight": [64, 256]}
+
+
+def test_its_commands_run(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    attention = {"weight": numbers(4, 12).astype(np.float32), "bias": np.ones(12, np.float32)}
+    mlp = {"c_fc": numbers(4, 16), "c_proj": numbers(16, 4)}
+    block = {f"attn.c_attn.{kind}": array for kind, array in attention.items()} | {
+        "attn.c_proj.weight": numbers(4, 4),
+        **{f"mlp.{name}.weight": array for name, array in mlp.items()},
+    }
+    state = {f"transformer.h.0.{name}": array for name, array in block.items()}
+    shardckpt.save("run/100", {"model": state, "step": 100})
+    for line in "".join(blocks("sh")).splitlines():
+        result = CliRunner().invoke(app, shlex.split(line)[1:])
+        assert result.exit_code == 0, result.output
+    assert load_file("hf/tiny/model.safetensors").keys() == state.keys()
+    q = next(array for name, array in load_file("gpt2.safetensors").items() if re.search(r"\bq\w*\.weight$", name))
+    assert (q == attention["weight"].T[:4]).all()
