@@ -53,6 +53,10 @@ _ADAPTERS = {
 }
 """The module that a program must have imported before it can have leaves of each adapter. The adapters are asked in this order:
 torch_xla's sharded tensors are DTensors too, and all of these are torch tensors."""
+_MARKS = {"dcp_protocol": "__create_write_items__"}
+"""An attribute of the classes of an adapter's leaves. Programs without such classes do not import the adapter."""
+_NO_LEAVES = frozenset((dict, list, tuple, str, int, float, bool, type(None)))
+"""Types whose values are no tensors, so that no adapter is asked."""
 
 
 class _Adapter(Protocol):
@@ -206,8 +210,11 @@ def target(name: str, leaf: object, shape: tuple[int, ...], dtype: DType) -> Sin
 
 
 def _framework(leaf: object) -> str | None:
+    kind = type(leaf)
+    if kind in _NO_LEAVES:
+        return None
     for framework, needed in _ADAPTERS.items():  # not a generator, for speed: every leaf is looked up several times
-        if needed in sys.modules and _module(framework).matches(leaf):
+        if needed in sys.modules and (framework not in _MARKS or hasattr(kind, _MARKS[framework])) and _module(framework).matches(leaf):
             return framework
     return None
 

@@ -1,14 +1,13 @@
 """Save one tensor twice and restore it twice; as JSON, the files of the package that each call enters.
 
-python files_entered.py <directory>
+python files_entered.py <directory> numpy|torch
 """
 
 import json
 import sys
 import threading
+from importlib import import_module
 from pathlib import Path
-
-import numpy as np
 
 import shardckpt
 
@@ -33,8 +32,8 @@ def files_entered(call):
     return sorted(found)
 
 
-place, state = Path(sys.argv[1]), {"w": np.ones((64, 64), np.float32)}
-targets = {"w": np.zeros((64, 64), np.float32)}
+place, framework = Path(sys.argv[1]), import_module(sys.argv[2])
+state, targets = ({"w": make((64, 64), dtype=framework.float32)} for make in (framework.ones, framework.zeros))
 saved = [files_entered(lambda name=name: shardckpt.save(place / name, state)) for name in ("cold", "warm")]
 restored = [files_entered(lambda name=name: shardckpt.restore(place / name, targets)) for name in ("cold", "warm")]
 assert (targets["w"] == 1).all()

@@ -6,14 +6,16 @@ import json
 import subprocess
 import sys
 
+import pytest
 from paths import CHILDREN
 
 SAVE, RESTORE = 30, 25
 """Of the second save and the second restore in a process; the first ones also enter what finds frameworks and opens the storage."""
 
 
-def test_the_second_save_and_the_second_restore_of_one_tensor_enter_few_files(tmp_path):
-    command = [sys.executable, CHILDREN / "files_entered.py", tmp_path]
+@pytest.mark.parametrize("framework", ["numpy", "torch"])
+def test_the_second_save_and_the_second_restore_of_one_tensor_enter_few_files(tmp_path, framework):
+    command = [sys.executable, CHILDREN / "files_entered.py", tmp_path, framework]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
     found = json.loads(done.stdout)
     assert len(found["save"][1]) <= SAVE, found["save"][1]
