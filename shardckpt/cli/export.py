@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from shardckpt.convert.export import ExportReport
 
-_OUT = "What to write. safetensors: a file, if the name ends in .safetensors, else a directory; torch: a file; dcp, orbax: a directory."
+_OUT = "The destination. safetensors: a file, if the name ends in .safetensors, else a directory; torch: a file; dcp, orbax: a directory."
 _NAMED = 5
 """Most notes in the text output."""
 

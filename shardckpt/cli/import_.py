@@ -47,7 +47,7 @@ from shardckpt.excerpt import visible
 
 
 def import_(
-    source: Annotated[str, typer.Argument(metavar="SRC", help="What to read: a file or directory, or its url.")],
+    source: Annotated[str, typer.Argument(metavar="SRC", help="The source: a file or directory, or its url.")],
     destination: Annotated[str, typer.Argument(metavar="DST", help="Where the new checkpoint goes: a path or url.")],
     *,
     from_: Annotated[

@@ -12,7 +12,7 @@ from shardckpt.options import parse_bytes, parse_duration
 
 
 def serve(
-    roots: Annotated[list[str], typer.Argument(metavar="NAME=ROOT…", help="What to serve: a name, and a path or url.")],
+    roots: Annotated[list[str], typer.Argument(metavar="NAME=ROOT…", help="A name, and the path or url that it stands for.")],
     host: Annotated[str, typer.Option("--host", metavar="ADDRESS", help="The address to listen at.")] = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", min=0, max=65535, metavar="N", help="The port; 0: any that is free.")] = 8470,
     token_file: Annotated[

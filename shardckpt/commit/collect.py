@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from shardckpt.io.url import Location
 
 _ROUNDS = 10
-"""How often to start again because the record has changed; each change means that another process made progress."""
+"""Number of new starts because the record has changed; each change means that another process made progress."""
 _UNDER_WAY = "it may be a save under way"
 _NEIGHBOUR = "another save to this place may be under way, and would fail if this were removed"
 _COLLECTED = "no save here was finished, and what was left of them was removed"
@@ -70,7 +70,7 @@ class Collected:
     idle: float | None = None
     """Seconds since the last write into it; None: not known."""
     reason: str | None = None
-    """Why it was not removed."""
+    """Reason for not removing it; None if it was removed."""
 
 
 @dataclass(frozen=True, slots=True)

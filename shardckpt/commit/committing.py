@@ -52,7 +52,7 @@ class Outcome:
     attempt: str
     state: Literal["committed", "incomplete", "overtaken", "refused"]
     reason: str = ""
-    """Why it was not committed."""
+    """Reason for not committing it; "" if it was committed."""
 
 
 def commit(root: str | os.PathLike[str]) -> list[Outcome]:

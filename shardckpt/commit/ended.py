@@ -51,7 +51,7 @@ class EndedMark:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """What is at a place that may hold a checkpoint."""
+    """State of a place that may hold a checkpoint."""
 
     name: str
     attempt: str | None

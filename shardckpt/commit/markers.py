@@ -57,7 +57,7 @@ MOST_TAGS = 32
 
 @dataclass(frozen=True, slots=True)
 class Protection:
-    """What protects a checkpoint from deletion; false if nothing does."""
+    """Markers that protect a checkpoint from deletion; false if there are none."""
 
     pinned: bool = False
     tags: tuple[str, ...] = ()
@@ -82,7 +82,7 @@ class Protection:
 
 
 def protection(store: Store, attempt: str | None) -> Protection:
-    """What protects an attempt from deletion; None: the attempt is not known (the commit record is unreadable), and any marker counts.
+    """The protection of an attempt from deletion. None: the attempt is not known (the commit record is unreadable), and any marker counts.
 
     A damaged marker counts as a pin: it still protects.
     """

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 _ROUNDS = 20
-"""How often to start again because the marker has changed; each change means that another process made progress."""
+"""Number of new starts because the marker has changed; each change means that another process made progress."""
 _RESERVED = re.compile(r"main|pinned|superseded|(?:step-)?\d+|[0-9a-f]{40}", re.ASCII)
 """Words of the service: revisions and filters that are no tags."""
 

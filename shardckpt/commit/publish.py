@@ -45,7 +45,7 @@ RECORD = "checkpoint.json"
 """The commit record, relative to the checkpoint."""
 _UNREADABLE = Tombstone("unreadable")
 _ROUNDS, _DISK_ROUNDS = 10, 200
-"""How often to retry because another process has changed the record. On a disk, where a retry takes a tenth of a millisecond,
+"""Number of retries because another process has changed the record. On a disk, where a retry takes a tenth of a millisecond,
 deletions may also remove the empty directory each time."""
 _LEAST_PAUSE, _MOST_PAUSE = 0.1, 1.0
 """Least and most seconds between two checks for another process's placeholder."""

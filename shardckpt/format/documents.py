@@ -334,7 +334,7 @@ def check_key(key: str, where: object) -> None:
 
 
 def unfit(path: str) -> str | None:
-    """Why a slash-separated name cannot be stored by every store; None if it can."""
+    """Reason for which some store cannot hold a slash-separated name; None if every store can."""
     if "\\" in path:
         return "TensorStore turns a backslash into a slash"
     if "\0" in path:

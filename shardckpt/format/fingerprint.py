@@ -51,7 +51,7 @@ _SHIFTED = 1 << 15
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """What identifies the tensors of a state: equal for equal names, dtypes, shapes and elements, and for nothing else."""
+    """Identity of the tensors of a state: equal for equal names, dtypes, shapes and elements, and for nothing else."""
 
     tensors: Mapping[str, str]
     """Name → 32 hexadecimal digits."""

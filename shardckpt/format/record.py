@@ -49,7 +49,7 @@ class HostFiles:
     values: FileReference | None
     """The values that the host's process owns by itself (`PerProcess`); None: it has none."""
     sums: FileReference | None = None
-    """What the host's chunks add to the sums of the tensors (`format.fingerprint`); None: nobody asked for a fingerprint."""
+    """The host's contribution to the sums of the tensors (`format.fingerprint`); None if no fingerprint was requested."""
 
     @classmethod
     def from_json(cls, doc: Any, where: str) -> HostFiles:

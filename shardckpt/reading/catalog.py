@@ -59,7 +59,7 @@ class CatalogEntry:
     stored_bytes: int | None = None
     """Bytes of all chunks as stored, with padding and checksums, after compression."""
     reason: str | None = None
-    """Why it was deleted or cannot be read."""
+    """Reason of the deletion, or of being unreadable."""
     finished: int | None = None
     """Number of hosts that have finished writing, for an unfinished attempt."""
     hosts: int | None = None

@@ -129,7 +129,7 @@ class OpenJob:
 
     @cached_property
     def contents(self) -> Contents:
-        """What the new checkpoint contains; every host says the same."""
+        """Contents of the new checkpoint; the records of all hosts agree on them."""
         record, small = self.plan.source, dict[str, bytes]()
         if self.reuses_files and record.small_table is not None:  # no host has these; the committer rewrites them
             assert isinstance(self.checkpoint, Checkpoint)

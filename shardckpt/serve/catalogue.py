@@ -53,7 +53,7 @@ _COMPARISONS = {"<=": "<=", ">=": ">=", "<": "<", ">": ">", "=": "="}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointQuery:
-    """Which checkpoints to list."""
+    """Filters, order and page of a list of checkpoints."""
 
     run: str | None = None
     first_step: int | None = None
@@ -68,7 +68,7 @@ class CheckpointQuery:
     descending: bool = False
     limit: int = 100
     cursor: str | None = None
-    """Where the last page ended."""
+    """End of the last page."""
 
 
 class Catalogue:

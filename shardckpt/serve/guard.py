@@ -1,4 +1,4 @@
-"""What every request passes: its id, where it comes from, who makes it, and what is counted and logged of it.
+"""Checks of every request: its origin and its user. Each gets an id, and is counted and logged.
 
 1. `Host` must be this service's, so that no page of another site reaches a service on loopback under a name of its own (DNS rebinding).
    Requests whose headers name another origin are refused.
@@ -97,7 +97,7 @@ class Guard:
             self._note(request, answer, who, time.perf_counter() - begun)
 
     def _admit(self, request: Request) -> tuple[Response | None, Identity | None]:
-        """Why a request is refused, and who makes it."""
+        """The refusal of a request, if it is refused, and the user who makes it."""
         path = request.url.path
         if path in _FREE:
             return None, None

@@ -62,7 +62,7 @@ def with_damaged(service: Service, runs: Iterable[dict[str, Any]]) -> list[dict[
 
 
 def health(service: Service) -> dict[str, Any]:
-    """What the page about health shows: `damaged`, `unreadable`, `latest`, `scrub`, and numbers of `checkpoints` and `never_verified`."""
+    """Content of the page about health: `damaged`, `unreadable`, `latest`, `scrub`, and numbers of `checkpoints` and `never_verified`."""
     assert service.upkeep is not None, "the page is only asked for where there is a journal"
     journal, scrubber = service.upkeep.journal, service.upkeep.scrubber
     committed, latest = service.catalogue.committed(), journal.latest_verifications()

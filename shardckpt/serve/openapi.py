@@ -113,7 +113,7 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """What answers GET requests to a path."""
+    """Handler and description of GET requests to a path."""
 
     path: str
     """As in OpenAPI; parameters in braces may hold slashes."""
@@ -148,7 +148,7 @@ class Endpoint:
             "operationId": self.answer.__name__,
             "parameters": [*path_parameters(self.path), *(parameter.document() for parameter in self.parameters)],
             "responses": {
-                "200": {"description": "What was asked for.", "content": content},
+                "200": {"description": "The requested document.", "content": content},
                 "default": {"$ref": "#/components/responses/Problem"},
             },
         }
@@ -161,7 +161,7 @@ def path_parameters(path: str) -> list[dict[str, Any]]:
 
 
 def posted(path: str, answer: Callable[..., Any], parameters: Sequence[Parameter] | None = None) -> dict[str, Any]:
-    """What answers POST requests to a path with 202, in OpenAPI.
+    """OpenAPI description of POST requests to a path that are answered with 202.
 
     Args:
         path: its last name is the id.
@@ -173,7 +173,7 @@ def posted(path: str, answer: Callable[..., Any], parameters: Sequence[Parameter
         "operationId": path.rpartition("/")[2],
         "parameters": path_parameters(path),
         "responses": {
-            "202": {"description": "What was asked for.", "content": {"application/json": {"schema": {"type": "object"}}}},
+            "202": {"description": "The requested document.", "content": {"application/json": {"schema": {"type": "object"}}}},
             "default": {"$ref": "#/components/responses/Problem"},
         },
     }

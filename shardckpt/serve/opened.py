@@ -63,7 +63,7 @@ class Opened:
     version: object
     checked: float
     parts: dict[Hashable, Any] = field(default_factory=dict)
-    """What was made of it, such as its zarr keys."""
+    """Values computed from it, such as its zarr keys."""
     making: Lock = field(default_factory=Lock)
 
     @property
@@ -72,7 +72,7 @@ class Opened:
         return self.checkpoint.record.attempt
 
     def part(self, key: Hashable, make: Callable[[], Any]) -> Any:
-        """What `make` returned the first time."""
+        """The value that `make` returned at the first call."""
         with self.making:
             if key not in self.parts:
                 self.parts[key] = make()
@@ -164,7 +164,7 @@ class OpenCheckpoints:
 
 
 def _version(place: Location) -> object:
-    """What differs for another record at a place."""
+    """A version of the record at a place: another record has another one."""
     if place.local is None:
         return Store.open(place).read_versioned(RECORD)[1]
     try:

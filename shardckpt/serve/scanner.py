@@ -43,14 +43,14 @@ _STEP_OF_TIMES = 2_000_000_000
 
 @dataclass(slots=True)
 class _Seen:
-    """What a directory was when it was looked at last."""
+    """State of a directory at its last scan."""
 
     children: dict[str, Store] = field(default_factory=dict)
     """Directories below it that may hold checkpoints, by id."""
     entry: CatalogEntry | None = None
     version: tuple[int, ...] | None = None
     due: float = 0.0
-    """When to look again, by the monotonic clock."""
+    """Time of the next scan, by the monotonic clock."""
 
 
 class Scanner:
@@ -65,7 +65,7 @@ class Scanner:
             on_scan: called after each cycle with its seconds and the number of roots that could not be listed.
         """
         self.problems: dict[str, str] = {}
-        """Why a root could not be listed, by its name."""
+        """Error of listing a root, by the root's name."""
         self.complete = threading.Event()
         """Set after the first cycle."""
         self._roots, self._catalogue, self._on_scan = roots, catalogue, on_scan

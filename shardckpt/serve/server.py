@@ -26,7 +26,7 @@ _LONGEST_HEADERS, _MOST_HEADERS = 32 << 10, 100
 _CONNECTIONS = 512
 _M_MMAP_THRESHOLD = -3
 _SWITCH_SECONDS = 0.0005
-"""How long a thread that reads may keep the interpreter from the one that answers; Python's own value is ten times as long."""
+"""Seconds for which a reading thread may keep the interpreter from the thread that answers; Python's own value is ten times as long."""
 _REFUSED = b"HTTP/1.1 %s\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 
 

@@ -79,7 +79,7 @@ class ServeOptions:
 
 
 class Service:
-    """What the endpoints use."""
+    """State of a running service, for its endpoints."""
 
     def __init__(self, options: ServeOptions) -> None:
         """Open the catalogue; nothing is scanned before `start`.
@@ -95,7 +95,7 @@ class Service:
         self.scanner = Scanner(self.roots, self.catalogue, self.metrics.note_scan)
         self.opened = OpenCheckpoints(self.roots, self.catalogue)
         self.upkeep = None
-        """What changes checkpoints and looks after them; None without a state directory."""
+        """Jobs, scrub and retention; None without a state directory."""
         if options.state is not None:
             try:
                 self.upkeep = Upkeep(Path(options.state), options, self.roots, self.catalogue, self.scanner)

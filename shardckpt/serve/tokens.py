@@ -35,7 +35,7 @@ _GUESSES, _GUESS_SECONDS, _MOST_ADDRESSES = 10, 60.0, 10_000
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Who makes a request."""
+    """User of a request."""
 
     name: str
     scope: str
@@ -67,7 +67,7 @@ class Tokens:
         self._refresh()
 
     def identity(self, token: str) -> Identity | None:
-        """Who has a token; None: nobody.
+        """Owner of a token; None: nobody.
 
         Raises:
             OptionError, StorageError: the file has changed and cannot be read any more.
@@ -85,7 +85,7 @@ class Tokens:
         return secret
 
     def in_session(self, secret: str) -> Identity | None:
-        """Who began a session; None: it has ended, or its token was revoked."""
+        """User who began a session; None: it has ended, or its token was revoked."""
         self._refresh()
         with self._lock:
             token, end = self._sessions.get(_digest(secret), ("", 0.0))

@@ -123,7 +123,7 @@ class Attempt:
         self._wrote = False
         """Whether any file of the attempt may exist."""
         self._stopped = ""
-        """Why this process stops waiting for other processes; "": it does not."""
+        """Reason for which this process stops waiting for others; "" if it does not."""
         self._vouches = False
         """Whether this process's record may exist, which lets other processes commit the attempt."""
         if is_shutting_down():

@@ -139,9 +139,9 @@ class StepTimes(NamedTuple):
 
     written: HostRecord
     durable: float
-    """When this process's share was durable."""
+    """Time at which this process's share was durable."""
     waited: float
-    """When all hosts had finished; on other processes than the committer, when the checkpoint was published."""
+    """Time at which all hosts had finished; on other processes than the committer, time of the publication."""
     ended: float
 
 

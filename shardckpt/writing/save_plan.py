@@ -70,7 +70,7 @@ class SavePlan:
     """One process's share of a save."""
 
     tensors: dict[str, TensorRecord]
-    """How every tensor of this process is stored."""
+    """Storage of every tensor of this process: its array or pieces."""
     writes: dict[str, list[Write]]
     """Runs of chunks that this process writes, by tensor, in the order of the tensors; tensors without any are left out."""
     small: list[str]
@@ -199,7 +199,7 @@ def skipped_names(names: Iterable[str], patterns: Iterable[str]) -> frozenset[st
 def tensor_records(
     sources: Mapping[str, Source], options: SaveOptions, world: World, skipped: frozenset[str] = frozenset()
 ) -> dict[str, TensorRecord]:
-    """How each tensor will be stored; skipped tensors have no pieces yet."""
+    """Storage of each tensor: its array or pieces. Skipped tensors have no pieces yet."""
     smallest = _smallest_chunks(
         {name: source for name, source in sources.items() if name not in skipped}, world, files=options.layout == "zarr"
     )
@@ -230,7 +230,7 @@ def tensor_records(
 def tensor_record(
     name: str, shape: tuple[int, ...], dtype: DType, layout: StoredLayout | None, smallest: Floor, *, own_boxes: BoxArray | None = None
 ) -> TensorRecord:
-    """How one tensor will be stored.
+    """Storage of one tensor: its array or pieces.
 
     Args:
         name: its name.

@@ -83,7 +83,7 @@ class NameOptions:
 
 @dataclass(frozen=True, slots=True)
 class Naming:
-    """What `NameOptions` ask for, as rules."""
+    """The rules that `NameOptions` ask for."""
 
     is_selected: Callable[[str], bool]
     """Whether a name in the source is selected."""

@@ -73,7 +73,7 @@ class Page:
     prefixes: list[str]
     """Names up to the delimiter, if the request has one."""
     token: str | None
-    """What to ask for the next page with; None: this is the last one."""
+    """The service's token for the next page; None: this is the last one."""
 
 
 @dataclass(frozen=True, slots=True)

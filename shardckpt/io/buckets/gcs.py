@@ -57,7 +57,7 @@ class GcsConnection:
         self._lock = threading.Lock()
         self._credentials: Any = None
         self._lacking: Exception | None = None
-        """Why there are no credentials; a public bucket can be read without."""
+        """The error of looking for credentials; a public bucket can be read without any."""
         self._renewed = "", 0.0
         """The access token that was made because another one was refused, and the time."""
         self._found = self.service.startswith("http:")  # an emulator: no credentials are sent

@@ -54,7 +54,7 @@ class Work:
     note: Callable[[dict[str, Any]], None]
     """Called with what the service is to write down at once."""
     resume: dict[str, Any] = field(default_factory=dict)
-    """What was written down before."""
+    """Notes of earlier tries."""
 
     def open(self, ident: str) -> Checkpoint:
         """A checkpoint all of whose files lie below the roots."""

@@ -1,4 +1,4 @@
-"""What the journal holds: jobs and verifications."""
+"""Rows of the journal: jobs and verifications."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class JobRow:
     cancelling: bool = False
     """Whether somebody has cancelled it and its process has not ended yet."""
     tries: int = 0
-    """How often it was started."""
+    """Number of starts."""
     done: int | None = None
     total: int | None = None
     """Progress, in the unit of the operation."""
@@ -68,7 +68,7 @@ class Verification:
     """Number of damaged parts; the first of them are in `damage`."""
     damage: list[dict[str, Any]] = field(default_factory=list)
     error: str | None = None
-    """Why it could not end."""
+    """Error that ended it early."""
 
     @property
     def ok(self) -> bool:

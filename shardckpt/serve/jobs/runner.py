@@ -46,7 +46,7 @@ _LONGEST_LINE = 4 << 20
 
 @dataclass(slots=True)
 class JobEnd:
-    """How the process of a job has ended."""
+    """End of a job's process: its result or its error."""
 
     result: dict[str, Any] | None = None
     error: dict[str, str] | None = None
@@ -173,7 +173,7 @@ class JobRunner:
         self._not_before: dict[int, float] = {}
         self._failures: Counter[int] = Counter()
         self.waits_for: dict[int, str] = {}
-        """Why a job that is queued has not been started, by its number."""
+        """Reason for which a queued job has not been started, by its number."""
         self._stopped = False
         self._thread = threading.Thread(target=self._run, name="shardckpt-jobs", daemon=True)
 
@@ -231,7 +231,7 @@ class JobRunner:
         self.waits_for = waits
 
     def _why_not(self, job: JobRow) -> str | None:
-        """Why a job is not started now."""
+        """Reason for not starting a job now; None if it can start."""
         if job.number in self._running:
             return "it is about to be started again"
         running = [one for one, _, _ in self._running.values()]

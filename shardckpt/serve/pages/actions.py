@@ -19,7 +19,7 @@ KEY, CONFIRM = "key", "confirm"
 
 
 def actions_section(ident: str, attempt: str, entry: Mapping[str, Any], viewer: Viewer) -> Html | None:
-    """What a viewer may do with a checkpoint; None: nothing."""
+    """Forms for the jobs that a viewer may start with a checkpoint; None: no job."""
     if not viewer.may("operate"):
         return None
     admin, given = viewer.may("admin"), {"checkpoint": ident}

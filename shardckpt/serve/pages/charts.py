@@ -100,7 +100,7 @@ def kind(one: dict[str, Any]) -> str:
 
 
 def words(one: dict[str, Any]) -> str:
-    """What is to be said about a checkpoint besides its step."""
+    """Words about a checkpoint beside its step, such as its state and tags."""
     said = [one["state"]] if one["state"] != "committed" else []
     said += ["damaged"] if is_damaged(one) else []
     said += [word for word in ("pinned", "superseded") if one[word]]

@@ -83,7 +83,7 @@ def address(area: str, ident: str, **query: object) -> str:
 
 
 def crumbs(ident: str, *, checkpoint: bool, tensor: str | None = None) -> Html:
-    """Where a page is: root, run, checkpoint, tensor."""
+    """Path to a page: root, run, checkpoint, tensor."""
     run, _, name = ident.rpartition("/") if checkpoint else (ident, "", "")
     run = run or ident
     steps = [el("li", el("a", "runs", href="/ui/runs")), el("li", link("run", run, run))]

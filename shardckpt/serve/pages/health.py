@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def health_page(doc: Mapping[str, Any], viewer: Viewer) -> str:
-    """What is damaged, how far the scrub is, and the latest verifications.
+    """Page of damage, progress of the scrub, and latest verifications.
 
     Args:
         doc: see `serve.health.health`.
@@ -42,7 +42,7 @@ def health_page(doc: Mapping[str, Any], viewer: Viewer) -> str:
 
 
 def verification_section(attempt: str, history: Sequence[Verification]) -> Html:
-    """What verifications say about a checkpoint.
+    """Section with the results of a checkpoint's verifications.
 
     Args:
         attempt: the attempt that is there now.
@@ -106,7 +106,7 @@ def _damaged(doc: Mapping[str, Any]) -> Html:
         rows.append((link("checkpoint", one["id"], one["id"]), reason, "–", el("span", "scan")))
     if not rows:
         return el("p", "No damaged checkpoint is known.")
-    heads = (("Checkpoint", False), ("What is wrong", False), ("Found", False), ("By", False))
+    heads = (("Checkpoint", False), ("Damage", False), ("Found", False), ("By", False))
     return table(heads, rows, caption=count(len(rows), "damaged checkpoint"), ident="damaged")
 
 

@@ -111,7 +111,7 @@ def _facts(doc: dict[str, Any]) -> Html:
         fact("Tasks", "tasks", f"{reshard['tasks']:,}", f"{count(reshard['workers'], 'worker')} on one machine"),
         fact("Time", "seconds", span_text(reshard["seconds"]), rate_text(rates)),
     ]
-    return section("What the reshard costs", el("dl", facts, class_="facts"))
+    return section("Cost of the reshard", el("dl", facts, class_="facts"))
 
 
 def _restores(doc: dict[str, Any]) -> Html:
@@ -140,7 +140,9 @@ def _restores(doc: dict[str, Any]) -> Html:
         ".",
     )
     table = el("table", caption, el("thead", head), el("tbody", rows), id="restores", class_="cards")
-    return section("What a restore reads", el("div", table, class_="scroll", tabindex=0, role="region", aria_label="What a restore reads"))
+    return section(
+        "Bytes that a restore reads", el("div", table, class_="scroll", tabindex=0, role="region", aria_label="Bytes that a restore reads")
+    )
 
 
 def _layouts(found: Forecast, doc: dict[str, Any]) -> Html:

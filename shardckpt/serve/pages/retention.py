@@ -1,4 +1,4 @@
-"""What rules of retention would delete of a run, and the forms for it."""
+"""Section with the steps of a run that rules of retention would delete, and the forms for it."""
 
 from __future__ import annotations
 
