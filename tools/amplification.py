@@ -124,7 +124,7 @@ def change(source: tuple[int, ...], target: tuple[int, ...]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class HostPlan:
-    """What one simulated host needs of one tensor."""
+    """The boxes that one simulated host needs of one tensor, and their bytes."""
 
     boxes: BoxArray
     """Distinct boxes of its devices."""
@@ -135,7 +135,7 @@ class HostPlan:
 
 
 def plan(tensor: TensorRecord, target: Sharding, devices: int) -> list[HostPlan]:
-    """What every host of so many devices needs; hosts have consecutive device ids."""
+    """Plans of all hosts, with so many devices each; hosts have consecutive device ids."""
     found = target.device_boxes(tensor.shape)  # devices in ascending order
     boxes, of_device = distinct_boxes(found.boxes)
     itemsize = tensor.dtype.storage.itemsize
@@ -306,7 +306,7 @@ def _compare(
 
 
 def summary(ratios: Sequence[float]) -> dict[str, float]:
-    """What is said of many amplifications."""
+    """Statistics of many amplifications."""
     values = np.array(ratios)
     return {
         "n": len(values),

@@ -127,7 +127,7 @@ other; what they wrote begins with the same word."""
 
 
 def run(*command: str | Path) -> dict[str, Any]:
-    """What a command took until all was durable: seconds, and the peaks of its processes' resident memory."""
+    """Seconds of a command until all was durable, the peaks of its processes' resident memory, and its error if it failed."""
     os.sync()
     began, peaks = time.monotonic(), dict[int, int]()
     with subprocess.Popen(list(map(str, command)), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as job:
@@ -143,7 +143,7 @@ def run(*command: str | Path) -> dict[str, Any]:
 
 
 def ours(limit: str, *command: str | Path) -> dict[str, Any]:
-    """What a command of shardckpt took, and whether it kept to what it is allowed."""
+    """Measurements of a command of shardckpt, the memory that it is allowed, and whether it kept to that."""
     program = shutil.which("shardckpt", path=str(Path(sys.executable).parent)) or "shardckpt"
     took = run(program, *command, "--memory-limit", limit, "--json")
     allowed = parse_bytes(limit, "limit") + len(took["peaks"]) * PROCESS_BYTES
@@ -151,7 +151,7 @@ def ours(limit: str, *command: str | Path) -> dict[str, Any]:
 
 
 def measure(directory: Path, gib: float, limit: str, *, peers: bool) -> dict[str, Any]:
-    """What everybody took, and the plain writes before and after the first of them."""
+    """Measurements of shardckpt and its peers, and of plain writes before and after the first export."""
     save(directory / "source", gib, gib / 4)
     plain, file = directory / "plain", directory / MODEL
     nbytes = round(gib * (1 << 30))

@@ -84,7 +84,7 @@ class TrainingProcess:
         self.kill()
 
     def events(self) -> Iterator[Event]:
-        """What it tells, while it tells it.
+        """Events of the process, as they come.
 
         Raises:
             DemoError: it ended with an error.

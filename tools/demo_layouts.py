@@ -22,7 +22,7 @@ P = PartitionSpec
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How a model is laid out over a mesh."""
+    """Layout of a model over a mesh."""
 
     mesh: Mesh
     batch_axis: str

@@ -1,4 +1,4 @@
-"""What the demo prints: at most 100 columns, on a terminal or into a file."""
+"""Output of the demo: at most 100 columns, on a terminal or into a file."""
 
 from __future__ import annotations
 

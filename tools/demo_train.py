@@ -47,7 +47,7 @@ SEPARATOR = 256
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """How large the run is."""
+    """Size of the model and of a batch."""
 
     hidden: int
     mlp: int
@@ -202,7 +202,7 @@ def compiles() -> int:
 
 
 def lie_as_asked(training: Training) -> tuple[int, list[str]]:
-    """How many tensors on the devices were looked at, and which of them XLA has in another layout than the rules say."""
+    """Number of tensors on the devices, and names of those that XLA has in another layout than the rules say."""
     moments = training.optimizer.state
     tensors = [
         (name, tensor)

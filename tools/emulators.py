@@ -73,15 +73,15 @@ class Emulator:
     variables: Mapping[str, str] = field(repr=False)
     """Environment variables; `{endpoint}` in a value stands for where requests go."""
     tls_port: int | None = None
-    """Where it listens besides, with TLS; None: nowhere."""
+    """Another port, with TLS; None if there is none."""
 
     @property
     def endpoint(self) -> str:
-        """Where it listens, without a slash at the end."""
+        """URL of the server, without TLS and without a slash at the end."""
         return f"http://127.0.0.1:{self.port}"
 
     def env(self, endpoint: str | None = None) -> dict[str, str]:
-        """What to add to a process's environment; `endpoint` is that of a proxy, if one stands before the server."""
+        """Environment variables for a process that uses it; `endpoint` is the URL of a proxy, if one stands before the server."""
         return {name: value.format(endpoint=endpoint or self.endpoint) for name, value in self.variables.items()}
 
     def url(self, *names: str) -> str:

@@ -225,7 +225,7 @@ class _Proxy:
         return answer
 
     async def _stat(self, operation: Operation) -> aiohttp.ClientResponse:
-        """What the storage says of an object."""
+        """The storage's answer about an object."""
         return await self._asked("GET", f"/storage/v1/b/{quote(operation.bucket, safe='')}/o/{quote(operation.name, safe='')}")
 
     async def _generation(self, operation: Operation) -> int:
@@ -248,7 +248,7 @@ class _Proxy:
             raise _Refused(502, f"the emulator cannot be asked: {e!r}") from e
 
     def _operation(self, request: web.BaseRequest) -> Operation:
-        """What a request is about; a part of a resumable upload is about what the upload was begun for."""
+        """The operation of a request; a part of a resumable upload has the operation that the upload was begun with."""
         operation = classify(request.method, request.raw_path)
         begun = self._resumable.get(operation.query.get("upload_id", ""))
         return operation if begun is None else replace(begun.begun, method=request.method)
@@ -276,7 +276,7 @@ class _Proxy:
 
 
 def _preconditions(transfer: Transfer) -> Preconditions | None:
-    """What must hold for a request to be passed on; of a resumable upload, for the last part of it."""
+    """Preconditions that the proxy enforces for a request; for a resumable upload, only with the last part of it."""
     request = transfer.request
     if transfer.exchange.operation.service != "gcs" or (request.method == "POST" and request.query.get("uploadType") == "resumable"):
         return None
@@ -337,9 +337,9 @@ class FaultProxy:
             enforces: whether it refuses what must not go ahead. Without that a test of races shows that it tests something.
         """
         self.rules = RuleBook()
-        """What goes wrong; to be changed at any time."""
+        """Rules for faults; they may be changed at any time."""
         self.traffic = Traffic()
-        """What came through."""
+        """All requests that came through, and their outcomes."""
         self.url = ""
         """Its address, without a slash at the end; known inside the `with` block."""
         self._backend = backend

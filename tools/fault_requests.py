@@ -1,4 +1,4 @@
-"""What is a request to an object store about, and what has come of all of them?
+"""Requests to an object store: the operation that each asks for, and the outcomes of all of them.
 
 `classify` reads a request's first line: the JSON API of Google Cloud Storage has its own paths (`/storage/v1/b/…`,
 `/upload/storage/v1/b/…`, `/download/storage/v1/b/…`), everything else is S3 with the bucket in the path. An
@@ -27,7 +27,7 @@ _MUTATING = {"upload", "delete", "compose", "copy"}
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """What a request asks for."""
+    """An operation that a request asks for."""
 
     service: Literal["gcs", "s3"]
     method: str
@@ -50,7 +50,7 @@ class Operation:
 
 
 def classify(method: str, target: str) -> Operation:
-    """What a request is about.
+    """The operation that a request asks for.
 
     Args:
         method: `GET`, …
@@ -87,7 +87,7 @@ def _gcs(method: str, service: str | None, bucket: str, encoded: str | None, que
 
 
 def _s3_kind(method: str, key: str, query: dict[str, str]) -> Kind:
-    """What an S3 request does."""
+    """Kind of an S3 request."""
     if not key:
         return "delete" if method == "POST" and "delete" in query else "list" if method == "GET" and "list-type" in query else "other"
     kinds: dict[str, Kind] = {"PUT": "upload", "POST": "upload", "GET": "read", "HEAD": "stat", "DELETE": "delete"}

@@ -1,4 +1,4 @@
-"""Which fault, if any, does a request meet?
+"""Rules for the faults that requests meet.
 
 1. A `Rule` says what goes wrong (`fault`), with which requests (`kinds`, `objects`), and when: after the first `skip`
    of them, `times` times, each with `probability`.
@@ -40,13 +40,13 @@ FAULTS = {
     "together": "wait until `requests` of one object have come, before anything is done with the first of them",
     "bandwidth": "let bodies through, up and down and of all requests together, at `bytes_per_second`",
 }
-"""What can go wrong."""
+"""Fault → its effect, in words."""
 _BREAKING = FAULTS.keys() - {"latency", "together", "bandwidth"}
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What goes wrong, with which requests, and when."""
+    """A fault, the requests that may meet it, and how many of them do."""
 
     fault: str
     """One of `FAULTS`."""
@@ -62,7 +62,7 @@ class Rule:
     skip: int = 0
     """Matching requests that it lets pass first: k - 1 for the k-th."""
     times: int | None = 1
-    """How often it fires; None: until it is removed."""
+    """Number of times that it fires; None: until it is removed."""
     probability: float = 1.0
     """Of firing, for each matching request after the skipped ones."""
     seed: int = 0
@@ -114,7 +114,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Fate:
-    """What becomes of one request."""
+    """The fault that breaks one request, its delays, and the lines of its bodies."""
 
     rule: Rule | None = None
     """The rule that breaks it."""
@@ -196,7 +196,7 @@ class RuleBook:
             return [(entry.rule, entry.fired) for entry in self._entries]
 
     def decide(self, operation: Operation) -> Fate:
-        """What becomes of a request; to be asked once for each."""
+        """The fate of a request; to be asked for once per request."""
         broken_by: Rule | None = None
         delay, requests = 0.0, 0
         links: list[Link] = []

@@ -33,7 +33,7 @@ _S3_CODES = {
     500: "InternalError",
     503: "SlowDown",
 }
-"""What S3 calls its errors: clients go by these names rather than by the status."""
+"""Status → S3's name for the error: clients go by these names rather than by the status."""
 
 
 class Transfer:
@@ -42,7 +42,7 @@ class Transfer:
     def __init__(self, request: web.BaseRequest, operation: Operation) -> None:
         self.request = request
         self.exchange = Exchange(operation)
-        """What came of it."""
+        """Record of the request and its outcome."""
         self.body = bytearray()
         """Of the request, as far as it came."""
         self.links: tuple[Link, ...] = ()

@@ -83,7 +83,7 @@ SEVERAL_HOSTS = {"small tensors", "small tensors' table"}
 
 @dataclass
 class Outcome:
-    """What became of one flip."""
+    """Outcome of one flip."""
 
     restored: str
     """`right`, `refused`, `wrong` (silently) or `untyped` (an error that is not ours)."""
@@ -158,7 +158,7 @@ def make_state(seed: int, hosts: int = 1) -> dict[str, Any]:
 
 
 def state_of_host(seed: int, host: int, hosts: int) -> dict[str, Any]:
-    """What one host, of one or three, has of that state, as it is saved."""
+    """One host's part of the state of `make_state`, as it is saved; the hosts are one or three."""
     state = make_state(seed, hosts)
     state["own"] = PerProcess(state["own"][host])
     if hosts > 1:

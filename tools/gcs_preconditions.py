@@ -24,7 +24,7 @@ _NEEDS_OBJECT = {"read", "stat", "delete"}
 
 @dataclass(frozen=True, slots=True)
 class Preconditions:
-    """What must hold for a request to go ahead."""
+    """Conditions that must hold for a request to go ahead."""
 
     match: int | None = None
     not_match: int | None = None

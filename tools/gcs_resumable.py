@@ -1,4 +1,4 @@
-"""How far is a resumable upload to Cloud Storage, and what does it say to the next request?
+"""Sessions of resumable uploads to Cloud Storage: the bytes that each has, and the rules for its next request.
 
 fake-gcs-server takes a query (`Content-Range: bytes */*`) for the end of the upload and publishes what is there, and stores
 bytes twice that are sent twice. The rules here are those of the API's documentation ("Resumable uploads") and of Google's own test bench:
@@ -30,7 +30,7 @@ _CONTENT_RANGE = re.compile(r"bytes (?:(\d+)-(\d+)|\*)/(\d+|\*)")
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What a request brings."""
+    """The part of an upload that a request brings."""
 
     start: int | None
     """Of its first byte; None: it brings none."""
@@ -65,7 +65,7 @@ class Resumable:
         return {"Range": f"bytes=0-{self.persisted - 1}"} if self.persisted else {}
 
     def new(self, part: Part, body: bytearray) -> bytearray | None:
-        """What it does not have of a part; None: it begins beyond the next byte."""
+        """The bytes of a part that the session does not have; None: the part begins beyond the next byte."""
         if part.start is None:
             return bytearray()
         return None if part.start > self.persisted else body[self.persisted - part.start :]

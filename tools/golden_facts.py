@@ -1,4 +1,4 @@
-"""What is in a state, as JSON that can be compared: types, keys, order, every bit, which tensors are one.
+"""Facts about a state, as JSON that can be compared: types, keys, order, every bit, which tensors are the same.
 
 `tools/make_golden.py` wrote these facts of the states that it saved; `tests/golden/test_golden.py` compares them with those of
 the states that are restored. Nothing of shardckpt is imported here.
@@ -26,9 +26,9 @@ def facts(state):
 
 
 def layout_facts(layout, shape):
-    """What a recorded layout says of a tensor: XLA's text or DTensor's placements, and which boxes every device holds.
+    """Facts about a recorded layout of a tensor: XLA's text or DTensor's placements, and the boxes that every device holds.
 
-    (Unless it does not say of how many devices.)
+    (Without boxes, if the layout does not say of how many devices it is.)
     """
     if hasattr(layout, "placements"):
         devices, boxes = layout.boxes(shape)

@@ -18,7 +18,7 @@ from shardckpt.layout.placements import Placements
 
 @dataclass(eq=False)
 class Held:
-    """What one process holds of an array."""
+    """An array, and the parts of it that one process holds."""
 
     array: np.ndarray
     """All of it, whatever is held."""

@@ -101,7 +101,7 @@ def state() -> dict[str, Any]:
 
 
 def generator(process: int) -> dict[str, Any]:
-    """What a process owns by itself: arrays of numpy's and of torch's, and leaves."""
+    """State that a process owns by itself: arrays of numpy's and of torch's, and leaves."""
     import torch
 
     words = elements(f"words {process}", "uint32", (5,))
@@ -109,7 +109,7 @@ def generator(process: int) -> dict[str, Any]:
 
 
 def job_state(process: int | None) -> dict[str, Any]:
-    """What a process of a job of three has; None: what all have together, as it is restored.
+    """State of one process in a job of three; for None, the state of all together, as it is restored.
 
     Sharded, replicated, strided and own parts of tensors; tensors and values that only some processes have; plain
     tensors that are told of (up to `make_small`'s limit) and that are written by all.
@@ -193,7 +193,7 @@ def shardings() -> dict[str, Any]:
 
 
 def job_options(layout: str, compression: str | None) -> shardckpt.SaveOptions:
-    """How the three hosts save."""
+    """Options with which the three hosts save."""
     pieces = Sharding(Mesh((4,), ("x",)), PartitionSpec(None, "x"))
     return shardckpt.SaveOptions(layout=layout, compression=compression, shardings={"plain/pieces": pieces}, metadata=METADATA)  # type: ignore[arg-type]
 
@@ -205,7 +205,7 @@ def make_small() -> None:
 
 
 def job_layouts() -> dict[str, Any]:
-    """How the tensors of `job_state` are laid out: name → layout and shape."""
+    """Layouts of the tensors of `job_state`: name → layout and shape."""
     found = {"plain/pieces": (job_options("packed", None).shardings["plain/pieces"], (13, 97))}
     for process in range(3):
         state = job_state(process)

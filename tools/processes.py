@@ -21,7 +21,7 @@ class Processes:
         self.server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, **(env or {})})
 
     def run(self, function: str, processes: int, *arguments: object, timeout: float = 60) -> list:
-        """What each process returned; a dict with `error` or `signal` for those that did not return."""
+        """Results of so many processes: the value that each returned, or a dict with `error` or `signal` if it did not return."""
         name = function if ":" in function else f"{self.module}:{function}"
         request = {"function": name, "processes": processes, "arguments": arguments, "timeout": timeout}
         assert self.server.stdin is not None

@@ -64,7 +64,7 @@ def high_water(pid: int) -> int:
 
 
 def measure(directory: Path, gib: float, largest: float, limit: str, workers: int | None) -> dict[str, Any]:
-    """What it took."""
+    """The report of a reshard, the peaks of its processes' resident memory, and whether they kept to what is allowed."""
     save(directory / "source", gib, largest)
     command = [shutil.which("shardckpt", path=str(Path(sys.executable).parent)) or "shardckpt", "reshard"]
     command += [str(directory / "source"), str(directory / "target"), "--mesh", "a=2,b=4", "--rule", "*=(None,b,a)", "--json"]

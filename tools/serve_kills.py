@@ -124,7 +124,7 @@ def requests_of_round(number: int, rng: random.Random) -> list[tuple[str, dict[s
 
 
 def check(top: Path, operation: str, arguments: Mapping[str, Any], job: Mapping[str, Any]) -> str | None:
-    """What is wrong with the outcome of a job; None: nothing."""
+    """Error in the outcome of a job; None if there is none."""
     if job["state"] != "done":
         return f"it is {job['state']}: {job['error']}"
     place = top / str(arguments.get("to", arguments.get("checkpoint"))).removeprefix("lab/")

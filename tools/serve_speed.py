@@ -1,4 +1,4 @@
-"""How fast `shardckpt serve` is: a catalogue of 10,000 checkpoints, one download beside raw sendfile, 64 clients of slices, 64 of streams.
+"""Speed of `shardckpt serve`: a catalogue of 10,000 checkpoints, one download beside raw sendfile, 64 clients of slices, 64 of streams.
 
     python tools/serve_speed.py [--checkpoints 10000] [--mebibytes 1024] [--folder /dev/shm]
 

@@ -98,7 +98,7 @@ class Log:
 
 
 def expected(log: Log, run: int, step: int) -> dict[str, Any]:
-    """What a run has logged of a step, before it was saved."""
+    """The line that a run has logged of a step, before it was saved."""
     return next(line for line in log.lines() if line.get("made") == [run, step])
 
 
@@ -115,7 +115,7 @@ def compare(log: Log, restored: manager.Restored, process: int) -> None:
 
 
 def train(coordinator: Any, root: Path, log: Log, run: int, elements: int, *, in_place: bool) -> None:
-    """What each process of a job does, until it is killed or told to stop."""
+    """Restore, train and save as one process of a job, until it is killed or told to stop."""
     process = coordinator.world.process
     processes = range(coordinator.world.processes)
 

@@ -56,7 +56,7 @@ def copy_all(sources: list[np.ndarray], targets: list[np.ndarray]) -> None:
 
 
 def measure(place: str, state: Callable[[], Any], step: Callable[[], Any], saves: int, meet: Callable[[], Any] = lambda: None) -> dict:
-    """What this process found.
+    """Measurements of this process: medians in seconds, their ratios, and the size of the state.
 
     Args:
         place: an empty directory, on a disk that is not what is measured.
@@ -77,7 +77,7 @@ def measure(place: str, state: Callable[[], Any], step: Callable[[], Any], saves
     world = Coordinator.current().world
 
     def batches(room: int) -> Iterator[Iterator[BlockElements]]:
-        """What is to be saved: the tensors' own memory, if that is the host's."""
+        """Batches of elements to be saved: the tensors' own memory, if that is the host's."""
         leaves = flatten(state(), frameworks.is_tensor, frameworks.identity, frameworks.meaning).tensors
         sources = frameworks.sources(leaves, world)
         return read(plan_save(sources, SaveOptions(), world), sources, room)
@@ -235,7 +235,7 @@ ENVIRONMENT = {
 
 
 def table(found: dict[str, dict]) -> str:
-    """What people read."""
+    """Table of the results for people."""
     lines = [
         f"{'':10}{'MiB':>7}{'memcpy':>10}{'handing':>11}{'ratio':>7}{'stall':>10}{'ratio':>7}{'planning':>11}{'first':>9}{'step':>10}{'share':>8}{'background':>12}"
     ]

@@ -173,7 +173,7 @@ def posted(path: str, answer: Callable[..., Any], parameters: Sequence[Parameter
         "operationId": path.rpartition("/")[2],
         "parameters": path_parameters(path),
         "responses": {
-            "202": {"description": "The requested document.", "content": {"application/json": {"schema": {"type": "object"}}}},
+            "202": {"description": "The new job.", "content": {"application/json": {"schema": {"type": "object"}}}},
             "default": {"$ref": "#/components/responses/Problem"},
         },
     }

@@ -1,4 +1,4 @@
-"""What single processes do in the tests of saves in the background, each in a fork of its own (`fork_server.py`)."""
+"""Functions of single processes for the tests of saves in the background, each in a fork of its own (`fork_server.py`)."""
 
 import gc
 import os

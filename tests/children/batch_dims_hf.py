@@ -1,4 +1,4 @@
-"""What is found of small models of transformers: prints JSON, model → layouts, and claims that running them contradicts."""
+"""Layouts that `batch_dims` finds in small models of transformers, and claims that running the models contradicts: prints JSON."""
 
 import json
 import warnings

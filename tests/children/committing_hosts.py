@@ -1,4 +1,4 @@
-"""What the hosts of a job do whose committer stands still, or dies, when all of them have finished."""
+"""Hosts of a job whose committer copies the files, or dies, when all hosts have finished."""
 
 import os
 import shutil

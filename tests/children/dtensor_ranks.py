@@ -75,7 +75,7 @@ def local_of(leaf):
 
 
 def facts_of(leaf, full):
-    """What a rank saves of a leaf, and what restoring does to it.
+    """Facts about saving a leaf from this rank, and about restoring into it.
 
     Args:
         leaf: a DTensor.
@@ -276,7 +276,7 @@ def tied(_):
 
 
 def autograd(_):
-    """What a restore in place does to what autograd and modules know."""
+    """Effects of a restore in place that autograd and modules can notice."""
     mesh = mesh_of((2,))
     weight = nn.Parameter(distribute_tensor(numbered((4, 2)), mesh, [Shard(0)]))
     loss = (weight * weight).sum()

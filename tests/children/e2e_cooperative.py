@@ -17,7 +17,7 @@ from shardckpt.reading.shared_reading import _Packed
 
 
 class Lines(logging.Handler):
-    """What shardckpt has said."""
+    """Lines that shardckpt has logged."""
 
     def __init__(self):
         super().__init__()

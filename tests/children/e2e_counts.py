@@ -1,4 +1,4 @@
-"""What a process does to others, counted where it happens: by gloo itself, at the stores' clients, in the compilers.
+"""Counters of a process's requests to others, where they happen: in gloo itself, at the stores' clients, in the compilers.
 
 A counter is a function without arguments: name → how often so far. Those that end in `…` are about waiting for others.
 """

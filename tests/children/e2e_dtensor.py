@@ -96,7 +96,7 @@ def restore(coordinator, places, seed):
 
 
 def count(coordinator, root):
-    """What ten saves, and the rest of `account`, ask of the other ranks."""
+    """Count the requests to the other ranks in ten saves and the rest of `account`."""
     ours = join(coordinator)
     make_meshes(ours.world.processes)
     cases = [drawn(ours.world.processes, "DTensor counts", i) for i in range(2)]

@@ -91,7 +91,7 @@ def restore(coordinator, places, seed):
 
 
 def count(coordinator, root):
-    """What ten saves, and the rest of `account`, ask of the other processes and of the compiler."""
+    """Count the requests to the other processes and to the compiler in ten saves and the rest of `account`."""
     ours = join(coordinator)
     cases = [drawn("JAX counts", i) for i in range(2)]
     states = [state(lambda n, c=case: array(n, c[n]), expected, ours.world.process) for case in cases]

@@ -115,7 +115,7 @@ def state(tensor, host, process, *, rest=True):
 
 
 def compare(restored, processes, shards):
-    """How many elements of each tensor this process has compared, and what is wrong with any of the state.
+    """Compare a restored state with the expected one: number of elements compared of each tensor, and everything that is wrong.
 
     Args:
         restored: the state, from a `like` without the values of small leaves.

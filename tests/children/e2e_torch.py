@@ -1,4 +1,4 @@
-"""What torch processes of the end-to-end tests have in common: a gloo job, and tensors over the elements that numpy knows."""
+"""Common parts of the torch processes of the end-to-end tests: a gloo job, and tensors over the elements that numpy knows."""
 
 from datetime import timedelta
 

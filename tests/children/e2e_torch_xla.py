@@ -85,7 +85,7 @@ def restore(coordinator, places, seed):
 
 
 def shards(name, leaf):
-    """What torch_xla says that each device holds, without padding."""
+    """Expected and found elements of each device, without padding; torch_xla says which part each device holds."""
     whole = expected(name)
     if leaf.device.type == "cpu":
         return [(whole, bits_of(leaf, whole.dtype))]
@@ -122,7 +122,7 @@ def save_numbered(coordinator, url, cases):
 
 
 def count(coordinator, root):
-    """What ten saves, and the rest of `account`, ask of the other process and of the compiler."""
+    """Count the requests to the other process and to the compiler in ten saves and the rest of `account`."""
     ours = start(coordinator)
     cases = drawn("torch_xla counts")
     states = [state(lambda name: marked(tensor_of(name), cases[name]), tensor_of, ours.world.process)]

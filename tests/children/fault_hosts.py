@@ -1,4 +1,4 @@
-"""What the processes of a job do in the tests of object stores that fail. Their environment leads to a proxy, or round it."""
+"""Processes of a job for the tests of object stores that fail. Their environment leads to a proxy, or round it."""
 
 import os
 
@@ -26,7 +26,7 @@ def state(seed):
 
 
 def own(process, seed):
-    """What each process owns by itself."""
+    """The values that one process owns by itself."""
     return {"process": process, "seed": seed}
 
 

@@ -1,4 +1,4 @@
-"""What a forked process may do, and what its parent after it. JSON on stdout."""
+"""Calls in a forked process, and afterwards in its parent. Prints JSON."""
 
 import json
 import os
@@ -26,7 +26,7 @@ def answer(call):
 
 
 def in_a_fork(calls):
-    """What each call answers there; one that hangs ends the fork."""
+    """Results of calls in a forked process; one that hangs ends the fork."""
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:

@@ -87,7 +87,7 @@ def same(found, expected):
 
 
 def failures(function):
-    """What DCP says that each rank raised."""
+    """Errors of the ranks as DCP reports them, or the error of shardckpt that was raised here alone."""
     try:
         function()
     except dcp_errors as e:
@@ -146,13 +146,13 @@ def load_own(coordinator, url):
 
 
 def look(coordinator, url):
-    """What shardckpt alone finds there."""
+    """Findings of shardckpt alone in a checkpoint that DCP has saved."""
     connect(coordinator)
     ckpt = shardckpt.open(url)
     state = shardckpt.restore(url)
     expected = state_of((), 1)
     like = state_of((), 0)
-    # What DCP leaves of it: text for keys.
+    # DCP has turned keys into text, and only the checkpoint has `rng`.
     refilled = shardckpt.restore(url, like, strict=False)
     return {
         "ok": ckpt.verify().ok,
@@ -286,7 +286,7 @@ def drawn(rng, depth, *, tensors=True):
 
 
 def blank(value):
-    """What to load into: DCP flattens it as it did what was saved."""
+    """An empty target for loading a state: DCP flattens it in the same way as the saved state."""
     if isinstance(value, torch.Tensor):
         return torch.zeros_like(value)
     if isinstance(value, dict):

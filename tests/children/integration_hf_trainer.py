@@ -123,7 +123,7 @@ def migrate(coordinator, directory, half, steps):
 
 
 def keep(coordinator, directory, steps):
-    """What is there after a training that evaluates."""
+    """Train, with an evaluation every three steps."""
     return train(coordinator, directory, steps, eval_strategy="steps", eval_steps=3)
 
 

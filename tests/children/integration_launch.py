@@ -1,4 +1,4 @@
-"""What jobs of libraries with trainers of their own have in common: forks in which those find what a launcher leaves behind."""
+"""Common parts of jobs of libraries with trainers of their own: forks with the environment that a launcher leaves behind."""
 
 import hashlib
 import os
@@ -20,7 +20,7 @@ def digest(state):
 
 
 def launch(coordinator):
-    """What a launcher would have set up."""
+    """Set up the environment of a process as a launcher would; returns the number of processes."""
     begin()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)

@@ -165,7 +165,7 @@ def raises(coordinator, directory):
 
 
 def sharded(coordinator, directory):
-    """What a Trainer of a strategy that shards says to the plugin; Lightning takes the other such strategies with CUDA alone."""
+    """The refusal of a Trainer whose strategy shards; Lightning takes the other such strategies with CUDA alone."""
     quiet(coordinator)
     try:
         lightning.Trainer(accelerator="cpu", devices=1, strategy=ModelParallelStrategy(), plugins=[ShardckptIO()])
@@ -178,7 +178,7 @@ class Own:
 
 
 def refusals(coordinator, directory):
-    """What cannot be kept, and what goes wrong in the background."""
+    """Errors for state that cannot be kept and for failures in the background, and the files that are left."""
     quiet(coordinator)
     found = {}
 

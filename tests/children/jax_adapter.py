@@ -256,7 +256,7 @@ def wanted(case):
 
 
 def told(case):
-    """Whose each device is, where JAX takes all of them for its only process's."""
+    """Holders of boxes where a world names the owner of each device, and JAX takes all devices for its only process's."""
     owners = {int(device): owner for device, owner in case["owners"].items()}
     world = World(0, 2, {"jax": DeviceOwners.of(owners)})
     found = frameworks.sources({"w": sharded(case)[1], "free": jnp.ones(3)}, world)

@@ -1,4 +1,4 @@
-"""What the children do with arrays: count what JAX compiles, lend buffers, look at devices."""
+"""Helpers for arrays in the children: count JAX's compilations, lend buffers, look at devices."""
 
 from math import prod
 
@@ -47,7 +47,7 @@ def placed(sink, array):
 
 
 def on_devices(array):
-    """What every device holds: id, index, bits; of keys their words."""
+    """Id, index and bits of the shard on every device; for keys the bits of their words."""
     array = jax.random.key_data(array) if jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key) else array
     return [
         (s.device.id, [list(i.indices(n)[:2]) for i, n in zip(s.index, array.shape, strict=True)], np.asarray(s.data).tobytes())

@@ -73,7 +73,7 @@ def round_trip(case):
 
 
 def numbers(impl):
-    """What a restored key draws, and what the saved one draws, after both have been split."""
+    """Numbers drawn from a saved key and from the restored one, after both have been split."""
     leaf = jax.random.key(11, impl=impl)
     (arrays,) = frameworks.fetch([frameworks.source("w", leaf)])
     restored = placed(frameworks.target("w", jax.eval_shape(lambda: leaf), arrays[0].shape, U32), arrays[0])

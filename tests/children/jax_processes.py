@@ -112,7 +112,7 @@ def case(rng, tensor, generator):
             if not isinstance(way, Target) or way.sharding is sharding
         ),
         "compiles": compiled,
-        # What the dealing is done with:
+        # The input for dealing the boxes out:
         "sharding": str(sharding),
         "shape": source.shape,
         "itemsize": source.dtype.storage.itemsize,
@@ -151,7 +151,7 @@ def own():
 
 
 def refusals():
-    """What the world says of the devices, and JAX does not."""
+    """Errors where the world names other owners of the devices than JAX does; and a world with other numbers that is accepted."""
     sharding = NamedSharding(Mesh(np.array(DEVICES), ("x",)), PartitionSpec("x"))
     leaf = jax.make_array_from_callback((8,), sharding, lambda index: np.arange(8, dtype=np.float32)[index])
 

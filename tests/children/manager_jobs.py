@@ -1,4 +1,4 @@
-"""What the processes of a training do in the tests of `CheckpointManager`.
+"""Processes of a training for the tests of `CheckpointManager`.
 
 Each goes at its own pace: nothing but the manager holds them together.
 """
@@ -78,7 +78,7 @@ def train(coordinator, root, every, steps, rates=None, pauses=None, told=None, o
 
 
 def count_words(coordinator, root, every, steps):
-    """How often this process looked for a word, and said one, while all went step by step."""
+    """Count how many times this process looks for a word, and says one, while all go step by step."""
     counts = {"looks": 0, "words": 0}
     get, put = coordinator._get, coordinator._set
 

@@ -1,4 +1,4 @@
-"""What the processes of a job do in the tests of saves by many hosts. States are numpy's; a `Held` array says who holds which box."""
+"""Processes of a job for the tests of saves by many hosts. States are numpy's; a `Held` array says which host holds which box."""
 
 import numpy as np
 

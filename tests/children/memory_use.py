@@ -23,7 +23,7 @@ SHAPES = {"large": (8192, 8192), **{f"small{i}": (4096, 4096) for i in range(4)}
 
 
 class Peak:
-    """How far resident memory rises above where it was."""
+    """Growth of resident memory inside a block, at its peak."""
 
     def __enter__(self):
         Path("/proc/self/clear_refs").write_text("5")  # VmHWM is VmRSS again, see proc(5)

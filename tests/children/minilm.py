@@ -1,4 +1,4 @@
-"""What the model of each folder makes of some sentences, by the library that it is for. Prints, as JSON, bits, and how alike they are.
+"""Embeddings of some sentences by the model of each folder. Prints, as JSON, their bits, and how alike they are.
 
 python minilm.py FOLDER …
 """

@@ -91,7 +91,7 @@ def layouts():
 
 
 def steps():
-    """What managers write."""
+    """Write checkpoints with Orbax's managers."""
     small = {"w": STATE["params"]["both"], "t": (np.ones(2), 5)}
     options = ocp.CheckpointManagerOptions(best_fn=lambda metrics: metrics["loss"])
     with ocp.CheckpointManager(f"{ROOT}/steps", options=options) as manager:
@@ -122,7 +122,7 @@ def containers():
 
 
 def older():
-    """What older releases have left, and Orbax still reads: no metadata but a msgpack file, and no chunks of zeros."""
+    """Write a checkpoint like those of older releases, which Orbax still reads: no metadata but a msgpack file, and no chunks of zeros."""
     place = Path(ROOT, "older")
     zeros = put(np.zeros((8, 2), np.float32), "data")
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=False)) as checkpointer:

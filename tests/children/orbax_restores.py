@@ -1,4 +1,4 @@
-"""What Orbax restores of exported checkpoints, on 8 virtual devices. Argument: a directory with `checkpoint`; answers as JSON."""
+"""Restore exported checkpoints with Orbax on 8 virtual devices. Argument: a directory with `checkpoint`; answers as JSON."""
 
 import json
 import os

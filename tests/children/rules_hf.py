@@ -1,4 +1,4 @@
-"""What transformers itself says of the tensors of small models: prints one JSON document.
+"""Names, shapes and plans that transformers itself gives for the tensors of small models: prints one JSON document.
 
 By model_type: `config` (as in config.json), `tensors` (name → shape, class of the module, and where its plan for tensor parallelism puts
 it), and `experts` (the same for its plan for expert parallelism). Then `training`: names and shapes of a training's state.
@@ -50,7 +50,7 @@ def model(kind):
 
 
 def placed(of, name, plan, mesh):
-    """Where a plan puts a parameter: DTensor's placement as text, None where the plan says nothing."""
+    """DTensor's placement of a parameter by a plan, as text; None if the plan says nothing of it."""
     owner, _, last = name.rpartition(".")
     for pattern, style in plan.items():
         if re.fullmatch(pattern.replace(".", r"\.").replace("*", r"\d+"), name) or (

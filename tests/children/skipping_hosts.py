@@ -1,4 +1,4 @@
-"""What the processes of a job do in the tests of saves that leave tensors in a base."""
+"""Processes of a job for the tests of saves that leave tensors in a base."""
 
 from many_hosts import state
 

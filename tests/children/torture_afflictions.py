@@ -1,4 +1,4 @@
-"""What one process of a job can suffer from that its neighbours do not: a full disk, no right to write, a wrong clock.
+"""Afflictions of one process of a job that its neighbours do not have: a full disk, no right to write, a wrong clock.
 
 A full or read-only disk is a real one: the process gets a mount namespace of its own (unshare(2)) and mounts a small tmpfs
 over what it writes to, or the place itself once more, read-only. That takes root's rights. A limit of file sizes takes none.

@@ -1,4 +1,4 @@
-"""What the processes of a job do while one of them, or all, die, sleep, lack room or rights, or have a wrong clock.
+"""Processes of a job of which one, or all, die, sleep, lack room or rights, or have a wrong clock.
 
 A `fate` is what happens to one process: {"process": p, "act": "kill", "kill all" or "stop", "at": operation's number} or, in
 place of `at`, "before" or "after": the end of the path of an object that it writes, or "seconds", after which the kernel

@@ -44,7 +44,7 @@ class Operations:
         ts.Transaction.__exit__ = self._commit(ts.Transaction.__exit__)
 
     def disarm(self):
-        """Whatever this process does from now on is not counted."""
+        """Stop counting the operations of this process."""
         self._armed = False
 
     def _count(self, name, *, half=lambda: None, chosen=False):

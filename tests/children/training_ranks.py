@@ -235,7 +235,7 @@ def compiled(coordinator, url):
 
 
 def flat(coordinator):
-    """What is said of a model in FSDP's first version."""
+    """The refusal of a model in FSDP's first version."""
     join(coordinator)
     model = FullyShardedDataParallel(Model("layer"), device_id=torch.device("cpu"))
     try:

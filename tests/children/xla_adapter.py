@@ -101,7 +101,7 @@ def same_bits(a, b):
 
 
 def device_bits(tensor):
-    """What every device holds, padding included."""
+    """Bytes of the shard on every device, padding included."""
     return [
         shard.reshape(-1).view(torch.uint8).numpy().tobytes() if shard.numel() else b"" for shard, _ in _XLAC._get_local_shards([tensor])[0]
     ]
@@ -320,7 +320,7 @@ def memory(case):
 
 
 def private(case):
-    """What a source says of the memory that its arrays are in, and what becomes of them."""
+    """A source's statement whether its arrays have memory of their own, and observations of that memory."""
     array, tensor = sharded(case)
     source = frameworks.source("w", tensor)
     torch_xla.sync(wait=True)

@@ -16,7 +16,7 @@ MESH = Mesh((4, 2), ("data", "model"))
 
 @dataclass(frozen=True)
 class Answer:
-    """What a command said."""
+    """Status and output of a command."""
 
     status: int
     out: str
@@ -79,7 +79,7 @@ def saver():
 
 @pytest.fixture
 def model():
-    """What `checkpoint` holds, anew."""
+    """A function that makes the state of `checkpoint` anew."""
     return state
 
 

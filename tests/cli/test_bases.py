@@ -1,4 +1,4 @@
-"""What commands say of a checkpoint that has left tensors in another."""
+"""Output of commands about a checkpoint that has left tensors in another."""
 
 import shutil
 

@@ -22,7 +22,7 @@ def command(*args, **options):
 
 
 def on_terminal(*args, columns=80, **environment):
-    """What a command writes to a terminal of that width, both streams together."""
+    """Output of a command on a terminal of that width, both streams together."""
     import fcntl
     import struct
     import termios

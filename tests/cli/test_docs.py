@@ -94,7 +94,7 @@ BEFORE = {
     "commit runs/7b": lambda: appear(12, 3, without="00002"),
     "gc runs/7b": lambda: appear(8, 50, without="00003"),
 }
-"""What happens before an example."""
+"""Command of an example → the changes that are made before it runs."""
 
 
 def normal(text, top):

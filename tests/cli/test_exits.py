@@ -1,4 +1,4 @@
-"""What becomes of errors: one line or one document, and a status per kind."""
+"""Errors of commands: one line or one document, and a status per kind."""
 
 import re
 

@@ -23,7 +23,7 @@ ATTEMPT = "20260101T000000-0000000a"
 
 
 def leave_behind(place, *, hours=25):
-    """What a save leaves that was killed so long ago."""
+    """Put an attempt there, as left by a save that was killed so long ago."""
     file = place / ATTEMPT / "hosts" / "00000" / "table"
     file.parent.mkdir(parents=True)
     file.write_bytes(b"x")

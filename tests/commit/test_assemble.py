@@ -29,7 +29,7 @@ NAMES = {"large": "array/large", "medium": "array/medium"}
 
 
 class Saved:
-    """What three processes have left of a save that lacks its commit."""
+    """A save by three processes that lacks its commit."""
 
     def __init__(self, url):
         self.root = Store.open(url)
@@ -69,7 +69,7 @@ class Saved:
 
 @pytest.fixture(scope="module", params=["packed", "zarr"])
 def left(request, tmp_path_factory):
-    """What they leave, in each layout."""
+    """The directory of a save by three processes that lacks its commit, in each layout."""
     base = tmp_path_factory.mktemp(request.param) / "c"
     with Processes("many_hosts") as job:
         job.run("save_without_committing", HOSTS, base, {"layout": request.param})

@@ -1,4 +1,4 @@
-"""What is removed from one place, what stays, and what nobody can publish there afterwards."""
+"""Collection and deletion at one place: removed and kept files, and saves that can publish nothing there afterwards."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def save(store, value=1, **options):
 
 
 def leave_behind(store, attempt=ORPHAN):
-    """What a save leaves that was killed."""
+    """Put an attempt there, as a killed save leaves it."""
     for name in ("contents/0.json", "hosts/00000/0/d/00000", "hosts/00000/table", "records/00000.json"):
         store.write(f"{attempt}/{name}", b"x")
 
 
 def hold(store):
-    """What a save does first."""
+    """Hold the place, as a save does first."""
     return hold_place(store, read_prior(store, overwrite=False), overwrite=False)
 
 

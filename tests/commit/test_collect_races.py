@@ -34,7 +34,7 @@ def state(value, hosts):
 
 
 def value_of(restored):
-    """Which `state` it is; a mixture of two is none."""
+    """Value of a restored state, which must not be a mixture of two."""
     values = {restored["leaf"], *restored["w"].tolist(), *restored["small"].tolist()}
     assert len(values) == 1, values
     return values.pop()
@@ -70,7 +70,7 @@ def hosts_overwrite(stage):
 
 
 def commit(stage):
-    """What `shardckpt commit` does at each place."""
+    """An actor that commits, as `shardckpt commit` does at each place."""
     actor = stage.begin(lambda: committing._commit_one(".", stage.store))
     actor.commits = True
     return [actor]
@@ -85,7 +85,7 @@ def delete(stage):
 
 
 def read(stage):
-    """Whoever reads gets all of what was the checkpoint at some time meanwhile, or an error that is true."""
+    """An actor that reads: it gets the whole of a checkpoint that was there meanwhile, or an error that is true."""
 
     def action():
         since = stage.changes
@@ -106,7 +106,7 @@ def read(stage):
 
 
 def leave_behind(stage, attempt):
-    """What a save leaves that was killed."""
+    """Put an attempt there, as a killed save leaves it."""
     for name in ("hosts/00000/table", "records/00000.json", "zarr/w/c/0"):
         stage.store.write(f"{attempt}/{name}", b"x")
 
@@ -150,14 +150,14 @@ def go(actors, operations):
 
 
 def operations(action, before):
-    """How many it takes where nobody is in the way."""
+    """Number of operations of an action when no other actor is there."""
     with Stage.set() as stage:
         prepare(stage, before)
         return go(action(stage), 10_000)
 
 
 FORESEEN = AlreadyExistsError | CommitError | MissingDataError | NotFoundError | ReplacedError
-"""What a save says whose attempt was collected while it slept, or that was overtaken; and what a deletion says."""
+"""Errors of a save whose attempt was collected while it slept or that was overtaken, and errors of a deletion."""
 
 
 def all_end(stage, *parties):

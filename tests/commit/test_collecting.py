@@ -31,7 +31,7 @@ def save(url, value=1, **options):
 
 
 def value_of(url):
-    """What a checkpoint holds, whole and undamaged."""
+    """Value of a checkpoint, which must be whole and undamaged."""
     (value,) = set(shardckpt.restore(url)["w"].tolist())
     assert shardckpt.open(url).verify().damage == []
     return value
@@ -168,7 +168,7 @@ def test_a_place_that_is_not_there_is_an_error(tmp_path):
 
 
 def kill_at_every_operation(root, action):
-    """What it died before, by fork; fork k has left <root>/<k>."""
+    """The operation before which each fork died, in the order of the forks; fork k has left <root>/<k>."""
     command = [sys.executable, CHILDREN / "collect_kill_at_every_operation.py", root, action]
     result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=100)
     return json.loads(result.stdout)

@@ -32,7 +32,7 @@ def state(value):
 
 
 def value_of(url):
-    """Which `state` a checkpoint holds, whole and undamaged."""
+    """Value of the `state` in a checkpoint, which must be whole and undamaged."""
     restored = shardckpt.restore(url)
     value = restored["leaf"]
     for name, array in state(value).items():

@@ -48,7 +48,7 @@ def save_without_commit(url, value=1, **options):
 
 
 def value_of(url):
-    """What a checkpoint holds, whole and undamaged."""
+    """Value of a checkpoint, which must be whole and undamaged."""
     (value,) = set(shardckpt.restore(url)["w"].tolist())
     assert shardckpt.open(url).verify().damage == []
     return value
@@ -91,7 +91,7 @@ def digests(url):
 
 
 def index_of(url):
-    """What the merged index says: places of chunks, and documents."""
+    """Content of the merged index: places of chunks, and documents."""
     opened = shardckpt.open(url)
     place = Store.open(url).sub(opened.record.attempt)
     keys = dict(packed_documents(zarr_documents(opened.record.structure, opened.record.compression)))
@@ -181,7 +181,7 @@ class StoppedCommitter:
         assert os.WIFSTOPPED(status)
 
     def go_on(self):
-        """What becomes of it."""
+        """Wake the committer; returns the outcome that it prints."""
         self.process.send_signal(signal.SIGCONT)
         out, _ = self.process.communicate(timeout=60)
         assert self.process.returncode == 0

@@ -33,7 +33,7 @@ def train(root, *steps):
 
 
 def begin(place, *, hours=0.0):
-    """What a save has written that is in flight, or was killed so long ago."""
+    """Put a file of an attempt there, as of a save that is in flight or was killed so long ago."""
     file = place / ATTEMPT / "hosts" / "00000" / "table"
     file.parent.mkdir(parents=True)
     file.write_bytes(b"x")

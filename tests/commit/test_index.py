@@ -1,4 +1,4 @@
-"""What stock TensorStore and zarr-python find, in both layouts."""
+"""Reads of checkpoints by stock TensorStore and zarr-python, in both layouts."""
 
 from __future__ import annotations
 

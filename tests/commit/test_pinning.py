@@ -162,7 +162,7 @@ def test_threads_that_tag_at_once_lose_nothing(url):
 
 
 def orders(actors):
-    """Whose turn it is, and for how many operations of the storage."""
+    """Strategy for lists of turns: an actor, and the number of its operations of the storage."""
     return st.lists(st.tuples(st.integers(0, actors - 1), st.sampled_from([1, 2, 3, 4, 6, 8, 100])), max_size=12)
 
 

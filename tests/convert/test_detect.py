@@ -1,4 +1,4 @@
-"""What lies at a place is found out, and said; what is none of the formats, or could be two, is refused with what is there."""
+"""Detection of a place's format. A place of no format, or possibly of two, is refused; the error lists what is there."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def export(source, to, **options):
 
 
 def objects(place):
-    """What is there, by name."""
+    """Contents of all objects at a place, by name."""
     store = Store.open(place)
     return {name: store.read(name) for name in store.list()}
 

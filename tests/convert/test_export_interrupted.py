@@ -37,7 +37,7 @@ def source(place):
 
 
 def left(directory):
-    """What an interrupted export has left there."""
+    """Hidden names in a directory, which an interrupted export has left there."""
     return sorted(path.name for path in directory.iterdir() if path.name.startswith("."))
 
 

@@ -1,4 +1,4 @@
-"""What is exported to a bucket is what is exported to a disk; interrupted, it is gone on with; a place below a bucket holds one model."""
+"""An export to a bucket makes the same files as one to a disk, goes on after an interruption, and keeps one model at a place."""
 
 from __future__ import annotations
 

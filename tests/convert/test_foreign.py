@@ -1,4 +1,4 @@
-"""What a format says of itself, as a checkpoint's structure."""
+"""The state of a foreign format as a checkpoint's structure."""
 
 from __future__ import annotations
 

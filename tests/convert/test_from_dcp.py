@@ -39,7 +39,7 @@ def saved(jobs, directory, ranks, *how):
 
 @pytest.fixture(scope="module")
 def plain(jobs, tmp_path_factory):
-    """What one process saved; not to be changed."""
+    """A checkpoint that one process saved; not to be changed."""
     return saved(jobs, tmp_path_factory.mktemp("dcp") / "plain", 1, "plain")
 
 

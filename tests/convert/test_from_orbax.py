@@ -30,7 +30,7 @@ LAYOUTS = ["ocdbt, zarr 2", "ocdbt, zarr 3", "zarr 2", "zarr 3", "uncompressed"]
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
-    """Where the checkpoints are, and by their names what Orbax restores of them."""
+    """The directory of the checkpoints, and by their names the states that Orbax restores from them."""
     root = tmp_path_factory.mktemp("orbax")
     flags = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
     command = [sys.executable, CHILDREN / "orbax_checkpoints.py", root]

@@ -1,4 +1,4 @@
-"""What torch_xla's xser.save and xm.save have written is read as they read it."""
+"""Files that torch_xla's xser.save and xm.save have written are read as torch_xla reads them."""
 
 from __future__ import annotations
 

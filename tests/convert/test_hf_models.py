@@ -1,4 +1,4 @@
-"""What is to be written of a model of transformers is what its own `save_pretrained` writes: names, dtypes, bytes, files."""
+"""Outputs for a model of transformers equal the files of its own `save_pretrained`: names, dtypes, bytes, files."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def planned(folder: Path, **options: object) -> tuple[Outputs, Arrays]:
 
 
 def saved(folder: Path) -> Arrays:
-    """What `save_pretrained` wrote; the layout of such a file is a header of JSON, and the elements."""
+    """Arrays that `save_pretrained` wrote; the layout of such a file is a header of JSON, and the elements."""
     found = {}
     for file in (folder / "saved").glob("*.safetensors"):
         data = file.read_bytes()

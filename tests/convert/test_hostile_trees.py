@@ -112,7 +112,7 @@ def has_tensors(value):
 
 
 def torch_keeps(state):
-    """What is left of a state: a list or tuple that has lost an item is a dict, and a container that has lost all is not there."""
+    """State as torch's format keeps it: a list or tuple that has lost an item is a dict, and a container that has lost all is not there."""
     if type(state) not in (dict, list, tuple) or not state:
         return LOST if isinstance(state, bytes) and not state else state
     found = {key: torch_keeps(child) for key, child in (state.items() if isinstance(state, dict) else enumerate(state))}
@@ -182,7 +182,7 @@ def safetensors_name(name):
 
 
 def orbax_keeps(state, keys=()):
-    """What is left of a state: None in the place of a leaf of a list or tuple that is not kept; containers that lose all stay."""
+    """State as Orbax keeps it: None in the place of a lost leaf of a list or tuple; containers that lose all leaves stay."""
     if isinstance(state, dict):
         found = {key: orbax_keeps(child, (*keys, str(key))) for key, child in state.items()}
         return {key: child for key, child in found.items() if child is not LOST}

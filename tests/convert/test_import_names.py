@@ -52,7 +52,7 @@ def weights() -> dict[str, NDArray[Any]]:
 
 
 def fused(state: dict[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
-    """What FUSED says, by numpy."""
+    """The arrays that the mapping FUSED asks for, made by numpy."""
     found = {"embed": state["embed"], "blocks.norms": np.stack([state[f"layers.{i}.norm"] for i in range(LAYERS)])}
     for i in range(LAYERS):
         q, k, v = (state[f"layers.{i}.{name}.weight"].T for name in "qkv")

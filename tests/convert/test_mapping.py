@@ -27,7 +27,7 @@ def numbers(*shape: int, start: int = 0) -> np.ndarray:
 
 
 def run(text: str, arrays: Arrays, **values: int) -> Arrays:
-    """What a mapping makes of arrays; where it can be read backwards, that gives the arrays."""
+    """Result of a mapping of arrays; a mapping that can be read backwards must give the arrays back."""
     rules = mapping(text, **values)
     result = made(rules.outputs(records(arrays)), arrays)
     try:

@@ -1,4 +1,4 @@
-"""What docs/mapping.md shows is so."""
+"""The statements and examples of docs/mapping.md hold."""
 
 from __future__ import annotations
 

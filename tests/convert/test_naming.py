@@ -1,4 +1,4 @@
-"""What is written of a state: which tensors, under which names, in which dtype."""
+"""Outputs of a state: its tensors, their names and their dtypes."""
 
 from __future__ import annotations
 

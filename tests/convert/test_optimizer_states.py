@@ -36,7 +36,7 @@ def state_of(model, optimizer, scheduler, step=0):
 
 
 def go_on(model, optimizer, scheduler):
-    """What would show any difference: the losses of three more steps, and the rates."""
+    """Losses of three more steps, and the rates: any difference between two trainings would show in them."""
     return steps(model, optimizer, 3, 6, scheduler), sorted(group["lr"] for group in optimizer.param_groups)
 
 

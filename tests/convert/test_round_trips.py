@@ -1,4 +1,4 @@
-"""What is exported and imported again is what it was, bit for bit, for each format and all that it can hold.
+"""A state that is exported and imported again is unchanged, bit for bit, for each format and all that it can hold.
 
 What a format cannot hold comes back as `COMES_BACK` says, and nothing else is different:
 
@@ -86,7 +86,7 @@ COMES_BACK = {
     "dcp": lambda state: with_lists(state, always=False),
     "orbax": lambda state: with_lists(state, always=True),
 }
-"""What a state is after a round trip."""
+"""Format → a function from a state to the same state after a round trip."""
 
 
 @pytest.mark.parametrize("form", COMES_BACK)

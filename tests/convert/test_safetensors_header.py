@@ -1,4 +1,4 @@
-"""What a header of a safetensors file may say: as the reference implementation has it, which is the oracle."""
+"""Headers of safetensors files are read or refused as by the reference implementation, which is the oracle."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def file(doc: object, data: bytes = bytes(8)) -> bytes:
 
 
 def ours(content: bytes) -> Mapping[str, Any]:
-    """What we read of a file: dtype, shape and bytes by name."""
+    """Our reading of a file: dtype, shape and bytes by name."""
     nbytes = header_bytes(content[:8], "file")
     if 8 + nbytes > len(content):
         raise FormatError("it is cut off")

@@ -33,7 +33,7 @@ def as_torch(array):
 
 
 def reference(path, tensors, **metadata):
-    """What safetensors itself writes."""
+    """Bytes of the file that safetensors itself writes."""
     safetensors.torch.save_file({name: as_torch(t) for name, t in tensors.items()}, path, metadata={"format": "pt", **metadata})
     return path.read_bytes()
 

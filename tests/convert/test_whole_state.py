@@ -1,4 +1,4 @@
-"""What holds for states in every format: they appear whole or not at all, and are what was read."""
+"""Exports of states in every format appear whole or not at all, and hold the same as the checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tests of damage share: checkpoints of one host and of three, to be damaged and looked at."""
+"""Fixtures of the tests of damage: checkpoints of one host and of three, to be damaged and looked at."""
 
 from __future__ import annotations
 

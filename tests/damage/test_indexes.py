@@ -1,4 +1,4 @@
-"""What other tools read is compared with what was written, though our own readers never look at it."""
+"""Indexes for other tools are compared with the data that was written, though our own readers never look at them."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""Where the damage is: tensor, index range and file; and everything else can be had."""
+"""Location of damage: tensor, index range and file. Everything else can be had."""
 
 import numpy as np
 import pytest

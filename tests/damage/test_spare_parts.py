@@ -1,4 +1,4 @@
-"""What is there twice may be lost once: the table of all or the hosts' own, and each host's files are its own loss."""
+"""Parts that are there twice may be lost once: the table of all or the hosts' own. Each host's files are its own loss."""
 
 import shutil
 from pathlib import Path

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 
 
 def names(path, checkpoint):
-    """What verify may call a file: of an index's node it names the index."""
+    """Names that verify may give a file: for an index's node it names the index."""
     file = str(path.relative_to(checkpoint))
     return {file, re.sub(r"d/\w+$", "manifest.ocdbt", file)}
 
@@ -62,7 +62,7 @@ SINGLE = {"chunk table", "small tensors", "small tensors' table", "commit record
 
 @pytest.mark.parametrize(("layout", "kind"), [(layout, kind) for layout, number, kind in KINDS if number == 3 and kind not in SINGLE])
 def test_files_of_two_hosts_that_changed_places_are_reported(checkpoint_of, layout, kind):
-    """Whatever sizes they have."""
+    """Files of equal and of different sizes."""
     checkpoint, _ = checkpoint_of(layout, 3)
     files = file_kinds(checkpoint, layout)[kind]
     exchange(files[0], files[-1])

@@ -1,4 +1,4 @@
-"""What must hold at a place after a save there came to grief, and that the place goes on working."""
+"""Checks of a place after a save there came to grief, and of later work at the place."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def saved(job, url, value, layout, processes, **options):
 
 
 def value_of(url, processes):
-    """Which value a checkpoint holds, whole and undamaged and of one save only; None: there is none."""
+    """Value that a checkpoint holds, which must be whole, undamaged and of one save only; None: there is none."""
     try:
         restored = shardckpt.restore(url)
     except errors.NotFoundError:
@@ -51,7 +51,7 @@ def attempts(url):
 
 
 def finished(place):
-    """How many hosts have written their record into an attempt."""
+    """Number of hosts that have written their record into an attempt."""
     return len(list(Path(place).glob("records/*.json")))
 
 
@@ -93,7 +93,7 @@ def assert_goes_on(job, root, layout, processes, order, *, untouched=True):
 
 
 def _commit(root, url, processes, value, *, untouched):
-    """What is whole is committed, unless something else was or the place was collected; of what is not, it says why."""
+    """Commit and check: a whole attempt becomes the checkpoint, unless another did or the place was collected; others get a reason."""
     named = _named(url, value)
     present = {name: finished(url / name) for name in attempts(url) if name != named}
     outcomes = shardckpt.commit(root)
@@ -119,7 +119,7 @@ def _named(url, value):
 
 
 def _collect(root, url, processes, value):
-    """Whatever no record names goes, and nothing else."""
+    """Collect and check: everything that no record names goes, and nothing else."""
     collected = collecting.collect(root, grace=0)
     assert all(one.outcome == "removed" for one in collected), collected
     assert value_of(url, processes) == value

@@ -18,7 +18,7 @@ Arrays = dict[str, np.ndarray[Any, Any]]
 
 
 def records(arrays: Mapping[str, np.ndarray[Any, Any]]) -> dict[str, TensorRecord]:
-    """What a structure says of arrays; of no layout and no pieces, which nobody here asks for."""
+    """A structure's records of arrays, without layouts and pieces, which nobody here asks for."""
     return {name: TensorRecord(name, array.shape, of_numpy(array.dtype), None, ()) for name, array in arrays.items()}
 
 

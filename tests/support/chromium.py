@@ -177,7 +177,7 @@ def contrast(first, second):
 
 
 def check_page(page, url):
-    """What holds for every page of a service."""
+    """Check the rules that every page of a service must keep."""
     assert page.complaints == []
     assert {urlsplit(one).netloc for one in page.requests} == {urlsplit(url).netloc}
     assert page.run("document.documentElement.scrollWidth <= document.documentElement.clientWidth")

@@ -1,4 +1,4 @@
-"""What an operation costs, counted and not timed: bytes and calls of the kernel, memory, elements copied, and steps of Python."""
+"""Costs of an operation, counted and not timed: bytes and calls of the kernel, memory, elements copied, and steps of Python."""
 
 from __future__ import annotations
 
@@ -60,13 +60,13 @@ def counted(do: Callable[[], object], before: Callable[[], object] = lambda: Non
 
 
 def _io() -> dict[str, int]:
-    """What the kernel counts of this process, see proc(5)."""
+    """The kernel's counters of this process, see proc(5)."""
     lines = Path("/proc/self/io").read_text().splitlines()
     return {name: int(number) for name, number in (line.split(": ") for line in lines)}
 
 
 def steps(do: Callable[[], object]) -> int:
-    """How many calls of Python functions it takes, in this thread and in those that begin meanwhile."""
+    """Number of calls of Python functions in `do`, in this thread and in those that begin meanwhile."""
     made: dict[int, int] = {}
 
     def count(_frame: object, event: str, _argument: object) -> None:

@@ -57,7 +57,7 @@ class FakeCuda(cuda_runtime.CudaRuntime):
         self.pinned = {}
         """Address → bytes."""
         self.pinnings = 0
-        """How often memory was pinned."""
+        """Number of times that memory was pinned."""
         self.high_water = 0
         """Most bytes that were pinned at once."""
         self.waits = []

@@ -59,7 +59,7 @@ TRANSIENT: dict[str, dict[str, Any]] = {
     "lost answer": {"fault": "lost-answer"},
     "truncated": {"fault": "truncate"},
 }
-"""What is worth another try, as a rule's fields."""
+"""Faults after which a request is worth another try, as a rule's fields."""
 NOT_LISTINGS = ("upload", "read", "stat", "delete")
 """Listings are tried again by another client, with pauses of its own, which begin at a second."""
 
@@ -92,7 +92,7 @@ class FaultyCloud:
 
     @staticmethod
     def name_of(url: str, key: str = "") -> str:
-        """What the proxy calls an object there: `bucket/name`."""
+        """The proxy's name of an object there: `bucket/name`."""
         return f"{url.partition('://')[2]}/{key}"
 
     def breaking(self, *rules: Rule) -> AbstractContextManager[None]:
@@ -110,7 +110,7 @@ class FaultyCloud:
         assert k >= at_least
 
     def injected(self) -> int:
-        """How many requests were broken since the last block began."""
+        """Number of requests that were broken since the last block began."""
         return sum(self.proxy.traffic.summary()["faults"].values())
 
     def keys(self, url: str) -> list[str]:
@@ -135,7 +135,7 @@ class FaultyCloud:
         return True
 
     def committed(self, url: str, *states: Any) -> Any:
-        """Which of these states is the checkpoint there, None if there is none; it is whole, and no other."""
+        """The one of these states that is the checkpoint there, None if there is none; it is whole, and no other."""
         try:
             opened = shardckpt.open(url)
         except NotFoundError:
@@ -160,7 +160,7 @@ def faulty_cloud(emulator: Emulator, *, retry_seconds: str = RETRY_SECONDS) -> I
 
 @contextmanager
 def patience_of(retry_seconds: str) -> Iterator[None]:
-    """How long a request is tried again."""
+    """Set the time for which requests are tried again."""
     with environment({"SHARDCKPT_RETRY_SECONDS": retry_seconds}):
         shared_context.cache_clear()
         try:
@@ -180,5 +180,5 @@ def random_rules(seed: int) -> list[Rule]:
     chosen = rng.permutation(len(faults))[: rng.integers(1, 5)]
     seeds = itertools.count(seed * 100)
     rules = [Rule(**faults[i], kinds=NOT_LISTINGS, probability=probability, times=None, seed=next(seeds)) for i in chosen]
-    # What was broken off is listed again at once.
+    # A listing that was broken off is tried again at once.
     return [*rules, Rule("reset", kinds=("list",), probability=probability, times=None, seed=next(seeds))]

@@ -159,7 +159,7 @@ def at_most(nbytes):
 
 
 def attempted(action):
-    """What comes of it, or None where a ShardckptError does: no other, and none that cannot be read."""
+    """Result of an action, or None if it raises a ShardckptError: no other error, and none with an unreadable message."""
     try:
         return action()
     except ShardckptError as e:

@@ -70,11 +70,11 @@ class Actor:
         self.commits = False
         """Whether it commits what others have written, and clears away what has become impossible to commit."""
         self.outcome = self.bug = None
-        """What the action returned or the ShardckptError that it raised; what it should not have raised."""
+        """The value that the action returned, or the ShardckptError that it raised; and an error that it should not have raised."""
         self.saw = []
-        """How often the commit record had changed, each time that this actor read it."""
+        """Number of changes of the commit record so far, at each time that this actor read it."""
         self.held = None
-        """What it had seen last when it first wrote data: the version that its attempt may replace."""
+        """The last of `saw` when it first wrote data: the version that its attempt may replace."""
         self._turn, self._back = threading.Semaphore(0), threading.Semaphore(0)
         threading.Thread(target=self._run, daemon=True).start()
         self.step()  # up to its first operation
@@ -179,7 +179,7 @@ class Stage:
         self.was_idle = set()
         """Attempts that have been idle for the grace period at some time: these are dead."""
         self.history = [None]
-        """What the commit record has named, each time that it changed; None: nothing."""
+        """Attempts that the commit record has named, one for each change; None: no attempt."""
 
     @classmethod
     @contextmanager
@@ -200,7 +200,7 @@ class Stage:
 
     @property
     def changes(self):
-        """How often the commit record has changed."""
+        """Number of changes of the commit record."""
         return len(self.history) - 1
 
     @property
@@ -288,7 +288,7 @@ class Stage:
         return _Answer(None)
 
     def _idle_seconds(self, store, prefixes):
-        """What `io.ages` would say."""
+        """The answer that `io.ages` would give."""
         self.gate()
         newest = {p: max((time for key, time in self.times.items() if key.startswith(p)), default=None) for p in prefixes}
         return {prefix: None if time is None else self.clock - time for prefix, time in newest.items()}
@@ -336,7 +336,7 @@ class Stage:
         self.history.append(named)
 
     def check_end(self):
-        """When nobody works any more, a last collection leaves one whole checkpoint, or nothing."""
+        """Collect a last time, when all work has ended: this leaves one whole checkpoint, or nothing."""
         self.pass_time()
         collecting.collect(self.store, grace=GRACE)
         assert self.attempts() == {self.named} - {None}

@@ -68,7 +68,7 @@ class Objects:
         return ask(self.url, "GET", f"{self.path}/{quote(name, safe='')}?{condition}")[0]
 
     def content(self, name):
-        """What the object holds, None if there is none."""
+        """Content of the object; None if there is none."""
         status, _, data = ask(self.url, "GET", f"{self.path}/{quote(name, safe='')}?alt=media")
         return data if status == 200 else None
 

@@ -46,7 +46,7 @@ def kill(job, base, case, number, fate):
 
 
 def _assert_all_know(root, answers, fate, *, overwrite):
-    """Whoever survived knows whether the checkpoint is there, which it is entirely or not at all; returns that."""
+    """Check that all survivors know whether the checkpoint is there, which it is entirely or not at all; returns that."""
     victim, all_killed = fate["process"], fate.get("act") == "kill all"
     value = value_of(root / "checkpoint", len(answers))
     assert value in ((1, 2) if overwrite else (None, 2))

@@ -1,4 +1,4 @@
-"""What is expected of damage to each kind of file."""
+"""Expected effects of damage to each kind of file."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ CHUNKS = {"packed": "data file", "zarr": "chunk"}
 """The kind of file that hosts' chunks are in."""
 DATA = {*CHUNKS.values(), "small tensors"}
 INDEXES = {"merged index: manifest", "merged index: nodes", "lane: manifest", "lane: node", "zarr.json"}
-"""What only other tools read."""
+"""Kinds of files that only other tools read."""
 SPARE = {"chunk table", "a host's chunk table", "small tensors' table", "contents"}
-"""What a reader can do without: the table of all by itself, or the hosts' and that of small tensors."""
+"""Kinds of files that a reader can do without: the table of all by itself, or the hosts' and that of small tensors."""
 KINDS = [
     (layout, hosts, kind)
     for layout in LAYOUTS

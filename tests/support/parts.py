@@ -28,7 +28,7 @@ def values_of(graph_module, inputs):
 
 
 def cut(value, layout, parts):
-    """What each of some processes holds of an input."""
+    """Parts of an input, one for each process, by the input's layout."""
     if not isinstance(value, torch.Tensor) or isinstance(layout, Replicate | Unknown):
         power = getattr(layout, "power", 0)
         return [value // parts**power if power else value] * parts
@@ -44,7 +44,7 @@ def cut(value, layout, parts):
 
 
 def whole(values, layout):
-    """What the parts make up, as the layout has it."""
+    """The whole value that the parts make up by the layout."""
     if isinstance(layout, Numbered):
         step = values[0].shape[layout.dim] // layout.outer
         return whole([value + i * step for i, value in enumerate(values)], Shard(layout.dim, layout.outer))

@@ -1,4 +1,4 @@
-"""What a save leaves of `checkpoint.json` that was killed before it published anything."""
+"""The placeholder that a killed save leaves as `checkpoint.json` when it has published nothing."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def save_run(root, steps, **metrics):
 
 @dataclass
 class Reply:
-    """What the service answered."""
+    """An answer of the service."""
 
     status: int
     headers: dict[str, str]
@@ -92,7 +92,7 @@ class Running:
         return reply.json
 
     def send(self, data, seconds=10):
-        """What comes back for raw bytes, until the service closes the connection."""
+        """Bytes that come back for raw bytes, until the service closes the connection."""
         with socket.create_connection(self.address, timeout=seconds) as one:
             one.sendall(data)
             found = b""

@@ -16,7 +16,7 @@ from shardckpt.plan.writers import box_holders
 
 @dataclass(frozen=True)
 class HostSource:
-    """What one host holds of a tensor."""
+    """Part of a tensor that one host holds."""
 
     name: str
     shape: tuple
@@ -42,7 +42,7 @@ class Hosts:
         return World(host, self.number, {"simulated": self.owners})
 
     def source(self, host: int, name: str, shape, layout, dtype="float32") -> HostSource | None:
-        """What a host holds of a tensor; None where none of its devices has a part."""
+        """Part of a tensor that a host holds; None where none of its devices has a part."""
         if layout is None:
             return HostSource(name, shape, by_name(dtype), None, whole(shape), None)
         known = np.intersect1d(self.devices[host], layout.tiling(len(shape)).device_ids)

@@ -52,7 +52,7 @@ class Sleeper:
         return self._running.result()
 
     def end(self):
-        """Whatever has happened: nobody stays asleep."""
+        """Wake the process if it still sleeps, even after an error."""
         if not self._running.done() and self.asleep:
             os.kill(self.diary("fate")["pid"], signal.SIGCONT)
 

@@ -12,12 +12,12 @@ from urllib.parse import unquote
 
 @dataclass
 class WebServer:
-    """What a test sets, and what was asked."""
+    """Settings of a test, and the requests that came."""
 
     folder: Path
     port: int = 0
     authorization: str | None = None
-    """What requests must say; None: nothing."""
+    """Authorization header that requests must have; None: any request is answered."""
     moved: dict[str, str] = field(default_factory=dict)
     """Beginning of paths → beginning of the urls that they are redirected to."""
     ranges: bool = True

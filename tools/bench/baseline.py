@@ -1,4 +1,4 @@
-"""Which ratios are worse than they were in an earlier run? Only ratios within one run are compared: machines differ.
+"""Ratios that are worse than in an earlier run. Only ratios within one run are compared: machines differ.
 
 A ratio counts as worse if its median fell by more than `TOLERANCE`, and even its best round now is below its worst round then: medians
 of one run differ by some 10 % from the next, and more where few rounds differ much among themselves.
@@ -34,5 +34,5 @@ def worse(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
 
 
 def _parts(found: dict[str, Any]) -> dict[tuple[str, str, str, str], int]:
-    """Where → an Nth of the state's bytes that was measured there."""
+    """Place, as `where` names it → an Nth of the state's bytes that was measured there."""
     return {where(r): r["part"] for r in found["results"]}

@@ -47,16 +47,16 @@ class Server:
 
     bucket: str
     endpoint: str
-    """Where those that are measured send requests."""
+    """Address to which measured subjects send their requests."""
     beside: str
-    """Where the bench looks, and removes what was written: the emulator itself, without TLS and without delay."""
+    """Address for the bench's own look-ups and for removing what was written: the emulator itself, without TLS and without delay."""
     streams: list[int]
     """Requests at a time: floors for each of them."""
     peers: bool
     """Whether peers are measured there, or shardckpt and floors alone."""
 
     def to_json(self) -> dict[str, Any]:
-        """What a process that measures is told."""
+        """Description of the server for a process that measures."""
         return asdict(self)
 
 

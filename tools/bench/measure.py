@@ -1,4 +1,4 @@
-"""How is something measured beside its peers?
+"""Measurements of a subject beside its peers.
 
 1. A *subject* (`shardckpt`, `DCP`, `Orbax`, …, and the floors) can do some of the `OPERATIONS`. Each has `before`, what is timed,
    and `after`, which checks that it was done.
@@ -33,7 +33,7 @@ __all__ = ["LEAST_ROUNDS", "OPERATIONS", "SECONDS", "Measured", "Operation", "Ru
 LEAST_ROUNDS = 3
 """That many are made, however long they take."""
 SECONDS = 30.0
-"""When they are over, no further round begins."""
+"""Seconds after which no further round begins, if `LEAST_ROUNDS` have been made."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class Operation:
 
 
 WRITE, READ, MEMCPY, PUTS, GETS, TENSORSTORE = "write(2)", "readv(2)", "memcpy", "HTTP puts", "HTTP gets", "raw TensorStore"
-"""How the names of floors begin; after a comma they say how many threads, processes or streams they have."""
+"""Beginnings of the floors' names. A comma and the number of threads, processes or streams may follow."""
 OPERATIONS = {
     operation.key: operation
     for operation in (
@@ -67,7 +67,7 @@ class Run:
     """One operation of one subject."""
 
     do: Callable[[], Any]
-    """What is timed."""
+    """The timed call."""
     nbytes: int
     """Of the elements that are moved."""
     before: Callable[[], Any] = lambda: None
@@ -84,7 +84,7 @@ class Subject:
     name: str
     runs: dict[str, Run]
     settings: str = "defaults"
-    """What it is told, in words."""
+    """Its settings, in words."""
     checksums: bool = False
     """Whether what it reads is compared with checksums."""
     floor: bool = False
@@ -93,7 +93,7 @@ class Subject:
 
 @dataclass(slots=True)
 class Measured:
-    """What one subject took for one operation."""
+    """Measurements of one subject in one operation."""
 
     group: str
     operation: str

@@ -150,7 +150,7 @@ class Bench:
         self.overlap()
 
     def overlap(self) -> None:
-        """When copies and multiplications begin and end, by events: whether they overlap."""
+        """Tell when a save's copies and the multiplications beside them end, by CUDA events: whether they overlap."""
         if not self.on_cuda:
             return
         saver = Saver(memory_limit=self.limit)

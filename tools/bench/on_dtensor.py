@@ -27,7 +27,7 @@ def meet() -> None:
 
 
 def agree(own: bool) -> bool:
-    """What the first process says."""
+    """The first process's `own`, in every process."""
     import torch
     import torch.distributed as dist
 

@@ -62,7 +62,7 @@ def _eighth(place: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Given:
-    """What every subject works with."""
+    """Tensors, memory and directory for all subjects."""
 
     nbytes: int
     """Of all tensors."""
@@ -87,7 +87,7 @@ class _Given:
         return {name: Columns(place, self.tensors[name].shape) if place.ndim > 1 else place for name, place in self.columns.items()}
 
     def there(self, name: str, save: Callable[[Any], Any]) -> Callable[[], None]:
-        """What makes a checkpoint that is read again and again, when it is first asked for."""
+        """A function that makes a checkpoint if it is not there yet; the checkpoint is read again and again."""
         path = self.directory / name
 
         def make() -> None:

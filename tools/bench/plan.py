@@ -1,4 +1,4 @@
-"""What is measured, on which storage, with how many bytes and rounds?
+"""Plan of a run: states, storages and operations, with the part of the bytes and the number of rounds.
 
 Each line is so large that the state is beyond every cache, and so small that a whole run ends in half an hour on two cores and fits
 into 20 GiB of memory, files on tmpfs included: at the most there are the state, memory to restore it into, and the checkpoint of each
@@ -66,7 +66,7 @@ class Task:
         return (told["storage"], told["state"], told["task"], told["operation"]) == (self.storage, self.state, self.group, self.operation)
 
     def to_json(self) -> dict[str, Any]:
-        """What results and failures say about it; the group is in words there."""
+        """Keys that name the task in results and failures. A result's `group` is the group in words."""
         return {"storage": self.storage, "state": self.state, "task": self.group, "operation": self.operation, "part": self.part}
 
 

@@ -1,4 +1,4 @@
-"""Who measures? Each task has processes and files of its own: what one leaves in memory slows the next, or does not fit beside it."""
+"""Processes that measure. Each task has its own processes and files: what one leaves in memory slows the next, or does not fit beside."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class TaskError(Exception):
 
 
 def measured(task: Task, place: Path, streams: list[int]) -> list[dict[str, Any]]:
-    """What a task gives.
+    """Results of a task, one for each subject.
 
     Args:
         task: what to measure.

@@ -1,4 +1,4 @@
-"""How fast are we beside each floor and peer? Only ratios within one run mean something on another machine."""
+"""Ratios of our rate to each floor's and peer's. Only ratios within one run mean something on another machine."""
 
 from __future__ import annotations
 

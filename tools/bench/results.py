@@ -1,4 +1,4 @@
-"""What was measured so far, in a file that is whole at any time: a run that is cut keeps what it has, and another goes on with it."""
+"""Results of a run, in a file that is whole at any time: a run that is cut keeps what it has, and another goes on with it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class OtherRunError(ValueError):
 
 
 def read(path: Path) -> dict[str, Any]:
-    """What an earlier run measured.
+    """Results of an earlier run.
 
     Raises:
         OtherRunError: there is no such file, or it is not a run's.
@@ -93,7 +93,7 @@ class Results:
 
 
 def machine() -> dict[str, Any]:
-    """What it is measured on, and with what."""
+    """The date, the machine, and the versions of the packages."""
     return {
         "date": time.strftime("%Y-%m-%d"),
         "cores": os.cpu_count(),

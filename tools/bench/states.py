@@ -1,4 +1,4 @@
-"""What is saved? The same elements for everybody, made anew in each process from a seed.
+"""States to save: the same elements for everybody, made anew in each process from a seed.
 
 Llama-like: 12 layers of 9 tensors, embedding and head, 2.69 GB in float32; the same in bfloat16; many small tensors, and few; one
 large; and 16 of one size. The rows of a chunk of a matrix lie apart in memory, and are laid out when it is saved, and when it is

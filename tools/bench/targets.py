@@ -19,10 +19,10 @@ class Target:
     """One of them."""
 
     what: str
-    """What is done, in words."""
+    """The operation and its data, in words."""
     state: str
     group: str
-    """How the group's name begins."""
+    """Beginning of the group's name."""
     operation: str
     other: str = ""
     """The peer, or how the floor's name begins; or, with `than`, what we are compared with in words."""
@@ -37,7 +37,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What became of a target."""
+    """A target, and the value that was measured for it."""
 
     target: Target
     value: float
@@ -117,7 +117,7 @@ TARGETS = (
 
 
 def held(found: dict[str, Any]) -> Iterator[Held]:
-    """What became of each target whose operation was measured; of several floors of a kind, the fastest one counts."""
+    """Targets whose operation was measured, with their values; of several floors of a kind, the fastest one counts."""
     known: dict[tuple[str, ...], float] = {}
     for key, ratio in ratios(found).items():
         kind = (*key[:-1], key[-1].partition(",")[0] if ratio.floor else key[-1])

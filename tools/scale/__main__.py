@@ -39,7 +39,7 @@ FIGURES, CHART = ROOT / "docs/scale.json", ROOT / "docs/scale.svg"
 TIMEOUT = 600
 """Seconds that one process may take; DCP's plans are built before they are measured."""
 BUCKET = "bucket"
-"""What all hosts of a save ask of a bucket."""
+"""Name, for `--only`, of the requests that all hosts of a save make to a bucket."""
 BYTES_PER_HOST = 4 << 30
 """Of a save of which all requests are counted."""
 
@@ -115,7 +115,7 @@ def one(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def requests(hosts: tuple[int, ...]) -> list[dict[str, Any]]:
-    """What a bucket sees of saves by so many hosts, with the pace that they keep and without."""
+    """Load on a bucket in saves by so many hosts, with the pace that they keep and without."""
     if not hosts:
         return []
     from tools.scale.bucket import Job, simulate

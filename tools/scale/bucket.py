@@ -1,7 +1,7 @@
-"""How many requests per second does a bucket see when all hosts of a large job start a save, or a restore, at the same moment?
+"""Requests per second to a bucket when all hosts of a large job start a save at the same moment.
 
 Cloud Storage's initial limits for a bucket are 1,000 writes and 5,000 reads per second; beyond them it answers 429 until it
-has scaled up, over minutes. The answer is simulated, from what is counted:
+has scaled up, over minutes. The requests are simulated, from what is counted:
 
 1. A small job saves for real (`counted.py`): which requests an ordinary host makes, in which order; and what the
    committer asks for besides, by host and in all.
@@ -44,12 +44,12 @@ NETWORK = 12.5e9
 CHUNK_BYTES = 1 << 20
 """Of an object of the plain layout, about."""
 NOT_PACED = ("hosts/#/#/d/tree", "hosts/#/#/manifest.ocdbt")
-"""What TensorStore reads by itself."""
+"""Objects that TensorStore reads by itself."""
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What is saved, by how many."""
+    """A save: its hosts, bytes, layout and pace."""
 
     hosts: int
     bytes_per_host: int
@@ -68,7 +68,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What the bucket sees of a save."""
+    """Requests of a save to the bucket, and its duration."""
 
     reads: int
     writes: int
@@ -166,7 +166,7 @@ class _Host:
 
 
 def simulate(job: Job, counted: Sequence[Sequence[Request]], seed: int = 0) -> Load:
-    """What the bucket sees of a save by that many hosts.
+    """Load on the bucket in a simulated save by that many hosts.
 
     Args:
         job: the save.

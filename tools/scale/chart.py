@@ -50,7 +50,7 @@ class Line:
     colour: int
     dashed: bool = False
     cut: tuple[float, float] | None = None
-    """Where somebody was cut off."""
+    """Point, as x and y, at which a planner was cut off; None if it was not."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""How long does a save take from the last host's record to its commit, by the number of hosts and chunks?
+"""Time of a save from the last host's record to its commit, by the number of hosts and chunks.
 
 1. Simulated hosts write an attempt with the product's own writer: tensors of one-byte chunks, each laid out over all
    hosts, and the hosts' tables and records. That takes a while, and is not measured.
@@ -74,7 +74,7 @@ def contents_of(hosts: int, chunks: int) -> Contents:
 
 
 def write_attempt(root: Store, contents: Contents, hosts: int, layout: str = "packed") -> Store:
-    """What all hosts of a job leave; the attempt."""
+    """Write the files that all hosts of a job leave; the attempt."""
     place = root.sub(ATTEMPT)
     elements = np.zeros((1, CHUNKS_PER_TENSOR), np.uint8)
     for host in range(hosts):
@@ -117,7 +117,7 @@ class Clock:
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
-        """What runs inside is of that phase."""
+        """Count the time of a `with` block for that phase."""
         self._change()
         self._running.append(phase)
         try:

@@ -58,7 +58,7 @@ class Request:
 
     @property
     def what(self) -> str:
-        """What kind of object it is about: `data` for chunks and files of chunks, else the key without numbers and digests.
+        """Kind of the object: `data` for chunks and files of chunks, else the key without numbers and digests.
 
         >>> Request("upload", "hosts/00003/0/d/00001").what, Request("read", "records/00012.json").what
         ('data', 'records/#.json')
@@ -72,7 +72,7 @@ class Request:
 
     @property
     def host(self) -> int | None:
-        """Whose own object it is about."""
+        """Host that the object belongs to; None: the object is no single host's."""
         parts = self.key.removesuffix(".json").split("/")
         return int(parts[1]) if parts[0] in ("hosts", "records") and len(parts) > 1 and parts[1].isdecimal() else None
 
@@ -103,7 +103,7 @@ def emulated_save(*, hosts: int = 3, tensors: int = 8, mebibytes: int = 3, layou
 
 
 def _seen(proxy: FaultProxy, url: str) -> list[Request]:
-    """What has come to a place through a proxy."""
+    """Requests that have come to a place through a proxy."""
     found = []
     for exchange in proxy.traffic.exchanges(f"{url.partition('://')[2]}/"):
         key = exchange.operation.object.removeprefix(f"{url.partition('://')[2]}/")

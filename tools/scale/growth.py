@@ -1,4 +1,4 @@
-"""How does a quantity grow? The exponent of a power law, and the constants of a straight line."""
+"""Growth of a quantity: the exponent of a power law, and the constants of a straight line."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def exponent(x: Sequence[float], y: Sequence[float]) -> float | None:
 
 
 def per_each(counts: Sequence[Sequence[float]], y: Sequence[float]) -> list[float]:
-    """What each of several counted things adds to y: a constant first, and then one figure for each of them, none below 0.
+    """Contributions of several counted things to y: a constant first, and then one figure for each of them, none below 0.
 
     Relative errors count, so that small cases do. What comes out negative is left out, and the others are fitted anew.
 

@@ -1,4 +1,4 @@
-"""What does one host of a very large job plan, and what does it write and read of metadata?
+"""Plans of one host of a very large job, and the metadata that it writes and reads.
 
 The host is the first one, which holds a part of every tensor whatever the layout; it has eight devices.
 
@@ -52,7 +52,7 @@ DATA_FILE = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """What the host holds of one tensor: a `frameworks.base.Source` of which nothing is fetched."""
+    """The host's part of one tensor: a `frameworks.base.Source` of which nothing is fetched."""
 
     name: str
     shape: tuple[int, ...]
@@ -77,12 +77,12 @@ class Job:
 
     @property
     def hosts(self) -> int:
-        """How many processes it has."""
+        """Number of processes."""
         return -(-self.devices // DEVICES_PER_HOST)
 
     @cached_property
     def state(self) -> list[Tensor]:
-        """What it saves."""
+        """Tensors that it saves."""
         return TREES[self.tree].tensors(self.tensors, experts=self.kind == "EP")
 
     @cached_property
@@ -112,7 +112,7 @@ class Job:
         return plan_save(self.sources(world), SaveOptions(), world)
 
     def records(self) -> dict[str, TensorRecord]:
-        """How each tensor is stored."""
+        """Name → record of the tensor, with its pieces and chunks."""
         world = self.world()
         return tensor_records(self.sources(world), SaveOptions(), world)
 
@@ -200,7 +200,7 @@ def _host_record(job: Job, contents: FileReference) -> bytes:
 
 
 def commit_record(structure: Structure, hosts: int) -> CheckpointRecord:
-    """What `checkpoint.json` says of a save by so many hosts, but for digests and sizes of files that are nowhere."""
+    """The `checkpoint.json` of a save by so many hosts; digests and sizes of its files are made up."""
     tensors = structure.tensors.values()
     total, chunks = sum(tensor.nbytes for tensor in tensors), sum(tensor.num_chunks for tensor in tensors)
     return CheckpointRecord(

@@ -54,7 +54,7 @@ def _mesh(kind: str, devices: int) -> Mesh:
 
 
 def spec_of(kind: str, tensor: Tensor) -> PartitionSpec:
-    """What of a tensor each axis of the mesh cuts."""
+    """Mesh axes that cut each dimension of a tensor."""
     if kind in ("FSDP", "HSDP"):
         return PartitionSpec("fsdp")
     if len(tensor.shape) == 1:

@@ -1,4 +1,4 @@
-"""What does DCP's planner take for the same job?
+"""Cost of plans by DCP's planner for the same job.
 
 DCP has one process per device. Its save plans in three steps, of which this measures what its planners compute, in one process:
 

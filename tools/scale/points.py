@@ -1,4 +1,4 @@
-"""What is measured, each point in a process of its own."""
+"""Points of a run, each measured in a process of its own."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Points:
     reshard: bool = True
 
     def jobs(self) -> list[dict[str, Any]]:
-        """What each process is told, DCP's aside."""
+        """Requests to the processes that measure, without those for DCP."""
         last = self.trees[-1]
         shared = [{"tree": tree, "kind": kind, "devices": n} for tree in self.trees for kind in self.kinds for n in self._devices(tree)]
         largest = [job for job in shared if job["tree"] == last]
@@ -52,7 +52,7 @@ class Points:
         return [*found, *([{"what": "reshard"}] if self.reshard else [])]
 
     def dcp(self) -> list[list[dict[str, Any]]]:
-        """What each process is told; of each list the rest is left out after one that was cut off."""
+        """Requests to the processes that measure DCP; of each list the rest is left out after one that was cut off."""
         return [
             [
                 {"what": what, "tree": tree, "kind": kind, "devices": n, "limit": DCP_LIMIT}
@@ -109,4 +109,4 @@ SMALLEST = Points(
     hosts=(),
     reshard=False,
 )
-"""What a test can wait for."""
+"""Points so few that a test can wait for them."""

@@ -1,6 +1,6 @@
-"""How many requests does one host of a restore make?
+"""Requests that one host of a restore makes.
 
-Of some hosts, evenly spread, each with caches of its own:
+They are counted for some hosts, evenly spread, each with caches of its own:
 
 1. The commit record, and the header of the table of all (`tables.py` has both tables and records of all hosts that saved).
 2. What the product's own `TableBlocks` reads to find the host's chunks, a batch of tensors after the other as a restore has them: counted
@@ -79,7 +79,7 @@ def prepared(onto_devices: int | None = None, **job: Any) -> Callable[[], dict[s
 
 
 def restored(tables: Tables, onto: Job, host: int, *, together: bool = False, ask: bool = True) -> dict[str, int]:
-    """What one host reads; `ask`: whether hosts' own tables may be among that."""
+    """Requests and bytes of one host's reads; `ask`: whether hosts' own tables may be among them."""
     stats, requests, nbytes = ReadStats(), 0, 0
     table = TableBlocks(cast("Store", tables), tables.reference, stats.count_index, None, tables.hosts if ask else ())
     for pieces in _reads(tables.records, onto, host, together=together):
@@ -94,7 +94,7 @@ def restored(tables: Tables, onto: Job, host: int, *, together: bool = False, as
 
 
 def _reads(records: dict[str, TensorRecord], onto: Job, host: int, *, together: bool) -> Iterator[list[tuple[Piece, BoxArray]]]:
-    """What one host reads at a time: pieces, and which boxes of them."""
+    """Reads of one host, in batches: pieces, and the boxes of each that are wanted."""
     boxes = {name: held(onto.layouts[name], tensor.shape, _devices(onto, host))[0] for name, tensor in records.items()}
 
     def share(tensor: TensorRecord) -> tuple[int]:

@@ -1,4 +1,4 @@
-"""What do we mean to reach? Bounds on what was measured."""
+"""Targets of the scale measurements: bounds on what was measured."""
 
 from __future__ import annotations
 

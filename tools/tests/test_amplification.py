@@ -1,4 +1,4 @@
-"""What hosts read of a checkpoint, per byte that their devices need, whatever the layouts of save and restore."""
+"""Bytes that hosts read of a checkpoint, per byte that their devices need, whatever the layouts of save and restore."""
 
 import json
 import subprocess

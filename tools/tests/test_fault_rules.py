@@ -1,4 +1,4 @@
-"""Which fault, if any, a request meets, and what requests are about; the proxy itself is in `test_fault_proxy`."""
+"""Faults that requests meet, and the operations that requests ask for; the proxy itself is in `test_fault_proxy`."""
 
 from __future__ import annotations
 

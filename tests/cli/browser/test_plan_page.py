@@ -11,7 +11,7 @@ NUMBERS = {"bytes": 2, "restore_bytes": 5, "restore_amplification": 6, "restore_
 
 
 def column(page, number):
-    """What stands in a column of the table of tensors, from the top."""
+    """Texts of a column of the table of tensors, from the top."""
     return page.run(f"[...document.querySelectorAll('#tensors tbody tr')].map((row) => row.cells[{number}].textContent)")
 
 

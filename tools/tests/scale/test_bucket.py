@@ -1,4 +1,4 @@
-"""What a save asks of an object store, counted on real saves; and what that makes of thousands of hosts at once."""
+"""Requests of a save to an object store, counted on real saves; and the load that thousands of hosts make of them at once."""
 
 from __future__ import annotations
 

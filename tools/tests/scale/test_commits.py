@@ -1,4 +1,4 @@
-"""What a commit costs, counted: requests to the storage, and steps of Python; `tools/scale/commits.py` measures the time."""
+"""Cost of a commit, counted: requests to the storage, and steps of Python; `tools/scale/commits.py` measures the time."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ pytestmark = pytest.mark.slow
 
 
 def written(top, hosts, chunks, layout="packed"):
-    """What so many hosts leave, of so many chunks each; the checkpoint's place and the attempt's."""
+    """Write an attempt by so many hosts, of so many chunks each; the checkpoint's place and the attempt's."""
     root = Store.open(top)
     return root, write_attempt(root, contents_of(hosts, chunks), hosts, layout)
 
 
 def requests(top, hosts, chunks, layout):
-    """How often the committer asks the storage for anything."""
+    """Number of the committer's requests to the storage, by kind."""
     root, place = written(top, hosts, chunks, layout)
     asked = Counter()
 
@@ -53,7 +53,7 @@ def test_a_committer_reads_two_small_files_of_each_host_however_many_chunks_ther
 
 
 def calls(top, hosts, chunks):
-    """How many calls of Python functions a commit takes."""
+    """Number of calls of Python functions in a commit."""
     root, place = written(top, hosts, chunks)
     commit(root, place, hosts)  # what is made once and kept
     forget_commit(place.local_path(""))

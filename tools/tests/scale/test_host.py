@@ -1,4 +1,4 @@
-"""What one host plans and writes does not grow with the job: counted, for tools/scale's hosts; docs/scale.md has the times."""
+"""Counts for one host of tools/scale: its plans and documents do not grow with the job. docs/scale.md has the times."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_plan_has_no_more_rows_and_takes_no_more_steps_on_a_hundred_thousand_d
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_steps_of_a_plan_are_few_per_tensor(kind):
-    """What the boxes of 8 devices and pieces have in common is worked out once per shape and layout, not per tensor."""
+    """Work once per shape and layout, not per tensor: whatever the boxes of 8 devices and pieces have in common."""
     tensors = 600
     prepared = [MEASURED["save"](tree="405B", kind=kind, devices=SMALL, tensors=tensors) for _ in range(2)]
     prepared[0]()

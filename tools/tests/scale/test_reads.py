@@ -1,4 +1,4 @@
-"""How many requests a restore's chunk tables take does not depend on how many hosts saved; docs/scale.md has whole jobs."""
+"""Requests for chunk tables in a restore: their number does not depend on how many hosts saved. docs/scale.md has whole jobs."""
 
 from __future__ import annotations
 
