@@ -6,6 +6,7 @@ Needs `pip install 'shardckpt[serve]'`; no GPU, no torch. The comments give the 
 """
 
 import subprocess
+import sys
 import urllib.request
 from pathlib import Path
 
@@ -51,7 +52,7 @@ with shardckpt.safe_open(SERVED, framework="np", strip_prefix="model.") as view:
 
 # 3. The service. `--port 0` takes any free port; the first line that it prints says where it is.
 #    shardckpt serve demo=runs/serve
-server = subprocess.Popen(["shardckpt", "serve", f"demo={RUN}", "--port", "0"], stdout=subprocess.PIPE, text=True)
+server = subprocess.Popen([sys.executable, "-m", "shardckpt", "serve", f"demo={RUN}", "--port", "0"], stdout=subprocess.PIPE, text=True)
 try:
     url = server.stdout.readline().split()[-1]
     with shardckpt.Client(url) as client:
