@@ -1,4 +1,4 @@
-"""Which options of a save are refused, and what their errors say."""
+"""Options of a save that are refused, and the messages of their errors."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What docs/observing.md promises is so, and its code runs as it stands."""
+"""The statements and the code of docs/observing.md hold."""
 
 from __future__ import annotations
 

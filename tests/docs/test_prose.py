@@ -11,7 +11,7 @@ import pytest
 from paths import ROOT
 
 QUESTION = re.compile(r"(Who|Whoever|Whose|What|Whatever|How|Why|Where|When|Which)\b")
-FOLDERS = ["shardckpt", "tools", "examples"]
+FOLDERS = ["shardckpt", "tools", "examples", "tests"]
 
 
 def docstrings(source):

@@ -21,7 +21,7 @@ CONTINUES = "In the interpreter of"
 
 
 def interpreters(document):
-    """What is pasted into one interpreter: the code of a section, and of those that go on with it."""
+    """Code to paste into one interpreter: that of a section, and of the sections that go on with it."""
     pasted = []
     for section in re.split(r"^## ", document.read_text(), flags=re.MULTILINE):
         blocks = [block for block in PYTHON.findall(section) if not block.startswith("# train.py")]

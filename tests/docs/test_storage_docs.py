@@ -1,4 +1,4 @@
-"""What docs/storage.md promises about object stores is so."""
+"""The statements of docs/storage.md about object stores hold."""
 
 from __future__ import annotations
 

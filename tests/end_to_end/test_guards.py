@@ -1,4 +1,4 @@
-"""What each operation costs at the most, by counts: bytes, calls of the kernel, memory, elements copied, and steps of Python per chunk.
+"""Limits of each operation's cost, by counts: bytes, system calls, memory, copied elements, and Python steps per chunk.
 
 Times depend on the machine; these do not. A bound on bytes, calls of the kernel or memory is what was counted when it was written,
 and up to a sixth more. A bound on steps is twice what was counted: it is there for what takes another order of steps, not for one

@@ -1,4 +1,4 @@
-"""What any framework saved, in any number of processes, every other one restores onto meshes of its own, bit by bit.
+"""Every framework restores, onto meshes of its own and bit by bit, the saves of every other one, by any number of processes.
 
 The processes, their layouts and how each of them is compared with what its framework says: `tests/children/e2e_*.py`.
 """

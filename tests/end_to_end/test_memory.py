@@ -17,7 +17,7 @@ LARGE, ALL = 256 * MiB, 512 * MiB
 SAVED = {"mesh": [8], "spec": ["x"]}
 READERS = max(2, min(8, cores()))
 MARGIN = READERS * 4 * MiB + 24 * MiB
-"""What a process takes besides staging: one run per reading thread, chunk lists, and what the allocator keeps."""
+"""Memory of a process besides staging: one run per reading thread, chunk lists, and what the allocator keeps."""
 
 
 def child(verb, **case):

@@ -31,7 +31,7 @@ CASES = {
 
 @pytest.fixture(scope="module", params=OWNED if TORTURE else [4])
 def checkpoint(request, run_job, tmp_path_factory):
-    """Where it is, how many processes saved it, and what each device has of each tensor."""
+    """A saved checkpoint: its place, the number of processes that saved it, and the part of each tensor on each device."""
     url = tmp_path_factory.mktemp("owned") / "c"
     answers = run_job("torch_xla", "save_numbered", request.param, url, CASES)
     assert all(answer == answers[0] for answer in answers)

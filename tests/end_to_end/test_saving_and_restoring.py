@@ -1,4 +1,4 @@
-"""What is saved comes back, bit for bit, in whatever layout and container it is asked for."""
+"""Saved states come back bit for bit, in every layout and container that is asked for."""
 
 import json
 import math

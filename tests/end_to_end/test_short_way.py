@@ -1,4 +1,4 @@
-"""How many files of the package a reader has to open to follow one save and one restore of one tensor."""
+"""Number of files of the package that one save and one restore of one tensor enter."""
 
 from __future__ import annotations
 

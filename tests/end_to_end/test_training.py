@@ -24,7 +24,7 @@ JOBS = {
     "DDP": ("torch training", 2, []),
     "JAX, 2 processes": ("JAX training", 2, [4, 2]),
 }
-"""What is interrupted: module, processes, and the shape of the mesh (none for DDP)."""
+"""An interrupted training: module, processes, and the shape of the mesh (none for DDP)."""
 RESUMED = {
     "FSDP2 and TP": {
         "on 2 processes, FSDP2 alone": (2, [2]),

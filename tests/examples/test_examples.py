@@ -154,7 +154,7 @@ def test_lightning(run):
 
 
 def laid_out(url):
-    """How each tensor of a checkpoint is laid out."""
+    """Layout of each tensor of a checkpoint."""
     checkpoint = shardckpt.open(url)
     return {name: str(checkpoint[name].sharding) for name in checkpoint.names()}
 

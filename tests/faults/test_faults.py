@@ -249,7 +249,7 @@ class Savers:
         assert [process.stdout.readline() for process in self.processes] == ["ready\n"] * 2
 
     def save(self, url):
-        """What became of each thread's save: `saved`, or the error's class."""
+        """Outcome of each thread's save: `saved`, or the error's class."""
         for process in self.processes:
             process.stdin.write(f"{url}\n")
             process.stdin.flush()

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow
 RECORD = "*/checkpoint.json"
 LAYOUTS = ["packed", "zarr"]
 ON_ONE_STORE = pytest.mark.parametrize("job", ["gs", "s3"] if TORTURE else ["gs"], indirect=True)
-"""What does not depend on the store's protocol, as tests by one process on both of them show."""
+"""For behaviour that does not depend on the store's protocol, as tests by one process on both of them show."""
 
 
 class Job:
@@ -35,13 +35,13 @@ class Job:
         self.run = processes.run
 
     def save(self, url, seed=1, processes=2, **options):
-        """What each process says: `saved`, or the error's class and message."""
+        """Outcome of each process: `saved`, or the error's class and message."""
         answers = self.run("save", processes, url, seed, options)
         assert all(answer == "saved" or issubclass(getattr(errors, answer["error"]), errors.ShardckptError) for answer in answers), answers
         return answers
 
     def committed(self, url, *seeds, processes=2):
-        """Which of these states is the checkpoint there, None if there is none; it is whole, and no other."""
+        """The one of these states that the checkpoint there holds, None if there is no checkpoint; it is complete."""
         states = [{**state(seed), "own": [own(process, seed) for process in range(processes)]} for seed in seeds]
         found = self.cloud.committed(url, *states)
         return None if found is None else found["step"]
@@ -276,7 +276,7 @@ def test_exactly_one_of_two_commits_at_once_wins_and_both_know(cloud, job, recor
 
 
 def test_without_preconditions_both_would_win(gcs_server, record_property):
-    """What the test above is worth: processes that send none are both told that they have saved."""
+    """Proof that the test above can fail: processes that send no conditions are both told that they have saved."""
     server = replace(gcs_server, bucket=gcs_server.new_bucket("faults-lax"))
     with FaultProxy(server.endpoint, enforces=False) as lax, Processes("fault_hosts", env=server.env(lax.url)) as processes:
         lax.rules.add(TOGETHER)

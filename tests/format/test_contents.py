@@ -1,4 +1,4 @@
-"""What processes say of one checkpoint, as one."""
+"""Contents of one checkpoint, merged from the records of several processes."""
 
 import pytest
 

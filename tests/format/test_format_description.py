@@ -57,7 +57,7 @@ def several_hosts(tmp_path_factory):
 
 @pytest.fixture
 def described():
-    """What the reader of the description defines."""
+    """Names that the reader of the description defines."""
     return runpy.run_path(str(READER))
 
 

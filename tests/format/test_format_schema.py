@@ -57,7 +57,7 @@ def everything():
 
 
 def definition(path):
-    """What the schema calls a file of a checkpoint; None for what is no record."""
+    """The schema's name for a file of a checkpoint; None for a file that is no record."""
     if path.name == "checkpoint.json":
         return "checkpointFile"
     if path.suffix != ".json" or path.name == "zarr.json":

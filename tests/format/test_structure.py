@@ -1,4 +1,4 @@
-"""What a checkpoint holds apart from the bytes: read back as it was, refused when it cannot be, and one for all processes."""
+"""Structure of a checkpoint, without its bytes: read back unchanged, refused if invalid, and merged for all processes."""
 
 import json
 from dataclasses import replace

@@ -59,7 +59,7 @@ def boxes_of(found):
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    """What two ranks say of one DTensor around shards of its own."""
+    """Descriptions by two ranks of one DTensor around shards of its own."""
     jobs = [{"ranks": 2, "topics": {"protocol": str(tmp_path_factory.mktemp("dcp"))}}]
     child = subprocess.run([sys.executable, CHILD], input=json.dumps(jobs), capture_output=True, text=True, check=False, timeout=110)
     assert child.returncode == 0, child.stderr[-4000:]

@@ -113,7 +113,7 @@ def models(answers):
 
 
 def check_whole(said, where):
-    """What all ranks say of one tensor is true, and fits together."""
+    """The descriptions of one tensor by all ranks are true, and fit together."""
     assert all(rank["right"] and rank["views"] and rank["last"] for rank in said), where
     assert all(rank["layout"] == said[0]["layout"] for rank in said), where
     shape = said[0]["shape"]

@@ -360,7 +360,7 @@ def started(script, *arguments, **environment_variables):
 
 @pytest.fixture(scope="module")
 def together(tmp_path_factory):
-    """What JAX saw, and what torch_xla saw: each restores the other's checkpoint. Without torch_xla JAX is alone."""
+    """JAX and torch_xla restore each other's checkpoints. Without torch_xla, JAX is alone."""
     root = tmp_path_factory.mktemp("jax")
     partner = started("jax_xla_partner.py", root, CROSS) if CROSS else None
     with partner or nullcontext(), started("jax_end_to_end.py", root, PAIRS, CROSS, **environment()) as jax:

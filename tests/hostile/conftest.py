@@ -1,4 +1,4 @@
-"""What the tests of hostile checkpoints share: forgeries of a checkpoint by one host, and of one by three."""
+"""Fixtures of the tests of hostile checkpoints: forgeries of a checkpoint by one host, and of one by three."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def tensors_of(made):
 
 
 def used(forgeries, forgery):
-    """What was restored of a forgery, or None."""
+    """The state restored from a forgery, or None."""
     with at_most(1024 * MIB):
         restored = use_in_every_way(forgery.url)
     assert not forgeries[1].opened()
@@ -49,7 +49,7 @@ def test_a_commit_record_with_anything_in_it(forgeries, seed, which):
     forgery.write(commit=commit)
     if used(forgeries, forgery) is None:
         return
-    # What the record says of a tensor as the original did is that tensor.
+    # A tensor that the record describes as the original did is that tensor.
     for name, array in tensors_of(which).items():
         if commit["tensors"].get(name) == forgery.commit["tensors"][name]:
             assert flip_bits.same(array, shardckpt.open(forgery.url).read(name))
@@ -112,7 +112,7 @@ NUMBERS = count()
 @given(seed=SEEDS, which=MADE)
 @settings(FUZZ, max_examples=25)  # each commits
 def test_an_attempt_with_anything_in_it_is_committed_or_refused(forgeries, tmp_path_factory, seed, which):
-    """Who commits what others have left believes as little as who reads it."""
+    """A committer of attempts by others believes as little as a reader."""
     random = Random(seed)
     place = forgeries[0][which].url.with_name(f"attempt{next(NUMBERS)}")
     forgeries[0][which].write()

@@ -47,7 +47,7 @@ def test_a_table_that_gives_a_chunk_gigabytes_is_refused_before_they_are_allocat
 
 @pytest.mark.parametrize("layout", ["packed", "zarr"])
 def test_a_file_of_any_kind_that_is_a_terabyte_of_holes_is_not_read(of_three_hosts, layout):
-    """Where TensorStore gets no memory, it ends the process: nobody asks it for that."""
+    """TensorStore is not asked for such a file: without memory, it ends the process."""
     forgery = of_three_hosts(layout)
     for kind, paths in file_kinds(forgery.url, layout).items():
         path = paths[-1]

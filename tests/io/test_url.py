@@ -1,4 +1,4 @@
-"""Where a checkpoint lies: paths and urls, and refusing what could not be kept."""
+"""Places of checkpoints: paths and urls, and refused ones, which could not be kept."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def shardings():
 
 
 def holdings(sharding, shape):
-    """What every device holds, as a dictionary: the meaning of a sharding."""
+    """The box of every device, as a dictionary: the meaning of a sharding."""
     found = sharding.device_boxes(shape)
     rows = zip(found.device_ids.tolist(), found.boxes.start.tolist(), found.boxes.stop.tolist(), strict=True)
     return {device: (start, stop) for device, start, stop in rows}

@@ -175,7 +175,7 @@ def test_a_hundred_thousand_ranks_are_no_trouble():
         assert len(layout.holders(int(ranks[at]))) == 50
 
 
-# What cannot be
+# Impossible cases
 
 
 @pytest.mark.parametrize("shape", [(10,), (13,), (1,)])

@@ -1,4 +1,4 @@
-"""Which chunks each host reads: by hand, device by device and element by element, it is the same."""
+"""The chunks that each host reads: computed by hand, by device and by element, they are the same."""
 
 import numpy as np
 from hypothesis import given, settings

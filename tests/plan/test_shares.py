@@ -1,4 +1,4 @@
-"""Who reads what of boxes that several processes need: everything, once, and evenly."""
+"""Shares of boxes that several processes need: everything is read, once, and evenly."""
 
 from math import prod
 

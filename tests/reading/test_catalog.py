@@ -1,4 +1,4 @@
-"""What `catalog` finds below a directory."""
+"""Entries that `catalog` finds below a directory."""
 
 import json
 
@@ -22,7 +22,7 @@ def save(place, **options):
 
 
 def begin(place, attempt="20260101T000000-00000000"):
-    """What a save leaves that was killed."""
+    """Leave what a killed save leaves."""
     lane = place / attempt / "hosts" / "00000" / "0"
     lane.mkdir(parents=True)
     (lane / "manifest.ocdbt").write_bytes(b"half")

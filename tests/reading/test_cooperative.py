@@ -1,4 +1,4 @@
-"""What is read together is agreed on: whatever each process wants, nobody enters a collective that another one does not."""
+"""Processes agree on their shared reads: for any requests, no process enters a collective that another one does not."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""Who needs little of every tensor asks the hosts that wrote it, few times; what a host cannot tell is read from the table of all."""
+"""Readers of few rows of every tensor ask the hosts that wrote them, few times; the table of all hosts has the rest."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def of_host(host, file):
 
 
 class Saved:
-    """What hosts have left in an object store."""
+    """Tables of hosts in an object store."""
 
     def __init__(self, *, file=1, of_host=of_host):
         self.place = Store.open(f"memory://{uuid.uuid4().hex}/{ATTEMPT}")

@@ -65,7 +65,7 @@ def of_a_million_chunks(url):
 
 @pytest.fixture(scope="module")
 def million(tmp_path_factory):
-    """Where it is on a disk, where in an object store, and what each tensor holds."""
+    """A table: its place on a disk, its place in an object store, and the rows of each tensor."""
     places = {"disk": str(tmp_path_factory.mktemp("million") / "c"), "objects": f"memory://{uuid.uuid4().hex}/c"}
     elements, _ = map(of_a_million_chunks, places.values())
     return places, elements
@@ -124,7 +124,7 @@ def test_restoring_everything_reads_the_table_once_and_in_few_requests(million, 
 
 
 def test_an_object_store_is_asked_at_most_once_per_256_kib_of_the_table(million):
-    """What lies between rows that are wanted here and there is read along where it is little."""
+    """Small gaps between needed rows are read along with them."""
     checkpoint = shardckpt.open(million[0]["objects"])
     for name in checkpoint.names():
         find(lookup(checkpoint), name, np.array([5]))

@@ -31,7 +31,7 @@ def block(title, language):
 
 
 def commands(title):
-    """What is typed at a prompt."""
+    """Commands typed at a prompt."""
     return [line[2:] for line in block(title, "console").splitlines() if line.startswith("$ ")]
 
 

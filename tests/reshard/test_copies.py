@@ -1,4 +1,4 @@
-"""Where no chunk changes and both places are on one object store, the store copies: nothing is uploaded."""
+"""If no chunk changes and both places are on one object store, the store copies: nothing is uploaded."""
 
 import uuid
 

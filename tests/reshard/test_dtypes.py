@@ -1,4 +1,4 @@
-"""Which tensors `dtype=` converts: the same rule for reshards, imports, exports and their plans."""
+"""Tensors that `dtype=` converts: the same rule for reshards, imports, exports and their plans."""
 
 from __future__ import annotations
 

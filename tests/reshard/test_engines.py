@@ -79,7 +79,7 @@ def finish(job):
 
 
 def failure(job):
-    """What a job says that does not; Ray may say something more when it is left."""
+    """Message of a job that fails; Ray may print more when it is left."""
     _, err = job.communicate(timeout=PATIENCE)
     assert job.returncode == 1, err
     lines = err.strip().splitlines()

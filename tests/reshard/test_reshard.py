@@ -1,4 +1,4 @@
-"""What comes out of a reshard is what went in, whatever the layouts, storages and options."""
+"""A reshard changes no value, for all layouts, storages and options."""
 
 import uuid
 from pathlib import Path
@@ -41,7 +41,7 @@ def bits(array):
 
 
 def layouts():
-    """What a checkpoint may record of a tensor of two dimensions."""
+    """Layouts that a checkpoint may record for a tensor of two dimensions."""
     specs = st.sampled_from([(), ("x",), (None, "x"), ("x", "y"), ("y", "x"), (("x", "y"),), (None, ("y", "x"))])
     meshes = st.tuples(st.integers(1, 5), st.integers(1, 5)).map(lambda shape: Mesh(shape, ("x", "y")))
     return st.builds(lambda mesh, spec: Sharding(mesh, PartitionSpec(*spec)), meshes, specs)

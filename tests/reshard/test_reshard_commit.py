@@ -1,4 +1,4 @@
-"""What becomes of a reshard whose workers others have started is decided by `commit`, and by the destination."""
+"""Reshards by workers that others have started: `commit` and the destination decide the outcome."""
 
 import shutil
 from concurrent.futures import ThreadPoolExecutor

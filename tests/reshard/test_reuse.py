@@ -1,4 +1,4 @@
-"""Where no chunk changes, the new checkpoint reuses the source's files."""
+"""If no chunk changes, the new checkpoint reuses the source's files."""
 
 import shutil
 import tempfile
@@ -25,7 +25,7 @@ def state():
 
 
 def chunk_files(attempt):
-    """Where chunks are, in either layout."""
+    """Places of chunks, in either layout."""
     return [*attempt.glob("hosts/*/*/d/0*"), *(path for path in attempt.glob("zarr/*/c/**/*") if path.is_file())]
 
 

@@ -1,4 +1,4 @@
-"""What programs ask for: the answers are those of the library."""
+"""The API for programs: its answers are those of the library."""
 
 import io
 import urllib.parse

@@ -1,4 +1,4 @@
-"""What deploy/ starts is there."""
+"""The programs and options that deploy/ uses exist."""
 
 import re
 

@@ -30,7 +30,7 @@ def impatient(monkeypatch):
 
 
 class Evil:
-    """What a pickle would run."""
+    """The function that a pickle would run."""
 
     def __init__(self, path):
         self.path = path

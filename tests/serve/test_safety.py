@@ -1,4 +1,4 @@
-"""Who may reach the service, from where, and what they can reach."""
+"""Access to the service: its users, their origins, and what they can reach."""
 
 import logging
 import os

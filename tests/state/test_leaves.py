@@ -36,7 +36,7 @@ VALUES = st.one_of(
 
 
 def bits(value):
-    """What makes two leaves the same: type and bits."""
+    """Key that is equal for equal leaves: type and bits."""
     if isinstance(value, np.generic):
         return type(value), str(value) if isinstance(value, np.str_) else (str(value.dtype), value.tobytes())
     if isinstance(value, float):

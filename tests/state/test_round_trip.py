@@ -1,4 +1,4 @@
-"""What holds for every state: taken apart and put together again, it is the same."""
+"""Every state is the same after it was taken apart and put together again."""
 
 import json
 import struct

@@ -1,4 +1,4 @@
-"""What the torture tests share: jobs to torture, several at a time because most of the time they wait for who is dead."""
+"""Fixtures of the torture tests: jobs run several at a time, because most of the time they wait for dead processes."""
 
 from __future__ import annotations
 

@@ -35,14 +35,14 @@ def age(place, seconds):
 
 
 def collected(jobs, clock, root, grace):
-    """What a machine with such a clock collects: attempt → outcome."""
+    """Attempts that a machine with such a clock collects: attempt → outcome."""
     (answer,) = jobs.run("with_clocks", 1, [clock], "collect", root, grace)
     assert isinstance(answer, list), answer
     return dict(answer)
 
 
 def listed(jobs, clock, root):
-    """What a machine with such a clock lists."""
+    """Entries that a machine with such a clock lists."""
     (answer,) = jobs.run("with_clocks", 1, [clock], "listed", root)
     assert isinstance(answer, list), answer
     return answer

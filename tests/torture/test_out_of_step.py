@@ -32,7 +32,7 @@ def value_of(url):
 
 
 def saves(jobs, url, odd, values, timeouts, *, late=False):
-    """What the processes were told, save after save."""
+    """Outcomes that the processes got, save after save."""
     answers = jobs.run("save_out_of_step", PROCESSES, url, odd, late, values, timeouts)
     assert all(isinstance(answer, list) for answer in answers), answers
     return list(zip(*answers, strict=True))

@@ -32,7 +32,7 @@ STRIDE_IN_FULL = 3
 
 
 def act(jobs, url, layout, what):
-    """What happens at the place while somebody sleeps."""
+    """Events at the place while a process sleeps."""
     if "collect" in what:
         collecting.collect(url, grace=0)
     if "save" in what:

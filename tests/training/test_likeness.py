@@ -1,4 +1,4 @@
-"""What is restored into, where only the checkpoint knows what there is: for any stored state, and any that an object has now."""
+"""The `like` made from a checkpoint: for any stored state, and any state that an object has now."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def flat_of(state):
 
 
 def stored_of(state, only=None):
-    """What a checkpoint of the state says, and the values of its tensors by name."""
+    """The tree of a checkpoint of the state, and the values of its tensors by name."""
     flat = flat_of(state)
     values = {**flat.tensors, **{name: flat.tensors[first] for name, first in flat.aliases.items()}}
 

@@ -1,4 +1,4 @@
-"""When to save: each policy by itself, and together."""
+"""Policies that choose the steps to save: each by itself, and together."""
 
 import signal
 

@@ -45,7 +45,7 @@ class Terminal:
         self.line = ProgressLine(Console(file=self.file, force_terminal=True, width=100, legacy_windows=False))
 
     def drawn(self):
-        """What was drawn since it was asked last; the line is drawn now, not when the clock says."""
+        """Text drawn since the last call; the line is drawn now, not when the clock says."""
         if self.line._progress is not None:
             self.line._progress.refresh()
         text = self.file.getvalue()

@@ -1,4 +1,4 @@
-"""What to keep: each rule by itself, and together."""
+"""Rules that choose the steps to keep: each by itself, and together."""
 
 import pytest
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""What a model copies of placeholders arrives as it would of tensors, and little else is read."""
+"""Copies that a model makes of placeholders arrive as those of tensors would, and little else is read."""
 
 from __future__ import annotations
 

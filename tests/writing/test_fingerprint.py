@@ -29,7 +29,7 @@ def array(shape, dtype, seed):
 
 
 def fingerprint_recorded(url):
-    """What the save recorded, which is what reading gives."""
+    """The fingerprint that the save recorded, which equals the one computed by reading."""
     recorded = shardckpt.open(url).fingerprint()
     assert recorded == shardckpt.open(url).fingerprint(recorded=False)
     return recorded

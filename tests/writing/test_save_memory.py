@@ -1,4 +1,4 @@
-"""What a save takes of host memory beside the state, as the peak of a process of its own; on a disk and on an object store."""
+"""Host memory of a save beside the state, as the peak of a process of its own; on a disk and on an object store."""
 
 import gc
 import json

@@ -1,4 +1,4 @@
-"""What each process of a job writes, planned by each for itself."""
+"""Chunks that each process of a job writes; each process plans alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is copied at once, and how copies get from the thread that saves to the one that writes."""
+"""Sizes of copies, and the way of copies from the saving thread to the writing one."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor

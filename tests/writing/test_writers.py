@@ -64,7 +64,7 @@ class WriterTests(ABC):
 
     @abstractmethod
     def memory_program(self, limit):
-        """What `MEMORY_USE` is filled in with."""
+        """Values that fill in `MEMORY_USE`."""
 
     @pytest.mark.parametrize(
         "kind", [bytes, bytearray, memoryview, lambda b: np.frombuffer(b, np.uint8), lambda b: memoryview(np.frombuffer(b, np.float32))]

@@ -77,7 +77,7 @@ def finish(round_, order):
 
 
 def check_agreed(finished, members):
-    """What holds of those that have ended: one run id, of this round, and values of this round's processes alone."""
+    """Properties of the processes that have ended: one run id, of this round, and values of this round's processes alone."""
     assert len({process.run_id for process in finished}) <= 1
     of_round = {f"run{m.serial}" for m in members if m.number == 0}
     values = [m.value for m in members]

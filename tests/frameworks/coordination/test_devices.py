@@ -1,4 +1,4 @@
-"""Whose each device is, from what all processes say."""
+"""Owner of each device, from the values of all processes."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""What lies at a place and since when: complete, by the level that is asked for, and by the storage's clock."""
+"""Listings of a place, with ages: complete, by the level that is asked for, and by the storage's clock."""
 
 from __future__ import annotations
 

@@ -145,7 +145,7 @@ def test_a_storage_that_does_not_recover_is_an_error_and_nothing_is_visible(clou
 
 @pytest.mark.parametrize("status", [404, 412])
 def test_an_upload_whose_last_answer_is_lost_finds_its_own_object(cloud, place, status):
-    """Whatever the service says then to the same request."""
+    """Later answers of the service to the same request."""
     before = 1 if cloud.emulator.scheme == "gs" else 2
     lost, refused = (Rule(fault, status=status, kinds=("upload",), skip=before) for fault in ("lost-answer", "status"))
     with cloud.breaking(lost, refused):
@@ -181,7 +181,7 @@ def test_another_process_goes_on_where_the_storage_has_confirmed(cloud, place):
             if at + PART + 1 >= SIZE:
                 one.finish()
                 break
-        # What `close` has waited for is confirmed, and all that another process has is text.
+        # The parts that `close` has waited for are confirmed, and all that another process has is text.
         state = UploadState.from_json(Fields(one.state.to_json(), "state"))
     assert stored(place) == data.tobytes()
     begun = open_upload(place, part_bytes=PART, resume=one.state)

@@ -13,7 +13,7 @@ from shardckpt.reshard.batch_dims import Numbered, Partial, Replicate, Shard, Un
 
 
 def checked(program, arguments, **options):
-    """What is found of a program, after it has been compared with what parts of the batch come to."""
+    """Layouts found for a program, after a comparison with runs on parts of the batch."""
     if program.graph_signature.backward_signature is None:
         program = program.run_decompositions()
     found = batch_dims(program, **options)

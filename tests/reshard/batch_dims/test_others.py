@@ -1,4 +1,4 @@
-"""What others say: DTensor of single operators, and models of transformers, in processes of their own."""
+"""Other implementations agree: DTensor for single operators, and models of transformers, in processes of their own."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def named(graph_module):
 
 
 def followed(program):
-    """What is claimed of a program; one with operators that change tensors in place is refused, and claimed nothing of."""
+    """Layouts found for a program. A program with operators that change tensors in place is refused."""
     try:
         return batch_dims(program, named(program))
     except OptionError as e:

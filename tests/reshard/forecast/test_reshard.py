@@ -1,4 +1,4 @@
-"""What the forecast of a reshard says is what the reshard does: oracle is the reshard, run for real, and restores after it."""
+"""The forecast of a reshard agrees with a real reshard, and with restores after it."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""What the forecast of a restore says is what hosts that really restore read: oracle is the reader's own count."""
+"""The forecast of a restore agrees with the reads of real hosts, as the reader counts them."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""What docs/rules.md shows is so, and its code runs as it stands."""
+"""The statements and the code of docs/rules.md hold."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Why a tensor is laid out as it is, as an engineer reads it in a terminal."""
+"""Reasons for a tensor's layout, as an engineer reads them in a terminal."""
 
 from textwrap import dedent
 

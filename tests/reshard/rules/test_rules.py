@@ -1,4 +1,4 @@
-"""Which layout every tensor gets: the first rule that matches it decides, by its name or by what it lies below."""
+"""The layout of every tensor: the first rule that matches it decides, by its name or by a name above it."""
 
 import pickle
 

@@ -1,4 +1,4 @@
-"""What docs/migrating.md says of other libraries, and of this one, is so: their sources are read, and the programs are run."""
+"""The statements of docs/migrating.md hold: the other libraries' sources are read, and the programs are run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def blocks(section, language="python"):
 
 
 def rows(section):
-    """What the tables say of the other library, and of this one."""
+    """Rows of the tables: the other library's name, and ours."""
     return re.findall(r"^\| (`.*|a part.*) \| (.*) \|$", section, re.MULTILINE)
 
 
@@ -72,7 +72,7 @@ steps = STEPS
 def train_step(state):
     return {"w": state["w"] + 1, "trained": state["trained"] + 1}, 0.5
 """
-"""What the programs of the page expect to be there; `STEPS` is replaced."""
+"""Names that the programs of the page expect; `STEPS` is replaced."""
 
 
 def run(place, *command):

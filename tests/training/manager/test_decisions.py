@@ -16,7 +16,7 @@ from shardckpt.training.timeline import Timeline
 
 
 class Words(Coordinator):
-    """What processes of one test say to each other; they need not agree on anything first."""
+    """Messages between the processes of one test; they need not agree on anything first."""
 
     def __init__(self, process, processes, said, counts=None):
         self.world = World(process, processes)

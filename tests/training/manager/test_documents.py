@@ -1,4 +1,4 @@
-"""What docs/ says of training loops is so."""
+"""The statements of docs/ about training loops hold."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""What a manager tells of how far it is, and of what fails; the rest is in `test_saving`."""
+"""Events of a manager about progress and failures; the rest is in `test_saving`."""
 
 from __future__ import annotations
 

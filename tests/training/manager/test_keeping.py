@@ -1,4 +1,4 @@
-"""What is not kept is deleted, and nothing else."""
+"""Steps that no rule keeps are deleted, and nothing else."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""What lies in a run's root besides its steps, and what earlier runs have left there."""
+"""Files in a run's root besides its steps, and leftovers of earlier runs."""
 
 from __future__ import annotations
 
