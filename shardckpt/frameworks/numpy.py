@@ -177,7 +177,7 @@ def _plain(name: str, leaf: Array) -> Array:
     if type(leaf) not in (np.ndarray, np.memmap):
         raise LeafError(
             f"{shown(name)}: only the elements of a {type(leaf).__qualname__} would be stored; "
-            f"pass np.asarray(leaf), or call shardckpt.register_leaf for its class."
+            f"pass plain arrays (of a masked array: data and mask), or call shardckpt.register_leaf for its class."
         )
     return leaf.view(np.ndarray)
 

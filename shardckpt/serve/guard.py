@@ -135,7 +135,8 @@ class Guard:
             return None, who
         if "text/html" in request.headers.get("accept", "") and request.method == "GET":
             return RedirectResponse(LOGIN, 303), None
-        return problem(401, "token", "this needs a valid bearer token.", {"WWW-Authenticate": 'Bearer realm="shardckpt"'}), None
+        detail = "this needs a valid bearer token; clients of shardckpt read it from SHARDCKPT_HTTP_HEADERS."
+        return problem(401, "token", detail, {"WWW-Authenticate": 'Bearer realm="shardckpt"'}), None
 
     def wait(self, address: str) -> int:
         """Seconds for which no token from an address is looked at."""

@@ -127,7 +127,9 @@ def add_token(file: Path, name: str, scope: str) -> str:
     token = _PREFIX + secrets.token_urlsafe(32)
     line = f"{name} {scope} {_digest(token)}"
     if not _LINE.fullmatch(line):
-        raise OptionError(f"{excerpt(name)}, {excerpt(scope)}: give a name of letters, digits, dots and dashes, and one of {SCOPES}.")
+        raise OptionError(
+            f"name {excerpt(name)}, scope {excerpt(scope)}: names have letters, digits, dots and dashes; scopes are {', '.join(SCOPES)}."
+        )
     try:
         with os.fdopen(os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600), "a", encoding="utf-8") as out:
             out.write(f"{line}\n")

@@ -384,7 +384,7 @@ class CheckpointManager(RunSteps):
         self._check(step)
         if (before := self._decisions.previous) is not None and step < before:
             raise OptionError(
-                f"{self._root}: step {step} is less than step {before}, the last step that was asked about, saved or restored; steps must "
+                f"{self._root}: step {step} is less than step {before}, the last step given to should_save, save or restore; steps must "
                 f"ascend. Continue from there, or go back with restore(step=…)."
             )
 

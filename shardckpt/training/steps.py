@@ -132,4 +132,4 @@ def check_step(step: object) -> None:
         OptionError: `step` is not an integer from 0 to 2**63 - 1.
     """
     if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step <= LARGEST_STEP:
-        raise OptionError(f"step={excerpt(step)}: give a whole number from 0 to 2**63 - 1.")
+        raise OptionError(f"step={excerpt(step)}: give an int from 0 to 2**63 - 1.")

@@ -21,7 +21,7 @@ CONTINUES = "In the interpreter of"
 
 
 def interpreters(document):
-    """Code to paste into one interpreter: that of a section, and of the sections that go on with it."""
+    """Lists of code blocks, one for each interpreter: the code of a section, and of the sections that go on with it."""
     pasted = []
     for section in re.split(r"^## ", document.read_text(), flags=re.MULTILINE):
         blocks = [block for block in PYTHON.findall(section) if not block.startswith("# train.py")]

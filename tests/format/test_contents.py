@@ -1,4 +1,4 @@
-"""Contents of one checkpoint, merged from the records of several processes."""
+"""Contents of one checkpoint, merged from the contents of several processes."""
 
 import pytest
 

@@ -59,7 +59,7 @@ def test_a_host_record_that_lies(of_three_hosts, change, why):
 
 
 def with_tensor(contents, name, **entry):
-    """A host's record, with another entry for a tensor."""
+    """A host's contents, with another entry for a tensor."""
     changed = copy.deepcopy(contents)
     tensors = changed["structure"]["tensors"]
     tensors[name] = {key: value for key, value in {**tensors[name], **entry}.items() if value is not None}

@@ -65,7 +65,7 @@ def of_a_million_chunks(url):
 
 @pytest.fixture(scope="module")
 def million(tmp_path_factory):
-    """A table: its place on a disk, its place in an object store, and the rows of each tensor."""
+    """Two equal checkpoints, one on a disk and one in an object store: their places, and the elements of every tensor."""
     places = {"disk": str(tmp_path_factory.mktemp("million") / "c"), "objects": f"memory://{uuid.uuid4().hex}/c"}
     elements, _ = map(of_a_million_chunks, places.values())
     return places, elements

@@ -25,7 +25,7 @@ def state():
 
 
 def chunk_files(attempt):
-    """Places of chunks, in either layout."""
+    """Files that hold chunks, in either layout."""
     return [*attempt.glob("hosts/*/*/d/0*"), *(path for path in attempt.glob("zarr/*/c/**/*") if path.is_file())]
 
 

@@ -30,7 +30,7 @@ def impatient(monkeypatch):
 
 
 class Evil:
-    """The function that a pickle would run."""
+    """An object whose unpickling makes a directory."""
 
     def __init__(self, path):
         self.path = path

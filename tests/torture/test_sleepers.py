@@ -32,7 +32,7 @@ STRIDE_IN_FULL = 3
 
 
 def act(jobs, url, layout, what):
-    """Events at the place while a process sleeps."""
+    """Collect, save, commit or delete at the place while a process sleeps."""
     if "collect" in what:
         collecting.collect(url, grace=0)
     if "save" in what:

@@ -36,7 +36,7 @@ def flat_of(state):
 
 
 def stored_of(state, only=None):
-    """The tree of a checkpoint of the state, and the values of its tensors by name."""
+    """The stored leaves and the tree of a checkpoint of the state, and the values of its tensors by name."""
     flat = flat_of(state)
     values = {**flat.tensors, **{name: flat.tensors[first] for name, first in flat.aliases.items()}}
 

@@ -145,7 +145,7 @@ def test_a_storage_that_does_not_recover_is_an_error_and_nothing_is_visible(clou
 
 @pytest.mark.parametrize("status", [404, 412])
 def test_an_upload_whose_last_answer_is_lost_finds_its_own_object(cloud, place, status):
-    """Later answers of the service to the same request."""
+    """The upload succeeds, with either status in the answer to the repeated request."""
     before = 1 if cloud.emulator.scheme == "gs" else 2
     lost, refused = (Rule(fault, status=status, kinds=("upload",), skip=before) for fault in ("lost-answer", "status"))
     with cloud.breaking(lost, refused):

@@ -1,4 +1,4 @@
-"""Other implementations agree: DTensor for single operators, and models of transformers, in processes of their own."""
+"""Checks against others: DTensor for single operators, and models of transformers, in processes of their own."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ MESH = parse_mesh("fsdp=2,tensor=2,expert=2")
 
 @pytest.fixture(scope="module")
 def transformers():
-    """Plans of transformers for its models; asked in a process of its own, without torch_xla."""
+    """Names, shapes and plans that transformers gives for its models; asked in a process of its own, without torch_xla."""
     environment = {**os.environ, "USE_TORCH_XLA": "0", "TRANSFORMERS_VERBOSITY": "error"}
     command = [sys.executable, CHILD, *MODEL_TYPES]
     return json.loads(subprocess.run(command, env=environment, check=True, capture_output=True, text=True, timeout=240).stdout)

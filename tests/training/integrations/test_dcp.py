@@ -33,7 +33,7 @@ def job():
 
 @pytest.fixture(scope="module")
 def saved(job, tmp_path_factory):
-    """States that each mesh saves."""
+    """Directory of the checkpoints that DCP saves, one for each mesh."""
     root = tmp_path_factory.mktemp("dcp")
     for name, mesh in MESHES.items():
         job("save", mesh, root / name, mesh)
