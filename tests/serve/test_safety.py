@@ -101,7 +101,7 @@ def test_token_files_that_cannot_be_trusted_are_refused(tmp_path, token_file):
     token_file.write_text("ann read secret\n")
     with pytest.raises(OptionError, match="line 1"):
         Tokens(token_file)
-    with pytest.raises(OptionError, match="one of"):
+    with pytest.raises(OptionError, match="names have letters"):
         add_token(token_file, "a b", "read")
 
 
