@@ -100,8 +100,10 @@ class Chromium:
         self.call("Emulation.setEmulatedMedia", session, features=[{"name": "prefers-color-scheme", "value": scheme}])
         self.call("Page.navigate", session, url=path if isinstance(path, str) else path.resolve().as_uri())
         self.wait_for("Page.loadEventFired")
+        page = Page(self, session)
+        page.wait_for("location.href !== 'about:blank' && document.readyState === 'complete'")  # the event may be that of the empty page
         try:
-            yield Page(self, session)
+            yield page
         finally:
             self.call("Target.closeTarget", targetId=target)
 
