@@ -13,7 +13,7 @@ and none of this.
 from __future__ import annotations
 
 import json
-from itertools import chain
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
@@ -43,6 +43,10 @@ _MANIFEST = "manifest.ocdbt"
 _LEAF = "d/leaf"
 MOST_IN_A_LEAF = 1 << 12
 """Most chunks and documents of an index that `write_index` makes. TensorStore takes five requests, one after another, to merge indexes."""
+_AT_ONCE = 256
+"""Number of values that are read at a time."""
+_NODES = 32 << 20
+"""Bytes of decoded nodes that are kept while values are read; a node has up to 8 MiB."""
 _MOST_HEIGHT = 16
 """Height that a tree of valid nodes never exceeds; a damaged tree might have cycles."""
 
@@ -174,12 +178,21 @@ def plain_documents(documents: Mapping[str, Mapping[str, Any]]) -> dict[str, byt
     return {f"{PLAIN_ROOT}/{document_key(path)}": _encode(document) for path, document in everything}
 
 
-def read_values(attempt: Store, keys: Iterable[str]) -> dict[str, bytes | None]:
-    """Values of the merged index; None for a key that it lacks."""
+def read_values(attempt: Store, keys: Iterable[str]) -> Iterator[bytes | None]:
+    """The value of each key in the merged index; None for a key that it lacks.
+
+    Few keys are read at a time, and nodes are decoded once: a node that many reads decode at once takes memory for each.
+
+    Raises:
+        StorageError: the index cannot be read.
+    """
     with storage_errors("read the index of", attempt):
-        database = _database(attempt)
-        pending = {key: database.read(key) for key in keys}
-        return {key: bytes(r.value) if (r := future.result()).state == "value" else None for key, future in pending.items()}
+        database = _database(attempt, context=ts.Context(ts.Context.Spec({"cache_pool": {"total_bytes_limit": _NODES}}), shared_context()))
+        keys = iter(keys)
+        while some := list(islice(keys, _AT_ONCE)):
+            pending = [database.read(key) for key in some]
+            for future in pending:
+                yield bytes(result.value) if (result := future.result()).state == "value" else None
 
 
 def dump_index(attempt: Store) -> dict[str, Place]:
@@ -223,12 +236,12 @@ def stock_url(location: Location, attempt: str, array_path: str, layout: str = "
     return f"{place.join(plain_key(array_path)).url}/|zarr3:"
 
 
-def _database(place: Store, config: Mapping[str, Any] | None = None) -> Any:
+def _database(place: Store, config: Mapping[str, Any] | None = None, context: ts.Context | None = None) -> Any:
     """Open the OCDBT database at a place."""
     spec: dict[str, Any] = {"driver": "ocdbt", "base": place.location.kvstore()}
     if config is not None:
         spec["config"] = config
-    return ts.KvStore.open(spec, context=shared_context()).result()
+    return ts.KvStore.open(spec, context=context or shared_context()).result()
 
 
 def _versions(place: Store) -> list[Version]:

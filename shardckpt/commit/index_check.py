@@ -6,8 +6,8 @@ Our own readers do not use the index, so a wrong one cannot mislead them; but `v
 from __future__ import annotations
 
 import json
-from itertools import islice
-from typing import TYPE_CHECKING, Any
+from itertools import tee
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import crc32c
 import numpy as np
@@ -28,8 +28,7 @@ if TYPE_CHECKING:
 Fault = tuple[str, str]
 """A file relative to the attempt, and its fault."""
 MANIFEST = "manifest.ocdbt"
-_AT_ONCE = 1024
-"""Number of documents that are compared at a time."""
+Wanted = TypeVar("Wanted")
 
 
 class IndexCheck:
@@ -67,27 +66,14 @@ class IndexCheck:
         if found is not None:
             if found != chunks:
                 yield MANIFEST, f"the index has {found} chunks, the chunk tables have {chunks}"
-            yield from self._values()
-            yield from self._inline(inline)
+            yield from self._compare(index.packed_documents(self._documents()), _same_json)
+            yield from self._compare(inline.items(), _same_chunk)
         in_lanes: int | None = 0
         for lane in lanes:
             found = yield from self._database(lane, None)
             in_lanes = None if in_lanes is None or found is None else in_lanes + found
         if in_lanes not in (None, chunks):
             yield "hosts", f"the lanes' indexes have {in_lanes} chunks, the chunk tables have {chunks}"
-
-    def _values(self) -> Iterator[Fault]:
-        """Faults of the zarr.json documents in the merged index."""
-        expected = index.packed_documents(self._documents())
-        while some := dict(islice(expected, _AT_ONCE)):
-            try:
-                stored = index.read_values(self._attempt, some)
-            except ShardckptError as e:
-                yield MANIFEST, str(e)
-                return
-            for key, document in some.items():
-                if not _same_json(stored[key], document):
-                    yield MANIFEST, f"{key} in the index is missing or not what was written"
 
     def _inline_keys(self) -> dict[str, tuple[int, int]]:
         """The chunks of small tensors, which are values in the index itself: key → bytes and crc32c from the chunk table."""
@@ -101,18 +87,15 @@ class IndexCheck:
                         found[chunk_object_key(piece, int(rows.chunk[row]))] = int(rows.length[row]), int(rows.crc[row])
         return found
 
-    def _inline(self, keys: Mapping[str, tuple[int, int]]) -> Iterator[Fault]:
-        """Faults of those chunks in the index."""
+    def _compare(self, expected: Iterable[tuple[str, Wanted]], same: Callable[[bytes | None, Wanted], bool]) -> Iterator[Fault]:
+        """Faults of values in the merged index: key, and what `same` compares with the value."""
+        expected, keys = tee(expected)
         try:
-            stored = index.read_values(self._attempt, keys)
+            for (key, wanted), value in zip(expected, index.read_values(self._attempt, (key for key, _ in keys)), strict=True):
+                if not same(value, wanted):
+                    yield MANIFEST, f"{key} in the index is missing or not what was written"
         except ShardckptError as e:
             yield MANIFEST, str(e)
-            return
-        for key, (length, crc) in keys.items():
-            value = stored[key] or b""
-            checksum = crc.to_bytes(CHECKSUM_BYTES, "little")
-            if len(value) != length or value[-CHECKSUM_BYTES:] != checksum or crc32c.crc32c(value[:-CHECKSUM_BYTES]) != crc:
-                yield MANIFEST, f"{key} in the index is missing or not what was written"
 
     def plain(self) -> Iterator[Fault]:
         """Faults of the zarr.json documents of the plain layout."""
@@ -167,3 +150,11 @@ def _same_json(found: bytes | None, expected: bytes) -> bool:
         return found is not None and bool(json.loads(found) == json.loads(expected))
     except (ValueError, RecursionError):
         return False
+
+
+def _same_chunk(found: bytes | None, expected: tuple[int, int]) -> bool:
+    """Whether a small tensor's chunk has the length and the checksum of the chunk table."""
+    length, crc = expected
+    value = found or b""
+    checksum = crc.to_bytes(CHECKSUM_BYTES, "little")
+    return len(value) == length and value[-CHECKSUM_BYTES:] == checksum and crc32c.crc32c(value[:-CHECKSUM_BYTES]) == crc

@@ -95,7 +95,7 @@ def index_of(url):
     opened = shardckpt.open(url)
     place = Store.open(url).sub(opened.record.attempt)
     keys = dict(packed_documents(zarr_documents(opened.record.structure, opened.record.compression)))
-    return dump_index(place), read_values(place, keys)
+    return dump_index(place), dict(zip(keys, read_values(place, keys), strict=True))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
