@@ -23,7 +23,7 @@ from shardckpt.format.structure import Structure
 from shardckpt.reshard.dtype_rules import plan_dtypes
 from shardckpt.reshard.optimizer_state import optimizer_state
 from shardckpt.state import meanings, select
-from shardckpt.state.select import selector
+from shardckpt.state.select import check_selection, selector
 
 if TYPE_CHECKING:
     from shardckpt.convert.export_options import StateOptions
@@ -96,6 +96,7 @@ def write_state(checkpoint: Checkpoint, location: Location, to: str, options: St
 def _select(checkpoint: Checkpoint, options: StateOptions) -> tuple[Structure, list[OutputTensor], tuple[ConvertedSubtree, ...]]:
     """The selected structure, the outputs of its tensors, and the conversions."""
     include, exclude, dtype = options.include, options.exclude, options.dtype
+    check_selection(include, checkpoint.parsed_tree, str(checkpoint.location), option="include")
     included, excluded = selector(include), selector(exclude if exclude is not None else ())
     tree, stored = select(checkpoint.parsed_tree, lambda name: included(name) and not excluded(name))
     if not tree and (include is not None or exclude is not None):

@@ -15,11 +15,14 @@ from typing import TYPE_CHECKING
 
 import shardckpt.io.shutdown  # noqa: F401  (saves in the background need it, and it cannot be imported during the shutdown)
 from shardckpt.errors import CommitError, CoordinationError, ShardckptError, StorageError
+from shardckpt.excerpt import shortened
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from contextlib import AbstractContextManager
 
+_LONGEST = 900
+"""Most characters of a place, and of a storage's own text, in a message: a forged record may name a file of any length."""
 _DENIED = ("permission denied", "permission_denied", "read-only file system", "forbidden", "accessdenied")
 """Parts of storages' messages about missing permissions, in lower case."""
 
@@ -63,7 +66,7 @@ def storage_errors(action: str, place: object) -> Iterator[None]:
     except (OSError, ValueError, RuntimeError, LookupError) as e:
         said = _said(e, place)
         advice = next((what for part, what in _ADVICE.items() if part in said.lower()), "see the storage's own message")
-        raise StorageError(f"cannot {action} {place}: {said}; {advice}.") from e
+        raise StorageError(f"cannot {action} {shortened(str(place), _LONGEST)}: {shortened(said, _LONGEST)}; {advice}.") from e
 
 
 def _said(error: Exception, place: object) -> str:

@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any
 from shardckpt import frameworks
 from shardckpt.errors import (
     MismatchError,
-    NamesMismatchError,
     OptionError,
     ShardckptError,
     out_of_memory,
@@ -38,9 +37,9 @@ from shardckpt.plan.pieces import batches
 from shardckpt.reading.checkpoint import Checkpoint, empty
 from shardckpt.reading.cooperative import Choice, Meeting, check_choice, exchange_bytes
 from shardckpt.reading.landing import RestoreJob, restore_jobs
-from shardckpt.state import leaf_names, match, per_process_names, stored_names, unflatten
+from shardckpt.state import match, per_process_names, stored_names, unflatten
 from shardckpt.state.flatten import StateOwner
-from shardckpt.state.select import Only, selector
+from shardckpt.state.select import Only, check_selection, selector
 
 if TYPE_CHECKING:
     import os
@@ -84,8 +83,8 @@ def restore(
             JAX arrays, `jax.ShapeDtypeStruct`s and `shardckpt.Target`s give new device tensors with the same sharding. A `train_state`
             loads the state into its objects. None gives numpy arrays of all complete tensors in dicts, lists and tuples.
         only: name patterns (`"model/**"`), or a function of a name, for the leaves to restore. All others keep their value in `like`.
-        strict: whether a name that only the checkpoint or only `like` has is an error. Otherwise such names are skipped, and one
-            warning in the log lists them.
+        strict: whether a name that only the checkpoint or only `like` has is an error, and a pattern of `only` that selects no
+            stored name. Otherwise they are skipped, and one warning in the log lists the names; it is an error if no name is left.
         cast: whether to convert tensors to the dtype of their leaf, as `numpy.astype` does: floats round to the nearest, integers wrap.
             Complex to real is an error, and so are dtypes without a conversion.
         memory_limit: bytes of host staging; at least this process's shards of one tensor.
@@ -157,8 +156,7 @@ def _restore_tree(
         coordinator: see `restore`.
     """
     wanted = None if only is None else selector(only)
-    if wanted is not None and not any(map(wanted, [*checkpoint.names(), *leaf_names(checkpoint.parsed_tree)])):
-        raise NamesMismatchError(f"{checkpoint.location}: only={only!r} selects none of its names; `shardckpt info` lists them.")
+    check_selection(only, checkpoint.parsed_tree, str(checkpoint.location), each=strict)
     if like is None:
         stored = stored_names(checkpoint.parsed_tree, wanted)
         leaves: dict[str, list[tuple[str, object]]] = {

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING
 
-from shardckpt.errors import NamesMismatchError
 from shardckpt.format.structure import Structure, TensorRecord
 from shardckpt.layout.partition_spec import PartitionSpec
 from shardckpt.layout.placements import Placements
@@ -23,7 +22,7 @@ from shardckpt.reshard.optimizer_state import optimizer_state
 from shardckpt.reshard.rules import Decision
 from shardckpt.state import meanings, per_process_names, select
 from shardckpt.state.names import array_path, piece_path
-from shardckpt.state.select import selector
+from shardckpt.state.select import check_selection, selector
 from shardckpt.writing.save_plan import tensor_record
 
 if TYPE_CHECKING:
@@ -64,9 +63,8 @@ def targets(source: Structure, options: ReshardOptions, where: str, *, files: bo
     Raises:
         NamesMismatchError, OptionError, ShardingError, DtypeMismatchError, LeafError: the request does not fit the source.
     """
+    check_selection(options.only, source.tree, where)
     tree, stored = select(source.tree, selector(options.only))
-    if options.only is not None and not tree:
-        raise NamesMismatchError(f"{where}: only={options.only!r} selects none of its names; `shardckpt info` lists them.")
     sources = {name: source.tensors[old] for name, old in stored.items()}
     decisions = _decide_layouts(sources, options)
     optimizer = optimizer_state(source.tree) if options.dtype else ()

@@ -295,6 +295,17 @@ def leaves_of(node: Node) -> Iterator[Tensor | Tied | Small | Custom | Owned]:
             yield top
 
 
+def ends(node: Node) -> Iterator[Node]:
+    """The leaves and the empty containers at and below a node, in order."""
+    stack = [node]
+    while stack:
+        top = stack.pop()
+        if isinstance(top, Branch) and top.children:
+            stack.extend(reversed(top.children))
+        else:
+            yield top
+
+
 def tensor_names(tree: Tree) -> list[str]:
     """The names of the stored tensors, in order; further names of tied tensors are in `alias_map`.
 

@@ -16,13 +16,13 @@ The walk produces a tree of steps, and `Matched.build` runs it with the values t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.errors import LeafError, NamesMismatchError, StructureMismatchError
 from shardckpt.state import leaves, names
-from shardckpt.state.document import MAX_DEPTH, Branch, Custom, Node, Owned, Small, Tensor, Tied, leaves_of, parse
+from shardckpt.state.document import MAX_DEPTH, Branch, Custom, Node, Owned, Small, Tensor, Tied, ends, leaves_of, parse
 from shardckpt.state.flatten import NEVER_LEAVES, unsupported
 from shardckpt.state.names import Container, container_of, shown
 from shardckpt.state.per_process import PerProcess
@@ -86,7 +86,7 @@ def match(
         is_tensor: whether a value is a tensor leaf, or another object that a tensor can go into. Called first.
         only: selects the names to restore. At any other name, `like`'s value stays and the stored one is ignored.
         strict: whether names that only one side has are an error. Otherwise `like`'s value stays, or the stored one
-            is ignored.
+            is ignored; it is an error if no name is on both.
         meaning: returns the meaning of the elements of a tensor leaf of `like` to its framework; None: do not compare
             meanings.
 
@@ -102,7 +102,9 @@ def match(
     walk = _Walk(root, is_tensor, only or (lambda _name: True), meaning)
     step = walk.visit(like, root, 0)
     if strict and (walk.missing or walk.unexpected):
-        raise walk.names_mismatch()
+        raise walk.names_mismatch("Change `like`, choose names with only=, or pass strict=False to skip all of these.")
+    if walk.missing and len(walk.unexpected) == sum(walk.selected(end.name) for end in ends(root)) > 0:
+        raise walk.names_mismatch("Change `like`: no name is in both, and nothing would be restored.")
     return Matched(walk.tensors, walk.missing, walk.unexpected, walk.per_process, _step=step)
 
 
@@ -190,7 +192,7 @@ class _Walk:
             else:
                 steps.append(self.visit(child, found, depth + 1))
         for leftover in stored.values():
-            self.unexpected.extend(end.name for end in _ends(leftover) if self.selected(end.name))
+            self.unexpected.extend(end.name for end in ends(leftover) if self.selected(end.name))
         return lambda values: container.rebuild([step(values) for step in steps])
 
     # A place that only `like` has.
@@ -211,22 +213,13 @@ class _Walk:
         """Whether `only` selects a place, or anything below it."""
         return self.selected(node.name) or any(self.selected(leaf.name) for leaf in leaves_of(node))
 
-    def names_mismatch(self) -> NamesMismatchError:
+    def names_mismatch(self, advice: str) -> NamesMismatchError:
         parts = []
         if self.missing:
             parts.append(f"{_count(self.missing)} in `like` but not in the checkpoint: {_listed(self.missing, self.unexpected)}")
         if self.unexpected:
             parts.append(f"{_count(self.unexpected)} in the checkpoint but not in `like`: {_listed(self.unexpected, self.missing)}")
-        return NamesMismatchError(f"{'; '.join(parts)}. Change `like`, choose names with only=, or pass strict=False to skip all of these.")
-
-
-def _ends(node: Node) -> Iterator[Node]:
-    """The ends of a tree, in order: leaves and empty containers."""
-    if isinstance(node, Branch) and node.children:
-        for child in node.children:
-            yield from _ends(child)
-    else:
-        yield node
+        return NamesMismatchError(f"{'; '.join(parts)}. {advice}")
 
 
 def _keep(value: object) -> _Step:

@@ -13,8 +13,9 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from shardckpt.errors import OptionError
-from shardckpt.state.document import Branch, Node, Tensor, Tied, leaves_of, parse, write
+from shardckpt.errors import NamesMismatchError, OptionError
+from shardckpt.excerpt import excerpt
+from shardckpt.state.document import Branch, Node, Tensor, Tied, ends, leaves_of, parse, write
 
 if TYPE_CHECKING:
     from shardckpt.state.document import Tree
@@ -57,6 +58,37 @@ def selector(only: Only | None) -> Callable[[str], bool]:
         raise OptionError(f"only= takes a pattern, a list of patterns or a function of a name, not {only!r}.")
     compiled = [pattern_regex(pattern) for pattern in patterns]
     return lambda name: any(regex.fullmatch(name) for regex in compiled)
+
+
+def without_names(only: Only | None, names: Sequence[str]) -> Only | None:
+    """The patterns of `only` that select none of the names: `only` itself if it selects none at all, None if each selects some.
+
+    >>> without_names(["a/**", "b"], ["a/x", "c"]), without_names("b", ["a/x"]), without_names("a/**", ["a/x"])
+    (['b'], 'b', None)
+    """
+    if only is None or not any(map(selector(only), names)):
+        return only
+    if isinstance(only, str) or callable(only):
+        return None
+    return [pattern for pattern in only if not any(map(selector(pattern), names))] or None
+
+
+def check_selection(only: Only | None, tree: Tree, where: str, *, option: str = "only", each: bool = True) -> None:
+    """Refuse patterns that select nothing of a state: they are probably misspelt.
+
+    Args:
+        only: the patterns.
+        tree: the document of the state.
+        where: its place, for the message.
+        option: the name of the option, for the message.
+        each: whether every pattern must select a leaf or an empty container, or only one of them.
+
+    Raises:
+        NamesMismatchError: patterns select nothing.
+    """
+    wrong = without_names(only, [end.name for end in ends(parse(tree))])
+    if wrong is not None and (each or wrong is only):
+        raise NamesMismatchError(f"{where}: {option}={excerpt(wrong)} selects none of its names; `shardckpt info` lists them.")
 
 
 _GLOB = re.compile(

@@ -127,6 +127,9 @@ def test_patterns_and_depth_choose_what_is_shown(run, checkpoint):
         answer = run("info", checkpoint, *place, "--only", "nosuch")
         assert (answer.status, answer.out) == (5, "")
         assert "--only nosuch selects none of its names" in answer.err
+        answer = run("info", checkpoint, *place, "--only", "**/norm", "--only", "nosuch")
+        assert (answer.status, answer.out) == (5, "")
+        assert "--only nosuch selects none of its names" in answer.err
 
 
 @pytest.mark.parametrize("width", [80, 120])

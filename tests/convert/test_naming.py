@@ -61,6 +61,8 @@ def test_patterns_choose_by_the_names_of_the_checkpoint() -> None:
     assert names(plan(include=["model/head"])) == ["model.head"], "a further name will do"
     with pytest.raises(NamesMismatchError, match=r"here: include='modle/\*\*' selects none of its 4 tensors"):
         plan(include="modle/**")
+    with pytest.raises(NamesMismatchError, match=r"here: include=\['modle/\*\*'\] selects none of its 4 tensors"):
+        plan(include=["model/**", "modle/**"], exclude="**/b")
 
 
 def test_steps_go_in_the_order_in_which_they_are_documented(tmp_path) -> None:

@@ -95,6 +95,8 @@ def test_a_part_of_it_in_another_dtype(checkpoint, tmp_path):
     assert torch.equal(found["model"]["uneven"].nan_to_num(), torch.from_numpy(expected["uneven"]).to(torch.bfloat16).nan_to_num())
     with pytest.raises(errors.NamesMismatchError, match="selects none of its names"):
         export(checkpoint, tmp_path / "none.pt", include="nothing like it")
+    with pytest.raises(errors.NamesMismatchError, match=r"include=\['modle/\*\*'\] selects none of its names"):
+        export(checkpoint, tmp_path / "none.pt", include=["model/**", "modle/**"])
 
 
 def test_a_dtype_that_torch_lacks_is_refused_by_name_and_nothing_is_left(tmp_path):

@@ -218,6 +218,28 @@ def test_only_restores_a_part(tmp_path):
         shardckpt.restore(tmp_path / "c", only="modle/**")
 
 
+def test_one_misspelt_pattern_of_several_is_an_error(tmp_path):
+    shardckpt.save(tmp_path / "c", {"model": {"w": np.ones(3)}, "empty": {}, "step": 7})
+    assert shardckpt.restore(tmp_path / "c", only=["model/**", "empty"])["empty"] == {}
+    like = {"model": {"w": np.zeros(3)}, "lora": {"a": np.zeros(2)}, "empty": {}, "step": 0}
+    for wanted in (None, {**like}):
+        with pytest.raises(errors.NamesMismatchError, match=r"/c: only=\['stpe', 'x'\] selects none of its names"):
+            shardckpt.restore(tmp_path / "c", wanted, only=["model/**", "stpe", "x"])
+    restored = shardckpt.restore(tmp_path / "c", like, only=["model/**", "lora/**"], strict=False)
+    assert same(restored, {**like, "model": {"w": np.ones(3)}})
+    with pytest.raises(errors.NamesMismatchError, match="selects none"):
+        shardckpt.restore(tmp_path / "c", like, only=["lora/**", "head"], strict=False)
+
+
+def test_a_restore_of_nothing_is_an_error_even_if_names_may_differ(tmp_path):
+    shardckpt.save(tmp_path / "c", {"model": {"w": np.ones(3)}, "step": 7})
+    for like, only in (({"net": {"w": np.zeros(3)}, "epoch": 0}, None), ({"model": {"v": np.zeros(3)}, "step": 0}, "model/**")):
+        with pytest.raises(errors.NamesMismatchError, match=r"Change `like`: no name is in both, and nothing would be restored\.$"):
+            shardckpt.restore(tmp_path / "c", like, only=only, strict=False)
+    assert shardckpt.restore(tmp_path / "c", {"step": 0, "epoch": 0}, strict=False) == {"step": 7, "epoch": 0}
+    assert shardckpt.restore(tmp_path / "c", {}, strict=False) == {}, "that asks for nothing"
+
+
 def test_a_target_without_sharding_is_a_numpy_array(tmp_path):
     shardckpt.save(tmp_path / "c", {"w": torch.arange(6.0).reshape(2, 3)})
     restored = shardckpt.restore(tmp_path / "c", {"w": Target()})

@@ -252,6 +252,10 @@ def test_a_name_that_is_too_long_is_a_storage_error(store):
     if store.location.scheme != "memory":
         with pytest.raises(StorageError, match="choose a shorter path"):
             store.write("x" * (300 if store.location.local is not None else 1200), b"")
+    if store.location.local is not None:
+        with pytest.raises(StorageError, match="choose a shorter path") as error:
+            store.read("x" * 5000)
+        assert len(str(error.value)) < 2000
 
 
 def test_in_a_bucket_that_is_not_there_nothing_is_written(cloud):

@@ -156,6 +156,8 @@ def test_only_some_names_are_taken_over_and_a_tie_finds_another_first_name(tmp_p
     assert shardckpt.open(tmp_path / "b").names() == ["model/head", "model/b"]
     with pytest.raises(errors.NamesMismatchError, match="selects none of its names"):
         shardckpt.reshard(tmp_path / "a", tmp_path / "c", only="modle/**")
+    with pytest.raises(errors.NamesMismatchError, match=r"only=\['otp/1'\] selects none of its names"):
+        shardckpt.reshard(tmp_path / "a", tmp_path / "c", only=["model/*", "otp/1"])
 
 
 def test_floats_are_converted_as_restore_converts_them(tmp_path):

@@ -132,7 +132,7 @@ def test_names_that_one_side_lacks_are_mismatches():
     with pytest.raises(NamesMismatchError, match="in the checkpoint but not in `like`: 'rng'"):
         match({}, tree_of({"rng": PerProcess(1)}), is_tensor)
     mine = PerProcess(1)
-    matched = match({"rng": mine}, tree_of({"loader": PerProcess(2)}), is_tensor, strict=False)
+    matched = match({"step": 1, "rng": mine}, tree_of({"step": 1, "loader": PerProcess(2)}), is_tensor, strict=False)
     assert (matched.missing, matched.unexpected, matched.per_process) == (["rng"], ["loader"], {})
     assert matched.build({})["rng"] is mine
 

@@ -141,7 +141,9 @@ def test_one_group_may_take_what_was_in_several_of_equal_settings(tmp_path):
 
 def test_one_group_cannot_take_what_was_in_several_of_different_settings(tmp_path):
     model = net()
-    shardckpt.save(tmp_path / "c", state_of(model, torch.optim.AdamW(groups(model), lr=0.01)))
+    several = torch.optim.AdamW(groups(model), lr=0.01)
+    steps(model, several, 0, 1)
+    shardckpt.save(tmp_path / "c", state_of(model, several))
     other = torch.optim.AdamW(model.parameters(), lr=0.5)
     with pytest.raises(StructureMismatchError, match=r"group 0 has parameters that were saved with different settings, lr=0.003 and 0.01;"):
         shardckpt.restore(tmp_path / "c", state_of(model, other))

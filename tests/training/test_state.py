@@ -190,13 +190,13 @@ def test_an_object_that_refuses_its_state_is_named(tmp_path):
 
 
 def test_entries_that_only_one_side_has_are_errors_unless_told_otherwise(tmp_path):
-    shardckpt.save(tmp_path / "c", shardckpt.train_state(sampler=Counted({"n": 1}), rng=False))
-    other = Counted({"m": 2})
-    state = shardckpt.train_state(meter=other, rng=False)
+    shardckpt.save(tmp_path / "c", shardckpt.train_state(sampler=Counted({"n": 1}), steps=Counted({"k": 5}), rng=False))
+    other, both = Counted({"m": 2}), Counted({"k": 0})
+    state = shardckpt.train_state(meter=other, steps=both, rng=False)
     with pytest.raises(NamesMismatchError, match=r"'meter/m'.*in the checkpoint but not in `like`: 'sampler/n'"):
         shardckpt.restore(tmp_path / "c", state)
     shardckpt.restore(tmp_path / "c", state, strict=False)
-    assert other.state == {"m": 2}
+    assert (other.state, both.state) == ({"m": 2}, {"k": 5})
 
 
 def test_a_part_of_an_object_cannot_be_put_back(tmp_path):

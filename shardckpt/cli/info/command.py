@@ -27,9 +27,9 @@ def info(
     from shardckpt.errors import NamesMismatchError
     from shardckpt.excerpt import given
     from shardckpt.reading import documents
-    from shardckpt.state.document import Tensor, Tied
+    from shardckpt.state.document import Tensor, Tied, ends
     from shardckpt.state.names import shown
-    from shardckpt.state.select import selector
+    from shardckpt.state.select import selector, without_names
 
     checkpoint = open_checkpoint(url)
     node = documents.find_node(checkpoint, name)
@@ -40,10 +40,12 @@ def info(
             screen = Screen()
             screen.show(tensor.lines(screen, checkpoint, name))
         return
-    wanted = documents.choose_nodes(node, selector(only))
-    if wanted is None:
+    wanted, without = documents.choose_nodes(node, selector(only)), without_names(only, [end.name for end in ends(node)])
+    if wanted is None or without is not None:
         below = "" if name is None else f" below {shown(name)}"
-        raise NamesMismatchError(f"{checkpoint.location}: {given(only=only)} selects none of its names{below}; leave it out to list all.")
+        raise NamesMismatchError(
+            f"{checkpoint.location}: {given(only=without)} selects none of its names{below}; leave it out to list all."
+        )
     if as_json:
         write_json(documents.checkpoint_json(checkpoint, wanted))
     else:

@@ -22,6 +22,7 @@ from shardckpt.reshard.dtype_rules import plan_dtypes
 from shardckpt.reshard.optimizer_state import optimizer_state
 from shardckpt.state import alias_map, leaf_names, meanings
 from shardckpt.state.names import shown
+from shardckpt.state.select import without_names
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -69,8 +70,10 @@ def outputs_of(structure: Structure, options: NameOptions, where: str, *, import
     # Select.
     stored = {name: name for name in structure.tensors} | alias_map(tree)
     selected = [name for name in stored if naming.is_selected(name)]
-    if not selected:
-        _refuse_empty_selection(list(stored), options, where)
+    without = without_names(options.include, [*stored, *end_names(tree)])
+    if without or not selected:
+        asked = given(include=without or options.include, exclude=None if without else options.exclude)
+        _refuse_selection(list(stored), where, asked)
     leaves = list(filter(naming.is_selected, end_names(tree) if importing else leaf_names(tree)))
 
     # Rename, and keep one name of each tied tensor.
@@ -107,10 +110,9 @@ def outputs_of(structure: Structure, options: NameOptions, where: str, *, import
     )
 
 
-def _refuse_empty_selection(names: list[str], options: NameOptions, where: str) -> NoReturn:
+def _refuse_selection(names: list[str], where: str, asked: str) -> NoReturn:
     if not names:
         raise NamesMismatchError(f"{where}: it has no tensors, and such files hold only tensors.")
-    asked = given(include=options.include, exclude=options.exclude)
     raise NamesMismatchError(f"{where}: {asked} selects none of its {len(names)} tensors, which are {few(names)}.")
 
 

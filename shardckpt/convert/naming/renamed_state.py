@@ -15,7 +15,7 @@ from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.errors import NamesMismatchError
-from shardckpt.state.document import Branch, Custom, Small, Tensor, Tied, parse
+from shardckpt.state.document import Branch, Custom, Small, Tensor, Tied, ends, parse
 from shardckpt.state.names import component_names, shown
 from shardckpt.state.unflatten import decode_leaf
 
@@ -59,7 +59,7 @@ def renamed_state(tree: Tree, tensors: Mapping[str, object], leaves: Mapping[str
 
 def end_names(tree: Tree) -> list[str]:
     """The names of small leaves and empty containers."""
-    return [end.name for end, _ in _ends(parse(tree), ()) if not isinstance(end, Tensor | Tied) and end.name]
+    return [end.name for end in ends(parse(tree)) if not isinstance(end, Tensor | Tied) and end.name]
 
 
 def _ends(node: Node, path: LeafPath) -> Iterator[tuple[Node, LeafPath]]:
