@@ -102,6 +102,8 @@ def _document(found: Sequence[Collected]) -> dict[str, Any]:
 
 
 def _lines(screen: Screen, found: Sequence[Collected], removed: str) -> Iterator[str]:
+    from shardckpt.commit.collect import UNDER_WAY
+
     styles = {"removed": "green", "kept": "yellow", "failed": "red"}
     rows = [
         [
@@ -116,6 +118,8 @@ def _lines(screen: Screen, found: Sequence[Collected], removed: str) -> Iterator
     going = sum(one.outcome == "removed" for one in found)
     yield ""
     yield f"{count(going, 'attempt')} {removed}, {len(found) - going:,} kept"
+    if any(one.reason == UNDER_WAY for one in found):
+        yield "If no save is under way, --grace 0 removes those too."
 
 
 def _place(one: Collected) -> str:

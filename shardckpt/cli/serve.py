@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path  # noqa: TC003  (typer reads the annotation)
 from typing import Annotated
 
@@ -63,6 +64,7 @@ def serve(
     lacking = [name for name in ("starlette", "uvicorn", "httptools", "prometheus_client") if find_spec(name) is None]
     if lacking:
         raise MissingExtraError(f'the service needs {", ".join(lacking)}; install them with `pip install "shardckpt[serve]"`.')
+    from shardckpt.serve.roots import Roots
     from shardckpt.serve.server import serve as run
     from shardckpt.serve.service import ServeOptions
 
@@ -85,6 +87,9 @@ def serve(
         certificate=certificate,
         key=key,
     )
+    for name, place in Roots(roots).places.items():
+        if place.local is not None and not place.local.is_dir():
+            print(f"{name}: there is no directory {place} yet; its checkpoints are listed when a job has made it", file=sys.stderr)
     try:
         run(options, lambda url: print(f"serving at {url}", flush=True))
     except SystemExit as e:  # uvicorn's, when it cannot listen
@@ -99,7 +104,8 @@ def token(
 ) -> None:
     """Make and print a token for the service.
 
-    The token is printed once; the file has its digest. Delete the line with the name to revoke the token.
+    The token is printed once; the file has its digest. A name may have several tokens, so that one can replace another. Delete the name's
+    lines to revoke its tokens.
     """
     from shardckpt.serve.tokens import add_token
 

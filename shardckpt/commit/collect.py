@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 _ROUNDS = 10
 """Number of new starts because the record has changed; each change means that another process made progress."""
-_UNDER_WAY = "it may be a save under way"
+UNDER_WAY = "it may be a save under way"
 _NEIGHBOUR = "another save to this place may be under way, and would fail if this were removed"
 _COLLECTED = "no save here was finished, and what was left of them was removed"
 _AGELESS = "its age is not known: the storage keeps no times"
@@ -244,7 +244,7 @@ def _orphans(store: Store, grace: float) -> tuple[list[Collected], _Record | Non
     times = idle_seconds(store, [*(f"{name}/" for name in orphans), *([RECORD] if record.is_placeholder else [])])
     begun = times.pop(RECORD, None)
     for prefix, idle in times.items():
-        young = None if _idle_enough(idle, grace) else _AGELESS if idle is None else _UNDER_WAY
+        young = None if _idle_enough(idle, grace) else _AGELESS if idle is None else UNDER_WAY
         found.append(Collected(store.location, prefix.removesuffix("/"), "removed" if young is None else "kept", idle, young))
     if any(one.outcome == "kept" for one in found) or (record.is_placeholder and not _idle_enough(begun, grace)):
         found = [replace(one, outcome="kept", reason=one.reason or _NEIGHBOUR) for one in found]

@@ -290,6 +290,8 @@ class Contents:
                 f"them alone, and put what differs into the state as shardckpt.PerProcess."
             ),
         )
+        # Before the elements: where shapes differ, elements do too.
+        structure = Structure.union([(processes, part.structure) for processes, part in parts])
         small = _agreed(
             [(processes, part.small) for processes, part in parts],
             lambda name, one, other: (
@@ -304,7 +306,6 @@ class Contents:
                 f'it; make them equal, or give each its own name and SaveOptions(host_tensors="local").'
             ),
         )
-        structure = Structure.union([(processes, part.structure) for processes, part in parts])
         return cls(structure, small, metadata, samples, *said)
 
     def seal(self) -> tuple[FileReference, bytes]:

@@ -380,7 +380,9 @@ def _read_record(store: Store) -> CheckpointRecord:
     if isinstance(found, Tombstone) and not found.begun:
         raise NotFoundError(f"{store}: the checkpoint was deleted ({found.reason}).")
     if any(is_attempt(store, child) for child in children):
-        raise UncommittedError(f"{store}: a save was begun there and never committed; it holds no checkpoint. Look for an earlier one.")
+        raise UncommittedError(
+            f"{store}: a save was begun there and never committed; if its data is complete, `shardckpt commit` commits it."
+        )
     inside = [child for child in children if store.exists(f"{child}/{RECORD}")]
     hint = f"; did you mean {store}/{max(inside, key=naming.natural_key)}?" if inside else "."
     raise NotFoundError(f"{store}: no checkpoint there{hint}")

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING
 
+from shardckpt.errors import OptionError
 from shardckpt.format.structure import Structure, TensorRecord
 from shardckpt.layout.partition_spec import PartitionSpec
 from shardckpt.layout.placements import Placements
@@ -66,7 +67,7 @@ def targets(source: Structure, options: ReshardOptions, where: str, *, files: bo
     check_selection(options.only, source.tree, where)
     tree, stored = select(source.tree, selector(options.only))
     sources = {name: source.tensors[old] for name, old in stored.items()}
-    decisions = _decide_layouts(sources, options)
+    decisions = _decide_layouts(sources, options, where)
     optimizer = optimizer_state(source.tree) if options.dtype else ()
     planned = plan_dtypes(sources, options.dtype, meanings(tree), optimizer)
     types = planned.dtypes
@@ -91,11 +92,15 @@ def renamed(tensor: TensorRecord, name: str, dtype: DType) -> TensorRecord:
     return TensorRecord(name, tensor.shape, dtype, tensor.layout, pieces)
 
 
-def _decide_layouts(tensors: Mapping[str, TensorRecord], options: ReshardOptions) -> dict[str, Decision]:
+def _decide_layouts(tensors: Mapping[str, TensorRecord], options: ReshardOptions, where: str) -> dict[str, Decision]:
     """The layout of every tensor; `tensors` are source tensors by their names in the target."""
     if options.rules is not None:
         return options.rules.decide_all({name: tensor.shape for name, tensor in tensors.items()}, options.mesh)
     if options.mesh is not None:
+        if tensors and all(tensor.layout is None for tensor in tensors.values()):
+            raise OptionError(
+                f"{where}: mesh= cuts no tensor of it, because none was saved with a sharding; say with rules= which dimensions to cut."
+            )
         return {name: _over(options.mesh, tensor) for name, tensor in tensors.items()}
     return {name: Decision(tensor.layout, "", "The layout stays: neither a mesh nor a rule is given.") for name, tensor in tensors.items()}
 

@@ -110,8 +110,7 @@ class RunSteps:
         Raises:
             OptionError: `step` is not a whole number from 0 to 2**63 - 1.
         """
-        check_step(step)
-        return str(self._root.location.join(str(step)))
+        return str(self._root.location.join(str(check_step(step))))
 
     def steps(self) -> list[StepInfo]:
         """All steps that hold a checkpoint, ascending, with information about each; read from the storage now.

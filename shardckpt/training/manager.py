@@ -163,8 +163,7 @@ class CheckpointManager(RunSteps):
             OptionError: the step is smaller than the last one given to `should_save`, `save` or `restore`.
             CoordinationError: process 0 does not answer in time.
         """
-        self._check_ascends(step)
-        return self._due(step)
+        return self._due(self._check_ascends(step))
 
     def save(
         self,
@@ -199,7 +198,7 @@ class CheckpointManager(RunSteps):
             LeafError, ShardingError, OptionError: the state cannot be saved; nothing was begun.
             OtherJobError: another job saves to this root.
         """
-        self._check_ascends(step)
+        step = self._check_ascends(step)
         if not (self._due(step) or force):
             return False
         if step == self._last and step != self._background.lost:
@@ -285,7 +284,7 @@ class CheckpointManager(RunSteps):
             MismatchError, LeafError, ReplacedError, StorageError: as for `shardckpt.restore`.
             CoordinationError: another process failed with another error, or does not answer.
         """
-        self._check(0 if step is None else step)
+        number = self._check(0 if step is None else step)
         self._background.join()  # waits for deletions, too: they do not know yet where training continues
         self._background.raise_failures(self._on_failure)
 
@@ -310,7 +309,7 @@ class CheckpointManager(RunSteps):
             self._root,
             self._coordinator,
             read,
-            step=step,
+            step=None if step is None else number,
             together=cooperative is not False,
             rolled_back=self._lineage.later,
             fallback=self._fallback if fallback is None else fallback,
@@ -380,16 +379,18 @@ class CheckpointManager(RunSteps):
         with noted_on(error):
             self.close()
 
-    def _check_ascends(self, step: int) -> None:
-        self._check(step)
+    def _check_ascends(self, step: int) -> int:
+        step = self._check(step)
         if (before := self._decisions.previous) is not None and step < before:
             raise OptionError(
                 f"{self._root}: step {step} is less than step {before}, the last step given to should_save, save or restore; steps must "
                 f"ascend. Continue from there, or go back with restore(step=…)."
             )
+        return step
 
-    def _check(self, step: object) -> None:
+    def _check(self, step: object) -> int:
         check_fork(self._root)
-        check_step(step)
+        number = check_step(step)
         if self._closed:
             raise OptionError(f"{self._root}: this CheckpointManager is closed; make another one.")
+        return number

@@ -11,7 +11,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from operator import index
+from typing import TYPE_CHECKING, Literal, SupportsIndex, cast
 from urllib.parse import unquote
 
 from shardckpt.commit.attempts import LARGEST_STEP, step_of
@@ -125,11 +126,16 @@ def read_step(root: Store, step: int) -> StepInfo | None:
     return StepInfo(step, state, attempt, created, decode_metrics(metadata), found.pinned, found.tags, bases)
 
 
-def check_step(step: object) -> None:
-    """Refuse an invalid step number.
+def check_step(step: object) -> int:
+    """A step number as an int, whatever integer it is (numpy's, say).
 
     Raises:
         OptionError: `step` is not an integer from 0 to 2**63 - 1.
     """
-    if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step <= LARGEST_STEP:
+    try:
+        number = -1 if isinstance(step, bool) else index(cast("SupportsIndex", step))
+    except TypeError:
+        number = -1
+    if not 0 <= number <= LARGEST_STEP:
         raise OptionError(f"step={excerpt(step)}: give an int from 0 to 2**63 - 1.")
+    return number

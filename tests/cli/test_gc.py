@@ -47,6 +47,7 @@ def test_what_is_removed_and_what_is_kept_is_told(run, runs):
         f"step_10/{ATTEMPT}  kept     idle 5 h  it may be a save under way",
         "",
         "1 attempt removed, 1 kept",
+        "If no save is under way, --grace 0 removes those too.",
     ]
     assert not (runs / "step_9" / ATTEMPT).exists()
     assert (runs / "step_10" / ATTEMPT).exists()
@@ -54,7 +55,7 @@ def test_what_is_removed_and_what_is_kept_is_told(run, runs):
 
 
 def test_a_dry_run_only_tells(run, runs):
-    first, *_, last = run("gc", "--dry-run", runs).out.splitlines()
+    first, *_, last, _ = run("gc", "--dry-run", runs).out.splitlines()
     assert first.split() == [f"step_9/{ATTEMPT}", "would", "go", "idle", "3", "d"]
     assert last == "1 attempt would go, 1 kept"
     assert (runs / "step_9" / ATTEMPT).exists()

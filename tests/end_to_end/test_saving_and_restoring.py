@@ -342,7 +342,7 @@ def test_a_place_without_a_checkpoint_says_what_is_there(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"did you mean .*/100"):
         shardckpt.restore(tmp_path)
     undo_commit(tmp_path / "100")
-    with pytest.raises(errors.UncommittedError, match="never committed"):
+    with pytest.raises(errors.UncommittedError, match="never committed.*`shardckpt commit` commits it"):
         shardckpt.open(tmp_path / "100")
 
 

@@ -1,10 +1,13 @@
 """Contents of one checkpoint, merged from the contents of several processes."""
 
+import numpy as np
 import pytest
 
 from shardckpt.errors import CommitError
 from shardckpt.format.record import Contents
-from shardckpt.format.structure import Structure
+from shardckpt.format.structure import Structure, TensorRecord
+from shardckpt.layout.dtypes import by_name
+from shardckpt.plan.pieces import Piece
 from shardckpt.state import flatten
 
 
@@ -20,3 +23,14 @@ def test_metadata_is_what_one_process_or_several_alike_have_given():
 def test_metadata_that_contradicts_itself_is_refused_with_the_processes_that_do():
     with pytest.raises(CommitError, match=r"'loss' differs between process 1 and processes 2-3"):
         Contents.union([([0], says()), ([1], says(loss=0.5)), ([2, 3], says(loss=0.25))])
+
+
+def test_other_shapes_are_told_as_shapes_not_as_other_elements():
+    def has(n):
+        record = TensorRecord("w", (n,), by_name("float32"), None, (Piece("w", (0,), (n,), (n,)),))
+        state = {"w": np.zeros(n)}
+        structure = Structure(flatten(state, lambda leaf: isinstance(leaf, np.ndarray), id, lambda _: None).tree, {"w": record})
+        return Contents(structure, {"w": bytes(4 * n)}, {})
+
+    with pytest.raises(CommitError, match=r"'w'.*\(4,\).*\(5,\)"):
+        Contents.union([([0], has(4)), ([1], has(5))])

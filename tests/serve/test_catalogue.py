@@ -246,13 +246,26 @@ def test_training_does_not_notice_a_service_that_is_not_there(tmp_path, monkeypa
 
 def test_the_command_serves_until_it_is_told_to_end(tmp_path):
     save(tmp_path / "root" / "1")
-    command = [sys.executable, "-m", "shardckpt", "serve", f"lab={tmp_path / 'root'}", "--port", "0", "--state", tmp_path / "state"]
+    command = [
+        sys.executable,
+        "-m",
+        "shardckpt",
+        "serve",
+        f"lab={tmp_path / 'root'}",
+        f"new={tmp_path / 'none'}",
+        "--port",
+        "0",
+        "--state",
+        tmp_path / "state",
+    ]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
         try:
             assert process.stdout.readline().startswith("serving at http://127.0.0.1:")
             second = subprocess.run(command, capture_output=True, text=True, timeout=60)
             assert second.returncode == 2
             assert "another server" in second.stderr
+            assert f"new: there is no directory {tmp_path / 'none'} yet" in second.stderr
+            assert "lab: " not in second.stderr
         finally:
             process.terminate()
             assert process.wait(30) in (0, -15)

@@ -140,9 +140,11 @@ def test_steps_ascend(run):
         ):
             with pytest.raises(errors.OptionError, match=r"step 4 is less than step 5, .* steps must ascend"):
                 asks(4)
-        for bad in (-1, True, 2.0, "7"):
+        for bad in (-1, True, 2.0, "7", np.float32(7), np.array([7, 8]), None):
             with pytest.raises(errors.OptionError, match="step="):
                 manager.save(bad, state(1))
+        assert manager.save(np.int64(10), state(10))
+        assert manager.restore(state(0), step=np.uint8(10)).step == 10
 
 
 def test_a_loop_that_begins_anew_after_a_restore_is_told_at_once(run):
