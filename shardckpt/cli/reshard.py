@@ -119,5 +119,7 @@ def lines(screen: Screen, report: ReshardReport, done: str) -> Iterator[str]:
     word = screen.paint(done, "bold green") if report.committed else screen.paint("written", "bold")
     yield f"{word}  {visible(report.url)}: {what}"
     yield from conversion_lines(report.conversions)
+    if report.committed and report.nbytes and not report.stored_bytes and not report.done_before and "://" not in report.url:
+        yield "no chunk changed: the files are hard links to the source's where the disk can link, and links are no backup"
     if not report.committed:
         yield f"when all workers are done, run `shardckpt reshard commit {visible(report.url)}`"

@@ -160,18 +160,18 @@ class OpenJob:
             self.place.delete(host_record_key(number))
         return finished
 
-    def read_back(self, table: Table) -> int:
-        """Compare the data in the new attempt with a chunk table; return the bytes read.
+    def read_back(self, table: Table, place: Store) -> int:
+        """Compare the data in an attempt, the new one or the source, with a chunk table; return the bytes read.
 
         Raises:
             CorruptionError, MissingDataError: a chunk differs from the table.
         """
         plan, arrays = self.plan, table.arrays()
         reader = ChunkReader(
-            self.place,
+            place,
             WholeTable(table.files, arrays),
             compression=plan.compression,
-            threads=readers(self.place.location),
+            threads=readers(place.location),
             memory=plan.memory.writing,
         )
         pieces = {piece.path: (tensor, piece) for tensor in plan.target.tensors.values() for piece in tensor.pieces if piece.path in arrays}

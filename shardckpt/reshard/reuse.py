@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from shardckpt.commit.assemble import read_host_files, read_table, write_table
-from shardckpt.errors import FormatError, ShardckptError
+from shardckpt.errors import CorruptionError, FormatError, ShardckptError
 from shardckpt.format.documents import FileReference, seal
 from shardckpt.format.record import HostFiles, HostRecord
 from shardckpt.format.table import OWN_OBJECT
@@ -120,7 +120,7 @@ def _reuse_host(opened: OpenJob, number: int, reference: FileReference) -> int:
             files.values.check(data, source.path_of(files.values.key))
             values = FileReference.of(f"{folder}/values.json", data)
             place.write(values.key, data)
-        read = opened.read_back(table) if opened.job.options.verify else 0
+        read = _read_back(opened, table, reference) if opened.job.options.verify else 0
         written = HostFiles(write_table(place, f"{folder}/table", table), tuple(lanes), described, values)
     except BaseException:
         with suppress(ShardckptError):
@@ -141,6 +141,20 @@ def _reuse_host(opened: OpenJob, number: int, reference: FileReference) -> int:
         with suppress(ShardckptError):
             place.delete_prefix(f"{folder}/")
     return read
+
+
+def _read_back(opened: OpenJob, table: Table, reference: FileReference) -> int:
+    """Compare what was linked or copied with a chunk table; return the bytes read.
+
+    Raises:
+        CorruptionError, MissingDataError: they differ. The error names the source's file if that is damaged, too.
+    """
+    try:
+        return opened.read_back(table, opened.place)
+    except CorruptionError:
+        source = opened.source_place
+        opened.read_back(read_table(source, read_host_files(source, reference).table), source)
+        raise
 
 
 def reuse_lanes(source: Store, target: Store, lanes: Sequence[str], table: Table, folder: str) -> tuple[list[str], Table]:

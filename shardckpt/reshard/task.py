@@ -125,7 +125,7 @@ def _run(opened: OpenJob, task: Task, place: Store) -> tuple[bool, int]:
         record, table = writer.complete(described, hosts=hosts, prior=opened.prior.digest, values=values)
         if opened.job.options.verify:
             try:
-                opened.read_back(table)
+                opened.read_back(table, place)
             except CorruptionError as e:
                 raise CommitError(f"{place}: task {task.number} read back other data than it wrote ({e}) Nothing was published.") from e
     except BaseException:

@@ -51,13 +51,13 @@ def test_files_are_linked_and_each_checkpoint_may_go_without_the_other(tmp_path,
         assert np.asarray(got[name]).tobytes() == np.asarray(value).tobytes()
 
 
-def test_damage_is_found_before_anything_is_committed(tmp_path):
+def test_damage_of_the_source_is_told_before_anything_is_committed(tmp_path):
     shardckpt.save(tmp_path / "a", state())
     (data,) = (tmp_path / "a").glob("*/hosts/00000/0/d/00000")
     content = bytearray(data.read_bytes())
     content[50_000] ^= 1
     data.write_bytes(content)
-    with pytest.raises(errors.CorruptionError):
+    with pytest.raises(errors.CorruptionError, match=f"w.* is damaged: {data}, bytes"):
         shardckpt.reshard(tmp_path / "a", tmp_path / "b")
     with pytest.raises(errors.NotFoundError):
         shardckpt.open(tmp_path / "b")
