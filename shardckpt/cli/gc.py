@@ -63,6 +63,7 @@ def rm(
     status is 2 for a checkpoint that is pinned, tagged, or needed by a checkpoint beside it, and 1 if you do not confirm.
     """
     from shardckpt.commit.collecting import check_exists, delete
+    from shardckpt.errors import OptionError
     from shardckpt.io.url import parse
     from shardckpt.options import parse_duration
 
@@ -70,7 +71,7 @@ def rm(
     if not yes:
         check_exists(url)
         if not sys.stdin.isatty():
-            raise typer.BadParameter("cannot ask before deleting, because standard input is no terminal; give --yes.")
+            raise OptionError("rm asks before it deletes, and standard input is no terminal to ask at; give --yes.")
         if not typer.confirm(f"Delete {visible(url)}?", err=True):
             raise typer.Exit(1)
     found = delete(url, grace=seconds)

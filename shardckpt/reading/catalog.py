@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from shardckpt.commit.assemble import finished_hosts, read_host_record
-from shardckpt.commit.attempts import attempts, places
+from shardckpt.commit.attempts import attempts, places, step_of
 from shardckpt.commit.leftover import check_leftover
 from shardckpt.commit.markers import PINNED, SUPERSEDED, Protection, is_superseded, protection
 from shardckpt.commit.publish import RECORD, record_digest
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 State = Literal["committed", "uncommitted", "deleted", "unreadable"]
 """State of a checkpoint or an attempt: published; begun and not published; tombstone; a record that cannot be read."""
 
+_NEAREST = 4
+"""Most steps that are named in place of a missing one."""
 _STEP = re.compile(r"(?<!\d)\d{1,19}$", re.ASCII)
 
 
@@ -259,3 +261,16 @@ def _typed(doc: dict[str, Any], key: str, kind: type, where: str) -> Any:
     if type(value) is not kind or (isinstance(value, int) and not 0 <= value <= LARGEST_DIMENSION):
         raise FormatError(f"{where}: {key!r} is not a valid {kind.__name__}; the record was not written by shardckpt.")
     return value
+
+
+def steps_beside(store: Store) -> list[str]:
+    """The steps that are nearest to a missing one; none if the place is not named like a step, or the storage cannot be listed."""
+    step, parent = step_of(store.location.name), store.location.parent
+    if step is None or parent is None:
+        return []
+    root = Store.open(parent)
+    with contextlib.suppress(StorageError):
+        there = [other for child in root.list_children() if (other := step_of(child.removesuffix("/"))) is not None]
+        nearest = sorted(there, key=lambda other: abs(other - step))[:_NEAREST]
+        return [str(other) for other in sorted(nearest) if root.exists(f"{other}/{RECORD}")]
+    return []

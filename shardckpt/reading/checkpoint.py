@@ -32,7 +32,7 @@ from shardckpt.errors import (
     UncommittedError,
     out_of_memory_is_typed,
 )
-from shardckpt.excerpt import excerpt
+from shardckpt.excerpt import excerpt, few
 from shardckpt.format.record import CheckpointRecord, Tombstone, parse_checkpoint
 from shardckpt.io.failures import check_fork, reading_takes_threads
 from shardckpt.io.store import Store
@@ -40,6 +40,7 @@ from shardckpt.io.threads import collector_paused
 from shardckpt.io.url import parse
 from shardckpt.layout.box import Box, BoxArray
 from shardckpt.reading.based_reader import BasedReader
+from shardckpt.reading.catalog import steps_beside
 from shardckpt.reading.lazy_array import LazyArray
 from shardckpt.reading.locate import Request
 from shardckpt.reading.reader import OBJECT_MEMORY, ChunkReader, open_reader
@@ -384,5 +385,7 @@ def _read_record(store: Store) -> CheckpointRecord:
             f"{store}: a save was begun there and never committed; if its data is complete, `shardckpt commit` commits it."
         )
     inside = [child for child in children if store.exists(f"{child}/{RECORD}")]
-    hint = f"; did you mean {store}/{max(inside, key=naming.natural_key)}?" if inside else "."
-    raise NotFoundError(f"{store}: no checkpoint there{hint}")
+    if inside:
+        raise NotFoundError(f"{store}: no checkpoint there; did you mean {store}/{max(inside, key=naming.natural_key)}?")
+    beside = steps_beside(store)
+    raise NotFoundError(f"{store}: no checkpoint there{f'; beside it are {few(beside)}' if beside else ''}.")

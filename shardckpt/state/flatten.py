@@ -9,9 +9,13 @@ restored into.
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from shardckpt.errors import LeafError
 from shardckpt.excerpt import excerpt
@@ -178,10 +182,14 @@ class _Inside:
 def unsupported(value: object, name: str) -> LeafError:
     """The error for a value that is neither a tensor, a small leaf nor a container."""
     kind = type(value)
-    what = f"{shown(name)} is a {kind.__module__}.{kind.__qualname__}".replace(" builtins.", " ") + ", which cannot be stored."
+    type_name = f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
+    what = f"{shown(name)} is {'an' if type_name[0] in 'aeio' else 'a'} {type_name}, which cannot be stored."
     base = next((base for base in kind.__mro__[1:] if base in _BASES), None)
     if isinstance(value, set | frozenset):
         return LeafError(f"{what} Sets have no order: store sorted(…) of it, a list.")
+    instead = next((text for types, text in _INSTEAD if isinstance(value, types)), None)
+    if instead is not None:
+        return LeafError(f"{what} Store {instead}.")
     if base is not None:
         return LeafError(f"{what} Convert it with {base.__name__}(…), or keep its class: call shardckpt.register_leaf for it.")
     if not isinstance(value, type) and callable(getattr(value, "state_dict", None)):
@@ -190,9 +198,18 @@ def unsupported(value: object, name: str) -> LeafError:
         )
     if callable(value):
         return LeafError(f"{what} Leave functions and classes out of the state, and make them anew when restoring.")
-    return LeafError(f"{what} Store its parts (for example its state_dict()), or call shardckpt.register_leaf for its class.")
+    return LeafError(f"{what} Store numbers, text or tensors that describe it, or call shardckpt.register_leaf for its class.")
 
 
+_INSTEAD: tuple[tuple[Any, str], ...] = (
+    (Enum, "its value, or its name"),
+    (os.PathLike, "str(…) of it"),
+    (bytearray | memoryview, "bytes(…) of it"),
+    (range, "list(…) of it"),
+    (np.random.Generator, "its bit_generator.state"),
+    (np.random.RandomState, "its get_state(legacy=False)"),
+)
+"""Types that have no place in a state, and what to store in their place."""
 _BASES = frozenset({bool, int, float, complex, str, bytes, dict, list, tuple})
 
 

@@ -135,8 +135,11 @@ class _Walk:
         if not self.any_selected(node):
             return _keep(value)
         if not _is_leaf(value):
-            container_of(value, node.name)  # raises a more precise error for an invalid key
-            raise unsupported(value, node.name)
+            try:
+                container_of(value, node.name)  # raises a more precise error for an invalid key
+                raise unsupported(value, node.name)
+            except LeafError as e:
+                raise LeafError(f"`like`: {e}") from None
         if isinstance(node, Small | Custom):
             return _keep(decode_leaf(node))
         if isinstance(node, Branch):

@@ -147,7 +147,7 @@ def _of_dict(value: dict[Any, object], where: str) -> Container:
     for key in value:
         if type(key) not in _KEYS:
             raise LeafError(
-                f"{shown(where)} has a key of type {type(key).__qualname__}, {_key_text(key)}; "
+                f"{shown(where)} has a key of type {type(key).__qualname__}{_key_text(key)}; "
                 f"keys are str, int, bool or None. Convert it to one of these first."
             )
 
@@ -187,7 +187,7 @@ def _of_dataclass(value: object) -> Container | None:
 
 def _key_text(key: object) -> str:
     # Only of these types is repr() known to be short and free of side effects.
-    return repr(key) if isinstance(key, int | float | str) else f"in {type(key).__module__}"
+    return f", {key!r}" if isinstance(key, int | float | str) else ""
 
 
 def _of_torch_node(value: object, where: str) -> Container | None:

@@ -341,8 +341,10 @@ def test_a_place_without_a_checkpoint_says_what_is_there(tmp_path):
     shardckpt.save(tmp_path / "100", {})
     with pytest.raises(FileNotFoundError, match=r"did you mean .*/100"):
         shardckpt.restore(tmp_path)
+    with pytest.raises(errors.NotFoundError, match=r"/80: no checkpoint there; beside it are 9, 100\.$"):
+        shardckpt.restore(tmp_path / "80")
     undo_commit(tmp_path / "100")
-    with pytest.raises(errors.UncommittedError, match="never committed.*`shardckpt commit` commits it"):
+    with pytest.raises(errors.UncommittedError, match=r"never committed.*`shardckpt commit` commits it"):
         shardckpt.open(tmp_path / "100")
 
 
