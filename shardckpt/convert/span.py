@@ -78,7 +78,7 @@ class Span:
             StorageError: the file cannot be read.
         """
         if not 0 <= start <= stop <= len(self):
-            raise CorruptionError(f"{self}: bytes {start} to {stop} are needed, but there are {len(self)}; restore it from a copy.")
+            raise CorruptionError(f"{self}: bytes {start} to {stop} are needed, but there are {len(self)}; replace it with a backup.")
         return memoryview(self.file.read(self.start + start, self.start + stop).data) if start < stop else memoryview(b"")
 
     def part(self, start: int, stop: int) -> Span:
@@ -106,4 +106,4 @@ class StoredRun:
         for part in parts:
             found = zlib.crc32(part, found)
         if found != self.crc:
-            raise CorruptionError(f"{self.span}: its CRC-32 is {found:#010x}, and {self.crc:#010x} was written; restore it from a copy.")
+            raise CorruptionError(f"{self.span}: its CRC-32 is {found:#010x}, and {self.crc:#010x} was written; replace it with a backup.")

@@ -147,7 +147,7 @@ class FileReference:
         """Raise FormatError unless `data` is the file that this refers to."""
         if len(data) != self.size or hashlib.sha256(data).hexdigest() != self.sha256:
             raise FormatError(
-                f"{where}: not the file that the checkpoint's record names; it is damaged or was replaced. Restore it from a copy."
+                f"{where}: not the file that the checkpoint's record names; it is damaged or was replaced. Replace it with a backup."
             )
 
     def open(self, data: bytes, where: str) -> Fields:
@@ -188,7 +188,7 @@ class TableReference:
         """Raise FormatError unless `header` is the header of the table that this refers to."""
         if len(header) != self.header or hashlib.sha256(header).hexdigest() != self.sha256:
             raise FormatError(
-                f"{where}: not the file that the checkpoint's record names; it is damaged or was replaced. Restore it from a copy."
+                f"{where}: not the file that the checkpoint's record names; it is damaged or was replaced. Replace it with a backup."
             )
 
     def to_json(self) -> dict[str, Any]:

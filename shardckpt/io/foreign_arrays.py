@@ -134,7 +134,7 @@ def _finish(found: dict[str, ForeignArray], name: str, where: str, opening: Any)
     if prod(inner) * dtype.itemsize > max(_SMALL_OBJECT, 2 * prod(shape) * dtype.itemsize):
         # TensorStore would allocate a complete chunk, and aborts the process if it gets no memory.
         raise FormatError(
-            f"{where}: an array of shape {shape} has chunks of shape {inner}, which no library writes; restore it from a copy."
+            f"{where}: an array of shape {shape} has chunks of shape {inner}, which no library writes; replace it with a backup."
         )
     at_once = shape if prod(shape) * dtype.itemsize <= _SMALL_ARRAY else whole if prod(whole) * dtype.itemsize <= _SMALL_OBJECT else inner
     found[name] = ForeignArray(where, shape, dtype, tuple(max(1, min(c, n)) for c, n in zip(at_once, shape, strict=True)), array)
@@ -149,7 +149,7 @@ def _typed_errors(action: str, place: object) -> Iterator[None]:
         except ValueError as e:
             said = str(e)
             if "NOT_FOUND" in said:
-                raise MissingDataError(f"{place}: {said}; restore it from a copy.") from e
+                raise MissingDataError(f"{place}: {said}; replace it with a backup.") from e
             if any(part in said for part in _UNREADABLE):
-                raise CorruptionError(f"{place}: stored bytes cannot be read: {said}; restore them from a copy.") from e
+                raise CorruptionError(f"{place}: stored bytes cannot be read: {said}; replace the files with a backup.") from e
             raise

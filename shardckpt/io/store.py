@@ -331,10 +331,10 @@ class Store:
                 self._directories.make(path.parent)
 
     def _missing(self, key: str) -> MissingDataError:
-        return MissingDataError(f"{self.path_of(key)} is missing; restore it from a copy.")
+        return MissingDataError(f"{self.path_of(key)} is missing; replace it with a backup.")
 
     def _cut_off(self, key: str, stop: int | None, why: object) -> CorruptionError:
-        return CorruptionError(f"{self.path_of(key)} ends before byte {stop}: {why}; restore it from a copy.")
+        return CorruptionError(f"{self.path_of(key)} ends before byte {stop}: {why}; replace it with a backup.")
 
     @property
     def _bucket(self) -> Bucket:

@@ -180,13 +180,13 @@ def _said(error: Exception, task: ReadTask, run: ChunkRun, place: Store) -> Shar
     chunks = task.chunks
     first = f"{chunks.wanted.where(run.begin)}: {place}/{task.file}"
     if isinstance(error, (FileNotFoundError, MissingDataError)):
-        return MissingDataError(f"{first} is missing; restore it from a copy, or leave the tensor out with only= (an export: exclude=).")
+        return MissingDataError(f"{first} is missing; replace it with a backup, or leave the tensor out with only= (an export: exclude=).")
     if isinstance(error, (EOFError, CorruptionError)):
         # Chunks are in order of offset; the error names the first one that reaches beyond the end of the file.
         row = bisect_left(range(run.begin, run.end - 1), True, key=lambda row: not place.is_longer(task.file, chunks.stop(row) - 1))
         row += run.begin
         return CorruptionError(
-            f"{chunks.wanted.where(row)}: {place}/{task.file} is cut off before byte {chunks.stop(row)}; restore it from a copy, "
+            f"{chunks.wanted.where(row)}: {place}/{task.file} is cut off before byte {chunks.stop(row)}; replace it with a backup, "
             f"or leave the tensor out with only= (an export: exclude=)."
         )
     return StorageError(f"{first} cannot be read ({error}).")

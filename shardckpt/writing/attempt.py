@@ -246,7 +246,7 @@ class Attempt:
             except SilentStoreError as e:  # the committer may have stopped, or only the store: the storage shows which
                 word, silent = None, f" ({str(e).rstrip('.')})"
             except CoordinationError as e:  # the committer's process has ended, perhaps after the commit: the storage shows which
-                why = f"and cannot be asked ({str(e).rstrip('.')})"
+                why = f"and does not answer ({str(e).rstrip('.')})"
                 break
             if word is not None and word["error"] is None:
                 return

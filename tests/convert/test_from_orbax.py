@@ -250,7 +250,7 @@ def test_metadata_that_make_no_sense_are_refused(copied, metadata):
     (path / "_METADATA").write_bytes(metadata)
     with pytest.raises(FormatError, match=r"^[^:]*/_METADATA (is no JSON: |was not written by Orbax )") as raised:
         opened(path)
-    assert str(raised.value).count("restore it from a copy") == 1
+    assert str(raised.value).count("replace it with a backup") == 1
 
 
 @pytest.mark.parametrize("file", ["_sharding", "array_metadatas/process_0"])
@@ -261,7 +261,7 @@ def test_layouts_and_generators_that_make_no_sense_are_refused(copied, file, con
     (path / file).write_bytes(content)
     with pytest.raises(FormatError, match=rf"^[^:]*/{file} {said}") as raised:
         opened(path)
-    assert str(raised.value).count("restore it from a copy") == 1
+    assert str(raised.value).count("replace it with a backup") == 1
 
 
 @pytest.mark.parametrize("content", [b"", b"\x81", b"\x81\xa1a\xc7\x03\x09abc", b"\xc1", b"\x91" * 5000])

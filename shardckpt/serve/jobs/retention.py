@@ -208,7 +208,7 @@ def _survey(root: Store, rule: Retention) -> tuple[list[Doomed], dict[str, str],
     given_up = {str(step): steps[step] for step in cleaning.doomed(steps, rule, saved=saved)}
     unreadable = [name for name, entry in entries.items() if entry.state == "unreadable"]
     if unreadable:
-        why = f"{few(unreadable)} cannot be read, and may store tensors in it; delete that first, or restore it from a copy"
+        why = f"{few(unreadable)} cannot be read, and may store tensors in it; delete that first, or replace it with a backup"
         return [], dict.fromkeys(given_up, why), entries
     left = {name: f"it is {Protection(info.pinned, info.tags)}" for name, info in given_up.items() if info.protected}
     stack = [*(entries.keys() - given_up.keys()), *left]

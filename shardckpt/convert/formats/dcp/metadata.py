@@ -114,7 +114,7 @@ def parse_metadata(data: bytes, where: str) -> DcpMetadata:
         return _metadata(root)
     except (TypeError, ValueError, KeyError, AttributeError) as e:
         said = shortened(str(e), 300)
-        raise FormatError(f"{where}: this is not metadata of torch.distributed.checkpoint ({said}); restore it from a copy.") from e
+        raise FormatError(f"{where}: this is not metadata of torch.distributed.checkpoint ({said}); replace it with a backup.") from e
 
 
 def _metadata(root: object) -> DcpMetadata:

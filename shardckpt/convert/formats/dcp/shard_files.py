@@ -62,7 +62,7 @@ def open_shards(location: Location, names: Sequence[str]) -> Foreign:
     missing = sorted(set(range(1, processes[-1] + 1)) - set(processes))
     if missing:
         raise MissingDataError(
-            f"{location}: the file of shard {missing[0]} is missing, although shard {processes[-1]} exists; restore it from a copy."
+            f"{location}: the file of shard {missing[0]} is missing, although shard {processes[-1]} exists; replace it with a backup."
         )
     parts: dict[str, dict[tuple[tuple[int, ...], tuple[int, ...]], _Shard]] = {}
     opened = map_on_threads(lambda name: _open(store, name), names)

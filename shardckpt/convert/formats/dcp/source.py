@@ -185,7 +185,7 @@ def _files(items: Iterable[DcpItem], store: Store) -> dict[str, FileVersion]:
         name, end = named
         version = FileVersion(store, name)
         if end and not store.is_longer(name, end - 1):
-            raise CorruptionError(f"{version} is shorter than the {end} bytes that the metadata refer to; restore it from a copy.")
+            raise CorruptionError(f"{version} is shorter than the {end} bytes that the metadata refer to; replace it with a backup.")
         return version
 
     return dict(zip(ends, map_on_threads(look, ends.items()), strict=True))

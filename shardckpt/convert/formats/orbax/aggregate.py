@@ -50,7 +50,7 @@ def read_aggregate(data: bytes, where: str) -> object:
     try:
         return _unpacked(msgpack.unpackb(data, ext_hook=extension, strict_map_key=False))
     except (LookupError, RecursionError, TypeError, ValueError, msgpack.UnpackException) as e:
-        raise FormatError(f"{where} is not a tree in msgpack ({excerpt(str(e))}); restore it from a copy.") from e
+        raise FormatError(f"{where} is not a tree in msgpack ({excerpt(str(e))}); replace it with a backup.") from e
 
 
 def _unpacked(node: Any) -> object:

@@ -95,7 +95,7 @@ def _naming_malformed(where: str) -> Iterator[None]:
     except FormatError:
         raise
     except _MALFORMED as e:
-        raise FormatError(f"{where} was not written by Orbax ({excerpt(str(e))}); restore it from a copy.") from e
+        raise FormatError(f"{where} was not written by Orbax ({excerpt(str(e))}); replace it with a backup.") from e
 
 
 def parse_json(data: bytes | str, where: str) -> Any:
@@ -107,7 +107,7 @@ def parse_json(data: bytes | str, where: str) -> Any:
     try:
         return json.loads(data)
     except (ValueError, RecursionError) as e:
-        raise FormatError(f"{where} is no JSON: {excerpt(str(e))}; restore it from a copy.") from e
+        raise FormatError(f"{where} is no JSON: {excerpt(str(e))}; replace it with a backup.") from e
 
 
 def _tree(leaves: list[Leaf], path: Path, tuples: frozenset[Path]) -> object:

@@ -177,7 +177,7 @@ def _tensor(
 def _scalar(array: ForeignArray) -> object:
     """The only element of an array, as a Python value, as in Orbax."""
     if array.shape:
-        raise FormatError(f"{array.place}: a scalar is stored as an array of shape {array.shape}; restore it from a copy.")
+        raise FormatError(f"{array.place}: a scalar is stored as an array of shape {array.shape}; replace it with a backup.")
     return array.read(Box((), ())).item()
 
 
@@ -192,7 +192,7 @@ def _strings(place: Store, names: Iterable[str]) -> dict[str, object]:
         for key in name.split("/"):
             text = text.get(key.replace("~1", "/").replace("~0", "~")) if isinstance(text, dict) else None
         if not isinstance(text, str):
-            raise MissingDataError(f"{where}: expected a text at {shown(name)}, found {excerpt(text)}; restore it from a copy.")
+            raise MissingDataError(f"{where}: expected a text at {shown(name)}, found {excerpt(text)}; replace it with a backup.")
         found[name] = text
     return found
 

@@ -65,7 +65,7 @@ class TorchFile:
         info = self._storages.get(storage.key)
         if info is None:
             raise FormatError(
-                f"{self.span}: its pickle refers to the storage {storage.key[:100]!r}, which is not in the file; restore it from a copy."
+                f"{self.span}: its pickle refers to the storage {storage.key[:100]!r}, which is not in the file; replace it with a backup."
             )
         start = _start(self.span, info, b"")
         return StoredRun(self.span.part(start, start + info.file_size), info.CRC or None)
@@ -102,7 +102,7 @@ def open_torch_file(span: Span, table: Mapping[str, object] = TABLE, only: Conta
         raise
     except (zipfile.BadZipFile, NotImplementedError, OSError, ValueError, EOFError, struct.error, RuntimeError) as e:
         raise FormatError(
-            f"{span}: the list of entries at its end cannot be read ({e}): it is damaged, or cut off. Restore it from a copy."
+            f"{span}: the list of entries at its end cannot be read ({e}): it is damaged, or cut off. Replace it with a backup."
         ) from e
     pickles = [info for info in infos if info.filename.endswith("/data.pkl")]
     if len(pickles) != 1 or any(info.compress_type != zipfile.ZIP_STORED for info in infos):
@@ -113,7 +113,7 @@ def open_torch_file(span: Span, table: Mapping[str, object] = TABLE, only: Conta
         raise FormatError(f"{span}: two of its entries have the same name, so readers would disagree about its contents; get a new copy.")
     pickle = _content(window, pickles[0])
     if pickles[0].CRC not in (0, zlib.crc32(pickle)):
-        raise CorruptionError(f"{span}: the CRC-32 of its pickle is wrong; restore it from a copy.")
+        raise CorruptionError(f"{span}: the CRC-32 of its pickle is wrong; replace it with a backup.")
     if "byteorder" in by_name and _content(window, by_name["byteorder"]) != b"little":
         raise FormatError(f"{span}: it was written on a big-endian machine; load it with torch and save it on a little-endian one.")
     return TorchFile(
@@ -137,7 +137,7 @@ def _start(span: Span, info: zipfile.ZipInfo, head: bytes) -> int:
     signature, _, name, extra = _HEADER.unpack(header[: _HEADER.size])
     if signature != _SIGNATURE or name != len(called) or header[_HEADER.size :] != called:
         raise FormatError(
-            f"{span}: there is no header of {info.filename[:100]!r} at byte {at}; the file is damaged. Restore it from a copy."
+            f"{span}: there is no header of {info.filename[:100]!r} at byte {at}; the file is damaged. Replace it with a backup."
         )
     return stop + int(name) + int(extra)
 

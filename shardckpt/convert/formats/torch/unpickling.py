@@ -94,10 +94,10 @@ def unpickle(
     except FormatError:
         raise
     except (_EndedError, struct.error, IndexError) as e:
-        raise FormatError(f"{where}: this pickle ends at byte {len(data)}, before its end; restore the file from a copy.") from e
+        raise FormatError(f"{where}: this pickle ends at byte {len(data)}, before its end; replace the file with a backup.") from e
     except (TypeError, ValueError, KeyError, AttributeError, OverflowError, RecursionError, LookupError) as e:
         said = shortened(str(e) or type(e).__name__)
-        raise FormatError(f"{where}: this pickle is invalid at byte {machine.at} ({said}); restore the file from a copy.") from e
+        raise FormatError(f"{where}: this pickle is invalid at byte {machine.at} ({said}); replace the file with a backup.") from e
 
 
 class _RefusedNameError(Exception):
