@@ -66,7 +66,7 @@ def _lines(screen: Screen, doc: dict[str, Any], *, structure: bool, layout: bool
         yield from _section(screen, "laid out otherwise", "yellow", [_change_row(change) for change in doc["layouts"]])
     elif doc["layouts"]:
         yield screen.paint(
-            f"another layout in {count(len(doc['layouts']), 'tensor')}, which does not count as a difference; --layout lists them", "dim"
+            f"another layout in {count(len(doc['layouts']), 'tensor')}, which counts as no difference; --layout lists them", "dim"
         )
     compared = f"{count(doc['tensors_compared'], 'tensor')}, {file_size(doc['bytes_compared'])}, compared bit by bit"
     if structure:

@@ -120,7 +120,7 @@ def _lines(screen: Screen, found: Sequence[Collected], removed: str) -> Iterator
     yield ""
     yield f"{count(going, 'attempt')} {removed}, {len(found) - going:,} kept"
     if any(one.reason == UNDER_WAY for one in found):
-        yield "If no save is under way, --grace 0 removes those too."
+        yield "--grace 0 removes the kept ones, too; use it only if no save is under way."
 
 
 def _place(one: Collected) -> str:

@@ -43,6 +43,9 @@ if TYPE_CHECKING:
 COMMIT = "commit"
 """A source argument that means: commit the workers' output instead of resharding."""
 
+_MOST_NOTICES = 3
+"""Most notices that are printed."""
+
 
 def reshard(
     source: Annotated[
@@ -119,7 +122,10 @@ def lines(screen: Screen, report: ReshardReport, done: str) -> Iterator[str]:
     word = screen.paint(done, "bold green") if report.committed else screen.paint("written", "bold")
     yield f"{word}  {visible(report.url)}: {what}"
     yield from conversion_lines(report.conversions)
+    yield from (f"note      {visible(notice)}" for notice in report.notices[:_MOST_NOTICES])
+    if len(report.notices) > _MOST_NOTICES:
+        yield f"note      {len(report.notices) - _MOST_NOTICES:,} more; --json has all"
     if report.committed and report.nbytes and not report.stored_bytes and not report.done_before and "://" not in report.url:
-        yield "no chunk changed: the files are hard links to the source's where the disk can link, and links are no backup"
+        yield "no chunk changed: the new files are hard links to the source's, so damage to one damages both"
     if not report.committed:
         yield f"when all workers are done, run `shardckpt reshard commit {visible(report.url)}`"

@@ -59,7 +59,7 @@ def serve(
     """
     from importlib.util import find_spec
 
-    from shardckpt.errors import MissingExtraError, StorageError
+    from shardckpt.errors import MissingExtraError, OptionError, StorageError
 
     lacking = [name for name in ("starlette", "uvicorn", "httptools", "prometheus_client") if find_spec(name) is None]
     if lacking:
@@ -88,8 +88,10 @@ def serve(
         key=key,
     )
     for name, place in Roots(roots).places.items():
-        if place.local is not None and not place.local.is_dir():
-            print(f"{name}: there is no directory {place} yet; its checkpoints are listed when a job has made it", file=sys.stderr)
+        if place.local is not None and place.local.is_file():
+            raise OptionError(f"{name}: {place} is a file; give a directory of runs.")
+        if place.local is not None and not place.local.exists():
+            print(f"{name}: there is no directory {place} yet; it is listed as empty until a job saves there", file=sys.stderr)
     try:
         run(options, lambda url: print(f"serving at {url}", flush=True))
     except SystemExit as e:  # uvicorn's, when it cannot listen
@@ -104,8 +106,8 @@ def token(
 ) -> None:
     """Make and print a token for the service.
 
-    The token is printed once; the file has its digest. A name may have several tokens, so that one can replace another. Delete the name's
-    lines to revoke its tokens.
+    The token is printed once; the file has its digest. A name may have several tokens: add the new one before you delete
+    the line of the old one, which revokes it.
     """
     from shardckpt.serve.tokens import add_token
 

@@ -181,7 +181,7 @@ def plain_documents(documents: Mapping[str, Mapping[str, Any]]) -> dict[str, byt
 def read_values(attempt: Store, keys: Iterable[str]) -> Iterator[bytes | None]:
     """The value of each key in the merged index; None for a key that it lacks.
 
-    Few keys are read at a time, and nodes are decoded once: a node that many reads decode at once takes memory for each.
+    A few keys are read at a time, and decoded nodes are kept; otherwise each of these reads would decode the same node.
 
     Raises:
         StorageError: the index cannot be read.

@@ -88,7 +88,7 @@ class IndexCheck:
         return found
 
     def _compare(self, expected: Iterable[tuple[str, Wanted]], same: Callable[[bytes | None, Wanted], bool]) -> Iterator[Fault]:
-        """Faults of values in the merged index: key, and what `same` compares with the value."""
+        """Faults of values in the merged index; `expected` has each key with what `same` compares to its value."""
         expected, keys = tee(expected)
         try:
             for (key, wanted), value in zip(expected, index.read_values(self._attempt, (key for key, _ in keys)), strict=True):

@@ -331,7 +331,7 @@ class Store:
                 self._directories.make(path.parent)
 
     def _missing(self, key: str) -> MissingDataError:
-        return MissingDataError(f"{self.path_of(key)} is missing; replace it with a backup.")
+        return MissingDataError(f"{self.path_of(key)} is missing; put it back from a backup.")
 
     def _cut_off(self, key: str, stop: int | None, why: object) -> CorruptionError:
         return CorruptionError(f"{self.path_of(key)} ends before byte {stop}: {why}; replace it with a backup.")

@@ -11,13 +11,14 @@ import contextlib
 import re
 import time
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal
 
 from shardckpt.commit.assemble import finished_hosts, read_host_record
 from shardckpt.commit.attempts import attempts, places, step_of
 from shardckpt.commit.leftover import check_leftover
 from shardckpt.commit.markers import PINNED, SUPERSEDED, Protection, is_superseded, protection
-from shardckpt.commit.publish import RECORD, record_digest
+from shardckpt.commit.publish import RECORD, published_attempt, record_digest
 from shardckpt.errors import FormatError, MissingDataError, NotFoundError, ShardckptError, StorageError
 from shardckpt.format.documents import LARGEST_DIMENSION, open_envelope
 from shardckpt.format.structure import bases_of
@@ -37,6 +38,8 @@ State = Literal["committed", "uncommitted", "deleted", "unreadable"]
 
 _NEAREST = 4
 """Most steps that are named in place of a missing one."""
+_MOST_LOOKS = 16
+"""Most directories that are looked at for them."""
 _STEP = re.compile(r"(?<!\d)\d{1,19}$", re.ASCII)
 
 
@@ -268,9 +271,10 @@ def steps_beside(store: Store) -> list[str]:
     step, parent = step_of(store.location.name), store.location.parent
     if step is None or parent is None:
         return []
-    root = Store.open(parent)
-    with contextlib.suppress(StorageError):
+    with contextlib.suppress(ShardckptError):
+        root = Store.open(parent)
         there = [other for child in root.list_children() if (other := step_of(child.removesuffix("/"))) is not None]
-        nearest = sorted(there, key=lambda other: abs(other - step))[:_NEAREST]
-        return [str(other) for other in sorted(nearest) if root.exists(f"{other}/{RECORD}")]
+        nearest = sorted(there, key=lambda other: abs(other - step))[:_MOST_LOOKS]
+        found = islice((other for other in nearest if published_attempt(root.sub(str(other))) is not None), _NEAREST)
+        return [str(other) for other in sorted(found)]
     return []

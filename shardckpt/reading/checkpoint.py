@@ -388,4 +388,4 @@ def _read_record(store: Store) -> CheckpointRecord:
     if inside:
         raise NotFoundError(f"{store}: no checkpoint there; did you mean {store}/{max(inside, key=naming.natural_key)}?")
     beside = steps_beside(store)
-    raise NotFoundError(f"{store}: no checkpoint there{f'; beside it are {few(beside)}' if beside else ''}.")
+    raise NotFoundError(f"{store}: no checkpoint there{f'; the nearest steps are {few(beside)}' if beside else ''}.")

@@ -180,7 +180,7 @@ def _said(error: Exception, task: ReadTask, run: ChunkRun, place: Store) -> Shar
     chunks = task.chunks
     first = f"{chunks.wanted.where(run.begin)}: {place}/{task.file}"
     if isinstance(error, (FileNotFoundError, MissingDataError)):
-        return MissingDataError(f"{first} is missing; replace it with a backup, or leave the tensor out with only= (an export: exclude=).")
+        return MissingDataError(f"{first} is missing; put it back from a backup, or leave the tensor out with only= (an export: exclude=).")
     if isinstance(error, (EOFError, CorruptionError)):
         # Chunks are in order of offset; the error names the first one that reaches beyond the end of the file.
         row = bisect_left(range(run.begin, run.end - 1), True, key=lambda row: not place.is_longer(task.file, chunks.stop(row) - 1))

@@ -191,8 +191,8 @@ def _refuse_shared_memory(jobs: Sequence[RestoreJob]) -> None:
             if not same_view and _share_memory(array, other):
                 raise StructureMismatchError(
                     f"{landing.names[0]}: in `like` it shares memory with {before.names[0]}, so both cannot be restored in place; give "
-                    f"each a tensor of its own. If they are one tied parameter, which the imported file has twice: import it again "
-                    f"with exclude= for one of the names, and restore with strict=False."
+                    f"each a tensor of its own. If they are one tied parameter that an imported file stored twice, import the file "
+                    f"again with exclude= for one of the names, and restore with strict=False."
                 )
         open_until.append((stop, array, landing))
 

@@ -382,10 +382,9 @@ class ChunkFinder:
     def refusal(self, chunks: Located, row: int) -> FormatError:
         """The error for a chunk with an impossible length."""
         least, most = self._lengths(chunks.wanted.part_of(row).chunk_bytes)
-        possible = least if least == most else f"{least} to {most}"
         return FormatError(
             f"{chunks.wanted.where(row)}: the chunk table says {chunks.length[row]} bytes in {self._place}/{chunks.file_of(row)}, "
-            f"but a chunk of it has {possible}; the checkpoint was not written by shardckpt, or by a faulty version."
+            f"but a chunk of this tensor has {least} to {most} bytes; the checkpoint was not written by shardckpt, or by a faulty version."
         )
 
     def _lengths(self, nbytes: int) -> tuple[int, int]:

@@ -317,8 +317,8 @@ class ChunkReader:
             row = task.begin + int(np.argmax(wrong))
             place = f"{self._store}/{task.file}, bytes {chunks.offset[row]} to {chunks.stop(row)}"
             raise CorruptionError(
-                f"{chunks.wanted.where(row)} is damaged: {place}, do not have the checksum that was written. Restore the file from a "
-                f"copy, or leave the tensor out with only= (an export: exclude=)."
+                f"{chunks.wanted.where(row)} is damaged: {place}, do not have the checksum that was written. Replace the file with a "
+                f"backup, or leave the tensor out with only= (an export: exclude=)."
             )
         return fetched
 

@@ -83,8 +83,9 @@ def restore(
             JAX arrays, `jax.ShapeDtypeStruct`s and `shardckpt.Target`s give new device tensors with the same sharding. A `train_state`
             loads the state into its objects. None gives numpy arrays of all complete tensors in dicts, lists and tuples.
         only: name patterns (`"model/**"`), or a function of a name, for the leaves to restore. All others keep their value in `like`.
-        strict: whether a name that only the checkpoint or only `like` has is an error, and a pattern of `only` that selects no
-            stored name. Otherwise they are skipped, and one warning in the log lists the names; it is an error if no name is left.
+        strict: True: it is an error if only the checkpoint or only `like` has a name, or if a pattern of `only` selects no stored name.
+            False: such names and patterns are skipped, and one warning in the log lists the names. It is an error if both have tensors
+            and share none, or if no stored name is left to restore.
         cast: whether to convert tensors to the dtype of their leaf, as `numpy.astype` does: floats round to the nearest, integers wrap.
             Complex to real is an error, and so are dtypes without a conversion.
         memory_limit: bytes of host staging; at least this process's shards of one tensor.
@@ -156,7 +157,8 @@ def _restore_tree(
         coordinator: see `restore`.
     """
     wanted = None if only is None else selector(only)
-    check_selection(only, checkpoint.parsed_tree, str(checkpoint.location), each=strict)
+    if only is not None:
+        check_selection(only, checkpoint.parsed_tree, str(checkpoint.location), each=strict)
     if like is None:
         stored = stored_names(checkpoint.parsed_tree, wanted)
         leaves: dict[str, list[tuple[str, object]]] = {

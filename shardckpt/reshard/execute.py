@@ -33,6 +33,7 @@ from shardckpt.io.url import parse
 from shardckpt.reading.checkpoint import Checkpoint
 from shardckpt.reshard.clusters import WorkerLostError
 from shardckpt.reshard.engines import check_engine, start_engine
+from shardckpt.reshard.forecast.words import notice_text
 from shardckpt.reshard.job import Job, OpenJob
 from shardckpt.reshard.options import DEFAULT_MEMORY_LIMIT, DEFAULT_TASK_BYTES, ReshardOptions
 from shardckpt.reshard.reuse import reuse_files
@@ -84,6 +85,8 @@ class ReshardReport:
     """Wall-clock seconds."""
     conversions: tuple[ConvertedSubtree, ...] = field(kw_only=True, default=())
     """Tensors that `dtype` converts and leaves, by subtree; empty if `dtype` was not given."""
+    notices: tuple[str, ...] = field(kw_only=True, default=())
+    """Possible surprises in the new layouts, such as a mesh that lacks an axis; one line each."""
 
     def to_json(self) -> dict[str, Any]:
         """The report as JSON."""
@@ -98,6 +101,7 @@ class ReshardReport:
             "stored_bytes": self.stored_bytes,
             "seconds": self.seconds,
             "conversions": [one.to_json() for one in self.conversions],
+            "notices": list(self.notices),
         }
 
 
@@ -252,6 +256,7 @@ def run_job(
         stored_bytes=done.stored_bytes,
         seconds=time.monotonic() - began,
         conversions=opened.plan.conversions,
+        notices=tuple(map(notice_text, opened.plan.notices)),
     )
 
 

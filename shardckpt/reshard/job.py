@@ -161,7 +161,7 @@ class OpenJob:
         return finished
 
     def read_back(self, table: Table, place: Store) -> int:
-        """Compare the data in an attempt, the new one or the source, with a chunk table; return the bytes read.
+        """Compare the data in an attempt (the new one, or the source's) with a chunk table; return the bytes read.
 
         Raises:
             CorruptionError, MissingDataError: a chunk differs from the table.

@@ -11,9 +11,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -94,6 +95,17 @@ class ReshardPlan(Targets):
             and not self.source.structure.bases
             and all(t.dtype == self.sources[n].dtype and t.pieces == self.sources[n].pieces for n, t in self.target.tensors.items())
         )
+
+    @property
+    def notices(self) -> list[dict[str, Any]]:
+        """The distinct notices about layouts, each with its number of tensors and the first of them."""
+        counts: Counter[str] = Counter()
+        first: dict[str, str] = {}
+        for name, decision in self.decisions.items():
+            for notice in decision.notices:
+                counts[notice] += 1
+                first.setdefault(notice, name)
+        return [{"notice": notice, "tensors": n, "first": first[notice]} for notice, n in counts.most_common()]
 
     @property
     def nbytes(self) -> int:

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from shardckpt.commit.assemble import read_host_files, read_table, write_table
-from shardckpt.errors import CorruptionError, FormatError, ShardckptError
+from shardckpt.errors import CorruptionError, FormatError, MissingDataError, ShardckptError
 from shardckpt.format.documents import FileReference, seal
 from shardckpt.format.record import HostFiles, HostRecord
 from shardckpt.format.table import OWN_OBJECT
@@ -147,7 +147,7 @@ def _read_back(opened: OpenJob, table: Table, reference: FileReference) -> int:
     """Compare what was linked or copied with a chunk table; return the bytes read.
 
     Raises:
-        CorruptionError, MissingDataError: they differ. The error names the source's file if that is damaged, too.
+        CorruptionError, MissingDataError: they differ. If the source's file is damaged as well, the error names that one.
     """
     try:
         return opened.read_back(table, opened.place)
@@ -172,6 +172,7 @@ def reuse_lanes(source: Store, target: Store, lanes: Sequence[str], table: Table
 
     Raises:
         FormatError: the table names a file that is in none of the databases.
+        MissingDataError: a file is missing.
         StorageError: the storage failed.
         NotImplementedError: an object store cannot copy.
     """
@@ -181,9 +182,11 @@ def reuse_lanes(source: Store, target: Store, lanes: Sequence[str], table: Table
             f"{source}: a host's chunk table names {foreign[0]!r}, which is in none of its databases; it was not written by shardckpt."
         )
     new = {lane: f"{folder}/{number}" for number, lane in enumerate(lanes)}
-    _link_or_copy(
-        source, target, ((file, f"{name}{file.removeprefix(lane)}") for lane, name in new.items() for file in _below(source, lane))
-    )
+    files = {file: f"{name}{file.removeprefix(lane)}" for lane, name in new.items() for file in _below(source, lane)}
+    for file in table.files:
+        if file not in files:
+            raise _missing(source.path_of(file))
+    _link_or_copy(source, target, files.items())
     moved = [next(f"{new[lane]}{file.removeprefix(lane)}" for lane in new if file.startswith(f"{lane}/")) for file in table.files]
     return list(new.values()), replace(table, files=moved)
 
@@ -226,6 +229,8 @@ def _link_or_copy(source: Store, target: Store, files: Iterable[tuple[str, str]]
         with storage_errors("link", final):
             try:
                 os.link(first, path, follow_symlinks=True)
+            except FileNotFoundError:
+                raise _missing(first) from None
             except OSError:
                 _copy(first, path)
             if path != final:
@@ -235,6 +240,10 @@ def _link_or_copy(source: Store, target: Store, files: Iterable[tuple[str, str]]
     for directory in changed:
         with storage_errors("write", directory):
             sync_directory(directory)
+
+
+def _missing(file: object) -> MissingDataError:
+    return MissingDataError(f"{file} is missing; put it back from a backup, or leave its tensors out with only=.")
 
 
 def _copy(source: Path, target: Path) -> None:

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING
 
-from shardckpt.errors import OptionError
 from shardckpt.format.structure import Structure, TensorRecord
 from shardckpt.layout.partition_spec import PartitionSpec
 from shardckpt.layout.placements import Placements
@@ -67,7 +66,7 @@ def targets(source: Structure, options: ReshardOptions, where: str, *, files: bo
     check_selection(options.only, source.tree, where)
     tree, stored = select(source.tree, selector(options.only))
     sources = {name: source.tensors[old] for name, old in stored.items()}
-    decisions = _decide_layouts(sources, options, where)
+    decisions = _decide_layouts(sources, options)
     optimizer = optimizer_state(source.tree) if options.dtype else ()
     planned = plan_dtypes(sources, options.dtype, meanings(tree), optimizer)
     types = planned.dtypes
@@ -92,24 +91,22 @@ def renamed(tensor: TensorRecord, name: str, dtype: DType) -> TensorRecord:
     return TensorRecord(name, tensor.shape, dtype, tensor.layout, pieces)
 
 
-def _decide_layouts(tensors: Mapping[str, TensorRecord], options: ReshardOptions, where: str) -> dict[str, Decision]:
+def _decide_layouts(tensors: Mapping[str, TensorRecord], options: ReshardOptions) -> dict[str, Decision]:
     """The layout of every tensor; `tensors` are source tensors by their names in the target."""
     if options.rules is not None:
         return options.rules.decide_all({name: tensor.shape for name, tensor in tensors.items()}, options.mesh)
     if options.mesh is not None:
-        if tensors and all(tensor.layout is None for tensor in tensors.values()):
-            raise OptionError(
-                f"{where}: mesh= cuts no tensor of it, because none was saved with a sharding; say with rules= which dimensions to cut."
-            )
-        return {name: _over(options.mesh, tensor) for name, tensor in tensors.items()}
+        plain = all(tensor.layout is None for tensor in tensors.values())
+        notices = ("no tensor has a sharding that the mesh could apply to; a rule says which dimensions to cut",) if plain else ()
+        return {name: _over(options.mesh, tensor, notices) for name, tensor in tensors.items()}
     return {name: Decision(tensor.layout, "", "The layout stays: neither a mesh nor a rule is given.") for name, tensor in tensors.items()}
 
 
-def _over(mesh: Mesh, tensor: TensorRecord) -> Decision:
-    """The recorded spec over another mesh."""
+def _over(mesh: Mesh, tensor: TensorRecord, of_plain: tuple[str, ...]) -> Decision:
+    """The recorded spec over another mesh; `of_plain` are the notices about a plain tensor."""
     layout = tensor.layout
     if layout is None:
-        return Decision(None, "", "The tensor was saved as a plain tensor, and stays one.")
+        return Decision(None, "", "The tensor was saved as a plain tensor, and stays one.", of_plain)
     found = layout.as_sharding(tensor.shape) if isinstance(layout, Placements) else layout
     if not isinstance(found, Sharding):
         notice = "its recorded layout names no axes, so it is replicated; a rule can cut it"

@@ -103,8 +103,8 @@ def match(
     step = walk.visit(like, root, 0)
     if strict and (walk.missing or walk.unexpected):
         raise walk.names_mismatch("Change `like`, choose names with only=, or pass strict=False to skip all of these.")
-    if walk.missing and len(walk.unexpected) == sum(walk.selected(end.name) for end in ends(root)) > 0:
-        raise walk.names_mismatch("Change `like`: no name is in both, and nothing would be restored.")
+    if walk.restores_nothing(root):
+        raise walk.names_mismatch("No name is in both, so nothing would be restored; change the names in `like`.")
     return Matched(walk.tensors, walk.missing, walk.unexpected, walk.per_process, _step=step)
 
 
@@ -120,6 +120,8 @@ class _Walk:
         self.tensors: dict[str, list[tuple[str, Any]]] = {}
         self.per_process: dict[str, PerProcess] = {}
         self.missing: list[str] = []
+        self.misses_tensors = False
+        """Whether a tensor of `like` is not stored."""
         self.unexpected: list[str] = []
 
     # A place that both sides have. Its name is the checkpoint's.
@@ -205,12 +207,20 @@ class _Walk:
         if container is None or not container.keys:
             if self.selected(name):
                 self.missing.append(name)
+                self.misses_tensors |= container is None and self.is_tensor(value)
             return _keep(value)
         if depth >= MAX_DEPTH:
             raise LeafError(f"{shown(name)} in `like` lies in more than {MAX_DEPTH} containers, or in itself.")
         for component, child in zip(names.component_names(container.keys), container.children, strict=True):
             self.absent(child, names.child_name(name, component), depth + 1)
         return _keep(value)
+
+    def restores_nothing(self, root: Node) -> bool:
+        """Whether both sides have names, or both have tensors, and share none; only names that `only` selects count."""
+        unexpected = set(self.unexpected)
+        stored = [leaf for leaf in leaves_of(root) if self.selected(leaf.name)]
+        tensors = [leaf for leaf in stored if isinstance(leaf, Tensor | Tied)] if self.misses_tensors else []
+        return any(some and all(leaf.name in unexpected for leaf in some) for some in (stored, tensors))
 
     def any_selected(self, node: Node) -> bool:
         """Whether `only` selects a place, or anything below it."""

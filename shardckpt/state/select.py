@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from shardckpt.errors import NamesMismatchError, OptionError
-from shardckpt.excerpt import excerpt
+from shardckpt.excerpt import excerpt, few
 from shardckpt.state.document import Branch, Node, Tensor, Tied, ends, leaves_of, parse, write
 
 if TYPE_CHECKING:
@@ -60,17 +60,23 @@ def selector(only: Only | None) -> Callable[[str], bool]:
     return lambda name: any(regex.fullmatch(name) for regex in compiled)
 
 
-def without_names(only: Only | None, names: Sequence[str]) -> Only | None:
+def unused_patterns(only: Only, names: Sequence[str], empty: Sequence[str] = ()) -> Only | None:
     """The patterns of `only` that select none of the names: `only` itself if it selects none at all, None if each selects some.
 
-    >>> without_names(["a/**", "b"], ["a/x", "c"]), without_names("b", ["a/x"]), without_names("a/**", ["a/x"])
+    >>> unused_patterns(["a/**", "b"], ["a/x", "c"]), unused_patterns("b", ["a/x"]), unused_patterns(["a", "s/**"], ["a", "s"], ["s"])
     (['b'], 'b', None)
+
+    Args:
+        only: the patterns.
+        names: names of leaves and empty containers.
+        empty: the empty containers among them; a pattern of several may also select what is below these.
     """
-    if only is None or not any(map(selector(only), names)):
+    if not any(map(selector(only), names)):
         return only
     if isinstance(only, str) or callable(only):
         return None
-    return [pattern for pattern in only if not any(map(selector(pattern), names))] or None
+    places = [*names, *(f"{name}/" for name in empty)]
+    return [pattern for pattern in only if not any(map(selector(pattern), places))] or None
 
 
 def check_selection(only: Only | None, tree: Tree, where: str, *, option: str = "only", each: bool = True) -> None:
@@ -86,9 +92,13 @@ def check_selection(only: Only | None, tree: Tree, where: str, *, option: str = 
     Raises:
         NamesMismatchError: patterns select nothing.
     """
-    wrong = without_names(only, [end.name for end in ends(parse(tree))])
+    if only is None:
+        return
+    found = list(ends(parse(tree)))
+    names = [end.name for end in found]
+    wrong = unused_patterns(only, names, [end.name for end in found if isinstance(end, Branch)])
     if wrong is not None and (each or wrong is only):
-        raise NamesMismatchError(f"{where}: {option}={excerpt(wrong)} selects none of its names; `shardckpt info` lists them.")
+        raise NamesMismatchError(f"{where}: {option}={excerpt(wrong)} selects none of its names, which are {few(names, 3)}.")
 
 
 _GLOB = re.compile(

@@ -16,6 +16,8 @@ from bisect import bisect_right
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from shardckpt.errors import OptionError
 from shardckpt.excerpt import excerpt
 from shardckpt.options import check_seconds, check_whole
@@ -269,10 +271,8 @@ def as_policy(every: Policy | int | None) -> Policy:
     """
     if every is None:
         return Policy()
-    if isinstance(every, int) and not isinstance(every, bool):
-        return EverySteps(every)
+    if isinstance(every, int | np.integer) and not isinstance(every, bool):
+        return EverySteps(int(every))
     if not isinstance(every, Policy):
-        raise OptionError(
-            f"every={excerpt(every)}: a {type(every).__name__} is no policy; give steps, or one of shardckpt.training.policies."
-        )
+        raise OptionError(f"every={excerpt(every)}: give a number of steps, or one of shardckpt.training.policies.")
     return every

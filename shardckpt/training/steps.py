@@ -11,9 +11,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import partial
-from operator import index
-from typing import TYPE_CHECKING, Literal, SupportsIndex, cast
+from typing import TYPE_CHECKING, Literal
 from urllib.parse import unquote
+
+import numpy as np
 
 from shardckpt.commit.attempts import LARGEST_STEP, step_of
 from shardckpt.commit.base_places import base_url
@@ -132,10 +133,6 @@ def check_step(step: object) -> int:
     Raises:
         OptionError: `step` is not an integer from 0 to 2**63 - 1.
     """
-    try:
-        number = -1 if isinstance(step, bool) else index(cast("SupportsIndex", step))
-    except TypeError:
-        number = -1
-    if not 0 <= number <= LARGEST_STEP:
+    if isinstance(step, bool) or not isinstance(step, int | np.integer) or not 0 <= step <= LARGEST_STEP:
         raise OptionError(f"step={excerpt(step)}: give an int from 0 to 2**63 - 1.")
-    return number
+    return int(step)

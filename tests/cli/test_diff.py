@@ -42,7 +42,7 @@ def test_differences_are_listed_by_kind(run, checkpoint, other):
         "values differ (1)",
         "model/layers/1/w 1 of 48 by up to 2.5, first at [3, 4]",
         "",
-        "another layout in 3 tensors, which does not count as a difference; --layout lists them",
+        "another layout in 3 tensors, which counts as no difference; --layout lists them",
         "different 3 tensors, 3.8 KiB, compared bit by bit",
     ]
 

@@ -47,7 +47,7 @@ def test_what_is_removed_and_what_is_kept_is_told(run, runs):
         f"step_10/{ATTEMPT}  kept     idle 5 h  it may be a save under way",
         "",
         "1 attempt removed, 1 kept",
-        "If no save is under way, --grace 0 removes those too.",
+        "--grace 0 removes the kept ones, too; use it only if no save is under way.",
     ]
     assert not (runs / "step_9" / ATTEMPT).exists()
     assert (runs / "step_10" / ATTEMPT).exists()

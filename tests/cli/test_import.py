@@ -65,6 +65,7 @@ def test_as_json_it_is_one_document(run, weights, tmp_path):
             "stored_bytes",
             "seconds",
             "conversions",
+            "notices",
         )
     }
     assert (document["format"], document["bytes"], document["committed"]) == ("safetensors", 32, False)

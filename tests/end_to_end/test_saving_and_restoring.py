@@ -234,10 +234,22 @@ def test_one_misspelt_pattern_of_several_is_an_error(tmp_path):
 def test_a_restore_of_nothing_is_an_error_even_if_names_may_differ(tmp_path):
     shardckpt.save(tmp_path / "c", {"model": {"w": np.ones(3)}, "step": 7})
     for like, only in (({"net": {"w": np.zeros(3)}, "epoch": 0}, None), ({"model": {"v": np.zeros(3)}, "step": 0}, "model/**")):
-        with pytest.raises(errors.NamesMismatchError, match=r"Change `like`: no name is in both, and nothing would be restored\.$"):
+        with pytest.raises(
+            errors.NamesMismatchError, match=r"No name is in both, so nothing would be restored; change the names in `like`\.$"
+        ):
             shardckpt.restore(tmp_path / "c", like, only=only, strict=False)
     assert shardckpt.restore(tmp_path / "c", {"step": 0, "epoch": 0}, strict=False) == {"step": 7, "epoch": 0}
-    assert shardckpt.restore(tmp_path / "c", {}, strict=False) == {}, "that asks for nothing"
+    hooks = {"model": {"w": np.ones(3)}, "hooks": {}, "rng": 1}
+    shardckpt.save(tmp_path / "d", hooks)
+    for like, only in (
+        ({}, None),
+        ({"w": np.zeros(3)}, "model/**"),
+        ({"hooks": {}}, None),
+        ({"model": {"module.w": np.zeros(3)}, "hooks": {}, "rng": 0}, None),
+    ):
+        with pytest.raises(errors.NamesMismatchError, match="nothing would be restored"):
+            shardckpt.restore(tmp_path / "d", like, only=only, strict=False)
+    assert shardckpt.restore(tmp_path / "d", {"rng": 0}, strict=False) == {"rng": 1}
 
 
 def test_a_target_without_sharding_is_a_numpy_array(tmp_path):
@@ -341,7 +353,9 @@ def test_a_place_without_a_checkpoint_says_what_is_there(tmp_path):
     shardckpt.save(tmp_path / "100", {})
     with pytest.raises(FileNotFoundError, match=r"did you mean .*/100"):
         shardckpt.restore(tmp_path)
-    with pytest.raises(errors.NotFoundError, match=r"/80: no checkpoint there; beside it are 9, 100\.$"):
+    for step in range(70, 77):
+        (tmp_path / str(step)).mkdir()
+    with pytest.raises(errors.NotFoundError, match=r"/80: no checkpoint there; the nearest steps are 9, 100\.$"):
         shardckpt.restore(tmp_path / "80")
     undo_commit(tmp_path / "100")
     with pytest.raises(errors.UncommittedError, match=r"never committed.*`shardckpt commit` commits it"):

@@ -279,7 +279,7 @@ def test_dask_drops_the_calls_that_have_not_begun_when_its_executor_is_shut_down
     from shardckpt.reshard.on_dask import OnDask
 
     begun = tmp_path / "begun"
-    with LocalCluster(n_workers=1, threads_per_worker=1, processes=False, protocol="tcp", dashboard_address=None) as cluster:
+    with LocalCluster(n_workers=1, threads_per_worker=1, processes=False, protocol="tcp", dashboard_address="127.0.0.1:0") as cluster:
         executor = OnDask("dask://here", cluster.scheduler_address.removeprefix("tcp://"))
         futures = [executor.submit(os.system, f"echo {n} >>{begun}; sleep 0.5") for n in range(6)]
         wait_for(begun.exists)

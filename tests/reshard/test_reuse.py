@@ -64,6 +64,18 @@ def test_damage_of_the_source_is_told_before_anything_is_committed(tmp_path):
     assert shardckpt.reshard(tmp_path / "a", tmp_path / "b", verify=False).committed
 
 
+@pytest.mark.parametrize("verify", [True, False])
+@pytest.mark.parametrize("layout", ["packed", "zarr"])
+def test_a_file_that_the_source_lacks_is_named_and_nothing_is_committed(tmp_path, layout, verify):
+    shardckpt.save(tmp_path / "a", state(), options=SaveOptions(layout=layout))
+    lost = chunk_files(next((tmp_path / "a").glob("2*")))[0]
+    lost.unlink()
+    with pytest.raises(errors.MissingDataError, match=f"^{lost} is missing; put it back from a backup"):
+        shardckpt.reshard(tmp_path / "a", tmp_path / "b", verify=verify)
+    with pytest.raises(errors.NotFoundError):
+        shardckpt.open(tmp_path / "b")
+
+
 def test_a_save_of_many_hosts_is_taken_over_host_by_host_and_goes_on_where_it_was(tmp_path):
     with Processes("many_hosts") as job:
         job.run("save_without_committing", 4, tmp_path / "a")

@@ -29,7 +29,7 @@ def info(
     from shardckpt.reading import documents
     from shardckpt.state.document import Tensor, Tied, ends
     from shardckpt.state.names import shown
-    from shardckpt.state.select import selector, without_names
+    from shardckpt.state.select import selector, unused_patterns
 
     checkpoint = open_checkpoint(url)
     node = documents.find_node(checkpoint, name)
@@ -40,12 +40,11 @@ def info(
             screen = Screen()
             screen.show(tensor.lines(screen, checkpoint, name))
         return
-    wanted, without = documents.choose_nodes(node, selector(only)), without_names(only, [end.name for end in ends(node)])
-    if wanted is None or without is not None:
+    wanted = documents.choose_nodes(node, selector(only))
+    unused = None if only is None else unused_patterns(only, [end.name for end in ends(node)])
+    if wanted is None or unused is not None:
         below = "" if name is None else f" below {shown(name)}"
-        raise NamesMismatchError(
-            f"{checkpoint.location}: {given(only=without)} selects none of its names{below}; leave it out to list all."
-        )
+        raise NamesMismatchError(f"{checkpoint.location}: {given(only=unused)} selects none of its names{below}; leave it out to list all.")
     if as_json:
         write_json(documents.checkpoint_json(checkpoint, wanted))
     else:

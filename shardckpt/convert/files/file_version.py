@@ -45,13 +45,13 @@ class FileVersion:
         if self._path is None:
             data, self._known = store.read_versioned(key, 0, 0)
             if data is None:
-                raise MissingDataError(f"{self} is missing; replace it with a backup.")
+                raise MissingDataError(f"{self} is missing; put it back from a backup.")
             return
         with storage_errors("look at", self):
             try:
                 found = self._path.stat()
             except (FileNotFoundError, NotADirectoryError) as e:
-                raise MissingDataError(f"{self} is missing; replace it with a backup.") from e
+                raise MissingDataError(f"{self} is missing; put it back from a backup.") from e
             if not stat.S_ISREG(found.st_mode):
                 raise OSError(f"{self._path} is no file, but a directory, pipe or device")
         self._known = _version(found)

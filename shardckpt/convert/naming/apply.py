@@ -22,7 +22,7 @@ from shardckpt.reshard.dtype_rules import plan_dtypes
 from shardckpt.reshard.optimizer_state import optimizer_state
 from shardckpt.state import alias_map, leaf_names, meanings
 from shardckpt.state.names import shown
-from shardckpt.state.select import without_names
+from shardckpt.state.select import unused_patterns
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -70,9 +70,10 @@ def outputs_of(structure: Structure, options: NameOptions, where: str, *, import
     # Select.
     stored = {name: name for name in structure.tensors} | alias_map(tree)
     selected = [name for name in stored if naming.is_selected(name)]
-    without = without_names(options.include, [*stored, *end_names(tree)])
-    if without or not selected:
-        asked = given(include=without or options.include, exclude=None if without else options.exclude)
+    places = [*stored, *end_names(tree)]
+    unused = None if options.include is None else unused_patterns(options.include, places, places)
+    if unused or not selected:
+        asked = given(include=unused or options.include, exclude=None if unused else options.exclude)
         _refuse_selection(list(stored), where, asked)
     leaves = list(filter(naming.is_selected, end_names(tree) if importing else leaf_names(tree)))
 

@@ -5,7 +5,6 @@ The terminal and the page show this document's numbers, rounded.
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.layout.placements import Placements
@@ -60,7 +59,7 @@ def document(found: Forecast) -> dict[str, Any]:
         },
         "tensors": sorted((_tensor(found, name) for name in plan.target.tensors), key=lambda t: -t["restore_bytes"]),
         "conversions": [one.to_json() for one in plan.conversions],
-        "notices": _notices(plan),
+        "notices": plan.notices,
     }
 
 
@@ -158,14 +157,3 @@ def layout_json(layout: StoredLayout | None) -> dict[str, Any] | None:
 
 def _rounded(ratio: float | None) -> float | None:
     return None if ratio is None else round(ratio, 4)
-
-
-def _notices(plan: ReshardPlan) -> list[dict[str, Any]]:
-    """The distinct notices, each with its number of tensors and the first of them."""
-    counts: Counter[str] = Counter()
-    first: dict[str, str] = {}
-    for name, decision in plan.decisions.items():
-        for notice in decision.notices:
-            counts[notice] += 1
-            first.setdefault(notice, name)
-    return [{"notice": notice, "tensors": n, "first": first[notice]} for notice, n in counts.most_common()]

@@ -257,9 +257,7 @@ def _changes(doc: dict[str, Any], b: str) -> list[Html | None]:
         numbers = (("Tensor", False), ("Elements", True), ("Share", True), ("By up to", True), ("NaN", True))
         parts.append(table(numbers, rows_of_values, caption=f"{count(len(doc['values']), 'tensor')} with other values", ident="values"))
     if doc["layouts"]:
-        parts.append(
-            el("p", f"Another layout in {count(len(doc['layouts']), 'tensor')}, which does not count as a difference.", class_="quiet")
-        )
+        parts.append(el("p", f"Another layout in {count(len(doc['layouts']), 'tensor')}, which counts as no difference.", class_="quiet"))
     return parts
 
 

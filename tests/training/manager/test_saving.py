@@ -131,7 +131,7 @@ def test_other_steps_are_refused(run, step):
 
 
 def test_steps_ascend(run):
-    with run.manager(every=5) as manager:
+    with run.manager(every=np.int64(5)) as manager:
         manager.save(5, state(5))
         for asks in (
             manager.should_save,

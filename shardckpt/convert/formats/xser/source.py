@@ -79,7 +79,7 @@ def _referred(reference: Instance, tensors: dict[str, TorchFile], file: FileVers
         raise FormatError(f"is a reference to the tensor {excerpt(number)}, which is no number")
     key = f"{folder}tensor_{number}.pt"
     if key not in tensors:
-        raise MissingDataError(f"{file} refers to {file.store.path_of(key)}, which is missing; replace it with a backup.")
+        raise MissingDataError(f"{file} refers to {file.store.path_of(key)}, which is missing; put it back from a backup.")
     found = tensors[key].state
     if not isinstance(found, PickledTensor):
         raise FormatError(f"lies in {key}, which does not hold a tensor")
