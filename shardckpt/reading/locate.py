@@ -384,7 +384,7 @@ class ChunkFinder:
         least, most = self._lengths(chunks.wanted.part_of(row).chunk_bytes)
         return FormatError(
             f"{chunks.wanted.where(row)}: the chunk table says {chunks.length[row]} bytes in {self._place}/{chunks.file_of(row)}, "
-            f"but a chunk of this tensor has {least} to {most} bytes; the checkpoint was not written by shardckpt, or by a faulty version."
+            f"not {least}{f' to {most}' if most > least else ''}; the checkpoint was not written by shardckpt, or by a faulty version."
         )
 
     def _lengths(self, nbytes: int) -> tuple[int, int]:
