@@ -59,7 +59,7 @@ def serve(
     """
     from importlib.util import find_spec
 
-    from shardckpt.errors import MissingExtraError, OptionError, StorageError
+    from shardckpt.errors import MissingExtraError, StorageError
 
     lacking = [name for name in ("starlette", "uvicorn", "httptools", "prometheus_client") if find_spec(name) is None]
     if lacking:
@@ -88,8 +88,6 @@ def serve(
         key=key,
     )
     for name, place in Roots(roots).places.items():
-        if place.local is not None and place.local.is_file():
-            raise OptionError(f"{name}: {place} is a file; give a directory of runs.")
         if place.local is not None and not place.local.exists():
             print(f"{name}: there is no directory {place} yet; it is listed as empty until a job saves there", file=sys.stderr)
     try:

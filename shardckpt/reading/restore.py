@@ -126,6 +126,8 @@ def restore(
             if limit <= 0:
                 raise OptionError(f"restore(memory_limit={limit}): must be positive.")
             checkpoint = source if isinstance(source, Checkpoint) else Checkpoint(source)
+            if only is not None:
+                check_selection(only, checkpoint.parsed_tree, str(checkpoint.location), each=strict)
             tree, run = checkpoint.parsed_tree, partial(_read_all, checkpoint, limit=limit, meeting=meeting, progress=progress)
             state: T = _restore_tree(checkpoint, tree, like, run, only=only, strict=strict, cast=cast, coordinator=coordinator)
             return state
@@ -157,8 +159,6 @@ def _restore_tree(
         coordinator: see `restore`.
     """
     wanted = None if only is None else selector(only)
-    if only is not None:
-        check_selection(only, checkpoint.parsed_tree, str(checkpoint.location), each=strict)
     if like is None:
         stored = stored_names(checkpoint.parsed_tree, wanted)
         leaves: dict[str, list[tuple[str, object]]] = {

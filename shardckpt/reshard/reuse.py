@@ -105,7 +105,7 @@ def _reuse_host(opened: OpenJob, number: int, reference: FileReference) -> int:
     source, place, plan = opened.source_place, opened.place, opened.plan
     described = opened.described
     files = read_host_files(source, reference)
-    table = read_table(source, files.table)
+    table = old = read_table(source, files.table)
     folder = f"hosts/{number:05d}-{secrets.token_hex(4)}"
     try:
         lanes: list[str] = []
@@ -120,7 +120,7 @@ def _reuse_host(opened: OpenJob, number: int, reference: FileReference) -> int:
             files.values.check(data, source.path_of(files.values.key))
             values = FileReference.of(f"{folder}/values.json", data)
             place.write(values.key, data)
-        read = _read_back(opened, table, reference) if opened.job.options.verify else 0
+        read = _read_back(opened, table, old) if opened.job.options.verify else 0
         written = HostFiles(write_table(place, f"{folder}/table", table), tuple(lanes), described, values)
     except BaseException:
         with suppress(ShardckptError):
@@ -143,8 +143,8 @@ def _reuse_host(opened: OpenJob, number: int, reference: FileReference) -> int:
     return read
 
 
-def _read_back(opened: OpenJob, table: Table, reference: FileReference) -> int:
-    """Compare what was linked or copied with a chunk table; return the bytes read.
+def _read_back(opened: OpenJob, table: Table, old: Table) -> int:
+    """Compare what was linked or copied with its chunk table; return the bytes read. `old` is the source's table.
 
     Raises:
         CorruptionError, MissingDataError: they differ. If the source's file is damaged as well, the error names that one.
@@ -152,8 +152,7 @@ def _read_back(opened: OpenJob, table: Table, reference: FileReference) -> int:
     try:
         return opened.read_back(table, opened.place)
     except CorruptionError:
-        source = opened.source_place
-        opened.read_back(read_table(source, read_host_files(source, reference).table), source)
+        opened.read_back(old, opened.source_place)
         raise
 
 

@@ -40,7 +40,7 @@ class Roots:
             bases: paths or urls below which bases of checkpoints may lie, besides the roots.
 
         Raises:
-            OptionError: a name is invalid or given twice, or a root is on a web server.
+            OptionError: a name is invalid or given twice, or a root is a file or on a web server.
             UrlError: a root is not a valid path or url.
         """
         self.given, self.given_bases = list(roots), list(bases)
@@ -54,6 +54,8 @@ class Roots:
             place = parse(url)
             if place.is_web:
                 raise OptionError(f"{text}: a web server does not list what it has; give a disk or a bucket.")
+            if place.local is not None and place.local.is_file():
+                raise OptionError(f"{name}: {place} is a file; give a directory of runs.")
             self.places[name] = place
         if not self.places:
             raise OptionError("there is nothing to serve; give NAME=ROOT.")

@@ -103,7 +103,7 @@ def match(
     step = walk.visit(like, root, 0)
     if strict and (walk.missing or walk.unexpected):
         raise walk.names_mismatch("Change `like`, choose names with only=, or pass strict=False to skip all of these.")
-    if walk.restores_nothing(root):
+    if walk.unexpected and walk.restores_nothing(root):
         raise walk.names_mismatch("No name is in both, so nothing would be restored; change the names in `like`.")
     return Matched(walk.tensors, walk.missing, walk.unexpected, walk.per_process, _step=step)
 
@@ -203,11 +203,12 @@ class _Walk:
     # A place that only `like` has.
 
     def absent(self, value: object, name: str, depth: int) -> _Step:
-        container = None if self.is_tensor(value) else _container_of(value, name)
+        is_tensor = self.is_tensor(value)
+        container = None if is_tensor else _container_of(value, name)
         if container is None or not container.keys:
             if self.selected(name):
                 self.missing.append(name)
-                self.misses_tensors |= container is None and self.is_tensor(value)
+                self.misses_tensors |= is_tensor
             return _keep(value)
         if depth >= MAX_DEPTH:
             raise LeafError(f"{shown(name)} in `like` lies in more than {MAX_DEPTH} containers, or in itself.")

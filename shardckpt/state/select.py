@@ -60,7 +60,7 @@ def selector(only: Only | None) -> Callable[[str], bool]:
     return lambda name: any(regex.fullmatch(name) for regex in compiled)
 
 
-def unused_patterns(only: Only, names: Sequence[str], empty: Sequence[str] = ()) -> Only | None:
+def unused_patterns(only: Only | None, names: Sequence[str], empty: Sequence[str] = ()) -> Only | None:
     """The patterns of `only` that select none of the names: `only` itself if it selects none at all, None if each selects some.
 
     >>> unused_patterns(["a/**", "b"], ["a/x", "c"]), unused_patterns("b", ["a/x"]), unused_patterns(["a", "s/**"], ["a", "s"], ["s"])
@@ -71,7 +71,7 @@ def unused_patterns(only: Only, names: Sequence[str], empty: Sequence[str] = ())
         names: names of leaves and empty containers.
         empty: the empty containers among them; a pattern of several may also select what is below these.
     """
-    if not any(map(selector(only), names)):
+    if only is None or not any(map(selector(only), names)):
         return only
     if isinstance(only, str) or callable(only):
         return None
@@ -92,8 +92,6 @@ def check_selection(only: Only | None, tree: Tree, where: str, *, option: str = 
     Raises:
         NamesMismatchError: patterns select nothing.
     """
-    if only is None:
-        return
     found = list(ends(parse(tree)))
     names = [end.name for end in found]
     wrong = unused_patterns(only, names, [end.name for end in found if isinstance(end, Branch)])

@@ -284,7 +284,8 @@ class CheckpointManager(RunSteps):
             MismatchError, LeafError, ReplacedError, StorageError: as for `shardckpt.restore`.
             CoordinationError: another process failed with another error, or does not answer.
         """
-        number = self._check(0 if step is None else step)
+        self._check_open()
+        step = None if step is None else check_step(step)
         self._background.join()  # waits for deletions, too: they do not know yet where training continues
         self._background.raise_failures(self._on_failure)
 
@@ -309,7 +310,7 @@ class CheckpointManager(RunSteps):
             self._root,
             self._coordinator,
             read,
-            step=None if step is None else number,
+            step=step,
             together=cooperative is not False,
             rolled_back=self._lineage.later,
             fallback=self._fallback if fallback is None else fallback,
@@ -380,7 +381,8 @@ class CheckpointManager(RunSteps):
             self.close()
 
     def _check_ascends(self, step: int) -> int:
-        step = self._check(step)
+        self._check_open()
+        step = check_step(step)
         if (before := self._decisions.previous) is not None and step < before:
             raise OptionError(
                 f"{self._root}: step {step} is less than step {before}, the last step given to should_save, save or restore; steps must "
@@ -388,9 +390,7 @@ class CheckpointManager(RunSteps):
             )
         return step
 
-    def _check(self, step: object) -> int:
+    def _check_open(self) -> None:
         check_fork(self._root)
-        number = check_step(step)
         if self._closed:
             raise OptionError(f"{self._root}: this CheckpointManager is closed; make another one.")
-        return number

@@ -349,3 +349,11 @@ def test_pages_and_lists_show_tags(tmp_path):
         assert "<p>tagged best</p>" in service.ask("/ui/checkpoint/lab/run/1").body.decode()
         with shardckpt.Client(service.url) as client:
             assert [one["tags"] for one in client.checkpoints("lab/run", tag="best")] == [["best"]]
+
+
+def test_a_root_that_cannot_be_listed_is_refused(tmp_path):
+    (tmp_path / "notes").touch()
+    with pytest.raises(OptionError, match=f"^lab: {tmp_path}/notes is a file; give a directory of runs"):
+        Roots([f"lab={tmp_path / 'notes'}"])
+    with pytest.raises(OptionError, match="a web server does not list what it has"):
+        Roots(["lab=http://127.0.0.1/runs"])

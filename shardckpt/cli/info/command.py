@@ -41,7 +41,7 @@ def info(
             screen.show(tensor.lines(screen, checkpoint, name))
         return
     wanted = documents.choose_nodes(node, selector(only))
-    unused = None if only is None else unused_patterns(only, [end.name for end in ends(node)])
+    unused = unused_patterns(only, [end.name for end in ends(node)])
     if wanted is None or unused is not None:
         below = "" if name is None else f" below {shown(name)}"
         raise NamesMismatchError(f"{checkpoint.location}: {given(only=unused)} selects none of its names{below}; leave it out to list all.")

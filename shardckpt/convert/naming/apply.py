@@ -71,7 +71,7 @@ def outputs_of(structure: Structure, options: NameOptions, where: str, *, import
     stored = {name: name for name in structure.tensors} | alias_map(tree)
     selected = [name for name in stored if naming.is_selected(name)]
     places = [*stored, *end_names(tree)]
-    unused = None if options.include is None else unused_patterns(options.include, places, places)
+    unused = unused_patterns(options.include, places, places)
     if unused or not selected:
         asked = given(include=unused or options.include, exclude=None if unused else options.exclude)
         _refuse_selection(list(stored), where, asked)
