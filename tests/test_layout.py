@@ -14,7 +14,7 @@ PACKAGE = ROOT / "shardckpt"
 AT_THE_TOP = 18
 """Packages and modules, but for those with two underscores, `_version` and `py.typed`."""
 IN_A_FOLDER = 25
-IN_A_MODULE = 400
+IN_A_MODULE = 500
 """Lines."""
 
 
