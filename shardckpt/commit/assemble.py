@@ -247,6 +247,20 @@ def _merged(place: Store, tables: Sequence[Table], parts: _Parts, tensors: Itera
     doubled = merged.doubled()
     if doubled is not None:
         name = next((shown(tensor.name) for tensor in tensors if any(piece.path == doubled for piece in tensor.pieces)), doubled)
+        describing = [
+            p
+            for processes, part in parts
+            for t in part.structure.tensors.values()
+            if t.partial
+            for piece in t.pieces
+            if piece.path == doubled
+            for p in processes
+        ]
+        if describing:
+            raise CommitError(
+                f"{place}: {name} describes its own shards, and {numbered('process', sorted(describing))} describe the same one; "
+                f"nothing was published. Let one process alone describe each shard, or pass a DTensor that is replicated on its mesh."
+            )
         raise CommitError(
             f"{place}: more than one host wrote the same chunks of {name}; nothing was published. "
             f"If processes hold different tensors under one name, rename them; give all processes the same host_tensors=."

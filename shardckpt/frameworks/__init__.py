@@ -53,8 +53,8 @@ _ADAPTERS = {
 }
 """The module that a program must have imported before it can have leaves of each adapter. The adapters are asked in this order:
 torch_xla's sharded tensors are DTensors too, and all of these are torch tensors."""
-_MARKS = {"dcp_protocol": "__create_write_items__"}
-"""An attribute of the classes of an adapter's leaves. Programs without such classes do not import the adapter."""
+_MARKS = {"dcp_protocol": ("__create_write_items__", "global_offsets")}
+"""Attributes of an adapter's leaves, which have one of them. Programs without such leaves do not import the adapter."""
 _NO_LEAVES = frozenset((dict, list, tuple, str, int, float, bool, type(None)))
 """Types whose values are no tensors, so that no adapter is asked."""
 
@@ -214,7 +214,8 @@ def _framework(leaf: object) -> str | None:
     if kind in _NO_LEAVES:
         return None
     for framework, needed in _ADAPTERS.items():  # not a generator, for speed: every leaf is looked up several times
-        if needed in sys.modules and (framework not in _MARKS or hasattr(kind, _MARKS[framework])) and _module(framework).matches(leaf):
+        marks = _MARKS.get(framework)
+        if needed in sys.modules and (marks is None or any(hasattr(leaf, mark) for mark in marks)) and _module(framework).matches(leaf):
             return framework
     return None
 

@@ -1,19 +1,25 @@
-"""Tensors that describe their own shards, by the protocol of torch.distributed.checkpoint.
+"""Tensors that describe their own shards, by the protocols of torch.distributed.checkpoint.
 
-A tensor subclass with `__create_write_items__`, `__create_chunk_list__` and `__get_tensor_shard__` lists the boxes of
-the complete tensor that this process holds, and returns a plain tensor for each. Sharded embedding tables do so, and so does
-a DTensor around them. The tensor does not describe other processes. So each box is stored as an array of its own
-(`own_pieces`), by the process that has it; the boxes of all processes must cover the tensor exactly once.
+1. A tensor subclass with `__create_write_items__`, `__create_chunk_list__` and `__get_tensor_shard__` lists the boxes of
+   the complete tensor that this process holds, and returns a plain tensor for each. Sharded embedding tables do so, and so
+   does a DTensor around them.
+2. A tensor of any class with the attributes `global_shape`, `global_offsets`, `local_offsets` and `local_sizes` holds, for
+   each position of the last three, the box of the complete tensor that begins at `global_offsets`, as its own elements from
+   `local_offsets` on. torch 2.15 calls it `CheckpointableTensor`; the attributes count in every version of torch.
+
+The tensor does not describe other processes. So each box is stored as an array of its own (`own_pieces`), by the
+process that has it; the boxes of all processes must cover the tensor exactly once.
 
 Shards are fetched as views where they are on the CPU, and restored in place on any device.
 """
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache
 from math import prod
-from typing import TYPE_CHECKING, Any
+from operator import index
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
@@ -27,6 +33,7 @@ from shardckpt.frameworks.torch import (
     dtype_of_tensor,
     host_array,
     is_host_memory,
+    memory_key,
     sink_of,
 )
 from shardckpt.layout.box import Box, BoxArray
@@ -40,14 +47,27 @@ if TYPE_CHECKING:
     from shardckpt.layout.world import World
 
 _PROTOCOL = ("__create_write_items__", "__create_chunk_list__", "__get_tensor_shard__")
+_DESCRIPTION = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
 
 
 def matches(leaf: object) -> bool:
-    """Whether the leaf is a tensor that implements the protocol."""
-    return isinstance(leaf, torch.Tensor) and _speaks(type(leaf))  # type: ignore[arg-type]  # a class is hashable
+    """Whether the leaf is a tensor that implements one of the protocols."""
+    return isinstance(leaf, torch.Tensor) and (_speaks(type(leaf)) or describes_itself(leaf))
 
 
-@lru_cache(maxsize=256)
+def describes_itself(tensor: object) -> bool:
+    """Whether a tensor has all attributes that describe it as shards."""
+    return all(hasattr(tensor, attribute) for attribute in _DESCRIPTION)
+
+
+def described_like(tensor: Any, other: Any) -> Any:
+    """The first value; if it is a tensor of the same local shape without a description, with that of the other one."""
+    if isinstance(tensor, torch.Tensor) and tensor.shape == other.shape and not describes_itself(tensor):
+        for attribute in _DESCRIPTION:
+            setattr(tensor, attribute, getattr(other, attribute))
+    return tensor
+
+
 def _speaks(kind: type) -> bool:
     return all(hasattr(kind, method) for method in _PROTOCOL)
 
@@ -62,8 +82,11 @@ def settle(leaves: Iterable[object]) -> None:
 
 
 def identity(leaf: object) -> Hashable | None:
-    """A key that is equal for the same tensor object; only the tensor knows what its aliases share."""
-    return "dcp_protocol", id(leaf)
+    """A key that is equal for the same tensor object, and for tensors over the same memory that describe it in the same way."""
+    memory = None if _speaks(type(leaf)) else memory_key(leaf)
+    if memory is None:  # only the tensor knows what its aliases share; or a process holds nothing of it
+        return "dcp_protocol", id(leaf)
+    return "dcp_protocol", memory, repr([getattr(leaf, attribute) for attribute in _DESCRIPTION])
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,27 +169,9 @@ def target(name: str, leaf: Any, shape: tuple[int, ...], dtype: DType) -> Sink: 
 
 def _shards(name: str, leaf: Any) -> _Shards:
     """Query a leaf's shards."""
-    from torch.distributed.checkpoint.metadata import MetadataIndex  # a program with such tensors has imported it already
-
-    sizes = {tuple(item.tensor_data.size) for item in leaf.__create_write_items__(name, leaf)} or {tuple(leaf.shape)}
-    if len(sizes) > 1:
-        raise LeafError(f"{shown(name)}: its write items give the whole tensor different shapes, {sorted(sizes)}; they must agree.")
-    (shape,) = sizes
+    shape, found = _listed(name, leaf) if _speaks(type(leaf)) else _described(name, leaf)
     held: dict[Box, Any] = {}
-    for i, chunk in enumerate(leaf.__create_chunk_list__()):
-        if prod(chunk.sizes) == 0:
-            continue
-        tensor = leaf.__get_tensor_shard__(MetadataIndex(name, torch.Size(chunk.offsets), i))
-        check_kind(name, tensor)
-        inside = len(chunk.offsets) == len(chunk.sizes) == len(shape) and all(
-            0 <= start <= start + size <= length for start, size, length in zip(chunk.offsets, chunk.sizes, shape, strict=True)
-        )
-        if not inside or tuple(tensor.shape) != tuple(chunk.sizes):
-            raise LeafError(
-                f"{shown(name)}: by its chunk list, shard {i} begins at {tuple(chunk.offsets)} of shape {shape} and has shape "
-                f"{tuple(chunk.sizes)}, but its data has shape {tuple(tensor.shape)}; chunk list, write items and shards must agree."
-            )
-        box = Box(tuple(chunk.offsets), tuple(a + n for a, n in zip(chunk.offsets, chunk.sizes, strict=True)))
+    for box, tensor in found:
         if tensor.is_meta:
             raise LeafError(f"{shown(name)}: its shard {box} is a meta tensor without data; materialize it first.")
         if any(box.overlap(other) for other in held):
@@ -176,3 +181,64 @@ def _shards(name: str, leaf: Any) -> _Shards:
     if len(dtypes) > 1:
         raise LeafError(f"{shown(name)}: its shards have the dtypes {sorted(d.name for d in dtypes)}; make them one.")
     return _Shards(shape, dtypes.pop(), BoxArray.of(list(held), len(shape)), tuple(held.values()))
+
+
+_Listed: TypeAlias = "tuple[tuple[int, ...], list[tuple[Box, Any]]]"
+"""Shape of the complete tensor; each shard with elements as its box and a tensor."""
+
+
+def _listed(name: str, leaf: Any) -> _Listed:
+    """The shards that the methods of a tensor's class return."""
+    from torch.distributed.checkpoint.metadata import MetadataIndex  # a program with such tensors has imported it already
+
+    sizes = {tuple(item.tensor_data.size) for item in leaf.__create_write_items__(name, leaf)} or {tuple(leaf.shape)}
+    if len(sizes) > 1:
+        raise LeafError(f"{shown(name)}: its write items give the whole tensor different shapes, {sorted(sizes)}; they must agree.")
+    (shape,) = sizes
+    found = []
+    for i, chunk in enumerate(leaf.__create_chunk_list__()):
+        if prod(chunk.sizes) == 0:
+            continue
+        tensor = leaf.__get_tensor_shard__(MetadataIndex(name, torch.Size(chunk.offsets), i))
+        check_kind(name, tensor)
+        if not _is_inside(chunk.offsets, chunk.sizes, shape) or tuple(tensor.shape) != tuple(chunk.sizes):
+            raise LeafError(
+                f"{shown(name)}: by its chunk list, shard {i} begins at {tuple(chunk.offsets)} of shape {shape} and has shape "
+                f"{tuple(chunk.sizes)}, but its data has shape {tuple(tensor.shape)}; chunk list, write items and shards must agree."
+            )
+        found.append((_box(chunk.offsets, chunk.sizes), tensor))
+    return shape, found
+
+
+def _described(name: str, leaf: Any) -> _Listed:
+    """The shards that a tensor's attributes describe."""
+    check_kind(name, leaf)
+    said = [getattr(leaf, attribute) for attribute in _DESCRIPTION]
+    why = "not whole numbers in equally many places"
+    shape: tuple[int, ...] | None = None
+    shards: list[tuple[tuple[int, ...], ...]] = []
+    with suppress(TypeError, ValueError):
+        starts, begins, sizes = ([tuple(map(index, row)) for row in rows] for rows in said[1:])
+        shards = list(zip(starts, begins, sizes, strict=True))
+        shape = tuple(map(index, said[0]))
+    if shape is not None:
+        why = "a shard lies outside of a shape"
+        if not all(_is_inside(start, size, shape) and _is_inside(begin, size, tuple(leaf.shape)) for start, begin, size in shards):
+            shape = None
+    if shape is None:
+        words = ", ".join(f"{attribute}={value!r:.200}" for attribute, value in zip(_DESCRIPTION, said, strict=True))
+        raise LeafError(
+            f"{shown(name)}: this tensor of shape {tuple(leaf.shape)} describes itself as shards by {words}, which contradicts itself "
+            f"({why}); give equally many offsets and sizes, each inside the complete and the local shape, or delete the attributes."
+        )
+    held = [s for s in shards if prod(s[2])]
+    return shape, [(_box(start, size), leaf.detach()[(*_box(begin, size).slices, ...)]) for start, begin, size in held]
+
+
+def _is_inside(start: Sequence[int], size: Sequence[int], shape: Sequence[int]) -> bool:
+    """Whether a box lies in a tensor."""
+    return len(start) == len(size) == len(shape) and all(0 <= a <= a + n <= whole for a, n, whole in zip(start, size, shape, strict=True))
+
+
+def _box(start: Sequence[int], size: Sequence[int]) -> Box:
+    return Box(tuple(start), tuple(a + n for a, n in zip(start, size, strict=True)))

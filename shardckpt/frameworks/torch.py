@@ -146,10 +146,18 @@ def identity(leaf: Any) -> Hashable | None:
 
     None for tensors without memory: without elements, meta tensors, freed storages, and kinds that cannot be stored.
     """
-    if type(leaf) not in _KINDS or _unstorable(leaf) is not None or leaf.is_meta or leaf.numel() == 0 or _without_memory(leaf) is not None:
+    memory = memory_key(leaf)
+    return None if memory is None else ("torch", *memory)
+
+
+def memory_key(tensor: Any) -> tuple[Hashable, ...] | None:
+    """A key that is equal for tensors over the same memory in the same form; None for tensors without memory."""
+    if type(tensor) not in _KINDS or _unstorable(tensor) is not None or tensor.is_meta or tensor.numel() == 0:
         return None
-    seen = (tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.is_conj(), leaf.is_neg())
-    return "torch", str(leaf.device), leaf.data_ptr(), *seen
+    if _without_memory(tensor) is not None:
+        return None
+    seen = (tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg())
+    return str(tensor.device), tensor.data_ptr(), *seen
 
 
 def sources(leaves: dict[str, Any], world: World) -> dict[str, Source]:  # noqa: ARG001 - every adapter has the same signatures

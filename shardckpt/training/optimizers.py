@@ -29,6 +29,7 @@ import torch
 from shardckpt import frameworks
 from shardckpt.errors import LeafError, StructureMismatchError
 from shardckpt.frameworks.base import Target
+from shardckpt.frameworks.dcp_protocol import described_like, describes_itself
 from shardckpt.state.document import Branch, child
 from shardckpt.state.names import child_name, shown
 from shardckpt.training.likeness import LEFT_OUT, StoredLeaves, fitting, mirror, new_tensor
@@ -101,6 +102,10 @@ class NamedOptimizer:
         packed = self.optimizer.state_dict()
         names = list(self.parameters)
         state = {names[number] if isinstance(number, int) else number: of_one for number, of_one in packed["state"].items()}
+        for name, of_one in state.items():
+            if describes_itself(self.parameters.get(name)):  # what is like the parameter is the same shard of a global tensor
+                for value in of_one.values():
+                    described_like(value, self.parameters[name])
         settings: dict[str, dict[str, Any]] = {}
         group_of: dict[str, str] = {}
         for first, group, members in zip(self.firsts(), packed["param_groups"], self.groups, strict=True):
@@ -218,6 +223,11 @@ class NamedOptimizer:
 
 def _place(parameter: Any, record: TensorRecord, own: object) -> object:
     """The restore target for one tensor of a parameter's state."""
+    if describes_itself(parameter) and tuple(parameter.global_shape) == record.shape:
+        kind = getattr(torch, record.dtype.name)
+        if isinstance(own, torch.Tensor) and describes_itself(own) and own.dtype is kind:
+            return own
+        return described_like(torch.empty_like(parameter, dtype=kind, requires_grad=False), parameter)
     fits = fitting(record, own)
     if fits is own or record.name.replace(".", "/").endswith(f"/{_NO_MOMENT}"):
         return fits

@@ -183,3 +183,56 @@ def test_shards_that_cannot_be_restored_into_are_refused_by_name():
 def test_dtypes_that_cannot_be_stored_are_refused_by_name():
     with pytest.raises(DtypeError, match=r"'layer/w': torch.complex32 cannot be stored"):
         frameworks.source("layer/w", Table([torch.zeros(2, dtype=torch.complex32)], [(0,)], (2,)))
+
+
+def described(tensor, shape, offsets, begins, sizes):
+    tensor.global_shape, tensor.global_offsets, tensor.local_offsets, tensor.local_sizes = shape, offsets, begins, sizes
+    return tensor
+
+
+def test_a_plain_tensor_is_recognised_by_the_attributes_that_describe_it_and_its_shards_are_views():
+    leaf = described(torch.arange(12.0).reshape(4, 3), (9, 3), [(6, 0), torch.Size((0, 1))], ((1, 0), (0, 1)), [[2, 3], [1, 2]])
+    for found in frameworks.source("w", leaf, World(1, 2)), frameworks.target("w", leaf, (9, 3), F32):
+        assert (found.shape, boxes_of(found)) == ((9, 3), ["[6:8, 0:3]", "[0:1, 1:3]"])
+    ((rows, corner),) = frameworks.fetch([frameworks.source("w", leaf)])
+    assert (rows.tolist(), corner.tolist()) == ([[3, 4, 5], [6, 7, 8]], [[1, 2]])
+    assert np.shares_memory(rows, leaf.numpy())
+    version = leaf._version
+    sink = frameworks.target("w", leaf, (9, 3), F32)
+    sink.destinations[0][...] = 5
+    assert sink.place(sink.destinations) is leaf
+    assert (leaf[1:3].unique().tolist(), leaf._version > version) == ([5], True)
+
+
+def test_a_tensor_with_some_of_the_attributes_is_an_ordinary_one():
+    leaf = torch.ones(2, 3)
+    leaf.global_shape, leaf.global_offsets = (4, 3), ((0, 0),)
+    assert frameworks.source("w", leaf).shape == (2, 3)
+
+
+def test_described_tensors_are_tied_by_their_memory_and_their_description():
+    whole = torch.ones(2, 3)
+    one = described(whole.detach(), (4, 3), ((0, 0),), ((0, 0),), ((2, 3),))
+    same = described(whole.detach(), (4, 3), ((0, 0),), ((0, 0),), ((2, 3),))
+    other = described(whole.detach(), (4, 3), ((2, 0),), ((0, 0),), ((2, 3),))
+    empty = [described(torch.ones(0, 3), (4, 3), (), (), ()) for _ in range(2)]
+    assert frameworks.identity(one) == frameworks.identity(same)
+    assert len({frameworks.identity(leaf) for leaf in (one, other, whole, *empty)}) == 5
+
+
+@pytest.mark.parametrize(
+    "description",
+    [
+        ((4, 3), ((0, 0),), ((0, 0),), ((3, 3),)),
+        ((1, 3), ((0, 0),), ((0, 0),), ((2, 3),)),
+        ((4, 3), ((0, 0), (2, 0)), ((0, 0),), ((2, 3),)),
+        ((4, 3), ((0,),), ((0, 0),), ((2, 3),)),
+        ((4, 3), ((-1, 0),), ((0, 0),), ((2, 3),)),
+        ((4, 3), ((0.5, 0),), ((0, 0),), ((2, 3),)),
+        (None, ((0, 0),), ((0, 0),), ((2, 3),)),
+    ],
+)
+def test_a_description_that_contradicts_itself_is_refused_by_name(description):
+    for ask in frameworks.source, lambda name, leaf: frameworks.target(name, leaf, (4, 3), F32):
+        with pytest.raises(LeafError, match=r"'layer/w': this tensor of shape \(2, 3\) describes itself as shards by global_shape="):
+            ask("layer/w", described(torch.ones(2, 3), *description))
