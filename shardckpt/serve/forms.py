@@ -72,7 +72,7 @@ class PageSession:
             guard.wrong_token(address)
             return html(login_page("Nobody has this token."), 403)
         response = RedirectResponse("/ui/runs", 303)
-        secure = request.url.scheme == "https"
+        secure = request.scope["scheme"] == "https"
         response.set_cookie(COOKIE, tokens.begin_session(given), max_age=12 * 3600, httponly=True, samesite="strict", secure=secure)
         return response
 

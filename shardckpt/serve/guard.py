@@ -3,6 +3,7 @@
 1. `Host` must be this service's, so that no page of another site reaches a service on loopback under a name of its own (DNS rebinding).
    Requests whose headers name another origin are refused.
 2. With tokens, a request has a bearer token or the cookie of a session; without, whoever reaches loopback may read.
+   The path is the one that the router matches (`scope["path"]`). `Request.url` is made from the Host header as well.
 3. Bodies are small and arrive in time. Every response forbids scripts, frames and sniffing, unless the page says otherwise.
 """
 
@@ -98,8 +99,7 @@ class Guard:
 
     def _admit(self, request: Request) -> tuple[Response | None, Identity | None]:
         """The refusal of a request, if it is refused, and the user who makes it."""
-        path = request.url.path
-        if path in _FREE:
+        if request.scope["path"] in _FREE:
             return None, None
         host = request.headers.get("host", "").lower()
         name = re.sub(r":\d{1,5}$", "", host)
@@ -131,7 +131,7 @@ class Guard:
             who = None if cookie is None else tokens.in_session(cookie)
             if who is not None and request.method not in ("GET", "HEAD") and "origin" not in request.headers:
                 return problem(403, "origin", "a change in a session comes from a page of this service."), None
-        if who is not None or request.url.path.startswith(_OPEN):
+        if who is not None or request.scope["path"].startswith(_OPEN):
             return None, who
         if "text/html" in request.headers.get("accept", "") and request.method == "GET":
             return RedirectResponse(LOGIN, 303), None
@@ -148,7 +148,7 @@ class Guard:
         self._metrics.wrong_tokens.inc()
 
     def _note(self, request: Request, answer: _Answer, who: Identity | None, seconds: float) -> None:
-        self._metrics.note(request.method, request.url.path, answer.status, answer.sent, seconds)
+        self._metrics.note(request.method, request.scope["path"], answer.status, answer.sent, seconds)
         fields = {
             "id": answer.ident,
             "method": request.method,
@@ -212,4 +212,4 @@ class _Limited:
 
 def _path(request: Request) -> str:
     """The path, without the query, which may contain secrets that were sent by mistake."""
-    return request.url.path[:1000]
+    return str(request.scope["path"])[:1000]

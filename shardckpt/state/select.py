@@ -7,15 +7,14 @@ tied tensor is left out, the first selected of its names becomes the tensor.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from shardckpt.errors import NamesMismatchError, OptionError
 from shardckpt.excerpt import excerpt, few
 from shardckpt.state.document import Branch, Node, Tensor, Tied, ends, leaves_of, parse, write
+from shardckpt.state.glob import compile_glob, is_glob
 
 if TYPE_CHECKING:
     from shardckpt.state.document import Tree
@@ -30,7 +29,8 @@ def matches(pattern: Only, name: str) -> bool:
 
     In a pattern `*` stands for any characters within one component and `**` for any characters at all; a component
     that is just `**` stands for any number of components, including none. `?` is one character within a component
-    and `[ab]`, `[!ab]` are sets of characters. A sequence of patterns selects the names that any of them selects.
+    and `[ab]`, `[!ab]` are sets of characters. A sequence of patterns selects the names that any of them selects. A match takes at
+    most (length of the pattern x length of the name) steps.
 
     >>> matches("model/layers.*.weight", "model/layers.0.weight"), matches("model/*", "model/a/b")
     (True, False)
@@ -56,8 +56,9 @@ def selector(only: Only | None) -> Callable[[str], bool]:
     patterns = [only] if isinstance(only, str) else only
     if not isinstance(patterns, Sequence) or not all(isinstance(pattern, str) for pattern in patterns):
         raise OptionError(f"only= takes a pattern, a list of patterns or a function of a name, not {only!r}.")
-    compiled = [pattern_regex(pattern) for pattern in patterns]
-    return lambda name: any(regex.fullmatch(name) for regex in compiled)
+    exact = frozenset(pattern for pattern in patterns if not is_glob(pattern))
+    globs = [compile_glob(pattern) for pattern in patterns if pattern not in exact]
+    return lambda name: name in exact or any(glob.fullmatch(name) for glob in globs)
 
 
 def unused_patterns(only: Only | None, names: Sequence[str], empty: Sequence[str] = ()) -> Only | None:
@@ -97,43 +98,6 @@ def check_selection(only: Only | None, tree: Tree, where: str, *, option: str = 
     wrong = unused_patterns(only, names, [end.name for end in found if isinstance(end, Branch)])
     if wrong is not None and (each or wrong is only):
         raise NamesMismatchError(f"{where}: {option}={excerpt(wrong)} selects none of its names, which are {few(names, 3)}.")
-
-
-_GLOB = re.compile(
-    r"""(?P<components> (?:(?:(?<=/)|^)\*\*/)+ )  # whole components, however many; repeats would only backtrack
-      | (?P<all> \*\*+ ) | (?P<star> \* ) | (?P<one> \? )
-      | \[ (?P<negated> !? ) (?P<members> \][^\]]* | [^\]]+ ) \]
-      | (?P<text> . )""",
-    re.VERBOSE | re.DOTALL,
-)
-
-
-@lru_cache(maxsize=1024)
-def pattern_regex(pattern: str) -> re.Pattern[str]:
-    """A regular expression that fully matches the names that a pattern selects; see `matches`.
-
-    Raises:
-        OptionError: `pattern` is not a valid pattern.
-    """
-    try:
-        return re.compile("".join(map(_regex_of, _GLOB.finditer(pattern))), re.DOTALL)
-    except re.error as error:
-        raise OptionError(f"{pattern!r} is not a pattern of names: {error.msg}. Write a bracket that stands for itself as '[[]'.") from None
-
-
-def _regex_of(token: re.Match[str]) -> str:
-    if token["components"]:
-        return "(?:[^/]*/)*"
-    if token["all"]:
-        return ".*"
-    if token["star"]:
-        return "[^/]*"
-    if token["one"]:
-        return "[^/]"
-    if token["members"]:
-        members = re.sub(r"([\\\[\]^&|~])", r"\\\1", token["members"])
-        return f"(?!/)[{'^' if token['negated'] else ''}{members}]"
-    return re.escape(token["text"])
 
 
 def select(tree: Tree, only: Callable[[str], bool]) -> tuple[JSON, dict[str, str]]:

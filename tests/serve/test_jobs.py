@@ -17,9 +17,11 @@ from serve_kills import ServiceProcess
 from serving import save_run, state
 
 import shardckpt
+from shardckpt.convert.naming.mapping_file import PRESETS
 from shardckpt.errors import OptionError, StorageError
 from shardckpt.serve.jobs import journal, runner
 from shardckpt.serve.jobs.journal import Journal
+from shardckpt.serve.jobs.operations import OPERATIONS
 from shardckpt.serve.service import ServeOptions, Service
 
 
@@ -101,6 +103,14 @@ def test_scopes_say_who_may_start_what(lab):
     assert lab.ask(f"/v1/jobs/{accepted.json['number']}", scope="read").status == 200
     assert lab.ask(f"/v1/jobs/{accepted.json['number']}/cancel", "POST", scope="read").status == 403
     assert lab.service.ask("/v1/jobs/verify", "POST", json.dumps(pin), Content_Type="application/json").status == 401
+
+
+def test_no_request_can_bring_a_regular_expression(lab):
+    """Some need time exponential in their length; patterns of names and mappings that come with shardckpt do not."""
+    brought = {parameter.name for operation in OPERATIONS.values() for parameter in operation.parameters}
+    assert not brought & {"rename", "rename_file", "ties"}
+    (mapping,) = {one for operation in OPERATIONS.values() for one in operation.parameters if one.name == "mapping"}
+    assert mapping.choices == PRESETS
 
 
 def test_without_tokens_or_state_nothing_can_be_changed(service, tmp_path, runs):

@@ -1,5 +1,6 @@
 """Access to the service: its users, their origins, and what they can reach."""
 
+import ast
 import logging
 import os
 import re
@@ -9,6 +10,7 @@ from contextlib import suppress
 
 import numpy as np
 import pytest
+from paths import ROOT
 from serving import serving
 
 import shardckpt
@@ -46,6 +48,23 @@ def test_requests_from_other_pages_and_other_names_are_refused(service):
     assert service.ask("/v1/runs", Sec_Fetch_Site="cross-site", Sec_Fetch_Mode="no-cors").status == 403
     assert service.ask("/v1/runs", Sec_Fetch_Site="cross-site", Sec_Fetch_Mode="navigate").status == 200
     assert b"421" in service.send(b"GET /v1/runs HTTP/1.1\r\nHost: localhost\r\nHost: evil.example\r\nConnection: close\r\n\r\n")
+
+
+@pytest.mark.parametrize("host", ["x/healthz?", "x/ui/login?", "x/static/?", "x/healthz#", "127.0.0.1/healthz?", "[::1]/readyz?"])
+def test_no_host_header_replaces_the_token(tmp_path, token_file, host):
+    add_token(token_file, "ann", "read")
+    with serving(("lab", tmp_path), token_file=token_file) as running:
+        for path in ("/v1/runs", "/raw/lab/a/1/checkpoint.json", "/files/lab/a/1/model.safetensors"):
+            assert running.ask(path, Host=host).status == 401, path
+
+
+def test_the_service_never_goes_by_a_url_made_from_headers():
+    """Old releases of Starlette put the Host header before the path without a check."""
+    for path in (ROOT / "shardckpt/serve").rglob("*.py"):
+        nodes = ast.walk(ast.parse(path.read_text()))
+        used = [node for node in nodes if isinstance(node, ast.Attribute) and node.attr in ("url", "base_url", "url_for")]
+        of_requests = [node for node in used if isinstance(node.value, ast.Name) and node.value.id == "request"]
+        assert not of_requests, path
 
 
 def test_every_response_forbids_scripts_frames_and_sniffing(service):

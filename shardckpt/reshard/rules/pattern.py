@@ -4,7 +4,7 @@ Patterns are those of `only=` (`names.matches`): `*` within a component, `**` ac
 also applies to names *directly below* the names that it matches, by "/" or by ".": the optimizer state below its parameter
 (`optimizer/state/layers.0.w1.weight/exp_avg`), the weights below a module (`layers.0.w1` and its `.weight`).
 
-Most patterns match few names. The longest literal text in a pattern excludes nearly all names (`literal`): the regular expression
+Most patterns match few names. The longest literal text in a pattern excludes nearly all names (`literal`): the pattern
 runs only on names that contain this text.
 """
 
@@ -14,7 +14,7 @@ import enum
 import re
 from functools import lru_cache
 
-from shardckpt.state.select import pattern_regex
+from shardckpt.state.glob import compile_glob
 
 _NOT_LITERAL = re.compile(r"/|\*+|\?|\[!?\]?[^\]]*\]")
 """The end of a literal text. A slash ends it too: DCP's "state." may follow the slash in a name, but not in the name above it."""
@@ -42,10 +42,10 @@ def match(pattern: str, name: str) -> Match | None:
     """
     if literal(pattern) not in name:
         return None
-    regex = pattern_regex(pattern)
-    if regex.fullmatch(name):
+    glob = compile_glob(pattern)
+    if glob.fullmatch(name):
         return Match.WHOLE
-    return Match.BELOW if any(map(regex.fullmatch, owners(name))) else None
+    return Match.BELOW if any(map(glob.fullmatch, owners(name))) else None
 
 
 @lru_cache(maxsize=4096)

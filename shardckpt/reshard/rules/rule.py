@@ -13,8 +13,8 @@ from shardckpt.errors import OptionError, ShardingError
 from shardckpt.excerpt import excerpt, shortened
 from shardckpt.layout.partition_spec import PartitionSpec
 from shardckpt.reshard.rules.spec_text import format_spec, parse_spec
+from shardckpt.state.glob import compile_glob
 from shardckpt.state.names import did_you_mean
-from shardckpt.state.select import pattern_regex
 
 if TYPE_CHECKING:
     from shardckpt.layout.mesh import Mesh
@@ -68,7 +68,7 @@ class Rule:
         if not isinstance(spec, PartitionSpec):
             raise OptionError(f"{self._where}{pattern!r} has a {type(spec).__name__}; give a shardckpt.PartitionSpec.")
         try:
-            pattern_regex(self.pattern)
+            compile_glob(self.pattern)
         except OptionError as error:
             raise OptionError(f"{self._where}{error}") from error
 

@@ -25,7 +25,7 @@ from shardckpt.format.structure import BESIDE
 from shardckpt.io.ages import idle_seconds
 from shardckpt.options import parse_duration
 from shardckpt.reading.catalog import CatalogEntry, catalog
-from shardckpt.state.select import pattern_regex
+from shardckpt.state.glob import Glob, compile_glob
 from shardckpt.training import cleaning
 from shardckpt.training.measured import METRICS, decode_metrics
 from shardckpt.training.retention import Best, EveryKth, KeepAnyOf, Latest, Retention, SavedStep, Younger, any_of
@@ -33,7 +33,6 @@ from shardckpt.training.steps import StepInfo
 
 if TYPE_CHECKING:
     import os
-    import re
     from collections.abc import Callable, Mapping
 
     from shardckpt.io.store import Store
@@ -46,7 +45,7 @@ _NOT_LISTED = "it was not among the steps that the dry run listed"
 class RetentionRules:
     """The rules of a file, for runs by their ids."""
 
-    entries: tuple[tuple[re.Pattern[str], Retention], ...]
+    entries: tuple[tuple[Glob, Retention], ...]
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> RetentionRules:
@@ -246,7 +245,7 @@ def _has_ages(rule: Retention) -> bool:
     return any(map(_has_ages, rule.rules)) if isinstance(rule, KeepAnyOf) else not isinstance(rule, Latest | EveryKth | Best)
 
 
-def _entry(entry: Any) -> tuple[re.Pattern[str], Retention]:
+def _entry(entry: Any) -> tuple[Glob, Retention]:
     """An entry's pattern and rule; raises OptionError."""
     known = ("runs", "latest", "every", "younger", "best")
     if not isinstance(entry, dict) or (odd := [key for key in entry if key not in known]):
@@ -270,4 +269,4 @@ def _entry(entry: Any) -> tuple[re.Pattern[str], Retention]:
         rules.append(Best(best.get("n", 1), best["metric"], best.get("mode", "min")))
     if not rules:
         raise OptionError(f"it keeps nothing of the runs {excerpt(pattern)}; give latest, every, younger or best.")
-    return pattern_regex(pattern), any_of(*rules)
+    return compile_glob(pattern), any_of(*rules)

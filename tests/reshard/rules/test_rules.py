@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from shardckpt import PartitionSpec, Rules, Sharding
 from shardckpt.errors import OptionError, ShardingError
 from shardckpt.reshard.rules import Rule, parse_mesh
-from shardckpt.state.select import matches, pattern_regex
+from shardckpt.state.glob import compile_glob
+from shardckpt.state.select import matches
 
 MESH = parse_mesh("data=2,model=4")
 W1 = "model/layers.0.w1.weight"
@@ -98,9 +99,9 @@ def test_factors_of_a_parameter_are_told_from_parameters_of_fewer_dimensions():
 def test_a_thousand_tensors_compile_each_pattern_once():
     rules = Rules.preset("mixtral/fsdp=data+tp")
     names = {f"model/model.layers.{layer}.self_attn.{x}_proj.weight": (8, 8) for layer in range(250) for x in "qkvo"}
-    before = pattern_regex.cache_info().misses
+    before = compile_glob.cache_info().misses
     assert len({decision.layout for decision in rules.decide_all(names, MESH).values()}) == 2
-    assert pattern_regex.cache_info().misses - before <= len(rules.steps(MESH))
+    assert compile_glob.cache_info().misses - before <= len(rules.steps(MESH))
 
 
 def test_what_has_one_element_is_replicated_whatever_the_rules_say():
