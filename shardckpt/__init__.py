@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from shardckpt.convert.importing import ImportReport, import_checkpoint
     from shardckpt.errors import ShardckptError
     from shardckpt.frameworks.base import Target
-    from shardckpt.frameworks.coordination import Coordinator
+    from shardckpt.frameworks.coordination import Coordinator, SingleProcess
     from shardckpt.layout.box import Box
     from shardckpt.layout.hybrid_mesh import HybridMesh
     from shardckpt.layout.mesh import Mesh
@@ -67,6 +67,7 @@ __all__ = [
     "SaveReport",
     "ShardckptError",
     "Sharding",
+    "SingleProcess",
     "Target",
     "TrainState",
     "__version__",
@@ -108,6 +109,7 @@ _HOME = {
     "SaveReport": "writing.save_handle",
     "ShardckptError": "errors",
     "Sharding": "layout.sharding",
+    "SingleProcess": "frameworks.coordination",
     "Target": "frameworks.base",
     "TrainState": "training",
     "commit": "commit",

@@ -61,7 +61,8 @@ class SaveOptions:
     """Whether to save the reduced value of DTensors with a `Partial` placement. This runs a collective on all processes of their mesh.
     Without it such a tensor is a LeafError."""
     commit_timeout: float = 600.0
-    """Seconds that the committing process waits for the other processes. These wait for the commit, a minute longer."""
+    """Seconds that the committing process waits for the other processes. These wait for the commit, a minute longer. In the first call of
+    a job, also the seconds that each process waits for the others to join."""
     overwrite: bool = False
     """Whether to replace an existing checkpoint, atomically. Without it an existing one is an AlreadyExistsError."""
     memory_limit: int | str = DEFAULT_MEMORY_LIMIT

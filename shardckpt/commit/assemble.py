@@ -32,6 +32,7 @@ from shardckpt.format.documents import FORMAT_VERSION, FileReference, TableRefer
 from shardckpt.format.record import CheckpointRecord, Contents, HostFiles, HostRecord, host_record_key
 from shardckpt.format.table import OWN_OBJECT, ROW, ArrayChunks, Table, TableHeader, check_sizes
 from shardckpt.format.zarr_arrays import chunk_object_key, encode, plain_key, zarr_documents
+from shardckpt.frameworks.coordination import ALL_MUST_CALL, WaitNotice
 from shardckpt.io.files import LARGEST_WHOLE
 from shardckpt.io.threads import map_on_threads
 from shardckpt.plan.pieces import chunk_boxes
@@ -82,7 +83,7 @@ def wait_for_hosts(place: Store, hosts: int, timeout: float, failed: Callable[[]
     Raises:
         CommitError: some hosts have not finished in time; the message names them.
     """
-    began = time.monotonic()
+    began, notice = time.monotonic(), WaitNotice(str(place))
     while True:
         missing = sorted(set(range(hosts)) - set(finished_hosts(place)))
         if not missing:
@@ -90,11 +91,12 @@ def wait_for_hosts(place: Store, hosts: int, timeout: float, failed: Callable[[]
         reason = failed()
         if reason is not None:
             raise CommitError(f"{place}: {reason} Nothing was published.")
+        notice.look(lambda: numbered("host", missing))  # noqa: B023  (called at once)
         waited = time.monotonic() - began
         if waited >= timeout:
             raise CommitError(
                 f"{place}: {numbered('host', missing)} (of {hosts}) did not finish within {timeout:g} s; nothing was published. "
-                f"All processes of the job must save to this place. If the missing ones finish later, `shardckpt commit` publishes the "
+                f"{ALL_MUST_CALL} If the missing ones finish later, `shardckpt commit` publishes the "
                 f"save; otherwise `shardckpt gc` removes it."
             )
         time.sleep(min(pause(waited), timeout - waited))

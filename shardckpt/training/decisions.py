@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.errors import CoordinationError
-from shardckpt.frameworks.coordination import SilentStoreError
+from shardckpt.frameworks.coordination import ALL_MUST_CALL, SilentStoreError, WaitNotice
 from shardckpt.training.policies import Moment
 from shardckpt.training.timeline import Timeline
 
@@ -213,7 +213,7 @@ class Decisions:
                 self._noticed = source
         if step <= self._timeline.until:
             return
-        deadline, pause = time.monotonic() + self._timeout, _FIRST_LOOK
+        deadline, pause, notice = time.monotonic() + self._timeout, _FIRST_LOOK, WaitNotice(f"step {step}")
         while True:
             said, silent = None, ""
             try:
@@ -227,8 +227,9 @@ class Decisions:
             if time.monotonic() >= deadline:
                 raise CoordinationError(
                     f"step {step}: process {LEADER} has not decided within {self._timeout:g} s whether it is saved{silent}; check "
-                    f"that it runs, and asks about the same steps as process {self._coordinator.world.process}."
+                    f"that it runs, and asks about the same steps as process {self._coordinator.world.process}. {ALL_MUST_CALL}"
                 )
+            notice.look(lambda: f"process {LEADER} to decide whether it is saved")
             time.sleep(pause)
             pause = min(2 * pause, _LAST_LOOK)
         if line.since > (0 if self.previous is None else self.previous + 1):

@@ -12,7 +12,7 @@ from shardckpt.commit.job import RUN
 from shardckpt.commit.rollback import ROLLBACK
 from shardckpt.errors import OptionError
 from shardckpt.excerpt import excerpt
-from shardckpt.frameworks.coordination import Coordinator, check_coordinator
+from shardckpt.frameworks.coordination import Coordinator, check_coordinator, coordinator_of
 from shardckpt.io.failures import check_fork
 from shardckpt.io.store import Store
 from shardckpt.io.url import parse
@@ -122,7 +122,7 @@ class CheckpointManager(RunSteps):
         policy = as_policy(when) if preemption is None else any_of(as_policy(when), preemption)
         self._rule = as_retention(keep)
         self._root = Store.open(parse(root))
-        self._coordinator = Coordinator.current() if coordinator is None else coordinator
+        self._coordinator = coordinator_of(coordinator, self.options.commit_timeout)
         world = self._coordinator.world
         self._leads = world.process == LEADER
         self._on_failure = on_failure

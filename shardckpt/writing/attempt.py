@@ -43,7 +43,7 @@ from shardckpt.errors import CommitError, CoordinationError, OtherJobError, Shar
 from shardckpt.format.documents import FileReference, seal
 from shardckpt.format.record import CheckpointRecord, Contents, HostRecord
 from shardckpt.format.structure import Structure
-from shardckpt.frameworks.coordination import SilentStoreError
+from shardckpt.frameworks.coordination import ALL_MUST_CALL, SilentStoreError, WaitNotice
 from shardckpt.frameworks.per_process import encode_values
 from shardckpt.io.datafile import check_space
 from shardckpt.io.failures import is_shutting_down
@@ -236,7 +236,7 @@ class Attempt:
         Raises:
             CommitError: the committer could not commit, or announces nothing for too long.
         """
-        began, silent = time.monotonic(), ""
+        began, silent, notice = time.monotonic(), "", WaitNotice(str(self.store))
         look = began + _STORAGE_LOOK
         while (waited := time.monotonic() - began) < (timeout := self.options.commit_timeout + (0 if silent else _COMMITTING)):
             if self._stopped:
@@ -259,6 +259,7 @@ class Attempt:
                     if published_attempt(self.store) == self.name:
                         return
                 look = now + (now - began)
+            notice.look(lambda: f"process {COMMITTER} to commit the save")
             time.sleep(pause(waited, _FIRST_LOOK, _LAST_LOOK))
         else:
             why = f"within {timeout:g} s{silent}"
@@ -266,8 +267,8 @@ class Attempt:
             # For processes that come too late, or have missed this save and would complete it with the data of their next save.
             self._tell(_WORD, CommitError(f"process {self.world.process} does not wait for it any more."))
             raise CommitError(
-                f"{self.store}: this process has written its share, and process {COMMITTER} has not committed {why}; if it is gone, "
-                f"`shardckpt commit` publishes the save."
+                f"{self.store}: this process has written its share, and process {COMMITTER} has not committed {why}. {ALL_MUST_CALL} "
+                f"If process {COMMITTER} is gone, `shardckpt commit` publishes the save."
             )
 
     def stop_waiting(self, why: str) -> None:

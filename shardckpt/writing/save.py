@@ -16,7 +16,7 @@ import numpy as np
 
 from shardckpt import frameworks
 from shardckpt.errors import out_of_memory
-from shardckpt.frameworks.coordination import Coordinator, check_coordinator
+from shardckpt.frameworks.coordination import Coordinator, check_coordinator, coordinator_of
 from shardckpt.io.buffers import BufferPool, round_up
 from shardckpt.io.failures import saving_takes_threads
 from shardckpt.io.store import Store
@@ -80,7 +80,8 @@ def save(
         state: nested dicts, lists and tuples of tensors (torch_xla, DTensor, torch, JAX, numpy) and small leaves.
         options: see `SaveOptions`; the same on all processes.
         skip: replaces `SaveOptions(skip=…)`: name patterns of tensors that stay in `SaveOptions(base=…)`. `()` skips no tensor.
-        coordinator: connects the processes of the job. By default it is detected once (`Coordinator.current`).
+        coordinator: connects the processes of the job. By default it is detected once (`Coordinator.current`). `SingleProcess()`: this
+            process saves by itself.
 
     Returns:
         The report of this process. Copying overlaps with writing, and counts as writing.
@@ -97,7 +98,7 @@ def save(
     options = checked_options(options, skip)
     check_coordinator(coordinator)
     try:
-        attempt = Attempt(Store.open(parse(url)), Coordinator.current() if coordinator is None else coordinator, options)
+        attempt = Attempt(Store.open(parse(url)), coordinator_of(coordinator, options.commit_timeout), options)
         with saving_takes_threads(attempt.store):
             return _save(attempt, state, began)
     except MemoryError as e:

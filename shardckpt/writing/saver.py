@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from shardckpt import frameworks
 from shardckpt.errors import CommitError, OptionError, out_of_memory_is_typed
 from shardckpt.excerpt import file_size
-from shardckpt.frameworks.coordination import Coordinator, check_coordinator
+from shardckpt.frameworks.coordination import Coordinator, check_coordinator, coordinator_of
 from shardckpt.io.buffers import BufferPool
 from shardckpt.io.failures import is_shutting_down, saving_takes_threads
 from shardckpt.io.shutdown import start_background
@@ -106,7 +106,7 @@ class Saver:
         began = time.monotonic()
         options = checked_options(options)
         check_coordinator(coordinator)
-        coordinator = coordinator or self._coordinator or Coordinator.current()
+        coordinator = coordinator_of(coordinator or self._coordinator, options.commit_timeout)
         if os.getpid() != self._process:
             self._renew()
         save = _Save(self.pool, Attempt(Store.open(parse(url)), coordinator, options), began, before_publish, progress)

@@ -4,16 +4,19 @@ The store is a TCPStore that the test itself serves, so that it outlives the ran
 """
 
 import json
+import logging
 import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from threading import Barrier
 
+import torch
 import torch.distributed as dist
 
+import shardckpt
 from shardckpt.errors import ShardckptError
-from shardckpt.frameworks.coordination import Coordinator
+from shardckpt.frameworks.coordination import Coordinator, waiting
 
 scenario, place, rank, world = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
 
@@ -109,6 +112,28 @@ def absent():
     dist.barrier()
     # All of them now: the same processes in the same group, after some of them had given up.
     return answers | {"run_id": Coordinator.current(timeout=60).run_id}
+
+
+def saves_alone():
+    """Rank 0 saves as the job's first call of shardckpt, and the others do not; then by itself; then all save."""
+    dist.init_process_group("gloo", store=tcp_store(), rank=rank, world_size=world)
+    place, state, answers = os.environ["SAVE_TO"], {"w": torch.ones(5)}, {}
+    if rank == 0:
+        waiting.NOTICE_SECONDS = 0.2
+        logged = []
+        logging.getLogger("shardckpt").addHandler(handler := logging.Handler())
+        handler.emit = lambda record: logged.append(record.getMessage())
+        options = shardckpt.SaveOptions(commit_timeout=1)
+        answers["save"] = failure_of(lambda: shardckpt.save(f"{place}/1", state, options=options))
+        answers["save_async"] = failure_of(lambda: shardckpt.save_async(f"{place}/1", state, options=options))
+        answers["manager"] = failure_of(lambda: shardckpt.CheckpointManager(place, options=options))
+        answers["logged"] = [*logged]
+        answers["files"] = os.listdir(place) if os.path.exists(place) else []
+        shardckpt.save(f"{place}/alone", state, coordinator=shardckpt.SingleProcess())
+    dist.barrier()
+    shardckpt.save(f"{place}/all", state)
+    # A later agreement has the usual time limit, not the one of the first save.
+    return answers | {"timeout": Coordinator.current()._timeout, "saved": sorted(os.listdir(place))}
 
 
 def counted():

@@ -28,6 +28,7 @@ from collections.abc import Generator, Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from shardckpt.errors import CoordinationError
+from shardckpt.frameworks.coordination.waiting import ALL_MUST_CALL
 
 T = TypeVar("T")
 
@@ -49,10 +50,25 @@ class Set(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """A request to let some time pass. The answer is None, or the seconds waited in all if the time is up."""
+    """A request to let some time pass. The answer is None, or a `Late`."""
 
 
-Steps: TypeAlias = Generator[Get | Set | Wait, Any, T]
+class Late(NamedTuple):
+    """The answer to a wait that takes long."""
+
+    seconds: float
+    """Seconds waited in all."""
+    is_over: bool
+    """Whether the time is up; otherwise the log is to name the missing processes."""
+
+
+class Report(NamedTuple):
+    """A request to name the missing processes in the log."""
+
+    missing: str
+
+
+Steps: TypeAlias = Generator[Get | Set | Wait | Report, Any, T]
 
 
 def encode(value: Any) -> bytes:
@@ -90,10 +106,10 @@ def join(process: int, value: bytes, nonce: str) -> Steps[tuple[str, list[Any]]]
             said = yield Get(f"{run_id}/start/all")
             if said is not None:
                 return run_id, decode(said)
-        seconds = yield Wait()
-        if seconds is not None:
+        late = yield Wait()
+        if late is not None:
             missing = None if run_id is None else (yield Get(f"{run_id}/start/missing"))
-            raise _late(process, missing, seconds)
+            yield from _overdue(process, _without_answer(process, missing), late)
 
 
 def lead(processes: int, value: bytes, run_id: str) -> Steps[list[Any]]:
@@ -179,9 +195,9 @@ def listen(key: str, process: int, processes: Sequence[int]) -> Steps[list[Any]]
         silent = [p for p in processes if p not in said]
         if not silent:
             return [said[p] for p in processes]
-        seconds = yield Wait()
-        if seconds is not None:
-            raise _missing(process, silent, seconds)
+        late = yield Wait()
+        if late is not None:
+            yield from _overdue(process, silent, late)
 
 
 def await_answer(key: str, process: int) -> Steps[Any]:
@@ -191,9 +207,9 @@ def await_answer(key: str, process: int) -> Steps[Any]:
         CoordinationError: the time is up; names the missing processes.
     """
     while (answer := (yield Get(f"{key}/all"))) is None:
-        seconds = yield Wait()
-        if seconds is not None:
-            raise _late(process, (yield Get(f"{key}/missing")), seconds)
+        late = yield Wait()
+        if late is not None:
+            yield from _overdue(process, _without_answer(process, (yield Get(f"{key}/missing"))), late)
     return decode(answer)
 
 
@@ -205,26 +221,32 @@ def _publish(key: str, said: dict[int, Any], processes: int) -> Steps[bool]:
     missing = [p for p in range(processes) if p not in said]
     # So that the other processes can name them too, without their own search.
     yield Set(f"{key}/missing", encode(missing))
-    seconds = yield Wait()
-    if seconds is not None:
-        raise _missing(0, missing, seconds)
+    late = yield Wait()
+    if late is not None:
+        yield from _overdue(0, missing, late)
     return False
 
 
-def _late(process: int, missing: bytes | None, seconds: float) -> CoordinationError:
-    """The error of a process without an answer from process 0; it names the processes that process 0 waits for."""
+def _without_answer(process: int, missing: bytes | None) -> Sequence[int]:
+    """The processes that process 0 waits for, by its last word; process 0 itself if it waits for no other."""
     others = [] if missing is None else [p for p in decode(missing) if p != process]
-    return _missing(process, others or [0], seconds)
+    return others or [0]
 
 
-def _missing(process: int, missing: Sequence[int], seconds: float) -> CoordinationError:
-    return CoordinationError(
-        f"process {process} waited {seconds:g} s for {_named(missing)}, which did not answer; see whether they run and reach "
-        f"the same call of shardckpt as the others, or allow more time with timeout=."
+def _overdue(process: int, missing: Sequence[int], late: Late) -> Steps[None]:
+    """Name the missing processes: in the log, or in an error if the time is up."""
+    if not late.is_over:
+        yield Report(named(missing))
+        return
+    raise CoordinationError(
+        f"process {process} waited {late.seconds:g} s for {named(missing)}, which did not answer. {ALL_MUST_CALL} See whether the "
+        f"missing ones run and make this call, or allow more time: SaveOptions(commit_timeout=…) for saves, "
+        f"Coordinator.current(timeout=…) for other calls."
     )
 
 
-def _named(processes: Iterable[int]) -> str:
+def named(processes: Iterable[int]) -> str:
+    """The numbers of some processes in words."""
     numbers = [str(p) for p in processes]
     shown = ", ".join(numbers[:_NAMED])
     rest = f" and {len(numbers) - _NAMED} more" if len(numbers) > _NAMED else ""

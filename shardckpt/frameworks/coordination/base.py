@@ -21,9 +21,23 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from shardckpt.errors import CoordinationError, OptionError
-from shardckpt.frameworks.coordination.agreement import Get, Set, Steps, await_answer, decode, encode, gather, join, lead, listen
+from shardckpt.frameworks.coordination.agreement import (
+    Get,
+    Late,
+    Report,
+    Set,
+    Steps,
+    await_answer,
+    decode,
+    encode,
+    gather,
+    join,
+    lead,
+    listen,
+)
 from shardckpt.frameworks.coordination.calls import SilentStoreError
 from shardckpt.frameworks.coordination.devices import found_devices, given_devices, owners
+from shardckpt.frameworks.coordination.waiting import ALL_MUST_CALL, WaitNotice
 from shardckpt.layout.world import World
 
 if TYPE_CHECKING:
@@ -36,6 +50,8 @@ T = TypeVar("T")
 
 _PREFIX = "shardckpt/"
 """The prefix of all keys, because other programs use the store, too."""
+_TIMEOUT = 600.0
+"""Default seconds to wait for other processes."""
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.001, 0.25
 """Seconds between two looks at the store. The pause grows, so that a quick start is quick and a slow one costs little."""
 
@@ -100,7 +116,7 @@ class Coordinator(ABC):
                 process was forked from a process of the job.
             OptionError: two processes own the same device, or `devices` differs from the first call's.
         """
-        return _current(devices, timeout)
+        return _current(devices, timeout, timeout)
 
     def share(self, key: str, value: Any, *, timeout: float | None = None) -> list[Any]:
         """The values of all processes, by process. Blocks until all have called it: for the start of a job.
@@ -203,8 +219,8 @@ class Coordinator(ABC):
         """Execute the operations of an agreement until it ends or the time is up."""
         seconds = self._timeout if timeout is None else timeout
         deadline = time.monotonic() + seconds
-        pause = _SHORTEST_PAUSE
-        result: bytes | float | None = None
+        pause, notice = _SHORTEST_PAUSE, WaitNotice()
+        result: bytes | Late | None = None
         while True:
             try:
                 step = steps.send(result)
@@ -216,11 +232,15 @@ class Coordinator(ABC):
                 result = self._until(deadline - time.monotonic(), partial(self._get, _PREFIX + step.key))
             elif isinstance(step, Set):
                 self._until(deadline - time.monotonic(), partial(self._set, _PREFIX + step.key, step.value))
-            elif (left := deadline - time.monotonic()) > 0:
+            elif isinstance(step, Report):
+                notice.write(step.missing)
+            elif (left := deadline - time.monotonic()) <= 0:
+                result = Late(seconds, is_over=True)
+            elif notice.is_due():
+                result = Late(seconds - left, is_over=False)
+            else:
                 time.sleep(min(pause, left))
                 pause = min(pause * 1.5, _LONGEST_PAUSE)
-            else:
-                result = seconds
 
     @staticmethod
     def _until(seconds: float, ask: Callable[[], T]) -> T:
@@ -233,6 +253,19 @@ class Coordinator(ABC):
                 if time.monotonic() >= deadline:
                     raise
                 time.sleep(_LONGEST_PAUSE)
+
+
+def coordinator_of(coordinator: Coordinator | None, seconds: float) -> Coordinator:
+    """A caller's `coordinator`, or the job's own.
+
+    Args:
+        coordinator: the argument of the call.
+        seconds: the time limit of the call: if the processes have not agreed yet, it waits no longer for the others.
+
+    Raises:
+        CoordinationError: as `Coordinator.current` does.
+    """
+    return _current(None, _TIMEOUT, seconds) if coordinator is None else coordinator
 
 
 def check_coordinator(coordinator: object) -> None:
@@ -251,10 +284,21 @@ def check_coordinator(coordinator: object) -> None:
 
 
 class SingleProcess(Coordinator):
-    """The coordinator of a job of one process."""
+    """The coordinator of a process that saves or restores by itself, also if it is one of several processes of a job.
+
+        if rank == 0:
+            shardckpt.save("run/final", state, coordinator=shardckpt.SingleProcess())
+
+    The state must be complete in this process: a tensor of which other processes hold shards is an error.
+    """
 
     def __init__(self, *, devices: Mapping[str, Iterable[int]] | None = None, timeout: float = 600) -> None:
-        """Create a run id; there is no other process to wait for."""
+        """Create a run id; there is no other process to wait for.
+
+        Args:
+            devices: as for `Coordinator`.
+            timeout: as for `Coordinator`; it has no effect.
+        """
         self._values: dict[str, bytes] = {}
         super().__init__(0, 1, devices=devices, timeout=timeout)
 
@@ -286,20 +330,35 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
-def _current(devices: Mapping[str, Iterable[int]] | None, timeout: float) -> Coordinator:
-    """The coordinator of this round of the job; see `Coordinator.current`."""
+def _current(devices: Mapping[str, Iterable[int]] | None, timeout: float, joining: float) -> Coordinator:
+    """The coordinator of this round of the job; see `Coordinator.current`.
+
+    Args:
+        devices: as for `Coordinator.current`.
+        timeout: seconds to wait for other processes in later agreements.
+        joining: seconds to wait for them now.
+    """
     global _round  # noqa: PLW0603
     given = given_devices(devices) if devices else {}
-    with _lock:
+    lock = _lock
+    if not lock.acquire(timeout=joining):
+        raise CoordinationError(
+            f"another thread of this process has waited {joining:g} s for the other processes of the job. {ALL_MUST_CALL}"
+        )
+    try:
         kind = _kind()
         if _round is None or type(_round.coordinator) is not kind or not _is_current(_round):
-            _round = _Round(kind(devices=given, timeout=timeout), os.getpid(), given)
+            made = kind(devices=given, timeout=joining)
+            made._timeout = timeout
+            _round = _Round(made, os.getpid(), given)
         elif devices is not None and given != _round.given:
             raise OptionError(
                 f"this process owns the devices {_round.given or 'that its frameworks show'}, as agreed when the job started, and "
                 f"not {given}; give devices= with the first call that coordinates."
             )
         return _round.coordinator
+    finally:
+        lock.release()
 
 
 def _is_current(agreed: _Round) -> bool:
@@ -310,7 +369,7 @@ def _is_current(agreed: _Round) -> bool:
         world = agreed.coordinator.world
         raise CoordinationError(
             f"this process was forked from process {world.process} of a job of {world.processes} and is none of them; save and restore "
-            f"in process {world.process} itself, or pass coordinator=SingleProcess() for a checkpoint of this process alone."
+            f"in process {world.process} itself, or pass coordinator=shardckpt.SingleProcess() for a checkpoint of this process alone."
         )
     return agreed.coordinator.is_current
 

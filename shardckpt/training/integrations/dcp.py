@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.storage import StorageWriter as _StorageWriter
 from torch.futures import Future
 
 from shardckpt.errors import LeafError, OptionError, ReplacedError, ShardckptError, StructureMismatchError
-from shardckpt.frameworks.coordination import Coordinator, check_coordinator
+from shardckpt.frameworks.coordination import Coordinator, check_coordinator, coordinator_of
 from shardckpt.io.store import Store
 from shardckpt.io.url import parse
 from shardckpt.options import checked_options
@@ -128,7 +128,7 @@ class StorageWriter(_StorageWriter):  # type: ignore[misc]  # torch is not follo
             LeafError: a value that DCP would pickle, by name; or as in `shardckpt.save`.
             AlreadyExistsError, CommitError, StorageError: as in `shardckpt.save`.
         """
-        url, coordinator = _required(self.url), Coordinator.current() if self._coordinator is None else self._coordinator
+        url, coordinator = _required(self.url), coordinator_of(self._coordinator, self._options.commit_timeout)
         try:
             state = _state_of(planner)
         except Exception as e:  # the others are saving already: report the failure to them, so that all processes count the attempt

@@ -8,7 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from shardckpt.errors import CoordinationError
-from shardckpt.frameworks.coordination.agreement import Get, Set, Wait, encode, gather, join, lead, listen
+from shardckpt.frameworks.coordination.agreement import Get, Late, Report, Set, Wait, encode, gather, join, lead, listen
 
 PATIENCE = 200
 """Operations of each process after which an agreement without further deaths must have ended; it takes about 30."""
@@ -60,7 +60,7 @@ class Process:
 def time_is_up(process, seconds):
     """Tell it at its next wait."""
     process.run()
-    process.result = seconds
+    process.result = Late(seconds, is_over=True)
 
 
 def round_of(processes, store):
@@ -225,4 +225,17 @@ def test_listening_hears_each_of_some_processes_and_names_the_silent_ones():
     assert silent.send(store["k/1"]) == Get("k/4")
     assert silent.send(None) == Wait()
     with pytest.raises(CoordinationError, match="process 0 waited 9 s for process 4,"):
-        silent.send(9.0)
+        silent.send(Late(9.0, is_over=True))
+
+
+def test_a_long_wait_names_the_missing_processes_and_goes_on():
+    store = {}
+    leader, first = Process(0, 3, store), Process(1, 3, store)
+    for process in (first, leader, first, leader):
+        process.run()
+    for process in (leader, first):
+        step = process.steps.send(Late(30.0, is_over=False))
+        while not isinstance(step, Report):
+            step = process.steps.send(store.get(step.key))
+        assert step.missing == "process 2"
+        assert not isinstance(process.steps.send(None), Report)

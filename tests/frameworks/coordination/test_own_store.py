@@ -45,7 +45,9 @@ def test_a_missing_process_is_named_by_those_that_came_and_the_next_round_goes_w
     answers = run_job(SCRIPT, job(tmp_path, 3, absent=[1], timeout=5))
     for p, answer in zip((0, 2), answers, strict=True):
         assert answer["is a TimeoutError"]
-        assert answer["error"].startswith(f"coordination: process {p} waited 5 s for process 1, which did not answer; see whether")
+        assert answer["error"].startswith(
+            f"coordination: process {p} waited 5 s for process 1, which did not answer. All processes of the job must"
+        )
     answers = run_job(SCRIPT, job(tmp_path, 3))
     assert len({answer["run_id"] for answer in answers}) == 1
 

@@ -24,8 +24,22 @@ def test_ranks_agree_share_and_announce_through_their_groups_store(run_job, port
 
 def test_a_rank_that_does_not_come_is_named_and_may_come_later(run_job, port):
     answers = run_job(SCRIPT, job("absent", port, 2))
-    assert answers[0]["failure"].startswith("CoordinationError: process 0 waited 1 s for process 1, which did not answer; see whether")
+    assert answers[0]["failure"].startswith(
+        "CoordinationError: process 0 waited 1 s for process 1, which did not answer. All processes of the job must"
+    )
     assert len({answer["run_id"] for answer in answers}) == 1
+
+
+def test_a_first_save_on_one_rank_keeps_its_time_limit_and_says_who_must_call_it(run_job, port, tmp_path):
+    first, second = run_job(SCRIPT, job("saves_alone", port, 2), SAVE_TO=str(tmp_path / "run"))
+    for call in ("save", "save_async", "manager"):
+        assert first[call].startswith("CoordinationError: process 0 waited 1 s for process 1, which did not answer. All processes of the")
+        assert "coordinator=shardckpt.SingleProcess()" in first[call]
+    assert len(first["logged"]) == 3
+    assert all("has waited 0 s for process 1, and still waits. All processes of the job must" in line for line in first["logged"])
+    assert first["files"] == []
+    for answer in (first, second):
+        assert (answer["timeout"], answer["saved"]) == (600, ["all", "alone"])
 
 
 def test_no_operation_waits_for_a_key_that_is_missing(run_job, port):
