@@ -9,6 +9,7 @@ import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from pathlib import Path
 from threading import Barrier
 
 import torch
@@ -128,12 +129,12 @@ def saves_alone():
         answers["save_async"] = failure_of(lambda: shardckpt.save_async(f"{place}/1", state, options=options))
         answers["manager"] = failure_of(lambda: shardckpt.CheckpointManager(place, options=options))
         answers["logged"] = [*logged]
-        answers["files"] = os.listdir(place) if os.path.exists(place) else []
+        answers["files"] = [path.name for path in Path(place).glob("*")]
         shardckpt.save(f"{place}/alone", state, coordinator=shardckpt.SingleProcess())
     dist.barrier()
     shardckpt.save(f"{place}/all", state)
     # A later agreement has the usual time limit, not the one of the first save.
-    return answers | {"timeout": Coordinator.current()._timeout, "saved": sorted(os.listdir(place))}
+    return answers | {"timeout": Coordinator.current()._timeout, "saved": sorted(path.name for path in Path(place).iterdir())}
 
 
 def counted():
