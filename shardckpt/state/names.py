@@ -143,6 +143,11 @@ _SEQUENCES = frozenset({list, tuple, deque})
 _KEYS = frozenset({str, int, bool, type(None)})
 
 
+def is_key(key: object) -> bool:
+    """Whether a dict in a state may have a key."""
+    return type(key) in _KEYS
+
+
 def _of_dict(value: dict[Any, object], where: str) -> Container:
     for key in value:
         if type(key) not in _KEYS:

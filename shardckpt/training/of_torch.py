@@ -1,25 +1,43 @@
 """Finder of the torch objects of a training, which name the state of each object from the others.
 
 Optimizer state is named after the modules' parameters: without a prefix for `model`, as `keyword.name` for other modules.
-Scheduler state is named after its optimizer's groups. This module is imported only for programs that have torch.
+Scheduler state is named after its optimizer's groups.
+
+An optimizer around other optimizers may have a `state_dict` of its own form, which does not tell which tensors belong to which
+parameter. Such a state is stored as it is, and restored completely or not at all. Keys that a state cannot have, such as the tuple
+(group, position) of some wrappers, are stored as values:
+
+    {(0, 1): {"slow": tensor}}   →   {"keys of pairs": [(0, 1)], "values of pairs": [{"slow": tensor}]}
+
+This module is imported only for programs that have torch.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
+from shardckpt.state.names import is_key
+from shardckpt.training.likeness import LEFT_OUT, mirror
 from shardckpt.training.modules import NamedModule
+from shardckpt.training.optimizer_forms import keyed_by_ints
 from shardckpt.training.optimizers import NamedOptimizer
 from shardckpt.training.schedulers import NamedScheduler
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
+
+    from shardckpt.state.document import Node
+    from shardckpt.training.likeness import StoredLeaves
+
+_KEYS, _VALUES = "keys of pairs", "values of pairs"
 
 
-def of_torch(objects: Mapping[str, Any]) -> dict[str, NamedModule | NamedOptimizer | NamedScheduler]:
+def of_torch(objects: Mapping[str, Any]) -> dict[str, NamedModule | NamedOptimizer | OwnFormOptimizer | NamedScheduler]:
     """The torch objects among some objects, with their names, by the same keys.
+
+    Schedulers of optimizers that are not given, or have a form of their own, are left out.
 
     Raises:
         LeafError: a module or optimizer whose tensors have no names.
@@ -30,15 +48,70 @@ def of_torch(objects: Mapping[str, Any]) -> dict[str, NamedModule | NamedOptimiz
         found = module.parameter_names()
         names = {i: name if key == "model" else f"{key}.{name}" for i, name in found.items()} | names
         module.replica = any(other.replica for other in modules.values())  # averaged weights are not wrapped in DDP themselves
-    optimizers = {
-        key: NamedOptimizer(key, of, names, modules.keys() - {"model"})
-        for key, of in objects.items()
-        if isinstance(of, torch.optim.Optimizer)
-    }
+    optimizers: dict[str, NamedOptimizer] = {}
+    own_forms: dict[str, OwnFormOptimizer] = {}
+    for key, of in objects.items():
+        if isinstance(of, torch.optim.Optimizer):
+            if has_own_form(of):
+                own_forms[key] = OwnFormOptimizer(of)
+            else:
+                optimizers[key] = NamedOptimizer(key, of, names, modules.keys() - {"model"})
     schedulers = {}
     for key, of in objects.items():
         if isinstance(of, torch.optim.lr_scheduler.LRScheduler):
             optimizer = next((named for named in optimizers.values() if named.optimizer is of.optimizer), None)
             if optimizer is not None:
                 schedulers[key] = NamedScheduler(key, of, optimizer)
-    return {**modules, **optimizers, **schedulers}
+    return {**modules, **optimizers, **own_forms, **schedulers}
+
+
+def has_own_form(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether `state_dict` has another form than torch's, so that only the optimizer itself can read the state."""
+    hooks = getattr(optimizer, "_optimizer_state_dict_post_hooks", ())
+    if type(optimizer).state_dict is torch.optim.Optimizer.state_dict and not hooks:
+        return False
+    packed: Any = optimizer.state_dict()
+    groups = packed.get("param_groups") if isinstance(packed, dict) and isinstance(packed.get("state"), dict) else None
+    lengths = [len(group["params"]) for group in optimizer.param_groups]
+    return not isinstance(groups, list) or [len(group.get("params", ())) for group in groups] != lengths
+
+
+class OwnFormOptimizer:
+    """An optimizer with a form of its own."""
+
+    turn: ClassVar[int] = 1
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        """Take any optimizer for which `has_own_form` is true."""
+        self.optimizer = optimizer
+
+    def collect(self) -> Any:
+        """The optimizer's own form; its tensors are the optimizer's own."""
+        return _mapped(self.optimizer.state_dict(), _paired)
+
+    def arranged(self, node: Node, _state: Node) -> Node:
+        """The stored state, with ints for the keys that other formats write as text."""
+        return keyed_by_ints(node, self.collect())
+
+    def like(self, stored: StoredLeaves, node: Node) -> Any:
+        """The restore target; `LEFT_OUT` if it is not requested."""
+        return mirror(stored, node, self.collect()) if stored.all_or_nothing(node) else LEFT_OUT
+
+    def put_back(self, restored: Any) -> None:
+        """Give the optimizer the state that was restored into `like`."""
+        self.optimizer.load_state_dict(_mapped(restored, _unpaired))
+
+
+def _mapped(value: Any, change: Callable[[dict[Any, Any]], Any]) -> Any:
+    """A state with all of its dicts changed, from the innermost ones outwards."""
+    if type(value) in (list, tuple):
+        return type(value)(_mapped(item, change) for item in value)
+    return change({key: _mapped(item, change) for key, item in value.items()}) if type(value) is dict else value
+
+
+def _paired(value: dict[Any, Any]) -> dict[Any, Any]:
+    return value if all(map(is_key, value)) else {_KEYS: [*value], _VALUES: [*value.values()]}
+
+
+def _unpaired(value: dict[Any, Any]) -> dict[Any, Any]:
+    return dict(zip(value[_KEYS], value[_VALUES], strict=True)) if value.keys() == {_KEYS, _VALUES} else value

@@ -28,6 +28,7 @@ import torch
 
 from shardckpt import frameworks
 from shardckpt.errors import LeafError, StructureMismatchError
+from shardckpt.excerpt import excerpt
 from shardckpt.frameworks.base import Target
 from shardckpt.frameworks.dcp_protocol import described_like, describes_itself
 from shardckpt.state.document import Branch, child
@@ -101,6 +102,12 @@ class NamedOptimizer:
         """The state by name; its tensors are the optimizer's own."""
         packed = self.optimizer.state_dict()
         names = list(self.parameters)
+        for key in packed["state"]:
+            if not (isinstance(key, int) and 0 <= key < len(names)) and (not isinstance(key, str) or key in self.parameters):
+                raise LeafError(
+                    f"{shown(self.key)}: {type(self.optimizer).__qualname__} keeps state under {excerpt(key)}, which is neither one of its "
+                    f"{len(names)} parameters nor a text that differs from their names, so it cannot be named; use another key."
+                )
         state = {names[number] if isinstance(number, int) else number: of_one for number, of_one in packed["state"].items()}
         for name, of_one in state.items():
             if describes_itself(self.parameters.get(name)):  # what is like the parameter is the same shard of a global tensor
@@ -152,7 +159,8 @@ class NamedOptimizer:
         for name in own:
             below = child(node, name)
             if name == "state" and isinstance(below, Branch):
-                found[name] = self._state_like(stored, below, own["state"])
+                members = child(node, "group_of")
+                found[name] = self._state_like(stored, below, own["state"], members.keys if isinstance(members, Branch) else None)
             elif below is None or (name == "group_of" and stored.all_or_nothing(below)):
                 found[name] = own[name]  # from our own parameters, so that a name on one side only is an error
             else:
@@ -179,8 +187,15 @@ class NamedOptimizer:
         self.optimizer.load_state_dict({"state": state, "param_groups": groups, **rest})
         self._as_stored(state)
 
-    def _state_like(self, stored: StoredLeaves, node: Branch, own: Mapping[Any, Any]) -> dict[Any, Any]:
-        """The restore target by parameter; the optimizer's own state for parameters that are not requested."""
+    def _state_like(self, stored: StoredLeaves, node: Branch, own: Mapping[Any, Any], members: Collection[Any] | None) -> dict[Any, Any]:
+        """The restore target by parameter; the optimizer's own state for parameters that are not requested.
+
+        Args:
+            stored: the contents of the checkpoint.
+            node: the stored state by parameter.
+            own: the optimizer's own state.
+            members: the stored parameters; state under other keys belongs to the optimizer itself. None: not known.
+        """
         found: dict[Any, Any] = {}
         for name, below in zip(node.keys, node.children, strict=True):
             parameter = self.parameters.get(name) if isinstance(name, str) else None
@@ -188,8 +203,8 @@ class NamedOptimizer:
                 continue
             if parameter is not None:
                 found[name] = mirror(stored, below, own.get(name), partial(_place, parameter))
-            elif name in own:
-                found[name] = mirror(stored, below, own[name])
+            elif name in own or (members is not None and name not in members):
+                found[name] = mirror(stored, below, own.get(name))
         for name, part in own.items():
             if name not in found and not stored.wanted(child_name(node.name, str(name))):
                 found[name] = part

@@ -3,6 +3,8 @@
 Schedulers keep lists with an item for each group, in the order of the optimizer's groups: `base_lrs`, `_last_lr` and
 similar ones. They are saved by the first parameter of the group, as in `optimizers`, so that groups in another order, or
 divided in another manner, get back the values that their parameters had.
+
+Functions among the entries (`SWALR` has one) are left out: the scheduler that restores keeps its own.
 """
 
 from __future__ import annotations
@@ -95,7 +97,7 @@ class NamedScheduler:
         return Branch(of_each.name, "dict", list(found), list(found.values()))
 
     def _named(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        found = dict(state)
+        found = {name: value for name, value in state.items() if not callable(value)}
         firsts = self.optimizer.firsts()
         for name, value in state.items():
             if name in PER_GROUP and isinstance(value, list) and len(value) == len(firsts):

@@ -230,6 +230,7 @@ SCHEDULERS = {
     "StepLR": lambda o: torch.optim.lr_scheduler.StepLR(o, 2, 0.5),
     "MultiStepLR": lambda o: torch.optim.lr_scheduler.MultiStepLR(o, [1, 4, 4, 6], 0.5),
     "LambdaLR": lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda step: 0.9**step),
+    "SWALR, whose state has a function": lambda o: torch.optim.swa_utils.SWALR(o, 0.001, anneal_epochs=4),
     "OneCycleLR": lambda o: torch.optim.lr_scheduler.OneCycleLR(o, max_lr=0.1, total_steps=20),
     "CyclicLR": lambda o: torch.optim.lr_scheduler.CyclicLR(o, [g["lr"] for g in o.param_groups], 0.1, 3, cycle_momentum=False),
     "CosineAnnealingWarmRestarts": lambda o: torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(o, 3, 2),
@@ -287,3 +288,95 @@ def test_a_scheduler_of_other_groups_says_which_it_was_saved_for(tmp_path):
         ShardckptError, match=r"'scheduler': base_lrs was saved for the groups of 'first.weight', 'scale'.* different values"
     ):
         shardckpt.restore(tmp_path / "c", merged)
+
+
+class Slow(torch.optim.Optimizer):
+    """An optimizer around another one, as Lookahead is: its state_dict has a form of its own, with tuples for keys."""
+
+    def __init__(self, inner):
+        self.inner, self.slow = inner, {}
+        super().__init__([p for group in inner.param_groups for p in group["params"]], {})
+        self.param_groups = inner.param_groups
+
+    def step(self, closure=None):
+        loss = self.inner.step(closure)
+        for k, group in enumerate(self.param_groups):
+            for i, parameter in enumerate(group["params"]):
+                slow = self.slow.setdefault((k, i), {"slow": parameter.detach().clone(), "n": 0})
+                slow["slow"].lerp_(parameter.detach(), 0.5)
+                slow["n"] += 1
+                parameter.data.copy_(slow["slow"])
+        return loss
+
+    def state_dict(self):
+        return {"slow": self.slow, "inner": self.inner.state_dict()}
+
+    def load_state_dict(self, state):
+        self.slow = state["slow"]
+        self.inner.load_state_dict(state["inner"])
+
+
+def test_an_optimizer_with_a_form_of_its_own_goes_on_by_that_form(tmp_path):
+    model = net()
+    optimizer = Slow(torch.optim.AdamW(groups(model), lr=0.01))
+    steps(model, optimizer, 0, 3)
+    shardckpt.save(tmp_path / "c", state_of(model, optimizer))
+    fresh = net()
+    other = Slow(torch.optim.AdamW(groups(fresh), lr=0.01))
+    shardckpt.restore(tmp_path / "c", state_of(fresh, other))
+    assert equal(optimizer.state_dict(), other.state_dict())
+    assert steps(fresh, other, 3, 6) == steps(model, optimizer, 3, 6)
+
+
+def test_an_optimizer_that_stores_one_dict_by_name_goes_on(tmp_path):
+    class Flat(Slow):
+        def state_dict(self):
+            return {f"{i}.{key}": value for i, of in self.inner.state_dict()["state"].items() for key, value in of.items()}
+
+        def load_state_dict(self, flat):
+            packed = self.inner.state_dict()
+            for path, value in flat.items():
+                number, key = path.split(".")
+                packed["state"].setdefault(int(number), {})[key] = value
+            self.inner.load_state_dict(packed)
+
+    model = net()
+    optimizer = Flat(torch.optim.AdamW(groups(model), lr=0.01))
+    steps(model, optimizer, 0, 3)
+    shardckpt.save(tmp_path / "c", state_of(model, optimizer))
+    fresh = net()
+    other = Flat(torch.optim.AdamW(groups(fresh), lr=0.01))
+    shardckpt.restore(tmp_path / "c", state_of(fresh, other))
+    assert equal(optimizer.inner.state_dict()["state"], other.inner.state_dict()["state"])
+
+
+class Counting(torch.optim.SGD):
+    """State that belongs to no parameter, as MADGRAD has it."""
+
+    def step(self, closure=None):
+        loss = super().step(closure)
+        self.state["k"] = self.state.get("k", torch.zeros(1, dtype=torch.int64)) + 1
+        self.state["shared"] = {"n": int(self.state["k"]), "ema": torch.full((3,), float(self.state["k"]))}
+        return loss
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_state_that_belongs_to_no_parameter_is_restored_before_the_first_step(tmp_path, strict):
+    model = net()
+    optimizer = Counting(groups(model), lr=0.01, momentum=0.9)
+    steps(model, optimizer, 0, 3)
+    shardckpt.save(tmp_path / "c", state_of(model, optimizer))
+    fresh = net()
+    other = Counting(groups(fresh), lr=0.01, momentum=0.9)
+    shardckpt.restore(tmp_path / "c", state_of(fresh, other), strict=strict)
+    assert equal(optimizer.state_dict(), other.state_dict())
+
+
+@pytest.mark.parametrize("key", ["1.weight", 99, (0, 1)])
+def test_state_under_a_key_that_cannot_be_named_is_refused_by_it(tmp_path, key):
+    model = nn.Sequential(nn.ReLU(), nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    optimizer.state[key] = {"n": 1}
+    with pytest.raises(LeafError, match="SGD keeps state under"):
+        shardckpt.save(tmp_path / "c", state_of(model, optimizer))
+    assert not (tmp_path / "c" / "checkpoint.json").exists()
