@@ -5,7 +5,8 @@
 2. Values are the module's own Parameters and buffers, DTensors under FSDP2. They are restored in place. Tensors of torch_xla
    and of a module on the meta device are restored as new tensors, which go into the same Parameters, because an optimizer may
    hold these already.
-3. Where processes train copies of a module, each process has its own buffers (a BatchNorm's statistics), and the first
+3. Extra state (`get_extra_state`) is restored as it is stored, whatever kind, dtype and shape the module's own has now.
+4. Where processes train copies of a module, each process has its own buffers (a BatchNorm's statistics), and the first
    process's buffers are the true ones. Under DDP that is rank 0 of its group, which sends them to the others before each step;
    for a module whose own parameters are DTensors (FSDP2) it is the first process of their mesh. The other processes leave these
    buffers out of their saves if they are small. All processes write large buffers together, so they must agree on them.
@@ -93,7 +94,7 @@ class NamedModule:
         found: dict[str, Any] = {}
         for held, value in self._held.items():
             name = self._clean(held)
-            below = None if isinstance(value, torch.Tensor) else child(node, name)
+            below = child(node, name) if _is_extra(held) or not isinstance(value, torch.Tensor) else None
             extra = LEFT_OUT if below is None else mirror(stored, below, value)
             found[name] = value if extra is LEFT_OUT else extra
         return found
@@ -104,7 +105,7 @@ class NamedModule:
         rest.clear()
         for name, own in self._held.items():
             value = restored.get(self._clean(name), own)
-            if isinstance(own, torch.Tensor) and isinstance(value, torch.Tensor):
+            if isinstance(own, torch.Tensor) and isinstance(value, torch.Tensor) and not _is_extra(name):
                 if value is not own:
                     _replace(own, value)
                 if own.device.type == "xla":
@@ -119,6 +120,11 @@ class NamedModule:
             return name
         parts = name.split(".")
         return ".".join(part for i, part in enumerate(parts) if part not in _WRAPPERS and ".".join(parts[: i + 1]) not in self._hidden)
+
+
+def _is_extra(name: str) -> bool:
+    """Whether an entry is what a module's `get_extra_state` returned: a value of any kind, also a tensor of changing length."""
+    return name.rpartition(".")[2] == "_extra_state"
 
 
 def _is_copy(part: torch.nn.Module) -> bool:

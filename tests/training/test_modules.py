@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 
 import pytest
@@ -191,3 +192,43 @@ def test_the_model_alone_is_restored_from_the_whole_training_without_its_objects
     assert same(served, model)
     restored = shardckpt.restore(tmp_path / "c", {"model": net().state_dict()}, only="model/**")
     assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in restored["model"].items())
+
+
+class Extra(nn.Module):
+    """A module with an extra state, as FP8 libraries have it."""
+
+    def __init__(self, extra):
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(2))
+        self.extra = extra
+
+    def get_extra_state(self):
+        return self.extra
+
+    def set_extra_state(self, state):
+        self.extra = state
+
+
+KINDS_OF_EXTRA = {
+    "none": None,
+    "bytes as a tensor": torch.arange(5, dtype=torch.uint8),
+    "a longer tensor": torch.arange(70, dtype=torch.uint8),
+    "another dtype": torch.ones(5),
+    "no elements": torch.empty(0, dtype=torch.uint8),
+    "a dict": {"amax": torch.ones(3), "n": 1},
+    "text": "x",
+}
+
+
+@pytest.mark.parametrize("own", KINDS_OF_EXTRA)
+@pytest.mark.parametrize("stored", KINDS_OF_EXTRA)
+def test_extra_state_comes_back_as_it_was_whatever_the_module_has_now(tmp_path, own, stored):
+    shardckpt.save(tmp_path / "c", state_of(nn.Sequential(Extra(KINDS_OF_EXTRA[stored]))))
+    fresh = nn.Sequential(Extra(copy.deepcopy(KINDS_OF_EXTRA[own])))
+    shardckpt.restore(tmp_path / "c", state_of(fresh))
+    found, expected = fresh[0].extra, KINDS_OF_EXTRA[stored]
+    if isinstance(expected, torch.Tensor):
+        assert found.dtype == expected.dtype
+        assert torch.equal(found, expected)
+    else:
+        assert str(found) == str(expected)
