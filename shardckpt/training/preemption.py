@@ -1,7 +1,8 @@
 """Detection of preemption: whether this process has been notified that it is about to be stopped.
 
 Each source of an `OnPreemption` policy is checked when `look` is called, once per step. A notice is never withdrawn. A
-signal handler only records the signal and calls the handler that was there before.
+signal handler only records the signal and calls the handler that was there before. A forked process gets the earlier handlers back:
+it takes no part in the job, so a signal ends it as usual.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import signal
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 from shardckpt.errors import OptionError
 
@@ -19,6 +21,10 @@ if TYPE_CHECKING:
     from types import FrameType
 
     from shardckpt.training.policies import OnPreemption
+
+
+_installed: WeakSet[Notices] = WeakSet()
+"""The notices with a handler that may still be in place."""
 
 
 class Notices:
@@ -34,6 +40,7 @@ class Notices:
         self._source: str | None = None
         self._before: dict[int, Any] = {}
         self._closed = False
+        self._process = os.getpid()
         numbers = sorted({number for policy in policies for number in policy.signals})
         if numbers and threading.current_thread() is not threading.main_thread():
             raise OptionError(
@@ -43,6 +50,8 @@ class Notices:
         self._handler = self._take_note  # kept as one object: each look-up of a method creates a new one
         for number in numbers:
             self._before[number] = signal.signal(number, self._handler)
+        if numbers:
+            _installed.add(self)
 
     def look(self) -> str | None:
         """The source of the notice; None if there is none."""
@@ -58,16 +67,32 @@ class Notices:
         self._closed = True
         if threading.current_thread() is not threading.main_thread():
             return  # our handlers stay, and pass everything on
+        self.restore_handlers()
+
+    def restore_handlers(self) -> bool:
+        """Restore the earlier handlers, except where other code has replaced ours; return whether any was restored."""
+        restored = False
         for number, before in self._before.items():
             if signal.getsignal(number) is self._handler:
                 signal.signal(number, signal.SIG_DFL if before is None else before)
+                restored = True
+        return restored
 
     def _take_note(self, number: int, frame: FrameType | None) -> None:
         before = self._before.get(number)
-        if self._closed and before is signal.SIG_DFL:
+        if before is signal.SIG_DFL and (self._closed or os.getpid() != self._process):
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
             return
         self._source = signal.Signals(number).name
         if callable(before):
             before(number, frame)
+
+
+def _after_fork() -> None:
+    """Restore the handlers from before, in the forked process. Another object's handler may be on top, so look again after each."""
+    while any([notices.restore_handlers() for notices in [*_installed]]):
+        pass
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -142,6 +142,28 @@ def top(coordinator, directory):
     return found
 
 
+def links(coordinator, directory):
+    """Trainings that link to their last checkpoint, each in a new directory; what the link leads to."""
+    quiet(coordinator)
+    found = []
+    for i in range(3):
+        place = Path(directory, f"new{i}", "deep")
+        trainer_for(1, directory, 2, ModelCheckpoint(place, save_last="link")).fit(Model(), loader_for(1))
+        found.append([place.joinpath("last.ckpt").is_symlink(), shardckpt.restore(place / "last.ckpt")["epoch"]])
+    return found
+
+
+def is_there_at_once(coordinator, directory):
+    """Whether the directory of a checkpoint is there when the call of an asynchronous save returns, each in a new directory."""
+    io, found = ShardckptIO(), []
+    for i in range(20):
+        path = Path(directory, f"new{i}", "last.ckpt")
+        io.save_checkpoint({"w": torch.ones(3)}, path)
+        found.append(path.is_dir())
+    io.teardown()
+    return found
+
+
 def raises(coordinator, directory):
     """Two trainings that raise after a save has begun, which the second one's storage refuses; what they say."""
     quiet(coordinator)

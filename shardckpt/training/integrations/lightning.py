@@ -21,6 +21,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections import Counter, OrderedDict, defaultdict
+from contextlib import suppress
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +33,7 @@ from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelP
 
 from shardckpt.commit.collecting import delete
 from shardckpt.errors import NotFoundError, OptionError
-from shardckpt.frameworks.coordination.base import SingleProcess
+from shardckpt.frameworks.coordination import SingleProcess
 from shardckpt.frameworks.torch import tensor_of
 from shardckpt.io.store import Store
 from shardckpt.io.url import parse
@@ -93,6 +94,9 @@ class ShardckptIO(CheckpointIO):
         self._finish()
         if self._asynchronous:
             self._saving = save_async(path, state, options=self._options, coordinator=SingleProcess())
+            if (local := parse(path).local) is not None:  # Lightning may link to it at once, or look for its name
+                with suppress(OSError):  # the save itself reports it
+                    local.mkdir(parents=True, exist_ok=True)
         else:
             save(path, state, options=self._options, coordinator=SingleProcess())
 

@@ -63,6 +63,13 @@ def test_only_what_lightning_keeps_is_kept(job, tmp_path):
     assert sorted(there) == sorted([*found["kept"], "last.ckpt"])
 
 
+def test_a_link_to_the_last_checkpoint_is_made_in_a_new_directory(job, tmp_path):
+    (found,) = job("links", 1, tmp_path)
+    assert found == [[True, 1]] * 3
+    (there,) = job("is_there_at_once", 1, tmp_path)
+    assert there == [True] * 20
+
+
 def test_a_second_run_gives_its_checkpoints_the_names_of_those_that_were_removed(job, tmp_path):
     (first, second), *_ = job("top", 1, tmp_path)
     assert len(first) == 3

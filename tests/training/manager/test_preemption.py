@@ -2,10 +2,13 @@
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 
 import numpy as np
 import pytest
+from paths import CHILDREN
 from training_runs import state
 
 from shardckpt import errors
@@ -134,3 +137,21 @@ def test_ctrl_c_at_any_moment_of_a_save_leaves_nothing_half_visible(run, interru
     steps = run.manager().all_steps()
     assert steps[0] == 1
     assert all(run.holds(step) for step in steps[1:])
+
+
+@pytest.mark.parametrize(
+    ("kind", "printed"),
+    [
+        ("process", -signal.SIGTERM),
+        ("thread", -signal.SIGTERM),
+        ("two managers", -signal.SIGTERM),
+        ("pool", "joined"),
+        ("daemon", "the end"),
+        ("own handler on top", -signal.SIGTERM),
+        ("group", f"True {-signal.SIGTERM}"),
+    ],
+)
+def test_a_signal_ends_forked_children_as_without_a_manager(tmp_path, kind, printed):
+    program = [sys.executable, CHILDREN / "preempted_children.py", kind, tmp_path / "run"]
+    done = subprocess.run(program, stdout=subprocess.PIPE, text=True, timeout=60, check=True, start_new_session=True)
+    assert done.stdout == f"{printed}\n"
