@@ -60,7 +60,8 @@ class CheckpointManager(RunSteps):
                 state = train(state)
                 mgr.save(step, state)
 
-    In a job of several processes, each process creates a manager at the same point of the program. It calls `restore`, `should_save` and
+    In a job of several processes, each process creates a manager at the same point of the program; if the processes meet later
+    (`init_process_group`), the manager joins them at its first call. It calls `restore`, `should_save` and
     `save` for the same steps in the same, ascending order. All processes save the same steps. Policies that depend only on step numbers
     need no communication. For the others (`EverySeconds`, `Continuous`, `OnPreemption`, and `in_flight="skip"`), process 0 decides some
     steps ahead. The other processes read its decisions at most once per two steps, or once per 32 steps if a step takes 10 ms. A process
@@ -122,27 +123,17 @@ class CheckpointManager(RunSteps):
         policy = as_policy(when) if preemption is None else any_of(as_policy(when), preemption)
         self._rule = as_retention(keep)
         self._root = Store.open(parse(root))
-        self._coordinator = coordinator_of(coordinator, self.options.commit_timeout)
-        world = self._coordinator.world
-        self._leads = world.process == LEADER
         self._on_failure = on_failure
         self._fallback = fallback
-        self._line = events.progress_line(progress, alone=self._leads)
-        self._events = events.Events(on_event, self._line, announcer(leads=self._leads))
-        self._background = Background(self._root, self._coordinator, self.options, self._rule, self._events)
-        self._lineage = self._background.lineage
         self._notices = Notices(policy.notices)
-        _managers[self._coordinator.run_id] += 1
-        self._decisions = Decisions(
-            self._coordinator,
-            policy,
-            key=f"decisions/{_managers[self._coordinator.run_id]}",
-            skips=in_flight == "skip",
-            lead_time=lead_time,
-            timeout=self.options.commit_timeout,
-            in_flight=lambda: self._background.in_flight,
-            notice=self._notices.look,
-        )
+        self._policy = policy
+        self._skips = in_flight == "skip"
+        self._lead_time = lead_time
+        self._on_event = on_event
+        self._progress = progress
+        self._join(coordinator_of(coordinator, self.options.commit_timeout))
+        self._joins_later = coordinator is None and self._coordinator.world.processes == 1
+        """Whether the processes of the job may meet before the first save, and this manager is to join them then."""
         self._last: int | None = None
         """The step that was saved or restored last."""
         self._preempted = False
@@ -153,6 +144,50 @@ class CheckpointManager(RunSteps):
         self._warns = when is _DEFAULT_EVERY and keep is None
         """Whether the first save warns that every call saves and every step is kept."""
         self._closed = False
+
+    def _join(self, coordinator: Coordinator) -> None:
+        """Make the parts that depend on the processes of the job; nothing was saved or restored before."""
+        self._coordinator = coordinator
+        self._leads = coordinator.world.process == LEADER
+        self._line = events.progress_line(self._progress, alone=self._leads)
+        self._events = events.Events(self._on_event, self._line, announcer(leads=self._leads))
+        self._background = Background(self._root, coordinator, self.options, self._rule, self._events)
+        self._lineage = self._background.lineage
+        _managers[coordinator.run_id] += 1
+        self._decisions = Decisions(
+            coordinator,
+            self._policy,
+            key=f"decisions/{_managers[coordinator.run_id]}",
+            skips=self._skips,
+            lead_time=self._lead_time,
+            timeout=self.options.commit_timeout,
+            in_flight=lambda: self._background.in_flight,
+            notice=self._notices.look,
+        )
+
+    def _join_late(self) -> None:
+        """Join the processes of the job if they met after this manager was made.
+
+        Raises:
+            OptionError: they did, and this manager has gone through steps by itself.
+        """
+        if not self._joins_later:
+            return
+        coordinator = coordinator_of(None, self.options.commit_timeout)
+        if coordinator is self._coordinator:
+            return
+        if (step := self._decisions.previous) is not None:
+            raise OptionError(
+                f"{self._root}: this CheckpointManager was made before the processes of the job met, and has gone through step {step} "
+                f"by itself; now there are {coordinator.world.processes} processes. Make it after "
+                f"torch.distributed.init_process_group or jax.distributed.initialize; or give it "
+                f"coordinator=shardckpt.SingleProcess(), if only this process saves here."
+            )
+        if self._line is not None:
+            self._line.close()
+        self._background.close()
+        self._join(coordinator)
+        self._joins_later = False
 
     # --- saving
 
@@ -217,6 +252,7 @@ class CheckpointManager(RunSteps):
         if self._leads:
             metadata |= self._lineage.metadata()
         options = dataclasses.replace(options, overwrite=self.options.overwrite or self._lineage.replaces(step), metadata=metadata)
+        self._joins_later = False
         failed = self._background.begin(step, state, options, decode_metrics({METRICS: measured}))
         self._decisions.saved(step)
         self._last, self._owed = step, False
@@ -285,6 +321,7 @@ class CheckpointManager(RunSteps):
             CoordinationError: another process failed with another error, or does not answer.
         """
         self._check_open()
+        self._join_late()
         step = None if step is None else check_step(step)
         self._background.join()  # waits for deletions, too: they do not know yet where training continues
         self._background.raise_failures(self._on_failure)
@@ -383,6 +420,7 @@ class CheckpointManager(RunSteps):
     def _check_ascends(self, step: int) -> int:
         self._check_open()
         step = check_step(step)
+        self._join_late()
         if (before := self._decisions.previous) is not None and step < before:
             raise OptionError(
                 f"{self._root}: step {step} is less than step {before}, the last step given to should_save, save or restore; steps must "

@@ -91,7 +91,7 @@ class Notices:
 
 def _after_fork() -> None:
     """Restore the handlers from before, in the forked process. Another object's handler may be on top, so look again after each."""
-    while any([notices.restore_handlers() for notices in [*_installed]]):
+    while any(notices.restore_handlers() for notices in [*_installed]):
         pass
 
 

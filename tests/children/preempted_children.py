@@ -63,7 +63,11 @@ elif kind == "daemon":
     print("the end")
 elif kind == "own handler on top":
     before = signal.getsignal(signal.SIGTERM)
-    signal.signal(signal.SIGTERM, lambda number, frame: before(number, frame))
+
+    def pass_on(number, frame):
+        before(number, frame)
+
+    signal.signal(signal.SIGTERM, pass_on)
     child = started()
     child.terminate()
     child.join()
