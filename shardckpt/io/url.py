@@ -162,7 +162,8 @@ def parse(url: str | os.PathLike[str]) -> Location:
 
     Args:
         url: a path, absolute, relative to the working directory or below a home (`~/…`; a directory of that name is
-            `./~`), or a `file://`, `gs://`, `s3://` or `memory://` url. A url is percent-decoded, a path is not.
+            `./~`), or a `file://`, `gs://`, `s3://` or `memory://` url. A url is percent-decoded, a path is not. A path
+            object that stands for a url (`etils.epath.Path("gs://…")`) is this url.
 
     Raises:
         UrlError: empty, not text, an unknown scheme, an invalid name, or relative to a working directory that is gone.
@@ -170,21 +171,31 @@ def parse(url: str | os.PathLike[str]) -> Location:
     >>> parse("file:///data/a%20b").path
     '/data/a b'
     """
-    text = os.fspath(url) if isinstance(url, (str, os.PathLike)) else None
+    text = _text_of(url)
     if not isinstance(text, str):
         raise UrlError(f"{url!r} is no url; give a str or a pathlib.Path.")
     if not text:
         raise UrlError("The url is empty; give a path, or gs://bucket/…, s3://bucket/… or file:///….")
     if "\0" in text:
         raise UrlError(f"{text!r} has a NUL in it; no file system and no object store has such names.")
-    if isinstance(url, str):
-        match = _URL.fullmatch(text)
-        if match:
-            return _of_url(match[1].lower(), match[2], text)
-        scheme = text.partition(":")[0].lower()
-        if ":" in text and scheme in _SCHEMES:
-            raise UrlError(f"{text!r}: a {scheme} url starts with {scheme}://; for a file of that name write ./{text}.")
+    match = _URL.fullmatch(text)
+    if match:
+        return _of_url(match[1].lower(), match[2], text)
+    scheme = text.partition(":")[0].lower()
+    if ":" in text and scheme in _SCHEMES:
+        found = f"{text!r}: a {scheme} url starts with {scheme}://"
+        if isinstance(url, str):
+            raise UrlError(f"{found}; for a file of that name write ./{text}.")
+        raise UrlError(f"{found}, and pathlib joins its slashes; give the url as text. For a directory of that name give an absolute path.")
     return Location("file", _absolute(os.path.expanduser(text)))  # noqa: PTH111  (Path.expanduser raises where it knows no such home)
+
+
+def _text_of(url: object) -> object:
+    """The text of a path or url. A path object that shows itself as a url is this url, even if `os.fspath` gives another path."""
+    if not isinstance(url, os.PathLike):
+        return url
+    shown = str(url)
+    return shown if _URL.fullmatch(shown) else os.fspath(url)
 
 
 def _of_url(scheme: str, rest: str, text: str) -> Location:

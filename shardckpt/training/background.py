@@ -10,7 +10,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from contextlib import contextmanager, suppress
@@ -64,7 +63,7 @@ class Background:
         self._saver = Saver(memory_limit=options.budget, coordinator=coordinator)
         self._job = JobFence(root, coordinator.run_id)
         grace = 2 * options.commit_timeout  # silence for this long means that every process has given up waiting
-        bases = steps_among(root, [] if options.base is None else [os.fspath(options.base)])
+        bases = steps_among(root, [] if options.base is None else [options.base])
         self.cleaner = Cleaner(root, rule, grace=grace, bases=bases, deleted=lambda step: self.emit(events.StepDeleted, step))
         self._ended = threading.Event()
         self._ended.set()

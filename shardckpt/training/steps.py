@@ -30,6 +30,7 @@ from shardckpt.training.measured import decode_metrics
 from shardckpt.training.retention import SavedStep
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Iterable, Iterator, Mapping
 
     from shardckpt.io.store import Store
@@ -77,7 +78,7 @@ def step_numbers(root: Store) -> list[int]:
     return sorted(_steps(child[:-1] for child in root.list_children() if child.endswith("/")))
 
 
-def steps_among(root: Store, urls: Iterable[str]) -> frozenset[int]:
+def steps_among(root: Store, urls: Iterable[str | os.PathLike[str]]) -> frozenset[int]:
     """The steps of a run among some checkpoints, given by path or url.
 
     Raises:

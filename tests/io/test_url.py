@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import tensorstore as ts
+from etils import epath
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -188,6 +189,52 @@ def test_of_s3_bucket_names_we_take_those_that_aws_documents(name):
 def test_an_invalid_url_is_refused_with_the_reason(url, why):
     with pytest.raises(UrlError) as error:
         parse(url)
+    assert why in str(error.value)
+
+
+class PathLike:
+    """A path object, as libraries of object stores have it."""
+
+    def __init__(self, path, shown=None):
+        self.path, self.shown = path, shown
+
+    def __fspath__(self):
+        return self.path
+
+    def __str__(self):
+        return self.shown or self.path
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        PathLike("gs://bucket/run%201"),
+        epath.Path("gs://bucket/run%201"),
+        PathLike("/root/.cache/bucket/run 1", shown="gs://bucket/run%201"),  # `os.fspath` gives the path of a local copy
+    ],
+)
+def test_a_path_object_that_stands_for_a_url_is_this_url(given):
+    assert parse(given) == Location("gs", "bucket/run 1")
+
+
+def test_a_path_object_that_gives_a_path_is_this_path(tmp_path):
+    assert parse(epath.Path(tmp_path / "a%20b")) == parse(PathLike(str(tmp_path / "a%20b"))) == parse(tmp_path / "a%20b")
+    assert parse(tmp_path / "gs:" / "x").local == tmp_path / "gs:" / "x"
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        (Path("gs://bucket/run"), "'gs:/bucket/run': a gs url starts with gs://, and pathlib joins its slashes; give the url as text"),
+        (Path("file:///data"), "a file url starts with file://, and pathlib"),
+        (PathLike("az://container/x"), "unknown scheme az://"),
+        (PathLike("gs://"), "is not a bucket name"),
+        (PathLike(b"/data", shown="data"), "is no url"),
+    ],
+)
+def test_a_path_object_of_an_invalid_url_is_refused(given, why):
+    with pytest.raises(UrlError) as error:
+        parse(given)
     assert why in str(error.value)
 
 

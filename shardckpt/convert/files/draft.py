@@ -1,7 +1,8 @@
 """A file or directory on a local disk that takes its final name only when it is complete.
 
-It is written beside its place, as `.<name>.<random>.partial`, made durable, and renamed. Each writer holds a lock on its draft
-(flock(2)), which ends with the process; so the next export to that place can remove the drafts that a killed export has left.
+It is written beside its place, as `.<name>.<random>.partial`, made durable, and renamed; `replacement` gives it the name of
+an old directory. Each writer holds a lock on its draft (flock(2)), which ends with the process; so the next export to that
+place can settle and remove what a killed export has left.
 """
 
 from __future__ import annotations
@@ -16,11 +17,21 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from shardckpt.convert.files.destination import already_exists
+from shardckpt.convert.files.replacement import (
+    COMPLETE,
+    COPY,
+    PARTIAL,
+    REPLACED,
+    SUFFIXES,
+    neither_is_named,
+    replace_directory,
+    settle,
+)
 from shardckpt.errors import AlreadyExistsError, OptionError, StorageError
 from shardckpt.excerpt import file_size
 from shardckpt.io.datafile import lack_of_space
 from shardckpt.io.failures import storage_errors
-from shardckpt.io.files import sync_directory
+from shardckpt.io.files import DurableDirectories, sync_directory
 from shardckpt.io.store import Store
 
 if TYPE_CHECKING:
@@ -29,9 +40,6 @@ if TYPE_CHECKING:
 
     from shardckpt.io.url import Location
 
-_SUFFIX = ".partial"
-_REPLACED = ".replaced"
-"""Suffix of an old directory while its successor takes its name."""
 _RANDOM_BYTES = 4
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 """Errors of file systems without hard links. There, a file that another process creates between the check and the rename may be
@@ -64,14 +72,16 @@ class Draft:
                 f"{location}: this format is written to a local disk only; export it there and upload the result, or export safetensors."
             )
         self.final: Path = location.local
-        self._marks = marks
+        self._marks = None if marks is None else frozenset(marks)
         self._overwrite = overwrite
+        self._replacing = False
+        """Whether the draft takes the name of an old directory: from then on both are complete."""
+        self._settle_leftovers()
         self._check_final()
         check_export_space(Store.open(location), self.final, nbytes)
         with storage_errors("make a directory for", self.final):
-            self.final.parent.mkdir(parents=True, exist_ok=True)
-        self._remove_leftovers()
-        self.path: Path = self.final.with_name(f".{self.final.name}.{secrets.token_hex(_RANDOM_BYTES)}{_SUFFIX}")
+            DurableDirectories(self.final.parent).make(self.final.parent)
+        self.path: Path = self.final.with_name(f".{self.final.name}.{secrets.token_hex(_RANDOM_BYTES)}{PARTIAL}")
         with storage_errors("create", self.path):
             if marks is None:
                 self.fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
@@ -90,8 +100,12 @@ class Draft:
         with storage_errors("publish", self.final):
             os.fsync(self.fd)
             self._check_final()
-            if self._marks is not None:
-                self._rename_directory()
+            if self._marks is not None and os.path.lexists(self.final):
+                self._replacing = True
+                old = replace_directory(self.path, self.final, self._marks)
+                shutil.rmtree(old, ignore_errors=True)
+            elif self._marks is not None:
+                self.path.rename(self.final)
             elif self._overwrite:
                 self.path.replace(self.final)
             else:
@@ -101,22 +115,14 @@ class Draft:
             os.close(self.fd)
 
     def abandon(self) -> None:
-        """Remove the draft."""
-        self._remove(self.path)
+        """Remove the draft. If it could not take the name of an old directory, both stay, for the next export to settle."""
+        if self._marks is not None and self._replacing:
+            with suppress(OSError):
+                settle(self.path, self.final, self._marks, (REPLACED, COMPLETE))
+        else:
+            self._remove(self.path)
         with suppress(OSError):
             os.close(self.fd)
-
-    def _rename_directory(self) -> None:
-        replaced = self.path.with_suffix(_REPLACED)
-        if self.final.exists():
-            self.final.rename(replaced)
-        try:
-            self.path.rename(self.final)
-        except OSError:
-            if replaced.exists():
-                replaced.rename(self.final)
-            raise
-        shutil.rmtree(replaced, ignore_errors=True)
 
     def _check_final(self) -> None:
         if not os.path.lexists(self.final):
@@ -132,18 +138,38 @@ class Draft:
                 f"replace it; remove it, or choose another place."
             )
 
-    def _remove_leftovers(self) -> None:
-        """Remove drafts and replaced directories of dead writers; restore a replaced directory whose successor never took the name."""
+    def _settle_leftovers(self) -> None:
+        """Remove what dead writers have left; a directory that they finished takes the final name first if nothing has it."""
         named = re.compile(re.escape(f".{self.final.name}.") + f"[0-9a-f]{{{2 * _RANDOM_BYTES}}}")
-        for entry in sorted(self.final.parent.iterdir()):  # a draft sorts before the directory that it replaces
-            if not named.fullmatch(entry.stem) or entry.suffix not in (_SUFFIX, _REPLACED) or _is_locked(entry.with_suffix(_SUFFIX)):
+        with storage_errors("look into", self.final.parent):
+            try:
+                entries = sorted(self.final.parent.iterdir())
+            except (FileNotFoundError, NotADirectoryError):
+                return
+        stems = dict.fromkeys(entry.stem for entry in entries if named.fullmatch(entry.stem) and entry.suffix in SUFFIXES)
+        for draft in (self.final.with_name(stem + PARTIAL) for stem in stems):
+            if _is_locked(draft) or _is_locked(draft.with_suffix(COMPLETE)):
                 continue
-            if entry.suffix == _REPLACED and not os.path.lexists(self.final):
-                with storage_errors("name", self.final):
-                    entry.rename(self.final)
-                self._check_final()
-            else:
-                self._remove(entry)
+            self._settle(draft)
+            for suffix in SUFFIXES:
+                self._remove(draft.with_suffix(suffix))
+
+    def _settle(self, draft: Path) -> None:
+        if self._marks is None:
+            return
+        try:
+            named = settle(draft, self.final, self._marks)
+        except OSError as e:
+            raise neither_is_named(draft, self.final, e) from e
+        for suffix in (PARTIAL, COPY):
+            self._remove(draft.with_suffix(suffix))
+        replaced = draft.with_suffix(REPLACED)
+        if named and not self._overwrite and os.path.lexists(replaced):
+            raise AlreadyExistsError(
+                f"{self.final} is there already: an export with overwrite=True was killed just before this finished directory had "
+                f"its name, and it has the name now. The directory that it replaces is {replaced}; the next export with "
+                f"overwrite=True removes it. Choose another place, or replace both with overwrite=True."
+            )
 
     def _remove(self, path: Path) -> None:
         with suppress(OSError):

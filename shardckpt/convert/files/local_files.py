@@ -28,7 +28,7 @@ from shardckpt.convert.files.read_back import WrittenBlock, read_back
 from shardckpt.errors import AlreadyExistsError, StorageError
 from shardckpt.io.buffers import gather_write
 from shardckpt.io.failures import storage_errors
-from shardckpt.io.files import sync_directory
+from shardckpt.io.files import DurableDirectories, sync_directory
 from shardckpt.io.store import Store
 
 if TYPE_CHECKING:
@@ -71,7 +71,8 @@ class LocalFiles:
         if not self._partial.is_dir():
             self._refuse_to_replace()
         with storage_errors("create", self._partial):
-            self._partial.mkdir(parents=True, exist_ok=True)
+            DurableDirectories(self._directory).make(self._directory)
+            self._partial.mkdir(exist_ok=True)
         self._notes = Notes(self._partial / "notes")
         self._checks, named = self._notes.read(plan.identity) or ([], False)
         self._noted = len(self._checks)

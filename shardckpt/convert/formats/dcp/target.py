@@ -25,6 +25,7 @@ import crc32c
 
 from shardckpt.convert.files.draft import Draft
 from shardckpt.convert.files.read_back import WrittenBlock
+from shardckpt.convert.files.replacement import sync_file
 from shardckpt.convert.formats.dcp.source import open_foreign
 from shardckpt.convert.formats.torch.target import torch_dtypes
 from shardckpt.convert.small_leaves import check_text_keys, describe_losses, find_unsupported
@@ -120,6 +121,7 @@ class DcpDirectory(StateWriter):
         with storage_errors("write", self._where):
             self._file.sync()
             self._write_metadata(values)
+            sync_file(self._draft.path / METADATA)  # DCP's writer syncs it before its bytes leave Python's buffer
             sync_directory(self._draft.path)
         return self._parts
 
