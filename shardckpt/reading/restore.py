@@ -170,8 +170,9 @@ def _restore_tree(
     if isinstance(like, StateOwner):
         wanted = selector(only)
         tree = like.arranged(tree, wanted)
-        into = like.like(tree, checkpoint.tensor, wanted, lambda: (coordinator or Coordinator.current()).world)
-        like.load_state_dict(_restore_tree(checkpoint, tree, into, run, only=only, strict=strict, cast=cast, coordinator=coordinator))
+        into = [like.like(tree, checkpoint.tensor, wanted, lambda: (coordinator or Coordinator.current()).world)]
+        restored = _restore_tree(checkpoint, tree, into.pop(), run, only=only, strict=strict, cast=cast, coordinator=coordinator)
+        like.load_state_dict(restored, strict=strict)
         return like
     try:
         with collector_paused():

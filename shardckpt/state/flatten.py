@@ -244,8 +244,8 @@ class StateOwner(ABC):
         """
 
     @abstractmethod
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the state that was restored into `like`."""
+    def load_state_dict(self, state: Mapping[str, Any], *, strict: bool) -> None:
+        """Load the state that was restored into `like`; `strict` as for `restore`."""
 
 
 def plain_state(state: Any) -> Any:

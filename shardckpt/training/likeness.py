@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from shardckpt import frameworks
@@ -22,7 +22,7 @@ from shardckpt.state.document import Branch, Node, Tensor, Tied, leaves_of
 from shardckpt.state.names import container_of, shown
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from shardckpt.format.structure import TensorRecord
     from shardckpt.state.names import PathKey
@@ -54,6 +54,12 @@ class StoredLeaves:
         if len(asked) == 2:
             raise OptionError(f"only=… selects a part of {shown(node.name)}, which can only be restored as a whole; select all of it.")
         return asked.pop()
+
+
+def renamed(node: Branch, names: Mapping[str, str]) -> Branch:
+    """A stored dict with other keys, from the new keys by the old ones; a key stays if the dict has its new one already."""
+    free = {old: new for old, new in names.items() if new not in node.keys}
+    return replace(node, keys=[free.get(key, key) if isinstance(key, str) else key for key in node.keys])
 
 
 def fitting(record: TensorRecord, own: object) -> object:

@@ -1,12 +1,16 @@
 """A `torch.nn.Module` as named tensors whose names do not depend on its wrappers.
 
-1. Names are the names in the unwrapped module: the parts that DDP, `torch.compile`, activation checkpointing and torch_xla's
-   FSDP add are removed, so that a checkpoint of a wrapped module fits any other wrapping.
+1. Names are the names in the unwrapped module. `_WRAPPERS` lists the classes of wrappers (DDP, `torch.compile`, activation
+   checkpointing, …); the attribute in which each keeps the wrapped module is no part of a name. So a checkpoint of a wrapped
+   module fits any other wrapping, and a child of another class keeps its name, whatever that is.
 2. Values are the module's own Parameters and buffers, DTensors under FSDP2. They are restored in place. Tensors of torch_xla
    and of a module on the meta device are restored as new tensors, which go into the same Parameters, because an optimizer may
    hold these already.
-3. Extra state (`get_extra_state`) is restored as it is stored, whatever kind, dtype and shape the module's own has now.
-4. Where processes train copies of a module, each process has its own buffers (a BatchNorm's statistics), and the first
+3. A `state_dict` hook may give other tensors than the module's own: fused, split, converted or renamed. They are restored as
+   new values, and `load_state_dict` passes them to the hooks that convert them back. Afterwards every tensor of the module has
+   been filled in place or written by `load_state_dict`: its identity or its version proves that. Otherwise it is an error.
+4. Extra state (`get_extra_state`) is restored as it is stored, whatever kind, dtype and shape the module's own has now.
+5. Where processes train copies of a module, each process has its own buffers (a BatchNorm's statistics), and the first
    process's buffers are the true ones. Under DDP that is rank 0 of its group, which sends them to the others before each step;
    for a module whose own parameters are DTensors (FSDP2) it is the first process of their mesh. The other processes leave these
    buffers out of their saves if they are small. All processes write large buffers together, so they must agree on them.
@@ -15,26 +19,44 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from shardckpt.errors import LeafError
-from shardckpt.state.document import child
+from shardckpt.errors import LeafError, NamesMismatchError
+from shardckpt.excerpt import few
+from shardckpt.state import leaves
+from shardckpt.state.document import Branch, child
 from shardckpt.state.names import shown
-from shardckpt.training.likeness import LEFT_OUT, mirror
+from shardckpt.training.likeness import LEFT_OUT, mirror, renamed
 from shardckpt.writing.save_plan import SMALL_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from shardckpt.state.document import Node
     from shardckpt.training.likeness import StoredLeaves
 
-_WRAPPERS = frozenset({"_orig_mod", "_orig_module", "_checkpoint_wrapped_module"})
-"""Attributes in which wrappers keep the wrapped module: torch.compile, torch_xla's FSDP, activation checkpointing."""
+_WRAPPERS = {
+    ("torch._dynamo.eval_frame", "OptimizedModule"): "_orig_mod",
+    ("torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "ActivationWrapper"): "_checkpoint_wrapped_module",
+    ("torch.nn.parallel.data_parallel", "DataParallel"): "module",
+    ("torch.nn.parallel.distributed", "DistributedDataParallel"): "module",
+    ("torch.optim.swa_utils", "AveragedModel"): "module",
+    ("torch_xla.experimental.spmd_fully_sharded_data_parallel", "SpmdFullyShardedDataParallel"): "_orig_module",
+    ("lightning.fabric.wrappers", "_FabricModule"): "_original_module",
+    ("lightning_fabric.wrappers", "_FabricModule"): "_original_module",
+}
+"""Modules and names of classes of wrappers, and the attribute in which each keeps the wrapped module."""
+_LEFT_OUT_BY_THEMSELVES = frozenset({"_checkpoint_wrapped_module", "_original_module"})
+"""Attributes that do not occur in the keys of their wrapper's `state_dict`."""
+_SAME_MODULE = "_forward_module"
+"""Attribute in which Fabric's wrapper keeps the wrapped module once more, in further wrappers."""
+_STRIPPED_BEFORE = frozenset({"_orig_mod", "_orig_module", "_checkpoint_wrapped_module"})
+"""Parts that 0.2.0 removed from all names, under whatever class."""
 
 
 class NamedModule:
@@ -50,18 +72,20 @@ class NamedModule:
             module: any module, wrapped or not.
 
         Raises:
-            LeafError: it is wrapped in the first version of FSDP, whose parameters are not the model's tensors.
+            LeafError: it is wrapped in the first version of FSDP, whose parameters are not the model's tensors; or wrappers give
+                two of its tensors one name.
         """
+        self.key = key
         self.module = module
-        self._hidden = set()
-        """Path parts that are removed from names."""
         self.replica = False
         """Whether another process has the true buffers, under DDP."""
         copies: list[torch.nn.Module] = []
+        self._ddp: set[str] = set()
+        """Paths of the modules that DDP wraps."""
         distributed: Any = torch.distributed
         for path, part in module.named_modules():
             if isinstance(part, DistributedDataParallel):
-                self._hidden.add(f"{path}.module" if path else "module")
+                self._ddp.add(f"{path}.module" if path else "module")
                 self.replica |= distributed.get_rank(part.process_group) > 0
             elif type(part).__name__ == "FullyShardedDataParallel" and type(part).__module__.startswith("torch.distributed"):
                 raise LeafError(
@@ -72,54 +96,176 @@ class NamedModule:
                 copies.append(part)
         self._copied = {id(buffer) for part in copies for buffer in part.buffers(recurse=False)}
         """Ids of the buffers whose true values are on another process."""
-        self._held = module.state_dict(keep_vars=True)  # also makes FSDP2 show its shards
+        with torch.no_grad():  # views that hooks make are filled in place
+            self._held = module.state_dict(keep_vars=True)  # also makes FSDP2 show its shards
+        self._keys: dict[str, str] = {}
+        """Key in the module's own `state_dict` of each name."""
+        for path in self._held:
+            other = self._keys.setdefault(self._name(path), path)
+            if other != path:
+                raise LeafError(
+                    f"{shown(key)}: {other!r} and {path!r} are both called {self._name(path)!r} without the wrappers of the "
+                    f"module; rename one of them, or give train_state the wrapped module instead."
+                )
 
     def collect(self) -> dict[str, Any]:
         """The module's own tensors and the other entries of its `state_dict`, by name."""
         copied = {id(buffer) for buffer in self.module.buffers()} if self.replica else self._copied
-        return {self._clean(name): value for name, value in self._held.items() if id(value) not in copied or not _is_left_out(value)}
+        held = {name: self._held[key] for name, key in self._keys.items()}
+        return {name: value for name, value in held.items() if id(value) not in copied or not _is_left_out(value)}
 
     def parameter_names(self) -> dict[int, str]:
         """Each Parameter's name, by its id; the first name where it has several."""
-        return {id(parameter): self._clean(name) for name, parameter in self.module.named_parameters()}
+        names: dict[int, str] = {}
+        for prefix, part in _parts(self.module):
+            for name, parameter in part.named_parameters(recurse=False):
+                names.setdefault(id(parameter), prefix + name)
+        return names
+
+    def earlier_parameter_names(self) -> dict[str, str]:
+        """Today's name of each Parameter, by the name that 0.2.0 gave it, where these differ."""
+        names = self.parameter_names()
+        earlier = {self._earlier(path): names[id(parameter)] for path, parameter in self.module.named_parameters()}
+        return {before: now for before, now in earlier.items() if before not in set(names.values())}
 
     def arranged(self, node: Node, _state: Node) -> Node:
-        """The stored state, unchanged."""
-        return node
+        """The stored state, with names that 0.2.0 gave changed to today's."""
+        if not isinstance(node, Branch) or node.form != "dict":
+            return node
+        earlier = {self._earlier(key): name for name, key in self._keys.items()}
+        return renamed(node, {before: now for before, now in earlier.items() if before not in self._keys})
 
     def like(self, stored: StoredLeaves, node: Node) -> Any:
         """The restore target; `LEFT_OUT` where no part is requested."""
         if not stored.any(node):
             return LEFT_OUT
         found: dict[str, Any] = {}
-        for held, value in self._held.items():
-            name = self._clean(held)
-            below = child(node, name) if _is_extra(held) or not isinstance(value, torch.Tensor) else None
+        for name, key in self._keys.items():
+            value = self._held[key]
+            below = child(node, name) if _is_extra(key) or not isinstance(value, torch.Tensor) else None
             extra = LEFT_OUT if below is None else mirror(stored, below, value)
             found[name] = value if extra is LEFT_OUT else extra
         return found
 
     def put_back(self, restored: Mapping[str, Any]) -> None:
-        """Give the module the state that was restored into `like`."""
-        rest = copy.copy(self._held)  # keeps the attribute in which torch stores the modules' versions
-        rest.clear()
-        for name, own in self._held.items():
-            value = restored.get(self._clean(name), own)
-            if isinstance(own, torch.Tensor) and isinstance(value, torch.Tensor) and not _is_extra(name):
-                if value is not own:
-                    _replace(own, value)
-                if own.device.type == "xla":
-                    continue  # copied onto itself, it would become a pending computation
-                value = own
-            rest[name] = value
-        # Tensors are copied onto themselves, which does nothing. The module gets its extra state, and its hooks run.
-        self.module.load_state_dict(rest, strict=False)
+        """Give the module the state that was restored into `like`.
 
-    def _clean(self, name: str) -> str:
-        if not self._hidden and not any(wrapper in name for wrapper in _WRAPPERS):
-            return name
-        parts = name.split(".")
-        return ".".join(part for i, part in enumerate(parts) if part not in _WRAPPERS and ".".join(parts[: i + 1]) not in self._hidden)
+        Raises:
+            NamesMismatchError: tensors of the module were neither filled nor written, or stored tensors went nowhere.
+        """
+        own = _tensors(self.module)
+        ids = {id(tensor) for tensor in own.values()}
+        loaded = copy.copy(self._held)  # keeps the attribute in which torch stores the modules' versions
+        loaded.clear()
+        for name, key in self._keys.items():
+            held = self._held[key]
+            value = restored.get(name, held)
+            if id(held) in ids and (held.is_meta or held.device.type == "xla"):
+                if value is not held:
+                    _replace(held, value)
+                if held.device.type == "xla":
+                    continue  # copied onto itself, it would become a pending computation
+                value = held
+            loaded[key] = value
+        del held
+        filled = Counter[int | None]()
+        for value in loaded.values():
+            filled[_storage(value)] += _local(value).nbytes if isinstance(value, torch.Tensor) else 0
+        given = {id(value) for value in self._held.values()}
+        self._held.clear()  # views of meta tensors keep these from getting memory
+        hidden = {name: t for name, t in own.items() if id(t) not in given and filled[_storage(t)] < _local(t).nbytes}
+        allocated = [(name, tensor, _allocate(tensor)) for name, tensor in hidden.items() if tensor.is_meta]
+        versions = {name: _version(tensor) for name, tensor in hidden.items()}
+        # Tensors that are the module's own are copied onto themselves, which does nothing. Its hooks run, and it gets its extra state.
+        with torch.no_grad():
+            result = self.module.load_state_dict(loaded, strict=False)
+        unwritten = {name for name, tensor in hidden.items() if _version(tensor) == versions[name]}
+        for name, tensor, meta in allocated:
+            if name in unwritten:
+                torch.utils.swap_tensors(tensor, meta)
+        self._check(loaded, own, unwritten, result)
+
+    def _check(self, loaded: Mapping[str, Any], own: Mapping[str, Any], unwritten: set[str], result: Any) -> None:
+        """Raise NamesMismatchError unless the module holds all that it was given.
+
+        Args:
+            loaded: what it was given, by the keys of its own `state_dict`.
+            own: its tensors by name.
+            unwritten: those of them that were not filled in place and that `load_state_dict` has not written.
+            result: the result of `load_state_dict`; a class may return nothing.
+        """
+        missing = [self._name(key) for key in getattr(result, "missing_keys", ())]
+        lost = [name for name in missing if name in unwritten or name not in own]
+        silent = unwritten.difference(missing)  # the module's class accepts that, or writes in its own manner
+        ignored = set(getattr(result, "unexpected_keys", ()))
+        memory = {_storage(tensor) for tensor in own.values()}
+        doubtful = [key for key, value in loaded.items() if (silent or key in ignored) and _storage(value) not in memory]
+        with torch.no_grad():
+            after = self.module.state_dict() if doubtful else {}
+        wrong = [self._name(key) for key in doubtful if not _is_same(after.get(key), loaded[key])]
+        if not lost and not wrong:
+            return
+        if not silent:
+            try:
+                with torch.no_grad():
+                    self.module.load_state_dict(loaded, strict=True)
+            except RuntimeError:
+                pass  # lists the same names among others, which are right
+            else:
+                return  # a hook or the class itself declares that this is all
+        parts = [f"{few(lost)} keep the values from before the restore"] if lost else []
+        parts += [f"{few(wrong)} were read, and the module does not hold what was read"] if wrong else []
+        raise NamesMismatchError(
+            f"{shown(self.key)}: {'; '.join(parts)}: its state_dict() fuses, renames or drops tensors, and its load_state_dict() does "
+            f"not undo that. Register the hook that does (register_load_state_dict_pre_hook), leave the names out with only=, or pass "
+            f"strict=False to go on without them."
+        )
+
+    def _name(self, key: str) -> str:
+        """The name of a key of the module's own `state_dict`: without wrappers."""
+        at: Any = self.module
+        kept = []
+        for part in key.split("."):
+            while (inner := _inner(at)) in _LEFT_OUT_BY_THEMSELVES:
+                at = getattr(at, str(inner))
+            if part != inner:
+                kept.append(part)
+            below = getattr(at, part, None)
+            at = below if isinstance(below, torch.nn.Module) else None
+        return ".".join(kept)
+
+    def _earlier(self, path: str) -> str:
+        """The name that 0.2.0 gave."""
+        parts = path.split(".")
+        kept = (part for i, part in enumerate(parts) if part not in _STRIPPED_BEFORE and ".".join(parts[: i + 1]) not in self._ddp)
+        return ".".join(kept)
+
+
+def _inner(module: object) -> str | None:
+    """The attribute in which a wrapper keeps the wrapped module; None for all other modules."""
+    kinds = ((base.__module__, base.__name__) for base in type(module).__mro__)
+    return next((_WRAPPERS[kind] for kind in kinds if kind in _WRAPPERS), None)
+
+
+def _parts(module: torch.nn.Module, prefix: str = "") -> Iterator[tuple[str, torch.nn.Module]]:
+    """A module and all modules in it, each with the prefix of its tensors' names."""
+    inner = _inner(module)
+    yield prefix, module
+    for name, below in module.named_children():
+        if inner is None or name not in {inner, _SAME_MODULE}:
+            yield from _parts(below, f"{prefix}{name}.")
+        elif name == inner:
+            yield from _parts(below, prefix)
+
+
+def _tensors(module: torch.nn.Module) -> dict[str, Any]:
+    """The tensors of a module that its state has, by name: a tied one once."""
+    found: dict[str, Any] = {}
+    for prefix, part in _parts(module):
+        transient = part._non_persistent_buffers_set  # noqa: SLF001  (torch has no public name for it)
+        found |= {prefix + name: parameter for name, parameter in part.named_parameters(recurse=False)}
+        found |= {prefix + name: buffer for name, buffer in part.named_buffers(recurse=False) if name not in transient}
+    return found
 
 
 def _is_extra(name: str) -> bool:
@@ -139,8 +285,42 @@ def _is_left_out(buffer: torch.Tensor) -> bool:
 
 
 def _replace(own: Any, value: Any) -> None:
-    """Replace a Parameter's or buffer's tensor with the restored one."""
+    """Replace the tensor of a Parameter or buffer that is on the meta device or of torch_xla."""
     if own.is_meta:
         torch.utils.swap_tensors(own, torch.nn.Parameter(value, own.requires_grad) if isinstance(own, torch.nn.Parameter) else value)
     else:
         own.data = value
+
+
+def _allocate(own: Any) -> torch.Tensor:
+    """Give a meta tensor memory; return the meta tensor."""
+    device = own.device_mesh.device_type if hasattr(own, "device_mesh") else "cpu"
+    new = torch.empty_like(own, device=device)
+    swapped = torch.nn.Parameter(new, own.requires_grad) if isinstance(own, torch.nn.Parameter) else new
+    torch.utils.swap_tensors(own, swapped)
+    return swapped
+
+
+def _version(tensor: torch.Tensor) -> int:
+    """A number that changes when a tensor is written; one that never does where torch keeps none."""
+    return -1 if tensor.is_inference() else tensor._version  # noqa: SLF001  (torch's own documents it)
+
+
+def _local(tensor: Any) -> Any:
+    """The memory of a tensor: of a DTensor its local part."""
+    return getattr(tensor, "_local_tensor", tensor)
+
+
+def _storage(value: Any) -> int | None:
+    """The memory that a tensor lies in, by a number; None for anything else."""
+    return _local(value).untyped_storage()._cdata if isinstance(value, torch.Tensor) else None  # noqa: SLF001  (equal addresses may be empty)
+
+
+def _is_same(a: Any, b: Any) -> bool:
+    """Whether two entries of a state are equal, tensors bit by bit."""
+    if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)):
+        return leaves.is_small(a) and bool(a == b)
+    a, b = _local(a).detach(), _local(b).detach()
+    if a.shape != b.shape or a.dtype != b.dtype or a.is_meta:
+        return False
+    return bool(torch.equal(a.reshape(-1).view(torch.uint8), b.to(a.device).reshape(-1).view(torch.uint8)))

@@ -44,9 +44,11 @@ def of_torch(objects: Mapping[str, Any]) -> dict[str, NamedModule | NamedOptimiz
     """
     modules = {key: NamedModule(key, of) for key, of in objects.items() if isinstance(of, torch.nn.Module)}
     names: dict[int, str] = {}
+    earlier: dict[str, str] = {}
     for key, module in modules.items():
-        found = module.parameter_names()
-        names = {i: name if key == "model" else f"{key}.{name}" for i, name in found.items()} | names
+        prefix = "" if key == "model" else f"{key}."
+        names = {i: prefix + name for i, name in module.parameter_names().items()} | names
+        earlier |= {prefix + before: prefix + now for before, now in module.earlier_parameter_names().items()}
         module.replica = any(other.replica for other in modules.values())  # averaged weights are not wrapped in DDP themselves
     optimizers: dict[str, NamedOptimizer] = {}
     own_forms: dict[str, OwnFormOptimizer] = {}
@@ -55,7 +57,7 @@ def of_torch(objects: Mapping[str, Any]) -> dict[str, NamedModule | NamedOptimiz
             if has_own_form(of):
                 own_forms[key] = OwnFormOptimizer(of)
             else:
-                optimizers[key] = NamedOptimizer(key, of, names, modules.keys() - {"model"})
+                optimizers[key] = NamedOptimizer(key, of, names, modules.keys() - {"model"}, earlier)
     schedulers = {}
     for key, of in objects.items():
         if isinstance(of, torch.optim.lr_scheduler.LRScheduler):

@@ -21,6 +21,7 @@ positions in the optimizer, so its groups must be as long as the stored ones.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -44,6 +45,8 @@ if TYPE_CHECKING:
 
 _OF_THE_GROUP = frozenset({"params", "param_names"})
 """Entries of a group that are not settings."""
+_OF_FABRIC = "_forward_module."
+"""The beginning of the names that 0.2.0 gave to the parameters of a module that Lightning Fabric wraps."""
 _NO_MOMENT = "step"
 """State entry that counts steps, on the CPU; torch itself moves it where the optimizer needs it."""
 
@@ -53,7 +56,14 @@ class NamedOptimizer:
 
     turn: ClassVar[int] = 1
 
-    def __init__(self, key: str, optimizer: torch.optim.Optimizer, names: Mapping[int, str], modules: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        key: str,
+        optimizer: torch.optim.Optimizer,
+        names: Mapping[int, str],
+        modules: Collection[str] = (),
+        earlier: Mapping[str, str] | None = None,
+    ) -> None:
         """Find the name of each parameter.
 
         Args:
@@ -61,12 +71,14 @@ class NamedOptimizer:
             optimizer: any torch optimizer.
             names: parameter names, by the id of the Parameter.
             modules: keys of modules that prefix the names of their parameters.
+            earlier: parameter names, by the name that 0.2.0 gave, where these differ.
 
         Raises:
             LeafError: a parameter has no name.
         """
         self.optimizer = optimizer
         self.key = key
+        self._earlier = earlier or {}
         self.parameters: dict[str, Any] = {}
         """Parameters by name, in the order of their numbers."""
         self.groups: list[list[str]] = []
@@ -128,8 +140,11 @@ class NamedOptimizer:
             StructureMismatchError: parameters go by numbers, and the groups have other lengths than here.
         """
         nodes = read_optimizer(node)
-        if nodes is None or nodes.form == "named":
-            return nodes
+        if nodes is None:
+            return None
+        if nodes.form == "named":
+            changed = any(self.current_name(str(name)) != name for name in nodes.members())
+            return replace(nodes.renamed(lambda name: self.current_name(str(name))), form="listed") if changed else nodes
         if nodes.form != "numbered":
             return nodes.renamed(lambda name: name if name in self.parameters else self._own_name(str(name)))
         lengths, own = [len(group.members) for group in nodes.groups], [len(members) for members in self.groups]
@@ -209,6 +224,11 @@ class NamedOptimizer:
             if name not in found and not stored.wanted(child_name(node.name, str(name))):
                 found[name] = part
         return found
+
+    def current_name(self, name: str) -> str:
+        """The name of a parameter, where 0.2.0 has stored it with parts of a wrapper's name."""
+        found = self._earlier.get(name, name.removeprefix(_OF_FABRIC))
+        return found if name not in self.parameters and found in self.parameters else name
 
     def _own_name(self, name: str) -> str:
         return self._prefix + name if self._prefix + name in self.parameters else name

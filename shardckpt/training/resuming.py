@@ -159,7 +159,8 @@ def check_restored(checkpoint: Checkpoint, state: Any, coordinator: Coordinator)
     if wrong:
         raise CorruptionError(
             f"{checkpoint.location}: {few(wrong)} differ from the saved fingerprint, although every checksum was right: the restore "
-            f"converted them (cast=), or memory or a device changed them. Restore again; if that fails too, check the hardware."
+            f"converted them (cast=), or an object changed them when it loaded its state (a load_state_dict hook, say), or the program "
+            f"changed them since. Compare each object's state_dict() before a save and after load_state_dict()."
         )
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from shardckpt.errors import StructureMismatchError
 from shardckpt.state.document import Branch, Small, child
 from shardckpt.state.names import shown
-from shardckpt.training.likeness import LEFT_OUT, mirror
+from shardckpt.training.likeness import LEFT_OUT, mirror, renamed
 from shardckpt.training.optimizer_forms import PER_GROUP, keyed_by_ints, map_schedules, value_of
 
 if TYPE_CHECKING:
@@ -51,8 +51,10 @@ class NamedScheduler:
         firsts = [] if stored is None else stored.firsts()
 
         def by_group(scheduler: Branch, of_each: Branch) -> Branch | None:
-            if of_each.form == "dict" or stored is None:
+            if stored is None:
                 return None
+            if of_each.form == "dict":
+                return renamed(of_each, {key: self.optimizer.current_name(key) for key in of_each.keys if isinstance(key, str)})
             if stored.form == "flat":
                 return self._by_rate(stored, scheduler, of_each)
             return Branch(of_each.name, "dict", firsts, of_each.children) if len(of_each.keys) == len(firsts) else None

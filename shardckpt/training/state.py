@@ -22,7 +22,7 @@ import sys
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_checkable
 
-from shardckpt.errors import MismatchError, OptionError, ShardckptError
+from shardckpt.errors import MismatchError, NamesMismatchError, OptionError, ShardckptError
 from shardckpt.excerpt import excerpt
 from shardckpt.state import PerProcess
 from shardckpt.state.document import Branch, child, leaves_of
@@ -196,19 +196,25 @@ class TrainState(StateOwner):
                 found[key] = self.values[key]
         return {key: like for key, like in found.items() if like is not LEFT_OUT}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
         """Load a state into the objects; objects that it lacks stay unchanged.
 
         Args:
             state: the state that was restored into `like`, or a result of `state_dict`.
+            strict: whether it is an error if an object does not take all of its state. Otherwise it is a warning in the log.
 
         Raises:
+            NamesMismatchError: an object does not take all of its state; names the tensors.
             MismatchError: an object refuses its state; names its keyword.
         """
         parts = {key: part for key, part in self._parts().items() if key in state}
         for key, part in sorted(parts.items(), key=lambda item: item[1].turn):
             try:
                 part.put_back(state[key])
+            except NamesMismatchError as e:
+                if strict:
+                    raise
+                log.warning("%s", e)
             except ShardckptError:
                 raise
             except Exception as e:
