@@ -101,7 +101,8 @@ def restore(
 
     Raises:
         NotFoundError: there is no committed checkpoint.
-        MismatchError: names, structure, shape or dtype differ from `like`; nothing was read.
+        MismatchError: names, structure, shape or dtype differ from `like`; nothing was read. After the reading: an object of a
+            `train_state` refuses its state, or does not take all of it (NamesMismatchError).
         LeafError, ShardingError: a leaf of `like` is no valid destination; the error names it. Nothing was read.
         OptionError: an option is invalid.
         ReplacedError: the checkpoint was replaced or deleted while it was being read.

@@ -194,7 +194,8 @@ class NamedModule:
             unwritten: those of them that were not filled in place and that `load_state_dict` has not written.
             result: the result of `load_state_dict`; a class may return nothing.
         """
-        missing = [self._name(key) for key in getattr(result, "missing_keys", ())]
+        names = {id(tensor): name for name, tensor in own.items()}
+        missing = [names.get(id(_at(self.module, key)), self._name(key)) for key in getattr(result, "missing_keys", ())]
         lost = [name for name in missing if name in unwritten or name not in own]
         silent = unwritten.difference(missing)  # the module's class accepts that, or writes in its own manner
         ignored = set(getattr(result, "unexpected_keys", ()))
@@ -247,15 +248,22 @@ def _inner(module: object) -> str | None:
     return next((_WRAPPERS[kind] for kind in kinds if kind in _WRAPPERS), None)
 
 
+def _at(module: Any, path: str) -> object:
+    """The attribute of an attribute of a module, by a path of names; None if there is none."""
+    for part in path.split("."):
+        module = getattr(module, part, None)
+    return module
+
+
 def _parts(module: torch.nn.Module, prefix: str = "") -> Iterator[tuple[str, torch.nn.Module]]:
     """A module and all modules in it, each with the prefix of its tensors' names."""
     inner = _inner(module)
     yield prefix, module
+    if inner is not None:
+        yield from _parts(getattr(module, inner), prefix)
     for name, below in module.named_children():
         if inner is None or name not in {inner, _SAME_MODULE}:
             yield from _parts(below, f"{prefix}{name}.")
-        elif name == inner:
-            yield from _parts(below, prefix)
 
 
 def _tensors(module: torch.nn.Module) -> dict[str, Any]:
