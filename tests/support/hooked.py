@@ -111,7 +111,7 @@ LOST = {
     ("Dropped", True): (["0.k.weight"], []),
     ("Dropped", False): (["0.k.weight"], []),
 }
-"""What a restore into such a module in a `Sequential` cannot give it, and what it reads for nothing."""
+"""Names that a restore into such a module in a `Sequential` cannot fill, and names that it reads for nothing."""
 
 
 def hooked(kind, loads, seed=0):

@@ -23,7 +23,7 @@ def weights(model):
 
 
 def said(kind, loads):
-    """What the error says of a kind; None where it is restored."""
+    """The text of the error for a kind; None where it is restored."""
     if (kind, loads) not in LOST:
         return None
     lost, unread = LOST[kind, loads]
