@@ -37,6 +37,7 @@ _CHOICES = {
     "compression": (None, "zstd"),
     "host_tensors": ("replicated", "local"),
     "device_copy": ("wait", "overlap"),
+    "check_replicas": ("sample", True, False),
 }
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", re.IGNORECASE)
 _SECONDS = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
@@ -55,7 +56,7 @@ class SaveOptions:
     """Layouts by name pattern. Plain tensors with matching names are chunked and recorded as if they had this layout."""
     host_tensors: Literal["replicated", "local"] = "replicated"
     """Owners of plain tensors (CPU `torch.Tensor`, ndarray) of 64 KiB or more, in a job of several processes. "replicated": all
-    processes have equal tensors; they write a part each, and compare some elements. "local": one process has the tensor, and writes it.
+    processes have equal tensors, and write a part each. "local": one process has the tensor, and writes it.
     Smaller tensors may be on any processes; if several have one, their values are compared."""
     reduce_partial: bool = False
     """Whether to save the reduced value of DTensors with a `Partial` placement. This runs a collective on all processes of their mesh.
@@ -74,6 +75,11 @@ class SaveOptions:
     version counters do not show."""
     fingerprint: bool = False
     """Whether to record the fingerprint of the tensors (`Checkpoint.fingerprint`). It takes 0.1 seconds per GB and thread."""
+    check_replicas: Literal["sample"] | bool = "sample"
+    """Comparison of what several processes hold and write together: replicated DTensors and JAX arrays, and large plain tensors. A
+    difference is a CommitError. "sample": up to 256 elements of each shard, evenly distributed, except on devices other than CUDA's.
+    True: all elements, which every process reads before the call returns; `fingerprint=True` compares all, too. False: none, and the
+    process of the lowest number writes its copy as a whole."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """JSON object to store with the checkpoint; `shardckpt.open(url).metadata` returns it."""
     base: str | os.PathLike[str] | None = None
@@ -85,8 +91,9 @@ class SaveOptions:
     def __post_init__(self) -> None:
         """Check every option."""
         for option, choices in _CHOICES.items():
-            if getattr(self, option) not in choices:
-                words = " or ".join("None" if choice is None else f'"{choice}"' for choice in choices)
+            value = getattr(self, option)
+            if not any(value is choice or (isinstance(choice, str) and value == choice) for choice in choices):
+                words = " or ".join(f'"{choice}"' if isinstance(choice, str) else str(choice) for choice in choices)
                 raise OptionError(f"SaveOptions({option}={excerpt(getattr(self, option))}): use {words}.")
         object.__setattr__(self, "memory_limit", parse_bytes(self.memory_limit, "memory_limit"))
         check_flag(self.overwrite, "overwrite")

@@ -26,6 +26,7 @@ import numpy as np
 from shardckpt._version import __version__
 from shardckpt.commit import index
 from shardckpt.commit.fingerprints import write_fingerprint
+from shardckpt.commit.replicas import check_replicas
 from shardckpt.errors import CommitError, FormatError
 from shardckpt.excerpt import few, numbered
 from shardckpt.format.documents import FORMAT_VERSION, FileReference, TableReference, format_version, open_envelope, utc_now
@@ -131,6 +132,8 @@ def assemble(place: Store, said: Mapping[FileReference, Contents] | None = None)
     parts = _contents(place, hosts, said or {})
     contents = Contents.union(parts)
     structure = contents.structure
+    if len(hosts) > 1:
+        check_replicas(place, hosts, structure.tensors)
     tables = _tables(place, hosts)
     small, data = _small_chunks(contents, first.compression)
     small_table = _small_table(small, packed=first.layout == "packed")

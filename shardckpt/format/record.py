@@ -26,6 +26,7 @@ from shardckpt.format.documents import (
     open_envelope,
     seal,
 )
+from shardckpt.format.replicas import ReplicasReference
 from shardckpt.format.structure import Structure
 from shardckpt.state.names import shown
 
@@ -50,6 +51,14 @@ class HostFiles:
     """The values that the host's process owns by itself (`PerProcess`); None: it has none."""
     sums: FileReference | None = None
     """The host's contribution to the sums of the tensors (`format.fingerprint`); None if no fingerprint was requested."""
+    replicas: ReplicasReference | None = None
+    """Checksums of the boxes that other hosts hold, too; None if there are none, or they were not compared."""
+
+    @property
+    def plain(self) -> list[FileReference]:
+        """All of these files but the table and the lanes."""
+        replicas = None if self.replicas is None else self.replicas.file
+        return [part for part in (self.contents, self.values, self.sums, replicas) if part is not None]
 
     @classmethod
     def from_json(cls, doc: Any, where: str) -> HostFiles:
@@ -61,6 +70,7 @@ class HostFiles:
             contents=FileReference.from_fields(read, "contents"),
             values=None if read.value("values") is None else FileReference.from_fields(read, "values"),
             sums=FileReference.from_fields(read, "sums") if "sums" in read.doc else None,
+            replicas=ReplicasReference.from_fields(read, "replicas") if "replicas" in read.doc else None,
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -71,6 +81,7 @@ class HostFiles:
             "lanes": list(self.lanes),
             "values": None if self.values is None else self.values.to_json(),
             **({} if self.sums is None else {"sums": self.sums.to_json()}),
+            **({} if self.replicas is None else {"replicas": self.replicas.to_json()}),
         }
 
 
@@ -266,7 +277,7 @@ class Contents:
     metadata: Mapping[str, Any]
     """The user's metadata, as given to `SaveOptions(metadata=…)`; each member comes from some or all processes."""
     samples: Mapping[str, int] = field(default_factory=dict)
-    """A checksum of some elements of each large plain tensor that all processes write together, to check that they have equal ones."""
+    """A checksum of some elements of each large plain tensor that all processes write together; written by early releases only."""
     processes: int | None = None
     """Number of processes that saved the state, if hosts are not processes; None: every host is one."""
 

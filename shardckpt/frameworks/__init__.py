@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from shardckpt.layout.dtypes import DType
 
 __all__ = [
+    "check_aliases",
     "fetch",
     "identity",
     "is_tensor",
@@ -146,6 +147,21 @@ def sources(leaves: Mapping[str, object], world: World = ALONE, *, unread: Conta
 def source(name: str, leaf: object, world: World = ALONE) -> Source:
     """Source of one tensor leaf to save; for many leaves `sources` is cheaper."""
     return sources({name: leaf}, world)[name]
+
+
+def check_aliases(sources: Mapping[str, Source], *, plain: bool) -> None:
+    """Refuse tensors over the same memory that claim to be different parts of a tensor.
+
+    Args:
+        sources: tensors to save.
+        plain: whether plain tensors count, each as the complete tensor; False: they belong to one process.
+
+    Raises:
+        LeafError: names both.
+    """
+    torch: Any = sys.modules.get(f"{__name__}.torch")  # imported with the first torch tensor
+    if torch is not None:
+        torch.check_aliases(sources, plain=plain)
 
 
 def fetch(sources: Sequence[Source], wanted: Sequence[Sequence[int]] | None = None) -> list[list[Array]]:

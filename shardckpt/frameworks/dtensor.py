@@ -11,7 +11,7 @@ Saving
 2. A rank is a process, so the holders of a box follow from the mesh. A rank outside the mesh holds nothing.
 3. FSDP2 places parameters that tensor parallelism leaves alone (norms) on each rank's own slice of the mesh, so that every
    slice has the complete tensor: it is one tensor, replicated along the other dimensions of the larger mesh (`_widened`).
-   As with `Replicate`, equal data in the slices is assumed, not checked.
+   As with `Replicate`, the slices must have equal data; `writing.replicas` compares them.
 4. Boxes are views of the local tensor on the CPU, and copies on any other device; CUDA tensors are copied by `cuda`.
 
 Restoring fills the local tensor in place, on any device. A meta tensor gets a new local tensor, on the mesh's device.

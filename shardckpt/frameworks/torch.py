@@ -23,7 +23,7 @@ from shardckpt.layout.dtypes import DType, by_name
 from shardckpt.state.names import shown
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterable, Iterator, Sequence
+    from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 
     from shardckpt.layout.box import BoxArray
     from shardckpt.layout.world import World
@@ -203,6 +203,28 @@ def target(name: str, leaf: Any, shape: tuple[int, ...], dtype: DType) -> Sink:
     check_fillable(name, leaf)
     boxes = whole(shape)
     return sink_of(TensorSink(leaf, shape, dtype, boxes, (leaf.detach(),) * len(boxes), tie_key, (leaf,), "all"))
+
+
+def check_aliases(sources: Mapping[str, Source], *, plain: bool) -> None:
+    """See `frameworks.check_aliases`."""
+    seen: dict[Hashable, tuple[str, tuple[int, ...], str]] = {}
+    for name, source in sources.items():
+        described: Any = getattr(source, "of", source)  # a source for a CUDA device is about another one
+        tensor = getattr(described, "local", getattr(described, "tensor", None))
+        if not isinstance(tensor, torch.Tensor) or not (plain or source.holders is not None):
+            continue
+        memory = memory_key(tensor)
+        if memory is None:
+            continue
+        boxes = source.boxes
+        claim = name, source.shape, ", ".join(str(boxes[i]) for i in range(len(boxes)))
+        other = seen.setdefault(memory, claim)
+        if other[1:] != claim[1:]:
+            raise LeafError(
+                f"{shown(name)} and {shown(other[0])} are over the same memory, and claim to be different parts: {claim[2]} of shape "
+                f"{claim[1]}, and {other[2]} of shape {other[1]}. A local shard is not the whole tensor: pass the same DTensor under "
+                f"both names, or make the second one with the placements and the shape that are true (DTensor.from_local checks neither)."
+            )
 
 
 @contextmanager

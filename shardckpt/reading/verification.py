@@ -251,7 +251,7 @@ class _Verification:
                 host = read_host_files(self.place, reference)
                 self.lanes += host.lanes
                 own.append(host.table)
-                others |= dict.fromkeys(part for part in (host.contents, host.values, host.sums) if part is not None)
+                others |= dict.fromkeys(host.plain)
         if self.record.fingerprint is not None:
             others[self.record.fingerprint] = None
         for part in others:

@@ -22,9 +22,6 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
-import numpy as np
-from crc32c import crc32c
-
 from shardckpt import frameworks
 from shardckpt.commit.assemble import assemble, pause, wait_for_hosts
 from shardckpt.commit.base_places import base_location, check_base, check_bases
@@ -52,11 +49,13 @@ from shardckpt.io.url import parse
 from shardckpt.state import flatten
 from shardckpt.state.flatten import plain_state
 from shardckpt.writing.host import HostWriter
+from shardckpt.writing.replicas import ReplicaChecksums
 from shardckpt.writing.save_plan import SavePlan, plan_save, skipped_names
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    import numpy as np
     from numpy.typing import NDArray
 
     from shardckpt.format.structure import TensorRecord
@@ -80,8 +79,6 @@ _COMMITTING = 60.0
 _WORD, _FAILURE = "word", "failure"
 """Kinds of announcements: the committer's word on an attempt (or the word of a process that gave up waiting for it), and the failure
 of a process that could not write its share."""
-_SAMPLED = 1024
-"""Number of elements of a large plain tensor that are compared, to find processes with different tensors under one name."""
 _WORDS = 64
 """Number of keys per kind of announcement; a job of any length keeps no more keys."""
 
@@ -98,6 +95,8 @@ class StateShare:
     """The file of the values that this process owns by itself; None: there are none."""
     late: Sequence[str] = ()
     """The small plain tensors on devices, which `contents` lacks."""
+    replicas: ReplicaChecksums | None = None
+    """The checksums of boxes that other processes hold, too; None: they are not compared."""
 
 
 class Attempt:
@@ -148,6 +147,8 @@ class Attempt:
         flat = flatten(plain_state(state), frameworks.is_tensor, frameworks.identity, frameworks.meaning)
         tensors = frameworks.reduce_partial(flat.tensors) if self.options.reduce_partial else flat.tensors
         sources = frameworks.sources(tensors, self.world, unread=skipped_names(tensors, self.options.skip))
+        if not self.alone:
+            frameworks.check_aliases(sources, plain=self.options.host_tensors == "replicated")
         planned = plan(sources, self.options, self.world)
         self._nbytes, self._skipped = planned.nbytes, planned.skipped
         if self._skipped:
@@ -155,18 +156,31 @@ class Attempt:
         values = encode_values(flat.per_process) if flat.per_process else {}
         structure, metadata = Structure(flat.tree, planned.tensors), json.loads(json.dumps(self.options.metadata))
         late = [] if waits or not planned.small else [*{*frameworks.names_on_devices(sources)}.intersection(planned.small)]
-        contents = Contents(structure, small_elements(planned, sources, late), metadata, _samples(planned, sources))
+        contents = Contents(structure, small_elements(planned, sources, late), metadata)
         written = {name: source for name, source in sources.items() if name not in self._skipped}
-        return StateShare(planned, written, contents, seal({"values": values}) if values else None, late)
+        replicas = None
+        if planned.replicated:  # empty if they are not to be compared
+            replicas = ReplicaChecksums(planned, sources, wholly=self.options.check_replicas is True or self.options.fingerprint)
+            if waits:
+                replicas.fetch_late()
+        return StateShare(planned, written, contents, seal({"values": values}) if values else None, late, replicas)
 
     def write(
-        self, contents: Contents, values: bytes | None, fill: Callable[[HostWriter], None], memory: int, *, threads: int = 1
+        self,
+        contents: Contents,
+        values: bytes | None,
+        fill: Callable[[HostWriter], None],
+        memory: int,
+        *,
+        replicas: ReplicaChecksums | None = None,
+        threads: int = 1,
     ) -> HostRecord:
         """Write this process's share, and its record.
 
         Args:
             contents: the share's contents.
             values: the share's values.
+            replicas: the share's checksums.
             fill: hands all chunks to the writer.
             memory: bytes of chunks that may be in flight to the storage, if it is not a local disk.
             threads: most threads that write at a time.
@@ -195,7 +209,8 @@ class Attempt:
             if not self.alone and self.commits:
                 writer.describe(contents)  # early, so that the others find the same contents written already
             fill(writer)
-            record = writer.finish(contents, hosts=self.world.processes, prior=self.prior.digest, values=values)
+            checksums = None if replicas is None else replicas.complete()
+            record = writer.finish(contents, hosts=self.world.processes, prior=self.prior.digest, values=values, replicas=checksums)
         except BaseException:
             writer.abort()
             raise
@@ -385,15 +400,4 @@ def small_elements(plan: SavePlan, sources: Mapping[str, Source], without: Seque
     found = {}
     for name, arrays in zip(names, fetched, strict=True):
         found[name] = b"".join(stored(array, plan.tensors[name]).tobytes() for array in arrays)
-    return found
-
-
-def _samples(plan: SavePlan, sources: Mapping[str, Source]) -> dict[str, int]:
-    """A checksum of some elements (with the first and the last) of every large plain tensor that can be read without a copy."""
-    names = [name for name in plan.shared if not sources[name].staged_bytes and 0 not in sources[name].shape]
-    found = {}
-    for name, arrays in zip(names, frameworks.fetch([sources[name] for name in names]), strict=True):
-        (array,) = arrays
-        places = np.linspace(0, array.size - 1, _SAMPLED, dtype=np.int64)
-        found[name] = crc32c(stored(array, plan.tensors[name]).flat[places].tobytes())
     return found

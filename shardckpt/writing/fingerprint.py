@@ -6,11 +6,15 @@ from contextlib import closing
 from typing import Any
 
 from shardckpt import frameworks
+from shardckpt.errors import StructureMismatchError
 from shardckpt.format.fingerprint import Fingerprint, StateSums
+from shardckpt.format.replicas import as_text, difference
 from shardckpt.frameworks.coordination import Coordinator, check_coordinator
 from shardckpt.options import SaveOptions
 from shardckpt.state.flatten import flatten, plain_state
+from shardckpt.state.names import shown
 from shardckpt.writing.attempt import COMMITTER, small_elements
+from shardckpt.writing.replicas import ReplicaChecksums
 from shardckpt.writing.save import MOST_COPIES, read_to_host
 from shardckpt.writing.save_plan import plan_save
 
@@ -27,7 +31,7 @@ def fingerprint(state: Any, *, coordinator: Coordinator | None = None) -> Finger
 
     Raises:
         LeafError, ShardingError: as in `save`.
-        StructureMismatchError: processes have different tensors under one name.
+        StructureMismatchError: processes have different tensors under one name, or different copies of one tensor.
         CoordinationError: another process did not call it in time.
     """
     check_coordinator(coordinator)
@@ -45,7 +49,16 @@ def fingerprint(state: Any, *, coordinator: Coordinator | None = None) -> Finger
             sums.add_stored(name, data)
     if world.processes == 1:
         return sums.fingerprint()
-    together = StateSums()
-    for process, said in enumerate(coordinator.share("fingerprint", sums.to_json())):
-        together.merge(StateSums.from_json(said, f"process {process}"))
+    replicas = ReplicaChecksums(plan, sources, wholly=True).complete()
+    own = {"sums": sums.to_json(), "replicas": {as_text(group): of_group for group, of_group in replicas.items()}}
+    together, groups = StateSums(), dict[str, list[tuple[list[int], dict[str, int]]]]()
+    for process, said in enumerate(coordinator.share("fingerprint", own)):
+        together.merge(StateSums.from_json(said["sums"], f"process {process}"))
+        for group, of_group in said["replicas"].items():
+            groups.setdefault(group, []).append(([process], of_group))
+    for group_said in groups.values():
+        differs = difference(group_said)
+        if differs is not None:
+            kind = "plain" if plan.tensors[differs[0]].layout is None else "replicated"
+            raise StructureMismatchError(f"{shown(differs[0])}: this {kind} tensor {differs[1]}; make them equal.")
     return together.fingerprint()

@@ -25,6 +25,7 @@ from shardckpt.errors import CommitError
 from shardckpt.format.documents import FileReference, seal
 from shardckpt.format.fingerprint import StateSums
 from shardckpt.format.record import HostFiles, HostRecord
+from shardckpt.format.replicas import ReplicasReference, seal_checksums
 from shardckpt.format.table import OWN_OBJECT, ArrayChunks, Table
 from shardckpt.format.zarr_arrays import chunk_object_key, close, lay_out_all, room_for
 from shardckpt.io.store import byte_view
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from shardckpt.format.record import Contents
+    from shardckpt.format.replicas import Checksums
     from shardckpt.format.structure import TensorRecord
     from shardckpt.io.store import Store
     from shardckpt.layout.box import Box
@@ -130,7 +132,15 @@ class HostWriter:
         """Write the host's contents, unless a host with the same contents has written them."""
         return describe(self._place, contents)
 
-    def finish(self, contents: Contents, *, hosts: int, prior: str | None, values: bytes | None = None) -> HostRecord:
+    def finish(
+        self,
+        contents: Contents,
+        *,
+        hosts: int,
+        prior: str | None,
+        values: bytes | None = None,
+        replicas: Checksums | None = None,
+    ) -> HostRecord:
         """Call `complete`, and then write the host's record.
 
         Args:
@@ -138,13 +148,22 @@ class HostWriter:
             hosts: number of hosts that write into the attempt.
             prior: SHA-256 of the commit record that the save found; None: there was none.
             values: file of this process's own values; None: there are none.
+            replicas: checksums of boxes that other hosts hold, too; None: there are none.
         """
-        record, _ = self.complete(self.describe(contents), hosts=hosts, prior=prior, values=values)
+        record, _ = self.complete(self.describe(contents), hosts=hosts, prior=prior, values=values, replicas=replicas)
         self.vouches = True  # even if the write fails: perhaps only its response was lost
         self._place.write(record.key, seal(record.to_json()))
         return record
 
-    def complete(self, contents: FileReference, *, hosts: int, prior: str | None, values: bytes | None = None) -> tuple[HostRecord, Table]:
+    def complete(
+        self,
+        contents: FileReference,
+        *,
+        hosts: int,
+        prior: str | None,
+        values: bytes | None = None,
+        replicas: Checksums | None = None,
+    ) -> tuple[HostRecord, Table]:
         """Wait until all chunks are durable; write the chunk table and the other files that the host's record refers to.
 
         Args:
@@ -152,6 +171,7 @@ class HostWriter:
             hosts: as for `finish`.
             prior: as for `finish`.
             values: as for `finish`.
+            replicas: as for `finish`.
 
         Returns:
             The record, which is not written yet, and the chunk table.
@@ -179,6 +199,7 @@ class HostWriter:
                 lanes=tuple(lane for e in self._encoders if isinstance(e.writer, PackedWriter) for lane in e.writer.lanes),
                 values=None if values is None else self._write_own("values.json", values),
                 sums=self._write_sums(),
+                replicas=None if not replicas else self._write_replicas(replicas),
             ),
             chunks=len(order),
             stored_bytes=int(extents.length.sum()),
@@ -194,6 +215,10 @@ class HostWriter:
             assert other is not None
             first.merge(other)
         return self._write_own("sums.json", seal({"sums": first.to_json()}))
+
+    def _write_replicas(self, checksums: Checksums) -> ReplicasReference:
+        digests, data = seal_checksums(checksums)
+        return ReplicasReference(self._write_own("replicas.json", data), digests)
 
     def _write_own(self, name: str, data: bytes) -> FileReference:
         """Write a file of this host's own."""

@@ -52,7 +52,8 @@ def _key(sources: Mapping[str, Source], options: SaveOptions, world: World) -> t
     for name, source in sources.items():
         boxes = source.boxes
         rows.append((name, source.shape, source.dtype, source.layout, source.own_pieces, source.holders, *_bytes_of(boxes)))
-    return (world.process, world.processes, options.host_tensors, options.layout, [*options.shardings.items()], options.skip, rows)
+    dealt = options.host_tensors, options.check_replicas is False
+    return (world.process, world.processes, *dealt, options.layout, [*options.shardings.items()], options.skip, rows)
 
 
 def _bytes_of(boxes: Any) -> tuple[bytes, bytes]:

@@ -196,7 +196,8 @@ def _write(attempt: Attempt, share: StateShare) -> HostRecord:
                     at_a_time,
                 )
 
-    return attempt.write(share.contents, share.values, fill, 2 * quarter, threads=_writing_threads(share.plan, 2 * quarter // copies))
+    threads = _writing_threads(share.plan, 2 * quarter // copies)
+    return attempt.write(share.contents, share.values, fill, 2 * quarter, replicas=share.replicas, threads=threads)
 
 
 def _writing_threads(plan: SavePlan, memory: int) -> int:

@@ -6,7 +6,8 @@ Planning is pure: it depends only on the tensors' metadata. Processes that know 
 2. Ask which processes hold each box. A plain host tensor does not say. A large one is held by all processes, or only by
    the process that has it in its state, as `host_tensors` says. Small ones may be on any processes, and none of their
    chunks is written here: their elements go into the host's contents document.
-3. Deal out the chunks of every box among its holders (`plan.writers`), and cut this process's share into blocks that can be
+3. Deal out the chunks of every box among its holders (`plan.writers`), or give them all to the lowest holder if replicas are not
+   compared: copies that may differ must not be mixed. Cut this process's share into blocks that can be
    copied at once (`plan.pieces`).
 """
 
@@ -75,8 +76,8 @@ class SavePlan:
     """Runs of chunks that this process writes, by tensor, in the order of the tensors; tensors without any are left out."""
     small: list[str]
     """Small plain tensors; their elements go into the host's contents."""
-    shared: list[str]
-    """Large plain tensors that all processes hold; each process writes a part."""
+    replicated: dict[str, list[tuple[int, ...]]]
+    """For tensors of which other processes write a part of a box of this process, too: the holders of each box."""
     blocks: dict[str, list[Block]]
     """The same chunks as `writes`, cut into blocks that are copied at once."""
     skipped: frozenset[str] = frozenset()
@@ -98,7 +99,8 @@ def plan_save(sources: Mapping[str, Source], options: SaveOptions, world: World)
     skipped = skipped_names(sources, options.skip)
     tensors = tensor_records(sources, options, world, skipped)
     everyone = tuple(range(world.processes))
-    small, shared = [], []
+    small: list[str] = []
+    replicated: dict[str, list[tuple[int, ...]]] = {}
     parts: list[Part] = []
     places: list[tuple[str, _Parted]] = []
     known: dict[Hashable, list[_Parted]] = {}
@@ -111,8 +113,8 @@ def plan_save(sources: Mapping[str, Source], options: SaveOptions, world: World)
                 continue
             local = world.processes == 1 or options.host_tensors == "local"
             holders = [(world.process,) if local else everyone] * len(boxes)
-            if not local:
-                shared.append(name)
+        if world.processes > 1 and any(len(of_box) > 1 for of_box in holders):
+            holders = _to_compare(replicated, name, holders, options)
         size = tensor.dtype.storage.itemsize
         for part in _parted(tensor.pieces, boxes, known):
             piece = tensor.pieces[part.piece]
@@ -137,7 +139,17 @@ def plan_save(sources: Mapping[str, Source], options: SaveOptions, world: World)
                 cut.append(Block(part.held, part.corner, piece, part.box, itemsize))
             else:
                 cut.extend(blocks_of(part.held, part.corner, piece, part.box, share, itemsize))
-    return SavePlan(tensors, writes, small, shared, blocks, skipped)
+    return SavePlan(tensors, writes, small, replicated, blocks, skipped)
+
+
+def _to_compare(
+    replicated: dict[str, list[tuple[int, ...]]], name: str, holders: list[tuple[int, ...]], options: SaveOptions
+) -> list[tuple[int, ...]]:
+    """The processes that write each box of a tensor; where several do, they compare their copies."""
+    if options.check_replicas is False:
+        return [of_box[:1] for of_box in holders]
+    replicated[name] = holders
+    return holders
 
 
 @dataclass(frozen=True, slots=True)

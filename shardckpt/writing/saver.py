@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from shardckpt.options import SaveOptions
     from shardckpt.writing.attempt import StateShare
     from shardckpt.writing.host import HostWriter
+    from shardckpt.writing.replicas import ReplicaChecksums
 
 _SHUTDOWN_SECONDS = 60.0
 """Seconds for which the interpreter shutdown waits for other processes, per save in flight."""
@@ -142,7 +143,7 @@ class _Save:
         self._stage = Stage(pool, self._start)
         self._thread: threading.Thread | None = None
         self._began = self._planned = self._copied = began
-        self._share: tuple[Contents, bytes | None] | None = None
+        self._share: tuple[Contents, bytes | None, ReplicaChecksums | None] | None = None
         self._late: LateElements | None = None
         self._writer_memory = pool.limit // 4 if attempt.store.location.local is None else 0
         self._tensors = self._nbytes = 0
@@ -154,7 +155,7 @@ class _Save:
         try:
             share = self.attempt.take(state, plans.plan, waits=False)
             self._planned = time.monotonic()
-            self._share = share.contents, share.values
+            self._share = share.contents, share.values, share.replicas
             self._tensors, self._nbytes = len(share.plan.tensors), share.plan.nbytes
             self.outcome.nbytes = self._nbytes
             self._copy(share)
@@ -176,17 +177,20 @@ class _Save:
         plan, (sources, self._stage.copies) = share.plan, frameworks.on_devices(share.sources, overlap=overlap)
         if self._stage.copies is not None:
             self.pool.pin_with(self._stage.copies.pin)
+        sampled = 0 if share.replicas is None else share.replicas.late_bytes()
         room = min(MOST_COPIES, self.pool.limit // 4)
         largest = max((sources[name].staged_bytes for name in plan.blocks), default=0)
         most = self._stage.fit(
             (pair for name, blocks in plan.blocks.items() for pair in zip(blocks, are_own(blocks, sources[name]), strict=True)),
             fetching=max(room, largest) if largest else 0,
             writing=self._writer_memory,
-            late=late_bytes(share),
+            late=late_bytes(share) + sampled,
             streams=self._stage.copies is None or not overlap,
         )
         if self._stage.copies is not None and share.late:
             self._late = LateElements(share, sources, self._stage.copies, self._stage.late)
+        if self._stage.copies is not None and share.replicas is not None and sampled:
+            share.replicas.queue(sources, self._stage.copies, self._stage.late[late_bytes(share) :])
         for batch in read(plan, sources, room, most=most):
             self._stage.put(batch)
         self._copied = time.monotonic()
@@ -247,11 +251,11 @@ class _Save:
 
     def _write(self) -> HostRecord:
         assert self._share is not None
-        (contents, values), self._share = self._share, None
+        (contents, values, replicas), self._share = self._share, None
         try:
             if self._late is not None:
                 contents, self._late = self._late.added_to(contents), None
-            return self.attempt.write(contents, values, self._fill, self._writer_memory)
+            return self.attempt.write(contents, values, self._fill, self._writer_memory, replicas=replicas)
         except BaseException as e:
             self._stage.fail(e)
             raise

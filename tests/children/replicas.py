@@ -1,6 +1,7 @@
 """Processes of jobs whose tensors describe their own shards, or are replicated on several of them."""
 
 import torch
+from e2e_torch import join, leave
 
 import shardckpt
 from shardckpt import SaveOptions
@@ -58,4 +59,69 @@ def train_described(coordinator, url, resume):
 def save_same_shard(coordinator, url):
     local = described(0, 1, 40)
     shardckpt.save(url, {"w": local}, coordinator=coordinator, options=SaveOptions(commit_timeout=20))
+    return "saved"
+
+
+def mesh_of(*shape):
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh("cpu", shape, mesh_dim_names=("replica", "shard")[: len(shape)])
+
+
+def held(rank, case):
+    """This rank's tensor "w" of 2,000,000 or fewer elements, with the difference that the case has."""
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    size, kind = case["size"], case["kind"]
+    value = float(rank in case.get("drifted", ()))
+    mesh = mesh_of(2, 2) if kind == "HSDP" else mesh_of(torch.distributed.get_world_size())
+    local = torch.full((size // 2 if kind == "HSDP" else size,), value)
+    if "at" in case:
+        local[:] = 0
+        local[case["at"]] = value
+    if kind == "plain":
+        return local
+    return DTensor.from_local(local, mesh, [Replicate(), Shard(0)] if kind == "HSDP" else [Replicate()], run_check=False)
+
+
+def save_held(coordinator, url, case, options=None):
+    ours = join(coordinator)
+    state = {"same": torch.arange(30_000.0), "w": held(ours.world.process, case)}
+    try:
+        if case.get("background"):
+            shardckpt.save_async(url, state, options=SaveOptions(**(options or {}))).wait()
+        else:
+            shardckpt.save(url, state, options=SaveOptions(**(options or {})))
+    finally:
+        leave(coordinator)
+    return "saved"
+
+
+def fingerprint_held(coordinator, case):
+    ours = join(coordinator)
+    state = {"w": held(ours.world.process, case)}
+    try:
+        return shardckpt.fingerprint(state).tensors["w"]
+    finally:
+        leave(coordinator)
+
+
+def save_aliases(coordinator, url, kind):
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+    join(coordinator)
+    mesh = mesh_of(2)
+    a = distribute_tensor(torch.zeros(8, 6000), mesh, [Shard(0)])
+    aliases = {
+        "the same": a,
+        "detached": a.detach(),
+        "local": a.to_local(),
+        "replicated": DTensor.from_local(a.to_local(), mesh, [Replicate()], run_check=False),
+        "other dimension": DTensor.from_local(a.to_local(), mesh, [Shard(1)], run_check=False),
+        "view": DTensor.from_local(a.to_local().view(4, 6000), mesh, [Shard(0)], run_check=False),
+    }
+    try:
+        shardckpt.save(url, {"a": a, "b": aliases[kind]}, options=SaveOptions(commit_timeout=20))
+    finally:
+        leave(coordinator)
     return "saved"

@@ -62,7 +62,8 @@ def definition(path):
         return "checkpointFile"
     if path.suffix != ".json" or path.name == "zarr.json":
         return None
-    return {"records": "hostFile", "contents": "contentsFile"}.get(path.parent.name, "valuesFile")
+    own = "replicasFile" if path.name == "replicas.json" else "valuesFile"
+    return {"records": "hostFile", "contents": "contentsFile"}.get(path.parent.name, own)
 
 
 def records(checkpoint):
@@ -116,7 +117,8 @@ def test_saved_checkpoints_conform(saved):
         assert errors(document, kind) == []
         assert errors(document, "file") == []
         assert [other for other in kinds if conforms(document, other)] == [kind], "it is mistaken for another record"
-    assert kinds == {"checkpointFile", "hostFile", "contentsFile", "valuesFile"}
+    own = {"valuesFile"} if len(saved) < 5 else {"valuesFile", "replicasFile"}
+    assert kinds == {"checkpointFile", "hostFile", "contentsFile"} | own
 
 
 def test_saved_checkpoints_have_all_that_the_schema_knows(saved):
@@ -151,12 +153,13 @@ FREE = {"metadata", "tree"}
 IN_BASES = {"bases", "base", "base_name"}
 OPTIONAL = {
     "checkpointFile": {"sharding", "table", "small_table", *IN_BASES},
-    "hostFile": set(),
+    "hostFile": {"replicas"},
     "contentsFile": {"sharding", "partial", "samples", *IN_BASES},
     "valuesFile": set(),
+    "replicasFile": set(),
 }
 """Members whose absence the schema cannot hold against a record."""
-NAMED = [("tensors",), ("small",), ("samples",), ("arrays",)]
+NAMED = [("tensors",), ("small",), ("samples",), ("arrays",), ("digests",)]
 """Members whose own members are called by names."""
 
 
@@ -194,7 +197,11 @@ def test_a_record_that_lacks_a_member_does_not_conform(saved):
     for kind, document in one_of_each(saved):
         for path in members(document):
             lacking, parent = changed(document, path, lambda parent, last: parent.pop(last))
-            a_name = path[-2:-1] in NAMED or (kind == "valuesFile" and path[:-1] == ("record", "values"))
+            a_name = (
+                path[-2:-1] in NAMED
+                or (kind == "valuesFile" and path[:-1] == ("record", "values"))
+                or (kind == "replicasFile" and len(path) > 2)
+            )
             optional = (path[-1] in OPTIONAL[kind] and not (path[-1] == "base" and "base_name" in parent)) or (
                 path[-1] == "devices" and "shape" not in parent
             )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,9 +18,10 @@ from hypothesis import strategies as st
 from one_of_several import OneOfSeveral
 
 import shardckpt
-from shardckpt import CheckpointManager, SaveOptions, errors
+from shardckpt import CheckpointManager, SaveOptions, errors, frameworks
 from shardckpt.frameworks import cuda
 from shardckpt.io.buffers import BufferPool
+from shardckpt.writing.replicas import ReplicaChecksums
 from shardckpt.writing.saver import Saver
 
 MiB = 1 << 20
@@ -232,3 +234,26 @@ def test_the_thread_that_saves_does_not_wait_for_the_device(fake, tmp_path, mode
             assert_saved(tmp_path / name, expected)
         saver.close()
     assert contents[0] == contents[1] or processes == 1  # files that are named by their digests
+
+
+def test_samples_of_replicas_on_devices_are_those_of_the_host_and_come_behind_the_call(fake):
+    """The samples are copied in stream order, so an update that is queued later does not change them."""
+    values = {"w": torch.randn(600, 40), "transposed": torch.randn(700, 30).T, "scalar": torch.tensor(3.0)}
+    plan = SimpleNamespace(replicated={name: [(0, 1)] for name in values})
+    expected = ReplicaChecksums(plan, frameworks.sources(values), wholly=False).complete()
+    on_device = {name: fake.put(value.clone()) for name, value in values.items()}
+    sources = frameworks.sources(on_device)
+    checksums = ReplicaChecksums(plan, sources, wholly=False)
+    left, copies = frameworks.on_devices(sources, overlap=False)
+    pool = BufferPool(1 * MiB, copies.pin)
+    with pool.take(checksums.late_bytes()) as lease:
+        checksums.queue(left, copies, lease.array((checksums.late_bytes(),), np.uint8).view(np.uint8))
+        copies.end()
+        for tensor in on_device.values():
+            fake.launch(partial(tensor.fill_, -1))
+        assert checksums.complete() == expected
+        fake.idle()
+    pool.clear()
+    again = ReplicaChecksums(plan, frameworks.sources({name: fake.put(value.clone()) for name, value in values.items()}), wholly=False)
+    again.fetch_late()
+    assert again.complete() == expected

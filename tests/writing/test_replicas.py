@@ -53,3 +53,85 @@ def test_two_processes_that_describe_the_same_shard_are_named(tmp_path, job):
     answers = job.run("save_same_shard", 2, tmp_path / "c")
     assert {answer["error"] for answer in answers} == {"CommitError"}
     assert "'w' describes its own shards, and processes 0-1 describe the same one" in answers[0]["message"]
+
+
+SIZES = [100, 300_000]
+DRIFTED = "'w': this {} has other elements on {} than on {}"
+
+
+def refused(answers, kind, one, other):
+    assert {answer["error"] for answer in answers} == {"CommitError"}
+    return DRIFTED.format(kind, one, other) in answers[0]["message"]
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("background", [False, True])
+def test_replicas_that_differ_fail_the_save_and_are_named(tmp_path, job, size, background):
+    case = {"kind": "replicated", "size": size, "drifted": [1], "background": background}
+    answers = job.run("save_held", 3, tmp_path / "c", case)
+    assert refused(answers, "replicated tensor", "processes 0, 2", "process 1")
+    with pytest.raises(shardckpt.errors.NotFoundError):
+        shardckpt.open(tmp_path / "c")
+
+
+def test_only_holders_of_one_shard_are_compared(tmp_path, job):
+    """Of four processes 1 and 3 hold the second half, and the halves differ."""
+    same = {"kind": "HSDP", "size": 200_000, "drifted": [1, 3]}
+    assert job.run("save_held", 4, tmp_path / "c", same) == ["saved"] * 4
+    found = shardckpt.restore(tmp_path / "c")["w"]
+    assert (set(found[:100_000]), set(found[100_000:])) == ({0}, {1})
+    assert refused(job.run("save_held", 4, tmp_path / "d", {**same, "drifted": [3]}), "replicated tensor", "process 1", "process 3")
+
+
+def test_large_plain_tensors_that_differ_fail_the_save_as_before(tmp_path, job):
+    answers = job.run("save_held", 2, tmp_path / "c", {"kind": "plain", "size": 300_000, "drifted": [1]})
+    assert refused(answers, "plain tensor", "process 0", "process 1")
+
+
+@pytest.mark.parametrize("options", [{"check_replicas": True}, {"fingerprint": True}])
+def test_one_different_element_is_found_when_all_are_compared(tmp_path, job, options):
+    case = {"kind": "replicated", "size": 300_000, "drifted": [1], "at": 77_777}
+    assert job.run("save_held", 2, tmp_path / "sampled", case) == ["saved"] * 2
+    assert refused(job.run("save_held", 2, tmp_path / "c", case, options), "replicated tensor", "process 0", "process 1")
+
+
+@pytest.mark.parametrize("kind", ["replicated", "plain"])
+@pytest.mark.parametrize("drifted", [0, 1])
+def test_without_comparison_the_lowest_process_s_copy_is_stored_as_a_whole(tmp_path, job, kind, drifted):
+    case = {"kind": kind, "size": 300_000, "drifted": [drifted]}
+    options = {"check_replicas": False, "fingerprint": True}
+    assert job.run("save_held", 2, tmp_path / "c", case, options) == ["saved"] * 2
+    assert set(shardckpt.restore(tmp_path / "c")["w"]) == {1 - drifted}
+    opened = shardckpt.open(tmp_path / "c")
+    assert opened.verify().damage == []
+    assert opened.fingerprint().tensors == opened.fingerprint(recorded=False).tensors
+
+
+def test_equal_replicas_are_described_by_files_that_nobody_has_to_read(tmp_path, job, monkeypatch):
+    job.run("save_held", 2, tmp_path / "c", {"kind": "replicated", "size": 300_000})
+    assert len(list((tmp_path / "c").glob("*/contents/*"))) == 1
+    assert len(list((tmp_path / "c").glob("*/hosts/*/replicas.json"))) == 2
+    assert shardckpt.open(tmp_path / "c").verify().damage == []
+
+
+def test_a_fingerprint_of_replicas_that_differ_is_refused(job):
+    same = job.run("fingerprint_held", 2, {"kind": "replicated", "size": 300_000})
+    assert same[0] == same[1]
+    answers = job.run("fingerprint_held", 2, {"kind": "replicated", "size": 300_000, "drifted": [1], "at": 5})
+    assert {answer["error"] for answer in answers} == {"StructureMismatchError"}
+    assert "'w': this replicated tensor has other elements on process 0 than on process 1" in answers[0]["message"]
+
+
+@pytest.mark.parametrize("kind", ["the same", "detached", "view"])
+def test_one_shard_under_two_names_is_saved(tmp_path, job, kind):
+    assert job.run("save_aliases", 2, tmp_path / "c", kind) == ["saved"] * 2
+    assert shardckpt.open(tmp_path / "c").info("b").shape == (8, 6000)
+
+
+@pytest.mark.parametrize("kind", ["local", "replicated", "other dimension"])
+def test_one_memory_that_claims_to_be_two_parts_of_a_tensor_is_refused(tmp_path, job, kind):
+    answers = job.run("save_aliases", 2, tmp_path / "c", kind)
+    assert [answer["error"] for answer in answers] == ["LeafError"] * 2
+    assert "'b' and 'a' are over the same memory, and claim to be different parts" in answers[0]["message"]
+    with pytest.raises(shardckpt.errors.NotFoundError):
+        shardckpt.open(tmp_path / "c")
