@@ -27,6 +27,10 @@ _DENIED = ("permission denied", "permission_denied", "read-only file system", "f
 """Parts of storages' messages about missing permissions, in lower case."""
 
 _ADVICE = {
+    "has no locks": "mount it with locks (Lustre: -o flock; NFS 3: without nolock, and with its lock service), or choose another place; "
+    "see the table of file systems in docs/storage.md",
+    "function not implemented": "this file system cannot do that, as one that shows a bucket as files; use the bucket's own url "
+    "(s3://…, gs://…), or choose another place",
     "permission denied": "give this user permission there, or choose another place",
     "attempts failed": "the service did not recover in time; try again later, or raise SHARDCKPT_RETRY_SECONDS",
     "no such bucket": "create it, or check its name and the endpoint",

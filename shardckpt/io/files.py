@@ -7,20 +7,26 @@ before TensorStore writes a file.
 
 TensorStore syncs each file and its directory, but not the parent directories that it creates. `DurableDirectories` creates
 those, and syncs the parent of each, so that after a power failure a file is complete and can be found.
+
+The *generation* of a file, the condition of a replacement or removal, is the SHA-256 of its bytes, as inode numbers and times
+change by themselves on some file systems. So a file's former bytes give its former generation, as on S3.
 """
 
 from __future__ import annotations
 
 import errno
-import fcntl
+import hashlib
+import logging
 import os
+import secrets
 import stat
-import struct
 import time
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from shardckpt.errors import FormatError
+from shardckpt.io.locks import HIDDEN, is_at, lock_file
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -34,12 +40,18 @@ _LOCK_SECONDS = 60.0
 """Seconds that a writer waits for another writer of the same file. A write takes milliseconds."""
 _LEAST_PAUSE, _MOST_PAUSE = 0.001, 0.1
 """Least and most seconds between two tries to lock a file."""
+_MOST_LOOKS = 100
+"""Most times in a row that the file at the name of a lock may be another one than the locked file."""
 _ABSENT = b"absent"
 """The generation of a missing file."""
+_NO_SYNC = frozenset({errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP})
+"""Errors of file systems that cannot sync a directory."""
+_MARK_BYTES = 16
+_log = logging.getLogger("shardckpt")
 
 
-def read(path: Path, start: int = 0, stop: int | None = None) -> tuple[bytes | None, bytes]:
-    """Bytes `start` to `stop` of a file (fewer at its end; None: no such file), and the file's generation.
+def read(path: Path, start: int = 0, stop: int | None = None) -> bytes | None:
+    """Bytes `start` to `stop` of a file (fewer at its end); None: no such file.
 
     Raises:
         FormatError: no `stop` is given, and the file has more than `LARGEST_WHOLE` bytes.
@@ -48,7 +60,7 @@ def read(path: Path, start: int = 0, stop: int | None = None) -> tuple[bytes | N
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # without O_NONBLOCK it might wait for the writer of a pipe
     except (FileNotFoundError, NotADirectoryError):
-        return None, _ABSENT
+        return None
     try:
         status = _regular(fd, path)
         if stop is None and status.st_size - start > LARGEST_WHOLE:
@@ -57,49 +69,54 @@ def read(path: Path, start: int = 0, stop: int | None = None) -> tuple[bytes | N
         data = os.pread(fd, length, start)
         while len(data) < length and (more := os.pread(fd, length - len(data), start + len(data))):
             data += more
-        return data, _generation(status)
+        return data
     finally:
         os.close(fd)
 
 
-def replace(path: Path, data: bytes | bytearray | memoryview, generation: bytes | None) -> bytes:
+def generation_of(data: bytes | None) -> bytes:
+    """The generation of a file with these bytes; None: of a missing file."""
+    return _ABSENT if data is None else hashlib.sha256(data).hexdigest().encode()
+
+
+def replace(path: Path, data: bytes | bytearray | memoryview, generation: bytes | None) -> bool:
     """Write a file, or replace it, in an existing directory; durable when this returns.
 
     Args:
         path: the file.
         data: its bytes.
-        generation: write only if the file still has this generation (`read` returns one for a missing file, too); None: write always.
+        generation: write only if the file still has this generation; None: write always.
 
     Returns:
-        The new generation; b"" if the file has another generation: nothing was written.
+        Whether it was written; False if the file has another generation.
 
     Raises:
         OSError: it cannot be written; TimeoutError: another writer held its lock for too long.
     """
-    lock = _lock_of(path)
     try:
-        fd = _open_locked(lock)
+        lock = _open_locked(_lock_of(path))
         renamed = False
         try:
             if generation not in (None, _generation_now(path)):
-                return b""
-            os.ftruncate(fd, 0)
+                return False
+            os.ftruncate(lock.fd, 0)
+            os.lseek(lock.fd, 0, os.SEEK_SET)
             rest = memoryview(data)
             while rest:
-                rest = rest[os.write(fd, rest) :]
-            os.fsync(fd)
-            if not _is_at(fd, lock):
+                rest = rest[os.write(lock.fd, rest) :]
+            os.fsync(lock.fd)
+            if not is_at(lock.fd, lock.path) and read(lock.path) != data:
                 raise FileNotFoundError(errno.ENOENT, "its directory was removed while it was written", str(path))
-            lock.rename(path)
+            lock.path.rename(path)
             renamed = True
             sync_directory(path.parent)
-            return _generation(os.fstat(fd))
+            return True
         finally:
-            _release(fd, None if renamed else lock)
+            _release(lock, delete=not renamed)
     except FileNotFoundError:  # the directory was removed, or everything in it
         if generation in (None, _ABSENT):
             raise
-        return b""
+        return False
 
 
 def remove(path: Path, generation: bytes) -> bool:
@@ -108,9 +125,8 @@ def remove(path: Path, generation: bytes) -> bool:
     Raises:
         OSError: as for `replace`.
     """
-    lock = _lock_of(path)
     try:
-        fd = _open_locked(lock)
+        lock = _open_locked(_lock_of(path))
         try:
             if generation != _generation_now(path):
                 return False
@@ -118,7 +134,7 @@ def remove(path: Path, generation: bytes) -> bool:
             sync_directory(path.parent)
             return True
         finally:
-            _release(fd, lock)
+            _release(lock, delete=True)
     except FileNotFoundError:  # the file, or its directory, is gone
         return False
 
@@ -147,27 +163,54 @@ def below(top: Path, prefix: str = "") -> Iterator[tuple[str, os.DirEntry[str]]]
             continue
         if entry.is_dir(follow_symlinks=False):
             yield from below(top, f"{name}/")
-        elif not name.endswith(LOCK_SUFFIX):
+        elif not is_transient(entry.name):
             yield name, entry
+
+
+def is_transient(name: str) -> bool:
+    """Whether a file of this name exists only while another one is written, or while a deleted one is open."""
+    return name.endswith(LOCK_SUFFIX) or HIDDEN.fullmatch(name) is not None
 
 
 def clear(path: Path) -> None:
     """Truncate the remains of a killed write of this file, if there are any; leave the file alone while a process writes it."""
     with suppress(OSError):  # nothing to truncate, or a process is writing it; the write that follows reports any other error
-        fd = _open_locked(_lock_of(path), create=False, seconds=0)
+        lock = _open_locked(_lock_of(path), create=False, seconds=0)
         try:
-            os.ftruncate(fd, 0)
+            os.ftruncate(lock.fd, 0)
         finally:
-            _release(fd, None)
+            _release(lock, delete=False)
 
 
 def sync_directory(path: Path) -> None:
-    """Make the entries of a directory durable."""
+    """Make the entries of a directory durable, where the file system can do that."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        os.fsync(fd)
+        sync_open_directory(fd, path)
     finally:
         os.close(fd)
+
+
+def sync_open_directory(fd: int, path: Path) -> None:
+    """Make the entries of an open directory durable; a file system that cannot do that is named in the log, once."""
+    try:
+        os.fsync(fd)
+    except OSError as e:
+        if e.errno not in _NO_SYNC:
+            raise
+        device = os.fstat(fd).st_dev
+        if device not in _unsynced:
+            _unsynced.add(device)
+            _log.warning(
+                "the file system of %s cannot make directories durable (%s): a crash of its server might undo the last "
+                "operations there, also a commit that has been reported",
+                path,
+                e.strerror,
+            )
+
+
+_unsynced: set[int] = set()
+"""Devices of file systems that cannot sync a directory."""
 
 
 class DurableDirectories:
@@ -208,6 +251,16 @@ def _lock_of(path: Path) -> Path:
     return path.with_name(f"{path.name}{LOCK_SUFFIX}")
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _LockedFile:
+    """A lock file that this process has locked."""
+
+    path: Path
+    fd: int
+    mark: bytes | None = None
+    """Its bytes, by which it was recognised; None: its inode number was enough."""
+
+
 _held: set[int] = set()
 """Descriptors of locked files. A fork has them, too, and would hold the locks as long as it lives."""
 
@@ -220,7 +273,7 @@ def _close_held() -> None:
 os.register_at_fork(after_in_child=_close_held)
 
 
-def _open_locked(lock: Path, *, create: bool = True, seconds: float | None = None) -> int:
+def _open_locked(lock: Path, *, create: bool = True, seconds: float | None = None) -> _LockedFile:
     """Open and lock a lock file; `_release` ends that.
 
     Raises:
@@ -229,24 +282,35 @@ def _open_locked(lock: Path, *, create: bool = True, seconds: float | None = Non
     """
     most = _LOCK_SECONDS if seconds is None else seconds
     flags = os.O_WRONLY | (os.O_CREAT if create else 0) | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-    deadline, pause = time.monotonic() + most, _LEAST_PAUSE
+    target = lock.with_name(lock.name.removesuffix(LOCK_SUFFIX))
+    deadline, pause, looks = time.monotonic() + most, _LEAST_PAUSE, 0
     while True:
         fd, keep = os.open(lock, flags, 0o666), False
         try:
             links = _regular(fd, lock).st_nlink
-            _lock(fd)
+            lock_file(fd, target)
+            here, mark = is_at(fd, lock), None
+            if here is None:
+                mark = _mark(fd, lock, target)
             if links > 1:  # a copy of the directory by hard links: writing here would change the other one's file
                 with suppress(FileNotFoundError):
                     lock.unlink()
-            elif _is_at(fd, lock):  # otherwise the writer before has just renamed or removed it
+            elif here or mark:  # otherwise the writer before has just renamed or removed it
                 keep = True
                 _held.add(fd)
-                return fd
+                return _LockedFile(lock, fd, mark)
+            looks += 1
+            if looks > _MOST_LOOKS:
+                raise OSError(
+                    f"{lock} was another file at each of {looks} looks: this file system has no locks that hold, or other processes "
+                    f"write the same file without a pause"
+                )
         except (BlockingIOError, PermissionError) as e:
             if time.monotonic() >= deadline:
                 raise TimeoutError(
                     f"waited {most:g} s for the lock on {lock}, which another process holds; if that process is stopped, continue or end it"
                 ) from e
+            looks = 0
             time.sleep(pause)
             pause = min(2 * pause, _MOST_PAUSE)
         finally:
@@ -254,39 +318,50 @@ def _open_locked(lock: Path, *, create: bool = True, seconds: float | None = Non
                 os.close(fd)
 
 
-def _release(fd: int, lock: Path | None) -> None:
-    """Unlock a file that `_open_locked` returned, and delete it first, if it is still at `lock`."""
-    try:
-        if lock is not None and _is_at(fd, lock):
-            with suppress(OSError):
-                lock.unlink()
-    finally:
-        _held.discard(fd)
-        os.close(fd)
+def _mark(fd: int, lock: Path, target: Path) -> bytes | None:
+    """Recognise a locked file at its path by new bytes in it, where inode numbers do not help; None if it is not there.
+
+    The file may have been renamed by the writer before, and then has a record's bytes. So first two locks are tried, which exclude
+    each other: the file at the lock's name must be locked, and the one with the record's name must not.
+
+    Raises:
+        BlockingIOError: the latter is locked.
+    """
+    if not _is_locked(lock):
+        return None
+    if _is_locked(target):  # perhaps this file
+        raise BlockingIOError
+    mark = secrets.token_bytes(_MARK_BYTES)
+    os.ftruncate(fd, 0)
+    os.pwrite(fd, mark, 0)
+    return mark if read(lock) == mark else None
 
 
-def _is_at(fd: int, path: Path) -> bool:
-    """Whether an open file is the one at a path."""
+def _is_locked(path: Path) -> bool:
+    """Whether the file that is at a path has a lock; False if there is none."""
     try:
-        return os.path.samestat(os.fstat(fd), path.lstat())
-    except (FileNotFoundError, NotADirectoryError):
+        fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except FileNotFoundError:
         return False
+    try:
+        lock_file(fd, path)
+    except (BlockingIOError, PermissionError):
+        return True
+    finally:
+        os.close(fd)
+    return False
 
 
-def _lock(fd: int) -> None:
-    """Lock an open file as TensorStore does; closing the file releases the lock. BlockingIOError if another holder has it."""
-    if hasattr(fcntl, "F_OFD_SETLK"):  # of the open file, not of the process: it excludes other threads, too
-        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
-    else:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-
-def _generation(found: os.stat_result) -> bytes:
-    return f"{found.st_dev}-{found.st_ino}-{found.st_mtime_ns}-{found.st_size}".encode()
+def _release(lock: _LockedFile, *, delete: bool) -> None:
+    """Unlock a file that `_open_locked` returned; `delete` it first, if it is still at its path."""
+    try:
+        if delete and (is_at(lock.fd, lock.path) or (lock.mark is not None and read(lock.path) == lock.mark)):
+            with suppress(OSError):
+                lock.path.unlink()
+    finally:
+        _held.discard(lock.fd)
+        os.close(lock.fd)
 
 
 def _generation_now(path: Path) -> bytes:
-    try:
-        return _generation(path.stat())
-    except (FileNotFoundError, NotADirectoryError):
-        return _ABSENT
+    return generation_of(read(path))

@@ -33,6 +33,7 @@ from shardckpt.io.buckets.rate_limit import ALONE, RequestShare
 from shardckpt.io.deletion import delete_objects, remove_tree
 from shardckpt.io.failures import begin_use, storage_errors
 from shardckpt.io.files import DurableDirectories
+from shardckpt.io.locks import remove_directory
 from shardckpt.io.requests import Upload
 from shardckpt.io.url import Location, parse
 
@@ -121,7 +122,7 @@ class Store:
             CorruptionError: the object ends before `stop`.
             FormatError: the complete object was requested, and the file on disk has more than `files.LARGEST_WHOLE` bytes.
         """
-        data, _ = self.read_versioned(key, start, stop)
+        data, _ = self._read(key, start, stop)
         if data is None:
             raise self._missing(key)
         return data
@@ -129,14 +130,23 @@ class Store:
     def read_versioned(self, key: str, start: int | None = None, stop: int | None = None) -> tuple[bytes | None, bytes]:
         """Read an object's bytes (None if it does not exist), or those from `start` to `stop`, and its generation, for `replace`.
 
+        On a disk the generation is a digest of the whole file, and a range has none: b"".
+
         Raises:
             CorruptionError, FormatError: as for `read`.
         """
+        data, generation = self._read(key, start, stop)
+        if self.location.local is not None and start is None and stop is None:
+            generation = files.generation_of(data)
+        return data, generation
+
+    def _read(self, key: str, start: int | None, stop: int | None) -> tuple[bytes | None, bytes]:
+        """Read an object's bytes, and its generation; b"" on a disk."""
         check_key(key, self)
         with storage_errors("read", self.path_of(key)):
             try:
                 if (path := self._file(key)) is not None:
-                    data, generation = files.read(path, start or 0, stop)
+                    data, generation = files.read(path, start or 0, stop), b""
                 elif self.location.bucket is not None:
                     return self._bucket.read(self._name(key), start or 0, stop, self._share)
                 else:
@@ -155,7 +165,7 @@ class Store:
         """Fill buffers, one after another, with the bytes of an object from `start` on; without a copy on object stores.
 
         Returns:
-            The object's generation.
+            The object's generation; b"" on a disk.
 
         Raises:
             MissingDataError: there is no such object.
@@ -163,7 +173,7 @@ class Store:
         """
         stop = start + sum(map(len, into))
         if self.location.bucket is None:
-            data, generation = self.read_versioned(key, start, stop)
+            data, generation = self._read(key, start, stop)
             if data is None:
                 raise self._missing(key)
             rest = memoryview(data)
@@ -187,7 +197,7 @@ class Store:
                 return self._bucket.stat(self._name(key), self._share)[0]
             if (path := self._file(key)) is not None:
                 return path.stat().st_size if path.is_file() else None
-        data, _ = self.read_versioned(key)
+        data, _ = self._read(key, None, None)
         return None if data is None else len(data)
 
     def is_longer(self, key: str, nbytes: int) -> bool:
@@ -221,7 +231,7 @@ class Store:
 
         Returns:
             Whether the object has these bytes now, as for `create`. A generation does not exclude an earlier state: "missing" matches
-            again after a deletion, and on S3 a generation is a digest, which matches again when the same bytes return.
+            again after a deletion, and on a disk and on S3 a generation is a digest, which matches again when the same bytes return.
         """
         assert generation, "an empty generation would overwrite whatever is there"
         with storage_errors("write", self.path_of(key)):
@@ -266,7 +276,7 @@ class Store:
         path = self.local_path("")
         if path is not None:
             with suppress(OSError):
-                path.rmdir()
+                remove_directory(path)
 
     def delete_prefix(self, prefix: str = "") -> None:
         """Delete everything below `prefix`: "" (the complete location) or a name that ends in a slash.
@@ -351,17 +361,17 @@ class Store:
         """An object's name in its bucket."""
         return self.location.object_prefix + key
 
-    def _write(self, key: str, data: Data, generation: bytes | None, retry: Retry | None = None) -> bytes:
-        """Write; the new generation, or b"" if the object no longer has `generation`."""
+    def _write(self, key: str, data: Data, generation: bytes | None, retry: Retry | None = None) -> bool:
+        """Write; False if the object no longer has `generation`."""
         check_key(key, self)
         if self.location.bucket is not None:
             view = byte_view(data)
-            return self._bucket.write(self._name(key), [view], generation=generation, share=self._share, retry=retry)
+            return bool(self._bucket.write(self._name(key), [view], generation=generation, share=self._share, retry=retry))
         if (path := self._file(key)) is not None:
             self.make_parents(key)
             return files.replace(path, byte_view(data), generation)
         value = data if isinstance(data, (bytes, bytearray)) else bytes(byte_view(data))
-        return bytes(self.kvstore().write(key, value, if_equal=generation).result().generation)
+        return bool(self.kvstore().write(key, value, if_equal=generation).result().generation)
 
     def _delete(self, key: str) -> None:
         """Delete an object, if there is one."""

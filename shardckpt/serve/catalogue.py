@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import binascii
-import fcntl
 import json
 import os
 import sqlite3
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardckpt.errors import OptionError, StorageError
 from shardckpt.excerpt import excerpt
+from shardckpt.io.locks import lock_whole, seems_at
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -88,20 +88,26 @@ class Catalogue:
         except OSError as e:
             raise StorageError(f"cannot write to the state directory {directory} ({e.strerror}); give --state another one.") from e
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock_whole(self._lock, directory / "lock")
         except BlockingIOError:
             os.close(self._lock)
             raise OptionError(f"another server uses the state directory {directory}; give --state another one.") from None
+        except OSError as e:
+            os.close(self._lock)
+            raise StorageError(
+                f"cannot lock the state directory {directory} ({e.strerror}); give --state one on another file system."
+            ) from e
         self._local = threading.local()
         self._readers: list[sqlite3.Connection] = []
         self._generation = 0
-        self._inode, self._damaged = 0, False
+        self._damaged = False
         self._writer = self._make()
 
     def close(self) -> None:
         """Close the database and let the directory go."""
         for db in (*self._readers, self._writer):  # the last one cleans up, and must be able to write
             db.close()
+        os.close(self._fd)
         os.close(self._lock)
 
     # --- writing, by one thread
@@ -109,12 +115,13 @@ class Catalogue:
     def renewed(self) -> bool:
         """Whether the database was deleted or damaged, and is now made anew and empty."""
         try:
-            if self._path.stat().st_ino == self._inode and not self._damaged:
+            if seems_at(self._fd, self._path) and not self._damaged:
                 return False
         except OSError:
             pass  # it was deleted
         with suppress(sqlite3.Error):
             self._writer.close()
+        os.close(self._fd)
         self._writer, self._readers = self._make(), []
         return True
 
@@ -154,7 +161,7 @@ class Catalogue:
                     self._path.with_name(self._path.name + suffix).unlink(missing_ok=True)
             else:
                 break
-        self._inode, self._damaged = self._path.stat().st_ino, False
+        self._fd, self._damaged = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC), False
         self._generation += 1
         return db
 

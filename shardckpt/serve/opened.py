@@ -1,7 +1,7 @@
 """Open checkpoints and the views of them, kept for the next requests.
 
-A checkpoint that was replaced or deleted is noticed at the next request: on a disk by its record's times, elsewhere by the record's
-generation, which is asked for after `_TRUSTED` seconds.
+A checkpoint that was replaced or deleted is noticed at the next request: on a disk when its record has another status and then
+another generation, elsewhere by the record's generation, which is asked for after `_TRUSTED` seconds.
 """
 
 from __future__ import annotations
@@ -60,7 +60,9 @@ class Opened:
 
     ident: str
     checkpoint: Checkpoint
-    version: object
+    status: object
+    """On a disk: status of the record at the last look."""
+    version: bytes
     checked: float
     parts: dict[Hashable, Any] = field(default_factory=dict)
     """Values computed from it, such as its zarr keys."""
@@ -126,16 +128,19 @@ class OpenCheckpoints:
             place = found.checkpoint.location
             if place.local is None and now < found.checked + _TRUSTED:
                 return found
+            status = _status(place)
+            if status is not None and status == found.status:
+                return found
             if _version(place) == found.version:
-                found.checked = now
+                found.checked, found.status = now, status
                 return found
         place = self._roots.locate(ident)
-        version = _version(place)
+        status, version = _status(place), _version(place)
         checkpoint = Checkpoint(str(place))
         self._roots.check(checkpoint)
         # A disk is read by few threads per request, as there are many requests; an object store wants many reads at a time.
         checkpoint.limit_reading(threads=2 if place.local is not None else None, memory=_MEMORY)
-        opened = Opened(ident, checkpoint, version, now)
+        opened = Opened(ident, checkpoint, status, version, now)
         with self._lock:
             self._opened[ident] = opened
             self._opened.move_to_end(ident)
@@ -163,12 +168,17 @@ class OpenCheckpoints:
         return view
 
 
-def _version(place: Location) -> object:
-    """A version of the record at a place: another record has another one."""
+def _status(place: Location) -> object:
+    """Size, time and inode number of the record on a disk; None: there is none, or the place is not on a disk."""
     if place.local is None:
-        return Store.open(place).read_versioned(RECORD)[1]
+        return None
     try:
         stat = os.stat(f"{place.path}/{RECORD}")  # noqa: PTH116  (for each request; a Path takes ten times as long)
     except OSError:
         return None
     return stat.st_mtime_ns, stat.st_ino, stat.st_size
+
+
+def _version(place: Location) -> bytes:
+    """The generation of the record at a place: another record has another one."""
+    return Store.open(place).read_versioned(RECORD)[1]

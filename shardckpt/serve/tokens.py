@@ -59,7 +59,7 @@ class Tokens:
             OptionError: a line is not a token's, or others may write to the file. StorageError: it cannot be read.
         """
         self._file = file
-        self._version: tuple[int, int] | None = None
+        self._text: bytes | None = None
         self._known: dict[str, Identity] = {}
         self._sessions: OrderedDict[str, tuple[str, float]] = OrderedDict()
         """Digest of a session → digest of its token, and when it ends by the monotonic clock."""
@@ -98,11 +98,10 @@ class Tokens:
 
     def _refresh(self) -> None:
         try:
-            stat = self._file.stat()
-            version = stat.st_mtime_ns, stat.st_ino
-            if version == self._version:
+            data = self._file.read_bytes()  # its time and inode number do not tell on every file system that it has changed
+            if data == self._text:
                 return
-            text = self._file.read_text("utf-8")
+            stat, text = self._file.stat(), data.decode()
         except (OSError, UnicodeDecodeError) as e:
             raise StorageError(f"the token file {self._file} cannot be read ({e}).") from e
         if stat.st_mode & 0o022:
@@ -115,7 +114,7 @@ class Tokens:
             if found is None:
                 raise OptionError(f"{self._file}, line {number}: write NAME SCOPE DIGEST, as `shardckpt token` does.")
             known[found[3]] = Identity(found[1], found[2])
-        self._known, self._version = known, version
+        self._known, self._text = known, data
 
 
 def add_token(file: Path, name: str, scope: str) -> str:

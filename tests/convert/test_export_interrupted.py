@@ -256,7 +256,7 @@ def test_a_file_that_was_named_and_removed_before_all_was_tidied_up_is_made_agai
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(local_files.LocalFiles, "_remove", lambda self, all_but=None: interrupt() if all_but is None else None)
+        patch.setattr(local_files.LocalFiles, "_remove", interrupt)
         with pytest.raises(KeyboardInterrupt):
             shardckpt.export(tmp_path / "c", to)
     whole = to.read_bytes()

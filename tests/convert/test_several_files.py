@@ -101,7 +101,57 @@ def test_files_without_hard_links_are_replaced_by_one_rename_each(tmp_path, plac
     monkeypatch.setattr(Path, "rename", replace)
     write(place, out, overwrite=True)
     assert sorted(name for name in renames if name in NAMES) == NAMES == sorted(path.name for path in out.iterdir())
-    assert len(renames) == len(NAMES)
+    assert sum(not name.startswith("notes.") for name in renames) == len(NAMES)
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("named", [1, 2])
+def test_an_export_that_was_stopped_while_it_named_files_is_continued_where_there_are_no_links(
+    tmp_path, place, monkeypatch, named, overwrite
+):
+    out, renames = tmp_path / "out", []
+    if overwrite:
+        write(place, out)
+
+    def stopped(path, target, really=Path.rename):
+        if Path(target).name in NAMES:
+            if len(renames) == named:
+                raise KeyboardInterrupt
+            renames.append(path)
+        return really(path, target)
+
+    def link(*_paths):
+        raise PermissionError(errno.EPERM, "no hard links here")
+
+    monkeypatch.setattr(os, "link", link)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", stopped)
+        patch.setattr(Path, "replace", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            write(place, out, overwrite=overwrite)
+    assert (out / NAMES[0]).exists()
+    assert not (out / NAMES[2]).exists()
+    write(place, out, overwrite=overwrite)
+    assert sorted(path.name for path in out.iterdir()) == NAMES
+
+
+def test_an_export_that_was_stopped_while_it_named_files_is_continued_where_links_have_inode_numbers_of_their_own(
+    tmp_path, place, monkeypatch
+):
+    out = tmp_path / "out"
+
+    def stopped(_draft, path, really=os.link):
+        if Path(path).name == NAMES[1]:
+            raise KeyboardInterrupt
+        return really(_draft, path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "link", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            write(place, out)
+    monkeypatch.setattr(Path, "samefile", lambda _one, _other: False)
+    write(place, out)
+    assert sorted(path.name for path in out.iterdir()) == NAMES
 
 
 def test_progress_tells_of_all_files(tmp_path, place):

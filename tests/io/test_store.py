@@ -144,7 +144,7 @@ def test_ranges_are_read_into_several_buffers(store):
     parts = [bytearray(2), bytearray(0), bytearray(3)]
     generation = store.read_into("key", 4, [memoryview(part) for part in parts])
     assert parts == [b"45", b"", b"678"]
-    assert generation == store.read_versioned("key")[1]
+    assert generation == (b"" if store.location.local else store.read_versioned("key")[1])  # of ranges of a disk's files nothing is hashed
     with pytest.raises(CorruptionError, match=r"key ends before byte 11"):
         store.read_into("key", 9, [memoryview(bytearray(2))])
     with pytest.raises(MissingDataError, match="no/such key is missing"):

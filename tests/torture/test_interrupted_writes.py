@@ -178,13 +178,13 @@ def test_of_what_is_not_there_nothing_is_removed_and_nothing_left(tmp_path):
 
 
 def test_a_fork_holds_no_lock(tmp_path):
-    fd = files._open_locked(tmp_path / "key.__lock")
+    lock = files._open_locked(tmp_path / "key.__lock")
     child = os.fork()
     if child == 0:
         os._exit(0 if not files._held else 1)
     assert os.waitpid(child, 0)[1] == 0
-    assert {fd} == files._held
-    files._release(fd, tmp_path / "key.__lock")
+    assert {lock.fd} == files._held
+    files._release(lock, delete=True)
     assert not files._held
     assert names(tmp_path) == []
 

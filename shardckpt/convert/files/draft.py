@@ -31,7 +31,7 @@ from shardckpt.errors import AlreadyExistsError, OptionError, StorageError
 from shardckpt.excerpt import file_size
 from shardckpt.io.datafile import lack_of_space
 from shardckpt.io.failures import storage_errors
-from shardckpt.io.files import DurableDirectories, sync_directory
+from shardckpt.io.files import DurableDirectories, sync_directory, sync_open_directory
 from shardckpt.io.store import Store
 
 if TYPE_CHECKING:
@@ -98,7 +98,10 @@ class Draft:
             StorageError: the rename failed.
         """
         with storage_errors("publish", self.final):
-            os.fsync(self.fd)
+            if self._marks is None:
+                os.fsync(self.fd)
+            else:
+                sync_open_directory(self.fd, self.path)
             self._check_final()
             if self._marks is not None and os.path.lexists(self.final):
                 self._replacing = True

@@ -10,11 +10,13 @@
    records them, while writing continues. So a killed writer loses little more than `_NOTE_BYTES`.
 3. `publish`: everything is made durable, and compared with its checksums. Each file gets its name by a hard link, which fails if the
    name exists, or by a rename if it may replace a file; the last name comes last. Then the directory of partial files is removed. A
-   later call can also continue an interrupted `publish`.
+   later call can also continue an interrupted `publish`. Nothing is removed while it is open: NFS and FUSE would keep it in the
+   directory, under another name.
 """
 
 from __future__ import annotations
 
+import filecmp
 import os
 from contextlib import suppress
 from typing import TYPE_CHECKING
@@ -29,6 +31,7 @@ from shardckpt.errors import AlreadyExistsError, StorageError
 from shardckpt.io.buffers import gather_write
 from shardckpt.io.failures import storage_errors
 from shardckpt.io.files import DurableDirectories, sync_directory
+from shardckpt.io.locks import HIDDEN, remove_directory
 from shardckpt.io.store import Store
 
 if TYPE_CHECKING:
@@ -61,8 +64,12 @@ class LocalFiles:
         """Number of blocks whose checksums were handed to the notes."""
         self._unnoted = 0
         """Bytes written after the last of these blocks."""
+        self._complete = False
+        """Whether all blocks are noted, so that files may have their final names."""
         self._named = False
         """Whether the files have their final names, and only partial files are left to remove."""
+        self._renamed: set[int] = set()
+        """Files that an earlier call has renamed, as the file system has no links."""
         self._file = self._fd = -1
 
     def begin(self, plan: WritePlan) -> int:
@@ -79,18 +86,20 @@ class LocalFiles:
         sizes = list(plan.sizes)
         self._named = named and [*map(_size, self._paths)] == sizes
         if not self._named:
+            self._complete = bool(self._checks) and len(self._checks) == sum(1 for _ in plan.blocks())
             self._refuse_to_replace()
-            if not self._checks or [*map(_size, self._drafts)] != sizes:
+            self._renamed = {i for i, draft in enumerate(self._drafts) if _size(draft) is None and self._has_name(i)}
+            if not self._checks or any(_size(draft) != sizes[i] for i, draft in enumerate(self._drafts) if i not in self._renamed):
                 self._start_anew(self._notes)
             with storage_errors("look at", self._partial):
-                held = sum(512 * draft.stat().st_blocks for draft in self._drafts)
+                held = sum(512 * self._written(i).stat().st_blocks for i in range(len(sizes)))
             check_export_space(Store.open(self._partial), self._directory, sum(sizes) - held)
         return self._noted
 
     def _start_anew(self, notes: Notes) -> None:
         """Remove files of another plan, and create files of the final sizes."""
-        self._checks, self._noted = [], 0
-        self._remove(all_but="notes")
+        self._checks, self._noted, self._complete, self._renamed = [], 0, False, set()
+        self._remove_drafts()
         self._refuse_to_replace()  # a file that an earlier plan has named no longer counts as work in progress
         for draft, nbytes in zip(self._drafts, self._plan.sizes, strict=True):
             with storage_errors("create", draft), draft.open("xb") as file:
@@ -102,6 +111,8 @@ class LocalFiles:
         if not self._named:
             run: list[FileWrite] = []
             for write in writes:
+                if write.file in self._renamed:  # a header; it is there already
+                    continue
                 if run and (write.file, write.offset) != (run[-1].file, run[-1].offset + run[-1].data.nbytes):
                     self._write_run(run)
                     run = []
@@ -121,11 +132,12 @@ class LocalFiles:
         if self._noted < len(self._checks):
             self._notes.add(self._checks[self._noted :])
             self._noted = len(self._checks)
+        self._complete = True
         if not self._named:
             if verify:
                 read_back(
                     (
-                        WrittenBlock(name, self._drafts[file], runs, check)
+                        WrittenBlock(name, self._written(file), runs, check)
                         for (name, file, runs), check in zip(self._plan.blocks(), self._checks, strict=True)
                     ),
                     crc32c.crc32c,
@@ -136,8 +148,7 @@ class LocalFiles:
                 sync_directory(self._partial)
             self._name_all()
             self._notes.add([])
-        self._remove()
-        self._notes.close()
+        self._remove(self._notes)
 
     def abort(self, *, keep: bool) -> None:
         """See `Destination`."""
@@ -145,18 +156,25 @@ class LocalFiles:
             return
         with suppress(StorageError):  # the caller reports the error that made it abort
             self._notes.wait()
+        self._close_file(durable=False)  # no thread uses it any more
         if not (keep and self._noted):
             with suppress(StorageError):
-                self._remove()
+                self._remove(self._notes)
         self._notes.close()
-        self._close_file(durable=False)  # no thread uses it any more
 
     def _has_name(self, number: int) -> bool:
-        """Whether a file has its final name."""
-        try:
-            return self._drafts[number].samefile(self._paths[number])
-        except FileNotFoundError:
+        """Whether a file has its final name, perhaps by an earlier call."""
+        draft, path = self._drafts[number], self._paths[number]
+        if not self._complete or _size(path) != self._plan.sizes[number]:
             return False
+        try:  # two links may have different inode numbers; naming a file twice does no harm where it may replace another one
+            return draft.samefile(path) or (not self._overwrite and filecmp.cmp(draft, path, shallow=False))
+        except FileNotFoundError:  # the draft was renamed
+            return True
+
+    def _written(self, number: int) -> Path:
+        """The file that has the written bytes."""
+        return (self._paths if number in self._renamed else self._drafts)[number]
 
     def _refuse_to_replace(self) -> None:
         there = next((path for i, path in enumerate(self._paths) if os.path.lexists(path) and not self._has_name(i)), None)
@@ -206,14 +224,19 @@ class LocalFiles:
                 if number >= last - 1:  # all before the last are durable when it comes
                     sync_directory(self._directory)
 
-    def _remove(self, all_but: str | None = None) -> None:
-        """Remove the partial files."""
+    def _remove_drafts(self) -> None:
+        """Remove the partial files, except the log."""
         with storage_errors("remove", self._partial):
-            for path in sorted(self._partial.iterdir(), key=lambda path: path.name == "notes"):
-                if path.name != all_but:
-                    path.unlink()
-            if all_but is None:
-                self._partial.rmdir()
+            for path in self._partial.iterdir():
+                if path.name != "notes" and not HIDDEN.fullmatch(path.name):
+                    path.unlink(missing_ok=True)
+
+    def _remove(self, notes: Notes) -> None:
+        """Remove the partial files, the log as the last one, and their directory, unless another export has begun there."""
+        self._remove_drafts()
+        notes.close(remove=True)
+        with storage_errors("remove", self._partial):
+            remove_directory(self._partial)
 
 
 def _size(path: Path) -> int | None:

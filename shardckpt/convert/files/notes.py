@@ -8,8 +8,9 @@ it lives.
 
 from __future__ import annotations
 
-import fcntl
 import os
+import secrets
+import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,7 @@ import numpy as np
 
 from shardckpt.errors import StorageError
 from shardckpt.io.failures import storage_errors
+from shardckpt.io.locks import is_at, lock_whole
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,6 +27,9 @@ if TYPE_CHECKING:
 
 _IDENTITY_BYTES = 32
 _WORD = 4
+_OPEN_SECONDS = 10.0
+"""Seconds in which the log must be the file that was opened for it; holders that end remove it."""
+_COMPARED = 1 << 20
 
 
 class Notes:
@@ -37,20 +42,11 @@ class Notes:
             StorageError: another process holds the lock, or the log cannot be opened.
         """
         self._path = path
-        while True:
-            with storage_errors("create", path):
-                self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-            try:
-                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if os.fstat(self._fd).st_nlink:
-                    break
-            except BlockingIOError:
-                os.close(self._fd)
-                raise StorageError(f"{path.parent}: another export is writing there; wait for it, or choose another name.") from None
-            except OSError as e:
-                os.close(self._fd)
-                raise StorageError(f"cannot lock {path}: {e}; choose a place on a file system that has locks.") from e
-            os.close(self._fd)  # the previous holder of the lock has removed the file
+        deadline = time.monotonic() + _OPEN_SECONDS
+        while (fd := _open_log(path)) is None:
+            if time.monotonic() >= deadline:
+                raise StorageError(f"{path} is another file at each look; choose a place on another file system.")
+        self._fd = fd
         self._thread = ThreadPoolExecutor(1, "shardckpt-notes")
         self._adding: Future[None] | None = None
 
@@ -112,14 +108,49 @@ class Notes:
             if self._adding.done():  # not if Ctrl-C has ended the waiting
                 self._adding = None
 
-    def close(self) -> None:
-        """Release the lock and close the log."""
+    def close(self, *, remove: bool = False) -> None:
+        """Release the lock and close the log; `remove` it, too.
+
+        A file that is removed while it is open stays in the directory on NFS and FUSE until it is closed. So it gets another name
+        first, which no other export locks.
+        """
         self._thread.shutdown()
         fd, self._fd = self._fd, -1
-        if fd >= 0:
+        if fd < 0:
+            return
+        ended = self._path.with_name(f"{self._path.name}.{secrets.token_hex(4)}")
+        try:
+            if remove:
+                with storage_errors("remove", self._path):
+                    self._path.rename(ended)
+        finally:
             os.close(fd)
+        if remove:
+            with storage_errors("remove", ended):
+                ended.unlink(missing_ok=True)  # another export that has begun there removes it, too
 
     def _append(self, data: bytes) -> None:
         rest = memoryview(data)
         while rest:
             rest = rest[os.write(self._fd, rest) :]
+
+
+def _open_log(path: Path) -> int | None:
+    """Open and lock the log; None: it is another file by now, as its last holder has just removed it."""
+    with storage_errors("create", path):
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    here: bool | None = False
+    try:
+        with storage_errors("lock", path):
+            lock_whole(fd, path)
+            here = is_at(fd, path)
+            if here is None:  # no two logs have the same bytes, unless neither has any
+                here = os.pread(fd, _COMPARED, 0) == path.read_bytes()[:_COMPARED]
+    except StorageError as e:
+        if isinstance(e.__cause__, BlockingIOError):
+            raise StorageError(f"{path.parent}: another export is writing there; wait for it, or choose another name.") from None
+        raise
+    finally:
+        if not here:
+            os.close(fd)
+    return fd if here else None

@@ -60,7 +60,7 @@ def directory(path: Path) -> list[str]:
     """A directory's entries, directories with a slash; empty if there is no directory."""
     try:
         with os.scandir(path) as entries:
-            return sorted(e.name + "/" if _is_directory(e) else e.name for e in entries if not e.name.endswith(files.LOCK_SUFFIX))
+            return sorted(e.name + "/" if _is_directory(e) else e.name for e in entries if not files.is_transient(e.name))
     except FileNotFoundError:
         return []
 

@@ -7,6 +7,7 @@ service starts was interrupted, and is queued again. The order of jobs is that o
 from __future__ import annotations
 
 import json
+import os
 import sqlite3
 import threading
 from dataclasses import fields, replace
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardckpt.errors import NotFoundError, OptionError, StorageError
 from shardckpt.format.documents import utc_now
+from shardckpt.io.locks import seems_at
 from shardckpt.serve.jobs.rows import JobRow, Verification
 
 if TYPE_CHECKING:
@@ -77,13 +79,14 @@ class Journal:
             if self._db.execute("PRAGMA user_version").fetchone()[0] not in (0, _VERSION):
                 raise StorageError(f"the journal {self._path} was made by another version of shardckpt; use that one, or move it away.")
             self._db.executescript(_SCHEMA)
-            self._inode = self._path.stat().st_ino
             if self._db.execute("PRAGMA quick_check").fetchone()[0] != "ok":
                 raise sqlite3.DatabaseError("its pages are malformed")
             with self._db as db:
                 ended = "UPDATE jobs SET state = 'cancelled', ended = ? WHERE state IN ('queued', 'running') AND cancelling"
                 db.execute(ended, (utc_now(),))
                 db.execute("UPDATE jobs SET state = 'queued' WHERE state = 'running'")
+            self._fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+            """The file in use. Closing it before the database would end SQLite's locks."""
         except sqlite3.Error as e:
             raise StorageError(
                 f"the journal {self._path} cannot be used ({e}). Jobs and the history of verifications are in it; checkpoints are not: "
@@ -94,6 +97,9 @@ class Journal:
         """Close the database."""
         with self._lock:
             self._db.close()
+            fd, self._fd = self._fd, -1
+            if fd >= 0:
+                os.close(fd)
 
     # --- jobs
 
@@ -352,7 +358,7 @@ class Journal:
     def _write(self, sql: str, values: Sequence[Any], *others: tuple[str, Sequence[Any]]) -> int:
         """Write in one transaction; return the number of the first row."""
         try:
-            if self._path.stat().st_ino != self._inode:
+            if not seems_at(self._fd, self._path):
                 raise FileNotFoundError("another file is there")
             with self._db as db:
                 number = db.execute(sql, values).lastrowid or 0

@@ -1,0 +1,79 @@
+"""A service whose directories are on a file system that gives files other inode numbers, or coarse times."""
+
+from __future__ import annotations
+
+import os
+import shutil
+
+import numpy as np
+import pytest
+from inodes import renumber
+
+import shardckpt
+from shardckpt.errors import StorageError
+from shardckpt.serve.catalogue import Catalogue
+from shardckpt.serve.jobs.journal import Journal
+from shardckpt.serve.opened import OpenCheckpoints
+from shardckpt.serve.roots import Roots
+from shardckpt.serve.tokens import Tokens, add_token
+
+
+def test_a_catalogue_whose_inode_number_changes_is_kept_and_one_that_was_deleted_is_made_anew(tmp_path, monkeypatch):
+    catalogue = Catalogue(tmp_path)
+    with monkeypatch.context() as patch:
+        calls = iter(range(10**6, 10**7))
+        renumber(patch, lambda _: next(calls))
+        assert not catalogue.renewed()
+    (tmp_path / "catalogue.sqlite").unlink()
+    assert catalogue.renewed()
+    assert not catalogue.renewed()
+    catalogue.close()
+
+
+def test_a_journal_whose_inode_number_changes_takes_jobs_and_one_that_was_replaced_does_not(tmp_path, monkeypatch):
+    journal = Journal(tmp_path)
+    path = tmp_path / "journal.sqlite"
+
+    def add():
+        return journal.add("verify", {}, {}, subject="a", destination=None, who="-", key=None)
+
+    with monkeypatch.context() as patch:
+        calls = iter(range(10**6, 10**7))
+        renumber(patch, lambda _: next(calls))
+        assert add()[1]
+    shutil.copy2(path, tmp_path / "copy")
+    (tmp_path / "copy").rename(path)
+    with pytest.raises(StorageError, match="was deleted or moved"):
+        add()
+    path.unlink()
+    with pytest.raises(StorageError, match="was deleted or moved"):
+        add()
+    journal.close()
+
+
+def test_a_token_that_was_replaced_in_the_same_tick_by_a_line_as_long_is_revoked(tmp_path):
+    file = tmp_path / "tokens"
+    first = add_token(file, "ann", "read")
+    before = file.stat()
+    tokens = Tokens(file)
+    assert tokens.identity(first).name == "ann"
+    other = tmp_path / "other"
+    second = add_token(other, "ann", "read")
+    file.write_bytes(other.read_bytes())
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert tokens.identity(first) is None
+    assert tokens.identity(second).name == "ann"
+
+
+def test_an_open_checkpoint_stays_open_when_its_record_has_another_status_but_the_same_bytes(tmp_path):
+    place = tmp_path / "runs" / "1"
+    shardckpt.save(place, {"w": np.arange(5.0)})
+    catalogue = Catalogue(tmp_path / "state")
+    checkpoints = OpenCheckpoints(Roots([f"lab={tmp_path}"]), catalogue)
+    opened = checkpoints.get("lab/runs/1")
+    shutil.copy(place / "checkpoint.json", place / "copy")
+    (place / "copy").rename(place / "checkpoint.json")
+    assert checkpoints.get("lab/runs/1") is opened
+    shardckpt.save(place, {"w": np.arange(5.0)}, options=shardckpt.SaveOptions(overwrite=True))
+    assert checkpoints.get("lab/runs/1").attempt != opened.attempt
+    catalogue.close()
