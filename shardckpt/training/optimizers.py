@@ -28,8 +28,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from shardckpt import frameworks
-from shardckpt.errors import LeafError, StructureMismatchError
-from shardckpt.excerpt import excerpt
+from shardckpt.errors import LeafError, NamesMismatchError, StructureMismatchError
+from shardckpt.excerpt import excerpt, few
 from shardckpt.frameworks.base import Target
 from shardckpt.frameworks.dcp_protocol import described_like, describes_itself
 from shardckpt.state.document import Branch, child
@@ -199,7 +199,8 @@ class NamedOptimizer:
             moved = {name: _moved(value, group.get(name)) for name, value in found.items()}
             groups.append({**moved, "params": [numbers[name] for name in self.groups[number]]})
         rest = {name: restored.get(name, own[name]) for name in own if name not in {"state", "param_groups", "group_of"}}
-        self.optimizer.load_state_dict({"state": state, "param_groups": groups, **rest})
+        lent = {number: {**part} if isinstance(part, dict) else part for number, part in state.items()}  # a class may change it
+        self.optimizer.load_state_dict({"state": lent, "param_groups": groups, **rest})
         self._as_stored(state)
 
     def _state_like(self, stored: StoredLeaves, node: Branch, own: Mapping[Any, Any], members: Collection[Any] | None) -> dict[Any, Any]:
@@ -248,12 +249,37 @@ class NamedOptimizer:
         return found[0] if found else {name: value for name, value in own.items() if name not in _OF_THE_GROUP}
 
     def _as_stored(self, state: Mapping[Any, Any]) -> None:
-        """Undo the dtype conversions of `load_state_dict`."""
-        for number, parameter in enumerate(self.parameters.values()):
+        """Undo the conversions of `load_state_dict`, also in containers inside of a parameter's state.
+
+        Raises:
+            NamesMismatchError: the optimizer's class has not loaded a part of the state.
+        """
+        lost = []
+        for number, (parameter_name, parameter) in enumerate(self.parameters.items()):
+            loaded = self.optimizer.state[parameter] if number in state else {}
             for name, value in state.get(number, {}).items():
-                loaded = self.optimizer.state[parameter].get(name)
-                if isinstance(value, torch.Tensor) and isinstance(loaded, torch.Tensor) and loaded.dtype != value.dtype:
-                    self.optimizer.state[parameter][name] = value.to(parameter.device)
+                if name in loaded:
+                    loaded[name] = _unconverted(value, loaded[name], parameter.device)
+                else:
+                    lost.append(f"{parameter_name}/{name}")
+        if lost:
+            raise NamesMismatchError(
+                f"{shown(self.key)}: load_state_dict() of {type(self.optimizer).__qualname__} has not loaded {few(lost)}; change that, "
+                f"leave the names out with only=, or pass strict=False to go on without them."
+            )
+
+
+def _unconverted(value: Any, loaded: Any, device: torch.device) -> Any:
+    """A value as it was stored, on the device that it was loaded to; torch converts whatever it finds to the parameter's dtype."""
+    if isinstance(value, torch.Tensor) and isinstance(loaded, torch.Tensor):
+        return loaded if loaded.dtype == value.dtype else value.to(device)
+    if isinstance(value, str):
+        return value  # torch takes it for a container
+    if isinstance(value, dict) and isinstance(loaded, dict):
+        return loaded | {key: _unconverted(item, loaded[key], device) for key, item in value.items() if key in loaded}
+    if isinstance(value, list | tuple) and type(loaded) is type(value) and len(loaded) == len(value):
+        return type(value)(_unconverted(item, other, device) for item, other in zip(value, loaded, strict=True))
+    return loaded
 
 
 def _place(parameter: Any, record: TensorRecord, own: object) -> object:

@@ -1,4 +1,4 @@
-"""Modules whose `state_dict` hooks change tensors, as DTensors in ranks of a gloo job: saved, and restored into fresh ones."""
+"""Modules with `state_dict` hooks and optimizers with nested state, over DTensors in ranks of a gloo job: saved, and restored afresh."""
 
 import torch
 from e2e_torch import join, leave
@@ -46,3 +46,45 @@ def restored(coordinator, layout, url):
                 found[f"{kind} {loads}"] = [type(e).__name__, str(e)]
     leave(coordinator)
     return found
+
+
+class Preconditioned(torch.optim.Optimizer):
+    """Keeps moments and factors in containers, in other dtypes than the parameter's."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.01})
+
+    @torch.no_grad()
+    def step(self):
+        for n, p in enumerate(self.param_groups[0]["params"]):
+            moments = [(torch.zeros_like(p, dtype=torch.float32) + n / 3), (p + 1).float()]
+            factor = torch.full((3, 3), n / 3, dtype=torch.float64)
+            self.state[p] |= {"moments": moments, "GG": [factor, {"index": torch.tensor([70001, n])}]}
+
+
+def nested(coordinator, url):
+    """Whether nested state of bfloat16 parameters is the same in a fresh optimizer, with its dtypes and its kinds."""
+    join(coordinator)
+
+    def made(seed):
+        model = sharded("Renamed", True, "FSDP2", coordinator.world.processes, seed).bfloat16()
+        return model, Preconditioned(model.parameters())
+
+    def seen(optimizer):
+        found = []
+        for of_one in optimizer.state.values():
+            first, second = of_one["moments"]
+            factor, codes = of_one["GG"]
+            tensors = (first, second, factor, codes["index"])
+            found += [(type(t).__name__, str(t.dtype), getattr(t, "_local_tensor", t).tolist()) for t in tensors]
+        return found
+
+    model, optimizer = made(0)
+    optimizer.step()
+    shardckpt.save(url, shardckpt.train_state(model=model, optimizer=optimizer, rng=False))
+    coordinator.share("saved", None)
+    fresh, other = made(1)
+    shardckpt.restore(url, shardckpt.train_state(model=fresh, optimizer=other, rng=False))
+    same, kinds = seen(optimizer) == seen(other), sorted({kind[:2] for kind in seen(other)})
+    leave(coordinator)
+    return {"same": same, "kinds": kinds}

@@ -1,4 +1,7 @@
-"""Modules whose `state_dict` hooks change tensors: a restore gives the module what was read, or says what it could not give."""
+"""Modules whose `state_dict` hooks change tensors: a restore gives the module what was read, or says what it could not give.
+
+Sharded modules and optimizers: `tests/children/training_hooks.py`.
+"""
 
 from __future__ import annotations
 
@@ -152,3 +155,8 @@ def test_sharded_modules_with_hooks_hold_what_was_read_or_the_error_names_what_t
             else:
                 assert found[0] == "NamesMismatchError", case
                 assert f"'model': {expected}: its state_dict" in found[1]
+
+
+def test_nested_state_of_sharded_parameters_keeps_its_dtypes(ranks, tmp_path):
+    kinds = [["DTensor", "torch.float32"], ["Tensor", "torch.float64"], ["Tensor", "torch.int64"]]
+    assert ranks("nested", 2, tmp_path / "c", timeout=100) == [{"same": True, "kinds": kinds}] * 2

@@ -126,6 +126,58 @@ def test_moments_keep_a_dtype_that_torch_would_convert_to_the_parameters(tmp_pat
     assert torch.equal(found, exact)
 
 
+class Preconditioned(torch.optim.Optimizer):
+    """Keeps its state as SOAP, Shampoo and Kron do: tensors of other dtypes in lists, tuples and dicts."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.01})
+
+    @torch.no_grad()
+    def step(self):
+        for p in self.param_groups[0]["params"]:
+            factors = [torch.rand(n, n, dtype=torch.float32) for n in p.shape] or [torch.rand(1)]
+            self.state[p] |= {
+                "step": 70001,
+                "GG": factors,
+                "Q": (factors[0].double(), [None, factors[0].clone()]),
+                "codes": {"low": torch.randint(-128, 127, p.shape, dtype=torch.int8), "index": torch.tensor([70001, 3])},
+                "form": "soap",
+                "exp_avg": torch.zeros_like(p, dtype=torch.float32),
+            }
+
+
+@pytest.mark.parametrize("steps_before", [0, 1], ids=["without a step", "after a step"])
+def test_state_in_containers_keeps_its_dtypes(tmp_path, steps_before):
+    model = net(torch.bfloat16)
+    optimizer = Preconditioned(model.parameters())
+    optimizer.step()
+    shardckpt.save(tmp_path / "c", state_of(model, optimizer))
+    fresh = net(torch.bfloat16)
+    other = Preconditioned(fresh.parameters())
+    for _ in range(steps_before):
+        other.step()
+    shardckpt.restore(tmp_path / "c", state_of(fresh, other))
+    assert equal(optimizer.state_dict(), other.state_dict())
+
+
+def test_state_that_an_optimizer_does_not_load_is_named(tmp_path):
+    class Forgetful(Preconditioned):
+        def load_state_dict(self, state):
+            for of_one in state["state"].values():
+                del of_one["Q"]
+            super().load_state_dict(state)
+
+    model = nn.Linear(2, 2, bias=False)
+    optimizer = Forgetful(model.parameters())
+    optimizer.step()
+    shardckpt.save(tmp_path / "c", state_of(model, optimizer))
+    fresh = nn.Linear(2, 2, bias=False)
+    restored = shardckpt.restore(tmp_path / "c", state_of(fresh, Preconditioned(fresh.parameters())))
+    assert restored is not None
+    with pytest.raises(NamesMismatchError, match=r"load_state_dict\(\) of .*Forgetful has not loaded weight/Q;"):
+        shardckpt.restore(tmp_path / "c", state_of(fresh, Forgetful(fresh.parameters())))
+
+
 def test_one_group_may_take_what_was_in_several_of_equal_settings(tmp_path):
     model = net()
     split = [{"params": [p]} for p in model.parameters()]
