@@ -11,6 +11,8 @@ nothing: not even numpy is imported.
 
 from __future__ import annotations
 
+from os import register_at_fork
+from threading import RLock
 from typing import TYPE_CHECKING
 
 from shardckpt._version import __version__
@@ -37,7 +39,9 @@ if TYPE_CHECKING:
     from shardckpt.serve.client import Client
     from shardckpt.state.leaves import register_leaf
     from shardckpt.state.per_process import PerProcess
-    from shardckpt.training import CheckpointManager, Restored, TrainState, train_state
+    from shardckpt.training.manager import CheckpointManager
+    from shardckpt.training.resuming import Restored
+    from shardckpt.training.state import TrainState, train_state
     from shardckpt.views.model_view import safetensors_view
     from shardckpt.views.pretrained import from_pretrained
     from shardckpt.views.safe_open import safe_open
@@ -92,7 +96,7 @@ _HOME = {
     "Bandwidths": "plan.bandwidths",
     "Box": "layout.box",
     "Checkpoint": "reading.checkpoint",
-    "CheckpointManager": "training",
+    "CheckpointManager": "training.manager",
     "Client": "serve.client",
     "Coordinator": "frameworks.coordination",
     "ExportReport": "convert.export",
@@ -102,7 +106,7 @@ _HOME = {
     "OpSharding": "layout.op_sharding",
     "PartitionSpec": "layout.partition_spec",
     "PerProcess": "state.per_process",
-    "Restored": "training",
+    "Restored": "training.resuming",
     "Rules": "reshard.rules",
     "SaveHandle": "writing.save_handle",
     "SaveOptions": "options",
@@ -111,7 +115,7 @@ _HOME = {
     "Sharding": "layout.sharding",
     "SingleProcess": "frameworks.coordination",
     "Target": "frameworks.base",
-    "TrainState": "training",
+    "TrainState": "training.state",
     "commit": "commit",
     "export": "convert.export",
     "export_safetensors": "convert.export",
@@ -126,9 +130,22 @@ _HOME = {
     "safetensors_view": "views.model_view",
     "save": "writing.save",
     "save_async": "writing.saver",
-    "train_state": "training",
+    "train_state": "training.state",
 }
 """The module of each public name."""
+
+
+_importing = RLock()
+"""Held during an import: of two threads that import a package and a module of it, one could get an incomplete module."""
+
+
+def _after_fork() -> None:
+    """Replace the lock: another thread of the parent may have held it, and nothing would release it in the child."""
+    global _importing  # noqa: PLW0603
+    _importing = RLock()
+
+
+register_at_fork(after_in_child=_after_fork)
 
 
 def __getattr__(name: str) -> object:
@@ -138,7 +155,8 @@ def __getattr__(name: str) -> object:
     from importlib import import_module
 
     try:
-        home = import_module(f"shardckpt.{_HOME[name]}")
+        with _importing:
+            home = import_module(f"shardckpt.{_HOME[name]}")
     except RuntimeError as e:
         if "after shutdown" not in str(e):
             raise

@@ -348,6 +348,6 @@ def decompress(stored: NDArray[np.uint8], expected: int, where: str) -> NDArray[
 
 
 def _zstd() -> Any:
-    from numcodecs.zstd import Zstd
+    from numcodecs import Zstd  # not from `numcodecs.zstd`: another thread may be importing the package, which imports it
 
     return Zstd(level=ZSTD_LEVEL)

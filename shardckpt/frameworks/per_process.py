@@ -31,6 +31,7 @@ from shardckpt.layout.dtypes import DType, by_name
 from shardckpt.layout.world import World
 from shardckpt.state import PerProcess, flatten
 from shardckpt.state.document import Owned, Tensor, leaves_of, parse
+from shardckpt.state.imports import imported_module
 from shardckpt.state.names import shown
 from shardckpt.state.unflatten import assemble
 
@@ -129,7 +130,7 @@ def _bits(array: NDArray[Any]) -> NDArray[np.uint8]:
 
 def _host_array(leaf: Any, name: str) -> tuple[str, DType, NDArray[Any]]:
     """The framework of a leaf, its dtype, and its elements, usually not copied."""
-    torch, jax = sys.modules.get("torch"), sys.modules.get("jax")
+    torch, jax = imported_module("torch"), imported_module("jax")
     if isinstance(leaf, np.ndarray):
         return "numpy", *_of_numpy(leaf, name)
     if torch is not None and isinstance(leaf, torch.Tensor):

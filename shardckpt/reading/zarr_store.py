@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, NoReturn
 
+import numcodecs  # noqa: F401  (before zarr and modules of both, for other threads that import them)
+import zarr  # noqa: F401
 from zarr.abc.store import ByteRequest, OffsetByteRequest, RangeByteRequest, Store, SuffixByteRequest
 
 from shardckpt.errors import OptionError

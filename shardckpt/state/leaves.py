@@ -26,7 +26,6 @@ import binascii
 import math
 import re
 import struct
-import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -34,6 +33,7 @@ import numpy as np
 
 from shardckpt.errors import FormatError, MissingExtraError, OptionError
 from shardckpt.excerpt import shortened
+from shardckpt.state.imports import imported_module
 from shardckpt.state.names import shown
 from shardckpt.state.scalars import decode_scalar, encode_scalar, from_hex
 
@@ -187,7 +187,7 @@ _ENCODERS: dict[type, Callable[[Any], JSON]] = {
 
 def _torch_kind(value: object) -> str | None:
     """`dtype`, `device` or `Size`, without importing torch: if such an object exists, torch is imported."""
-    torch = sys.modules.get("torch")
+    torch = imported_module("torch")
     if torch is None or not type(value).__module__.startswith("torch"):
         return None
     return next((kind for kind in ("dtype", "device", "Size") if type(value) is getattr(torch, kind, None)), None)

@@ -33,13 +33,13 @@ from __future__ import annotations
 import copy
 import dataclasses
 import re
-import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 from typing import TYPE_CHECKING, Any, Literal
 
 from shardckpt.errors import FormatError, LeafError
+from shardckpt.state.imports import imported_module
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -196,7 +196,7 @@ def _key_text(key: object) -> str:
 
 
 def _of_torch_node(value: object, where: str) -> Container | None:
-    pytree = sys.modules.get("torch.utils._pytree")
+    pytree = imported_module("torch.utils._pytree")
     node = getattr(pytree, "SUPPORTED_NODES", {}).get(type(value))
     if node is None:
         return None
@@ -211,7 +211,7 @@ def _of_torch_node(value: object, where: str) -> Container | None:
 
 
 def _of_jax_node(value: object, where: str) -> Container | None:
-    tree_util = sys.modules.get("jax.tree_util")
+    tree_util = imported_module("jax.tree_util")
     # Older versions of JAX without `is_tree_node` flatten any value; newer ones warn about iterators.
     if tree_util is None or not getattr(tree_util, "is_tree_node", lambda _kind: True)(type(value)):
         return None

@@ -7,13 +7,3 @@ saved, on all processes alike), `preemption`, `steps`, `resuming` and `cleaning`
 `convert` and `cli` may import this package. A single checkpoint is saved and restored by `writing` and `reading`, which do not
 know about steps. Begin reading with `manager`.
 """
-
-from __future__ import annotations
-
-from shardckpt.training.generators import Generators
-from shardckpt.training.manager import CheckpointManager
-from shardckpt.training.resuming import Restored
-from shardckpt.training.state import Stateful, TrainState, train_state
-from shardckpt.training.steps import StepInfo
-
-__all__ = ["CheckpointManager", "Generators", "Restored", "Stateful", "StepInfo", "TrainState", "train_state"]

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shardckpt.frameworks import per_process
+from shardckpt.state.imports import imported_module
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -44,7 +45,7 @@ class Generators:
             "python": {"version": version, "words": np.array(words, np.uint32), "normal": normal},
             "numpy": np.random.get_state(legacy=False),  # noqa: NPY002  (the generator that programs share)
         }
-        if (torch := sys.modules.get("torch")) is not None:
+        if (torch := imported_module("torch")) is not None:
             found["torch"] = torch.get_rng_state()
             if torch.cuda.is_available() and torch.cuda.is_initialized():
                 found["cuda_devices"] = [torch.cuda.get_rng_state(device) for device in _cuda_devices(torch)]
@@ -58,7 +59,7 @@ class Generators:
             random.setstate((python["version"], tuple(python["words"].tolist()), python["normal"]))
         if (numpy_state := state.get("numpy")) is not None:
             np.random.set_state(numpy_state)  # noqa: NPY002
-        torch = sys.modules.get("torch")
+        torch = imported_module("torch")
         if torch is not None and "torch" in state:
             torch.set_rng_state(state["torch"])
         if torch is not None and torch.cuda.is_available():
@@ -85,13 +86,13 @@ def inherited(states: Sequence[Mapping[str, Any]], process: int) -> dict[str, An
 def _derived(state: Mapping[str, Any], process: int, document: str) -> dict[str, Any]:
     seed = int.from_bytes(hashlib.sha256(f"{process} {document}".encode()).digest()[:8])
     version, words, normal = random.Random(seed).getstate()  # noqa: S311  (not for secrets)
-    runtime = sys.modules.get("torch_xla.runtime")
+    runtime = imported_module("torch_xla.runtime")
     made: dict[str, Any] = {
         "python": {"version": version, "words": np.array(words, np.uint32), "normal": normal},
         "numpy": np.random.RandomState([seed >> 32, seed & 0xFFFFFFFF]).get_state(legacy=False),
         "xla": state.get("xla") if runtime is not None and runtime.is_spmd() else seed,
     }
-    if (torch := sys.modules.get("torch")) is not None:
+    if (torch := imported_module("torch")) is not None:
         made["torch"] = torch.Generator("cpu").manual_seed(seed).get_state()
         if torch.cuda.is_available():
             for key in ("cuda", "cuda_devices"):

@@ -9,7 +9,6 @@ classes of containers (a `Counter` stays a `Counter`).
 from __future__ import annotations
 
 import copy
-import sys
 from collections import deque
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -19,6 +18,7 @@ from shardckpt.errors import OptionError
 from shardckpt.frameworks.base import Target, dtype_of
 from shardckpt.state import PerProcess
 from shardckpt.state.document import Branch, Node, Tensor, Tied, leaves_of
+from shardckpt.state.imports import imported_module
 from shardckpt.state.names import container_of, shown
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def fitting(record: TensorRecord, own: object) -> object:
 
 def new_tensor(record: TensorRecord) -> object:
     """A target for a new tensor on the CPU: torch's if the program has torch and torch has the dtype."""
-    torch = sys.modules.get("torch")
+    torch = imported_module("torch")
     kind = getattr(torch, record.dtype.name, None)
     return Target() if torch is None or kind is None else torch.empty(record.shape, dtype=kind, device="meta")
 

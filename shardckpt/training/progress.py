@@ -54,6 +54,7 @@ class ProgressLine:
         Args:
             console: the console to draw on; by default standard error at the time of the call.
         """
+        import rich  # noqa: F401  (before a module of it, for other threads that import it)
         from rich.console import Console
 
         self._console = Console(stderr=True) if console is None else console

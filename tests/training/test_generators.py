@@ -9,8 +9,7 @@ import pytest
 import torch
 
 import shardckpt
-from shardckpt.training import Generators
-from shardckpt.training.generators import inherited
+from shardckpt.training.generators import Generators, inherited
 
 
 def drawn():

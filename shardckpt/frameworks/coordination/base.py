@@ -378,6 +378,7 @@ def _kind() -> type[TorchStore | JaxClient | SingleProcess]:
     """The class of coordinator for the available store."""
     found: list[tuple[int, type[TorchStore | JaxClient | SingleProcess]]] = []
     if "torch.distributed" in sys.modules:
+        import torch  # noqa: F401  (before a module of it, for other threads that import it)
         import torch.distributed as dist
 
         if dist.is_available() and dist.is_initialized():
@@ -407,6 +408,7 @@ def _kind() -> type[TorchStore | JaxClient | SingleProcess]:
 def _others() -> str | None:
     """A description of the framework that runs in more than one process; None if there is none."""
     if "torch_xla" in sys.modules:
+        import torch_xla  # noqa: F401  (before a module of it, for other threads that import it)
         import torch_xla.runtime as xr
         from torch_xla import _XLAC
 

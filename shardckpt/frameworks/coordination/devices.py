@@ -49,6 +49,7 @@ def found_devices() -> dict[str, list[int]]:
         if xla_bridge.backends_are_initialized() or jax.distributed.is_initialized():
             found["jax"] = sorted(d.id for d in jax.local_devices())
     if "torch_xla" in sys.modules:
+        import torch_xla  # noqa: F401  (before a module of it, for other threads that import it)
         import torch_xla.runtime as xr
         from torch_xla import _XLAC
 

@@ -285,6 +285,7 @@ def crc32c_of(parts: Iterable[memoryview], crc: int = 0) -> str:
 def _default_credentials() -> Any:
     """The application default credentials, or the token that TensorStore uses in tests."""
     import google.auth
+    import google.oauth2  # before a module of it, for other threads that import it
     from google.oauth2.credentials import Credentials
 
     token = os.environ.get("GOOGLE_AUTH_TOKEN_FOR_TESTING")

@@ -37,8 +37,10 @@ from transformers.trainer_utils import SaveStrategy
 
 from shardckpt.errors import OptionError
 from shardckpt.state import PerProcess
-from shardckpt.training import CheckpointManager, Generators, train_state
+from shardckpt.training.generators import Generators
+from shardckpt.training.manager import CheckpointManager
 from shardckpt.training.retention import Best, any_of
+from shardckpt.training.state import train_state
 
 if TYPE_CHECKING:
     import os
@@ -46,8 +48,8 @@ if TYPE_CHECKING:
 
     from transformers import Trainer, TrainerControl, TrainingArguments
 
-    from shardckpt.training import TrainState
     from shardckpt.training.retention import Retention
+    from shardckpt.training.state import TrainState
 
 __all__ = ["ShardckptCallback"]
 

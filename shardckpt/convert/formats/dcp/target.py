@@ -243,6 +243,7 @@ class _SummedFile:
 
 def _metadata_writer(path: Path, final: Path) -> Any:
     """DCP's writer for a directory that will get another name."""
+    import torch  # noqa: F401  (before a module of it, for other threads that import it)
     from torch.distributed.checkpoint import FileSystemWriter
     from torch.distributed.checkpoint.metadata import StorageMeta
 
