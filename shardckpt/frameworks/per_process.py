@@ -31,8 +31,7 @@ from shardckpt.layout.dtypes import DType, by_name
 from shardckpt.layout.world import World
 from shardckpt.state import PerProcess, flatten
 from shardckpt.state.document import Owned, Tensor, leaves_of, parse
-from shardckpt.state.imports import imported_module
-from shardckpt.state.names import shown
+from shardckpt.state.names import imported_module, shown
 from shardckpt.state.unflatten import assemble
 
 if TYPE_CHECKING:

@@ -33,8 +33,7 @@ import numpy as np
 
 from shardckpt.errors import FormatError, MissingExtraError, OptionError
 from shardckpt.excerpt import shortened
-from shardckpt.state.imports import imported_module
-from shardckpt.state.names import shown
+from shardckpt.state.names import imported_module, shown
 from shardckpt.state.scalars import decode_scalar, encode_scalar, from_hex
 
 if TYPE_CHECKING:

@@ -33,13 +33,13 @@ from __future__ import annotations
 import copy
 import dataclasses
 import re
+import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 from typing import TYPE_CHECKING, Any, Literal
 
 from shardckpt.errors import FormatError, LeafError
-from shardckpt.state.imports import imported_module
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -193,6 +193,15 @@ def _of_dataclass(value: object) -> Container | None:
 def _key_text(key: object) -> str:
     # Only of these types is repr() known to be short and free of side effects.
     return f", {key!r}" if isinstance(key, int | float | str) else ""
+
+
+def imported_module(name: str) -> Any:
+    """A module that the program has imported; None if it has not, or if another thread is still importing it.
+
+    An object of the module's own types exists only after the import.
+    """
+    module = sys.modules.get(name)
+    return None if getattr(getattr(module, "__spec__", None), "_initializing", False) else module
 
 
 def _of_torch_node(value: object, where: str) -> Container | None:

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shardckpt.frameworks import per_process
-from shardckpt.state.imports import imported_module
+from shardckpt.state.names import imported_module
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -18,8 +18,7 @@ from shardckpt.errors import OptionError
 from shardckpt.frameworks.base import Target, dtype_of
 from shardckpt.state import PerProcess
 from shardckpt.state.document import Branch, Node, Tensor, Tied, leaves_of
-from shardckpt.state.imports import imported_module
-from shardckpt.state.names import container_of, shown
+from shardckpt.state.names import container_of, imported_module, shown
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
