@@ -17,7 +17,7 @@ import logging
 from contextlib import closing, nullcontext
 from functools import partial
 from threading import Lock
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from shardckpt import frameworks
 from shardckpt.errors import (
@@ -49,6 +49,7 @@ if TYPE_CHECKING:
 
     from shardckpt.frameworks.base import Sink
     from shardckpt.state.document import Node
+    from shardckpt.state.match import Strict
     from shardckpt.state.per_process import PerProcess
 
     T = TypeVar("T", default=Any)
@@ -67,7 +68,7 @@ def restore(
     like: T | None = None,
     *,
     only: Only | None = None,
-    strict: bool = True,
+    strict: bool | Literal["like"] = True,
     cast: bool = False,
     memory_limit: int | str = DEFAULT_MEMORY_LIMIT,
     cooperative: Choice = False,
@@ -84,8 +85,9 @@ def restore(
             loads the state into its objects. None gives numpy arrays of all complete tensors in dicts, lists and tuples.
         only: name patterns (`"model/**"`), or a function of a name, for the leaves to restore. All others keep their value in `like`.
         strict: True: it is an error if only the checkpoint or only `like` has a name, or if a pattern of `only` selects no stored name.
-            False: such names and patterns are skipped, and one warning in the log lists the names. It is an error if both have tensors
-            and share none, or if no stored name is left to restore.
+            "like": further names in the checkpoint are skipped, so that `like` may be a part of it, such as a pipeline stage.
+            False: names and patterns of one side are skipped, and one warning in the log lists the names. It is an error if both have
+            tensors and share none, or if no stored name is left to restore.
         cast: whether to convert tensors to the dtype of their leaf, as `numpy.astype` does: floats round to the nearest, integers wrap.
             Complex to real is an error, and so are dtypes without a conversion.
         memory_limit: bytes of host staging; at least this process's shards of one tensor.
@@ -121,14 +123,15 @@ def restore(
             if meeting is not None:
                 meeting.location = source.location if isinstance(source, Checkpoint) else parse(source)
                 check_choice(cooperative)
-            check_flag(strict, "strict")
+            if not callable(strict) and strict != "like":
+                check_flag(strict, "strict")
             check_flag(cast, "cast")
             limit = parse_bytes(memory_limit, "memory_limit")
             if limit <= 0:
                 raise OptionError(f"restore(memory_limit={limit}): must be positive.")
             checkpoint = source if isinstance(source, Checkpoint) else Checkpoint(source)
             if only is not None:
-                check_selection(only, checkpoint.parsed_tree, str(checkpoint.location), each=strict)
+                check_selection(only, checkpoint.parsed_tree, str(checkpoint.location), each=strict is not False)
             tree, run = checkpoint.parsed_tree, partial(_read_all, checkpoint, limit=limit, meeting=meeting, progress=progress)
             state: T = _restore_tree(checkpoint, tree, like, run, only=only, strict=strict, cast=cast, coordinator=coordinator)
             return state
@@ -143,7 +146,7 @@ def _restore_tree(
     run: Callable[..., dict[str, object]],
     *,
     only: Only | None,
-    strict: bool,
+    strict: Strict,
     cast: bool,
     coordinator: Coordinator | None,
 ) -> Any:
@@ -155,7 +158,7 @@ def _restore_tree(
         like: see `restore`.
         run: reads and places jobs (`_read_all`).
         only: see `restore`.
-        strict: see `restore`.
+        strict: see `state.match`.
         cast: see `restore`.
         coordinator: see `restore`.
     """
@@ -173,7 +176,7 @@ def _restore_tree(
         tree = like.arranged(tree, wanted)
         into = [like.like(tree, checkpoint.tensor, wanted, lambda: (coordinator or Coordinator.current()).world)]
         restored = _restore_tree(checkpoint, tree, into.pop(), run, only=only, strict=strict, cast=cast, coordinator=coordinator)
-        like.load_state_dict(restored, strict=strict)
+        like.load_state_dict(restored, strict=strict is not False)
         return like
     try:
         with collector_paused():

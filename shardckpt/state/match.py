@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from shardckpt.errors import LeafError, NamesMismatchError, StructureMismatchError
 from shardckpt.state import leaves, names
@@ -34,6 +34,11 @@ if TYPE_CHECKING:
 _Step = Callable[[Mapping[str, object]], object]
 """Builds one place of the new state from the values by name."""
 
+Agree = Callable[[list[str], list[str]], list[str]]
+"""Agrees with other processes on the names that none of them takes: from all stored names and those that this process does not take."""
+Strict = bool | Literal["like"] | Agree
+"""The treatment of names that only one side has; see `match`."""
+
 _LISTED = 10
 """Most names of each sort in a message."""
 _WRAP = "wrap it there: shardckpt.PerProcess(…)"
@@ -46,9 +51,9 @@ class Matched:
     tensors: dict[str, list[tuple[str, Any]]]
     """Stored tensor that is needed → the names in `like` that receive it, with their leaves; in tree order of `like`."""
     missing: list[str] = field(default_factory=list)
-    """Names in `like` that are not stored and keep `like`'s values; empty unless `strict=False`."""
+    """Names in `like` that are not stored and keep `like`'s values; empty unless `strict` is False."""
     unexpected: list[str] = field(default_factory=list)
-    """Stored names without a place in `like`; empty unless `strict=False`."""
+    """Stored names without a place in `like`; empty unless `strict` is False."""
     per_process: dict[str, PerProcess] = field(default_factory=dict)
     """The `PerProcess` leaves of `like` that need a value, by name, in tree order of `like`."""
     _step: _Step = field(kw_only=True, repr=False)
@@ -75,7 +80,7 @@ def match(
     is_tensor: Callable[[object], bool],
     *,
     only: Callable[[str], bool] | None = None,
-    strict: bool = True,
+    strict: Strict = True,
     meaning: Meaning | None = None,
 ) -> Matched:
     """Match `like` with a tree document, and check that they fit.
@@ -85,8 +90,9 @@ def match(
         tree: the document.
         is_tensor: whether a value is a tensor leaf, or another object that a tensor can go into. Called first.
         only: selects the names to restore. At any other name, `like`'s value stays and the stored one is ignored.
-        strict: whether names that only one side has are an error. Otherwise `like`'s value stays, or the stored one
-            is ignored; it is an error if no name is on both.
+        strict: True: names that only one side has are an error. "like": so are names that only `like` has. A function: it is
+            called once, and names that only the checkpoint has are an error if it returns them. False: `like`'s value stays, or the
+            stored one is ignored; it is an error if no name is on both.
         meaning: returns the meaning of the elements of a tensor leaf of `like` to its framework; None: do not compare
             meanings.
 
@@ -101,8 +107,13 @@ def match(
     root = parse(tree)
     walk = _Walk(root, is_tensor, only or (lambda _name: True), meaning)
     step = walk.visit(like, root, 0)
+    if callable(strict):
+        walk.unexpected = strict([end.name for end in ends(root)], walk.unexpected)
+    elif strict == "like":
+        walk.unexpected = []
     if strict and (walk.missing or walk.unexpected):
-        raise walk.names_mismatch("Change `like`, choose names with only=, or pass strict=False to skip all of these.")
+        like_alone = "" if walk.missing else ' or strict="like" if `like` is to be a part of the checkpoint,'
+        raise walk.names_mismatch(f"Change `like`, choose names with only=,{like_alone} or pass strict=False to skip all of these.")
     if walk.unexpected and walk.restores_nothing(root):
         raise walk.names_mismatch("No name is in both, so nothing would be restored; change the names in `like`.")
     return Matched(walk.tensors, walk.missing, walk.unexpected, walk.per_process, _step=step)

@@ -13,6 +13,7 @@ from shardckpt.commit.rollback import ROLLBACK
 from shardckpt.errors import OptionError
 from shardckpt.excerpt import excerpt
 from shardckpt.frameworks.coordination import Coordinator, check_coordinator, coordinator_of
+from shardckpt.frameworks.coordination.names import Agreement
 from shardckpt.io.failures import check_fork
 from shardckpt.io.store import Store
 from shardckpt.io.url import parse
@@ -288,7 +289,7 @@ class CheckpointManager(RunSteps):
         step: int | None = None,
         *,
         only: Only | None = None,
-        strict: bool = True,
+        strict: bool | Literal["like"] = True,
         cast: bool = False,
         cooperative: Choice = False,
         fallback: bool | None = None,
@@ -304,7 +305,8 @@ class CheckpointManager(RunSteps):
             like: the restore target, as for `shardckpt.restore`.
             step: the step to restore. None restores the latest.
             only: as for `shardckpt.restore`; for example, `"model/**"` restores only the weights.
-            strict: as for `shardckpt.restore`.
+            strict: as for `shardckpt.restore`. If several processes restore with True, it is an error if only the checkpoint has a name
+                and no process's `like` has it.
             cast: as for `shardckpt.restore`.
             cooperative: as for `shardckpt.restore`; the same on all processes.
             fallback: whether to try earlier steps, one by one and on all processes, until one is not damaged. An event names each
@@ -333,9 +335,18 @@ class CheckpointManager(RunSteps):
                 began = time.monotonic()
                 options: dict[str, Any] = {"memory_limit": self.options.budget, "coordinator": self._coordinator}
                 progress = self._events.progress("restore", self.url(read_step), read_step)
-                given = {"only": only, "strict": strict, "cast": cast, "cooperative": cooperative, "progress": progress, **options}
+                agreement = Agreement(self._coordinator)  # also where this process has no need of it: the others may
+                given = {
+                    "only": only,
+                    "strict": agreement if strict is True else strict,
+                    "cast": cast,
+                    "cooperative": cooperative,
+                    "progress": progress,
+                    **options,
+                }
                 try:
-                    state = restore(checkpoint, like, **given)
+                    with agreement:
+                        state = restore(checkpoint, like, **given)
                 except BaseException as e:
                     self._background.emit(events.RestoreFailed, read_step, error=e)
                     raise

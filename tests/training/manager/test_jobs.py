@@ -133,3 +133,28 @@ def test_a_missing_host_is_named_after_a_bounded_wait_and_on_failure_decides(job
 def test_the_metrics_of_process_0_count(job, tmp_path):
     losses = [[0.5, 9.0], [0.25, 8.0], [0.75, 7.0]]
     assert job.run("save_with_metrics", 2, tmp_path, losses) == [[[2, 3], 2, {"loss": 0.25}]] * 2
+
+
+@pytest.mark.parametrize("likes", [["a", "b", "cd"], ["abcd", "", ""], ["", "ab", "cd"]])
+def test_each_process_restores_its_own_part_if_all_together_take_all_names(tmp_path, job, likes):
+    assert job.run("restore_stages", 3, tmp_path, ["a", "bc", "d"], likes) == likes
+
+
+def test_a_name_that_no_process_takes_is_an_error_on_all(tmp_path, job):
+    answers = job.run("restore_stages", 3, tmp_path, ["a", "bc", "d"], ["a", "b", "a"])
+    assert {answer["error"] for answer in answers} == {"NamesMismatchError"}
+    assert all("2 names are in the checkpoint but not in `like`: 'c', 'd'" in answer["message"] for answer in answers)
+    assert job.run("restore_stages", 3, tmp_path / "like", ["a", "bc", "d"], ["a", "b", "a"], "like") == ["a", "b", "a"]
+
+
+def test_a_name_that_one_process_lacks_in_the_checkpoint_is_an_error_also_as_a_part(tmp_path, job):
+    for strict in (True, "like"):
+        answers = job.run("restore_stages", 2, tmp_path / str(strict), ["a", "b"], ["a", "bx"], strict)
+        assert {answer["error"] for answer in answers} == {"NamesMismatchError"}
+        assert "1 name is in `like` but not in the checkpoint: 'x'" in answers[0]["message"]
+
+
+def test_a_process_that_fails_before_it_compares_names_keeps_nobody_waiting(tmp_path, job):
+    answers = job.run("restore_stages", 2, tmp_path, ["a", "b"], ["ab", "wrong"])
+    assert "`like`: 'step'" in answers[0]["message"]
+    assert answers[1]["error"] == "LeafError"
