@@ -18,6 +18,7 @@ from numpy.lib.stride_tricks import as_strided
 
 from shardckpt.errors import BudgetError, DtypeError, LeafError
 from shardckpt.frameworks.base import Array, InPlace, Sink, Source, Target, whole
+from shardckpt.frameworks.numpy import identity as array_identity
 from shardckpt.frameworks.numpy import overlaps_itself
 from shardckpt.layout.dtypes import DType, by_name
 from shardckpt.state.names import shown
@@ -144,10 +145,14 @@ def settle(leaves: Iterable[object]) -> None:
 def identity(leaf: Any) -> Hashable | None:
     """A key that is equal for tensors over the same memory in the same form, so for detached and `.data` aliases of one parameter too.
 
+    On the host it is the key of a numpy array over that memory.
+
     None for tensors without memory: without elements, meta tensors, freed storages, and kinds that cannot be stored.
     """
     memory = memory_key(leaf)
-    return None if memory is None else ("torch", *memory)
+    if memory is None or not is_host_memory(leaf) or (leaf.dtype not in _SAME_IN_NUMPY and leaf.dtype not in _AS_BITS):
+        return None if memory is None else ("torch", *memory)
+    return array_identity(array_of(leaf.detach(), dtype_of_tensor("", leaf)))
 
 
 def memory_key(tensor: Any) -> tuple[Hashable, ...] | None:
@@ -316,6 +321,11 @@ def array_of(tensor: Any, dtype: DType) -> Array:
         dtype: the dtype of its bits.
     """
     return np.asarray(_Memory(tensor)).view(dtype.numpy)
+
+
+def addresses(tensor: Any) -> Array:
+    """A tensor's memory on any device as an array, only to compare addresses."""
+    return np.asarray(_Memory(tensor))
 
 
 class _Memory:

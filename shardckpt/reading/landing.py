@@ -188,7 +188,7 @@ def _refuse_shared_memory(jobs: Sequence[RestoreJob]) -> None:
         open_until = [other for other in open_until if other[0] > start]
         for _, other, before in open_until:
             same_view = landing.tensor is before.tensor and landing.view == before.view
-            if not same_view and _share_memory(array, other):
+            if not same_view and share_memory(array, other):
                 raise StructureMismatchError(
                     f"{landing.names[0]}: in `like` it shares memory with {before.names[0]}, so both cannot be restored in place; give "
                     f"each a tensor of its own. If they are one tied parameter that an imported file stored twice, import the file "
@@ -197,7 +197,7 @@ def _refuse_shared_memory(jobs: Sequence[RestoreJob]) -> None:
         open_until.append((stop, array, landing))
 
 
-def _share_memory(a: Array, b: Array) -> bool:
+def share_memory(a: Array, b: Array) -> bool:
     """Whether an element of one array lies in the memory of the other; True if that cannot be decided quickly."""
     try:
         return bool(np.shares_memory(a, b, max_work=100_000))  # type: ignore[arg-type]  # numpy takes any number here

@@ -4,24 +4,33 @@ An object's `state_dict` may have another structure when the object is new than 
 made no step has no moments, a scheduler that has passed a milestone may keep another list. So the `like` of such a state
 mirrors the stored tree. It reuses the fitting parts of the object's own state: tensors, which are filled in place, and the
 classes of containers (a `Counter` stays a `Counter`).
+
+Not every tensor of an object can be filled where it is: `set_apart` gives new tensors to the others, and the object takes the values
+from them.
 """
 
 from __future__ import annotations
 
 import copy
+import operator
 from collections import deque
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+from numpy.lib.array_utils import byte_bounds
+
 from shardckpt import frameworks
 from shardckpt.errors import OptionError
-from shardckpt.frameworks.base import Target, dtype_of
+from shardckpt.frameworks.base import Array, Target, dtype_of
+from shardckpt.frameworks.numpy import overlaps_itself
+from shardckpt.reading.landing import share_memory
 from shardckpt.state import PerProcess
 from shardckpt.state.document import Branch, Node, Tensor, Tied, leaves_of
 from shardckpt.state.names import container_of, imported_module, shown
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from shardckpt.format.structure import TensorRecord
     from shardckpt.state.names import PathKey
@@ -125,3 +134,108 @@ def _container(stored: StoredLeaves, node: Branch, own: object, tensor: Callable
     for key, item in items.items():
         made[key] = item  # noqa: PERF403  (update() of a Counter counts)
     return made
+
+
+# --- tensors that cannot be filled where they are
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A tensor that is to be restored, and its memory."""
+
+    node: Tensor | Tied
+    tensor: Any
+    memory: Array
+    """Only to compare addresses: it may be on a device."""
+
+    @property
+    def view(self) -> tuple[Any, ...]:
+        """The stored tensor, and the address and form of the memory."""
+        return self.node.stored, self.memory.ctypes.data, self.memory.shape, self.memory.strides, self.memory.dtype.itemsize
+
+
+def set_apart(stored: StoredLeaves, node: Node, like: Any) -> Any:
+    """A restore target with new tensors in place of those that cannot be filled where they are.
+
+    These are read-only arrays, tensors with elements that share memory, and tensors that share memory with a larger one.
+
+    Args:
+        stored: the checkpoint.
+        node: the stored state.
+        like: the restore target.
+    """
+    places: list[_Place] = []
+
+    def note(leaf: Tensor | Tied, tensor: Any) -> Any:
+        memory = _memory(tensor) if stored.wanted(leaf.name) else None
+        if memory is not None and memory.size:
+            places.append(_Place(leaf, tensor, memory))
+        return tensor
+
+    _mapped(node, like, note)
+    apart = _crowded(places)
+    return _mapped(node, like, lambda leaf, tensor: _new_like(tensor) if leaf.name in apart else tensor) if apart else like
+
+
+def _mapped(node: Node, like: Any, change: Callable[[Tensor | Tied, Any], Any]) -> Any:
+    """A restore target with its tensors changed; only containers in which one has changed are rebuilt."""
+    if isinstance(node, Tensor | Tied):
+        return change(node, like) if frameworks.is_tensor(like) and not isinstance(like, Target) else like
+    container = container_of(like, node.name) if isinstance(node, Branch) else None
+    if container is None or not isinstance(node, Branch):
+        return like
+    below = {(type(key), key): child for key, child in zip(node.keys, node.children, strict=True)}
+    pairs = [(below.get((type(key), key)), item) for key, item in zip(container.keys, container.children, strict=True)]
+    items = [item if child is None else _mapped(child, item, change) for child, item in pairs]
+    return like if all(map(operator.is_, items, container.children)) else container.rebuild(items)
+
+
+def _memory(tensor: Any) -> Array | None:
+    """The memory of an array, or of a torch tensor on a device that is filled in place."""
+    if isinstance(tensor, np.ndarray):
+        return tensor
+    torch = imported_module("torch")
+    local = getattr(tensor, "_local_tensor", tensor)
+    if torch is None or type(local) not in (torch.Tensor, torch.nn.Parameter) or local.is_meta or local.device.type == "xla":
+        return None
+    from shardckpt.frameworks.torch import addresses
+
+    return addresses(local) if local.layout is torch.strided else None
+
+
+def _crowded(places: Sequence[_Place]) -> set[str]:
+    """Names of the tensors that cannot be filled where they are, if all others are; of two that share memory it is the smaller one."""
+    apart = {place.node.name for place in places if not _is_fillable(place)}
+    rest = sorted((place for place in places if place.node.name not in apart), key=lambda place: byte_bounds(place.memory))
+    near: list[_Place] = []
+    end = 0
+    for place in (*rest, None):
+        bounds = None if place is None else byte_bounds(place.memory)
+        if bounds is None or bounds[0] >= end:
+            filled: list[_Place] = []
+            for other in sorted(near, key=lambda one: -one.memory.nbytes):
+                if any(other.view != one.view and share_memory(other.memory, one.memory) for one in filled):
+                    apart.add(other.node.name)
+                else:
+                    filled.append(other)
+            near = []
+        if place is not None and bounds is not None:
+            near.append(place)
+            end = max(end, bounds[1])
+    return apart
+
+
+def _is_fillable(place: _Place) -> bool:
+    writable = (
+        place.tensor.flags.writeable if isinstance(place.tensor, np.ndarray) else not (place.tensor.is_conj() or place.tensor.is_neg())
+    )
+    return bool(writable) and not overlaps_itself(place.memory)
+
+
+def _new_like(tensor: Any) -> Target:
+    """The target for a new tensor of the same kind and dtype: on the CPU, or over the same devices."""
+    if isinstance(tensor, np.ndarray):
+        return Target(dtype=dtype_of(tensor.dtype))
+    mesh = getattr(tensor, "device_mesh", None)
+    torch: Any = imported_module("torch")
+    return Target(torch.device("cpu") if mesh is None else (mesh, tensor.placements), dtype=dtype_of(tensor.dtype))

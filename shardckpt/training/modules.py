@@ -19,15 +19,19 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections import Counter
 from typing import TYPE_CHECKING, Any, ClassVar
+from weakref import WeakSet
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from shardckpt.errors import LeafError, NamesMismatchError
+from shardckpt.errors import LeafError, NamesMismatchError, StructureMismatchError
 from shardckpt.excerpt import few
+from shardckpt.frameworks.numpy import overlaps_itself
+from shardckpt.frameworks.torch import addresses
 from shardckpt.state import leaves
 from shardckpt.state.document import Branch, child
 from shardckpt.state.names import shown
@@ -35,11 +39,12 @@ from shardckpt.training.likeness import LEFT_OUT, mirror, renamed
 from shardckpt.writing.save_plan import SMALL_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
     from shardckpt.state.document import Node
     from shardckpt.training.likeness import StoredLeaves
 
+_log = logging.getLogger("shardckpt")
 _WRAPPERS = {
     ("torch._dynamo.eval_frame", "OptimizedModule"): "_orig_mod",
     ("torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "ActivationWrapper"): "_checkpoint_wrapped_module",
@@ -51,6 +56,8 @@ _WRAPPERS = {
     ("lightning_fabric.wrappers", "_FabricModule"): "_original_module",
 }
 """Modules and names of classes of wrappers, and the attribute in which each keeps the wrapped module."""
+_COLLECTED: WeakSet[torch.nn.Module] = WeakSet()
+"""Modules whose state was collected before, so that the log warns once."""
 _LEFT_OUT_BY_THEMSELVES = frozenset({"_checkpoint_wrapped_module", "_original_module"})
 """Attributes that do not occur in the keys of their wrapper's `state_dict`."""
 _SAME_MODULE = "_forward_module"
@@ -110,9 +117,25 @@ class NamedModule:
 
     def collect(self) -> dict[str, Any]:
         """The module's own tensors and the other entries of its `state_dict`, by name."""
+        if self.module not in _COLLECTED:
+            _COLLECTED.add(self.module)
+            self._tell_left_out()
         copied = {id(buffer) for buffer in self.module.buffers()} if self.replica else self._copied
         held = {name: self._held[key] for name, key in self._keys.items()}
         return {name: value for name, value in held.items() if id(value) not in copied or not _is_left_out(value)}
+
+    def _tell_left_out(self) -> None:
+        """Warn of tensors that `state_dict` leaves out, unless it has values that hooks computed, maybe from these."""
+        own = _tensors(self.module)
+        held = {_storage(value) for value in self._held.values()} - {None}
+        names = [name for name, tensor in own.items() if _storage(tensor) not in held]
+        if names and held <= {_storage(tensor) for tensor in own.values()}:
+            _log.warning(
+                "%s: state_dict() leaves out %s, so they are not saved; a restore into the module refuses that, unless its "
+                "load_state_dict() accepts it, or strict=False is given.",
+                shown(self.key),
+                few(names),
+            )
 
     def parameter_names(self) -> dict[int, str]:
         """Each Parameter's name, by its id; the first name where it has several."""
@@ -152,22 +175,64 @@ class NamedModule:
 
         Raises:
             NamesMismatchError: tensors of the module were neither filled nor written, or stored tensors went nowhere.
+            StructureMismatchError: tensors that share memory have different values in the checkpoint.
         """
         own = _tensors(self.module)
-        ids = {id(tensor) for tensor in own.values()}
-        loaded = copy.copy(self._held)  # keeps the attribute in which torch stores the modules' versions
+        ids = {id(tensor): tensor for tensor in own.values()}
+        with torch.inference_mode() if any(tensor.is_inference() for tensor in own.values()) else torch.no_grad():
+            self._load(self._given(restored, ids), own)
+
+    def _given(self, restored: Mapping[str, Any], own: Mapping[int, Any]) -> dict[str, Any]:
+        """The values for `load_state_dict`, with the module's own tensors where these are filled already, or are filled here.
+
+        Args:
+            restored: see `put_back`.
+            own: the module's tensors by id.
+        """
+        storages = Counter(map(_storage, own.values()))
+        apart: dict[str, tuple[Any, Any]] = {}
+        loaded: dict[str, Any] = copy.copy(self._held)  # keeps the attribute in which torch stores the modules' versions
         loaded.clear()
         for name, key in self._keys.items():
             held = self._held[key]
             value = restored.get(name, held)
-            if id(held) in ids and (held.is_meta or held.device.type == "xla"):
+            if id(held) in own and (held.is_meta or held.device.type == "xla"):
                 if value is not held:
                     _replace(held, value)
                 if held.device.type == "xla":
                     continue  # copied onto itself, it would become a pending computation
                 value = held
+            elif id(held) in own and value is not held and _is_shared(held, value, storages):
+                apart[name] = held, value
+                value = held
             loaded[key] = value
-        del held
+        if apart:
+            written = {id(held) for held, _ in apart.values()}
+            self._write(apart, [tensor for tensor in own.values() if id(tensor) not in written])
+        return loaded
+
+    def _write(self, apart: Mapping[str, tuple[Any, Any]], filled: list[Any]) -> None:
+        """Write values into tensors that share memory with others of the module, which were filled where they are.
+
+        Args:
+            apart: tensor and value, by name.
+            filled: all other tensors of the module.
+        """
+        wrong = []
+        for name, (tensor, value) in apart.items():
+            disturbs = _disturbs(tensor, value, filled)
+            _fill(tensor, value)
+            filled.append(tensor)
+            if disturbs or not _is_same(tensor, value):
+                wrong.append(name)
+        if wrong:
+            raise StructureMismatchError(
+                f"{shown(self.key)}: {few(wrong)} share memory with other tensors of the module, and the checkpoint has different values "
+                f"for the same elements; restore into a module that has memory for each, or leave names out with only=. The contents of "
+                f"these tensors are undefined now."
+            )
+
+    def _load(self, loaded: dict[str, Any], own: Mapping[str, Any]) -> None:
         filled = Counter[int | None]()
         for value in loaded.values():
             filled[_storage(value)] += _local(value).nbytes if isinstance(value, torch.Tensor) else 0
@@ -177,8 +242,7 @@ class NamedModule:
         allocated = [(name, tensor, _allocate(tensor)) for name, tensor in hidden.items() if tensor.is_meta]
         versions = {name: _version(tensor) for name, tensor in hidden.items()}
         # Tensors that are the module's own are copied onto themselves, which does nothing. Its hooks run, and it gets its extra state.
-        with torch.no_grad():
-            result = self.module.load_state_dict(loaded, strict=False)
+        result = self.module.load_state_dict(loaded, strict=False)
         unwritten = {name for name, tensor in hidden.items() if _version(tensor) == versions[name]}
         for name, tensor, meta in allocated:
             if name in unwritten:
@@ -201,15 +265,13 @@ class NamedModule:
         ignored = set(getattr(result, "unexpected_keys", ()))
         memory = {_storage(tensor) for tensor in own.values()}
         doubtful = [key for key, value in loaded.items() if (silent or key in ignored) and _storage(value) not in memory]
-        with torch.no_grad():
-            after = self.module.state_dict() if doubtful else {}
+        after = self.module.state_dict() if doubtful else {}
         wrong = [self._name(key) for key in doubtful if not _is_same(after.get(key), loaded[key])]
         if not lost and not wrong:
             return
         if not silent:
             try:
-                with torch.no_grad():
-                    self.module.load_state_dict(loaded, strict=True)
+                self.module.load_state_dict(loaded, strict=True)
             except RuntimeError:
                 pass  # lists the same names among others, which are right
             else:
@@ -324,6 +386,45 @@ def _storage(value: Any) -> int | None:
     return _local(value).untyped_storage()._cdata if isinstance(value, torch.Tensor) else None  # noqa: SLF001  (equal addresses may be empty)
 
 
+def _is_shared(own: Any, value: Any, storages: Mapping[int | None, int]) -> bool:
+    """Whether elements of a tensor share memory with each other, or with another tensor; its value fits it otherwise."""
+    if not isinstance(value, torch.Tensor) or value.shape != own.shape or value.dtype != own.dtype:
+        return False  # load_state_dict has a message for that, or converts it
+    return storages[_storage(own)] > 1 or overlaps_itself(addresses(_local(own)))
+
+
+def _fill(own: Any, value: Any) -> None:
+    """Write a value into a tensor; elements that share memory get one of the values for it."""
+    own, value = _local(own), _local(value)
+    if not overlaps_itself(addresses(own)):
+        own.copy_(value)
+        return
+    span = 1 + sum((n - 1) * stride for n, stride in zip(own.shape, own.stride(), strict=True))
+    places = torch.arange(span, device=own.device).as_strided(own.shape, own.stride())
+    own.as_strided((span,), (1,))[places.reshape(-1)] = value.reshape(-1).to(own.device)
+
+
+def _disturbs(own: Any, value: Any, filled: Iterable[Any]) -> bool:
+    """Whether writing a value into a tensor changes memory of tensors that are filled already."""
+    storage, own = _storage(own), _local(own)
+    changed = _bytes(own) != _bytes(_local(value).to(own.device))
+    marks = torch.zeros(own.untyped_storage().nbytes(), dtype=torch.bool, device=own.device)
+    for other in filled:
+        if _storage(other) == storage:
+            _bytes_of(marks, _local(other)).fill_(True)
+    return bool((_bytes_of(marks, own) & changed).any())
+
+
+def _bytes_of(storage: torch.Tensor, tensor: Any) -> torch.Tensor:
+    """The bytes of a tensor, in a tensor with an element for each byte of its storage."""
+    size = tensor.itemsize
+    return storage.as_strided((*tensor.shape, size), (*(size * n for n in tensor.stride()), 1), size * tensor.storage_offset())
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).reshape(*tensor.shape, tensor.itemsize)
+
+
 def _is_same(a: Any, b: Any) -> bool:
     """Whether two entries of a state are equal, tensors bit by bit."""
     if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)):
@@ -331,4 +432,4 @@ def _is_same(a: Any, b: Any) -> bool:
     a, b = _local(a).detach(), _local(b).detach()
     if a.shape != b.shape or a.dtype != b.dtype or a.is_meta:
         return False
-    return bool(torch.equal(a.reshape(-1).view(torch.uint8), b.to(a.device).reshape(-1).view(torch.uint8)))
+    return bool(torch.equal(_bytes(a), _bytes(b.to(a.device))))

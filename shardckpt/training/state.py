@@ -28,7 +28,7 @@ from shardckpt.state import PerProcess
 from shardckpt.state.document import Branch, child, leaves_of
 from shardckpt.state.flatten import StateOwner
 from shardckpt.training.generators import Generators, inherited
-from shardckpt.training.likeness import LEFT_OUT, StoredLeaves, mirror
+from shardckpt.training.likeness import LEFT_OUT, StoredLeaves, mirror, set_apart
 from shardckpt.training.optimizer_forms import keyed_by_ints
 
 if TYPE_CHECKING:
@@ -194,7 +194,8 @@ class TrainState(StateOwner):
                 found[key] = mirror(stored, node, self.values.get(key))
             elif key in self.values:
                 found[key] = self.values[key]
-        return {key: like for key, like in found.items() if like is not LEFT_OUT}
+        target: dict[str, Any] = set_apart(stored, tree, {key: like for key, like in found.items() if like is not LEFT_OUT})
+        return target
 
     def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
         """Load a state into the objects; objects that it lacks stay unchanged.

@@ -1,0 +1,158 @@
+"""States whose tensors share memory or cannot be written, in objects of a training: what saves, resumes into itself."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import pytest
+import torch
+from hooked import hooked
+from torch import nn
+
+import shardckpt
+from shardckpt.errors import LeafError, StructureMismatchError
+
+
+def state_of(**objects):
+    return shardckpt.train_state(**objects, rng=False)
+
+
+class Viewing(nn.Module):
+    """Tensors over one memory of 40 elements."""
+
+    def __init__(self, kind):
+        super().__init__()
+        flat = torch.randn(40)
+        wide = flat.view(8, 5)
+        if kind == "disjoint":
+            self.a, self.b = nn.Parameter(flat[:20].view(4, 5)), nn.Parameter(flat[20:].view(4, 5))
+        elif kind == "interleaved":
+            self.a, self.b = nn.Parameter(wide[::2]), nn.Parameter(wide[1::2])
+        elif kind == "overlapping in part":
+            self.a, self.b = nn.Parameter(flat[:30]), nn.Parameter(flat[10:])
+        elif kind == "fused and its parts":
+            self.q, self.k = nn.Parameter(wide[:4]), nn.Parameter(wide[4:])
+            self.qkv = nn.Parameter(wide)
+        else:
+            self.w = nn.Parameter(wide)
+            views = {
+                "a part": self.w.detach()[0],
+                "transposed": self.w.detach().T,
+                "expanded": flat[:1].expand(4),
+                "windows": flat.unfold(0, 8, 4),
+                "as bytes": self.w.detach().view(torch.uint8),
+            }
+            self.register_buffer("view", views[kind])
+
+
+VIEWS = [
+    *("disjoint", "interleaved", "overlapping in part", "fused and its parts"),
+    *("a part", "transposed", "expanded", "windows", "as bytes"),
+]
+
+
+@pytest.mark.parametrize("kind", VIEWS)
+def test_a_module_with_views_of_its_own_tensors_resumes_into_itself_and_into_another(tmp_path, kind):
+    model = Viewing(kind)
+    expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    addresses = {name: tensor.data_ptr() for name, tensor in model.state_dict().items()}
+    shardckpt.save(tmp_path / "c", state_of(model=model))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1)
+    for into in (model, Viewing(kind)):
+        shardckpt.restore(tmp_path / "c", state_of(model=into))
+        assert all(torch.equal(expected[name], tensor) for name, tensor in into.state_dict().items())
+    assert {name: tensor.data_ptr() for name, tensor in model.state_dict().items()} == addresses
+
+
+def test_a_view_alone_is_restored_where_it_is(tmp_path):
+    model = Viewing("transposed")
+    expected = model.w.detach().clone()
+    shardckpt.save(tmp_path / "c", state_of(model=model))
+    with torch.no_grad():
+        model.w.zero_()
+    shardckpt.restore(tmp_path / "c", state_of(model=model), only="model/view")
+    assert torch.equal(model.w, expected)
+
+
+@pytest.mark.parametrize("kind", ["transposed", "expanded", "overlapping in part", "fused and its parts"])
+def test_values_that_one_memory_cannot_hold_are_refused(tmp_path, kind):
+    model = Viewing(kind)
+    apart = {name: torch.randn_like(tensor.contiguous()) for name, tensor in model.state_dict().items()}
+    shardckpt.save(tmp_path / "c", {"model": apart})
+    with pytest.raises(StructureMismatchError, match=r"'model': .* share memory with other tensors of the module, and the checkpoint has"):
+        shardckpt.restore(tmp_path / "c", state_of(model=model))
+
+
+def test_a_module_of_inference_mode_is_restored(tmp_path):
+    with torch.inference_mode():
+        model, other = nn.Linear(3, 3), nn.Linear(3, 3)
+    shardckpt.save(tmp_path / "c", state_of(model=model))
+    shardckpt.restore(tmp_path / "c", state_of(model=other))
+    assert torch.equal(model.weight, other.weight)
+
+
+def test_a_module_of_inference_mode_with_hooks_is_restored(tmp_path):
+    with torch.inference_mode():
+        model, other = hooked("Fused", loads=True), hooked("Fused", loads=True, seed=1)
+    shardckpt.save(tmp_path / "c", state_of(model=model))
+    shardckpt.restore(tmp_path / "c", state_of(model=other))
+    assert all(map(torch.equal, model.parameters(), other.parameters()))
+
+
+def test_arrays_that_cannot_be_written_come_back_as_new_ones(tmp_path):
+    class Constant:
+        def __init__(self, value):
+            self.value = value
+
+        def state_dict(self):
+            return {"row": np.broadcast_to(np.float32(self.value), (4,)), "tensor": torch.full((1,), self.value).expand(3)}
+
+        def load_state_dict(self, state):
+            self.value = float(state["row"][0]) + float(state["tensor"][2])
+
+    shardckpt.save(tmp_path / "c", state_of(ema=Constant(2.0), table=np.broadcast_to(np.int64(7), (2, 2))))
+    fresh = state_of(ema=Constant(0.0), table=np.broadcast_to(np.int64(0), (2, 2)))
+    ema = fresh._objects["ema"]
+    shardckpt.restore(tmp_path / "c", fresh)
+    assert ema.value == 4.0
+    assert isinstance(fresh.values["table"], np.ndarray)
+    assert fresh.values["table"].tolist() == [[7, 7], [7, 7]]
+
+
+def test_an_array_and_a_tensor_over_one_memory_are_stored_once_and_restored_together(tmp_path):
+    def made(value):
+        array = np.full((4, 4), value, np.float32)
+        return {"a": array, "t": torch.from_numpy(array), "rows": torch.from_numpy(array)[1:]}
+
+    saved, fresh = made(3), made(0)
+    shardckpt.save(tmp_path / "c", state_of(**saved))
+    assert shardckpt.open(tmp_path / "c").info("a").tied_names == ("t",)
+    state = state_of(**fresh)
+    shardckpt.restore(tmp_path / "c", state)
+    assert state.values["a"] is fresh["a"]
+    assert state.values["t"] is fresh["t"]
+    assert state.values["rows"].tolist() == saved["rows"].tolist()
+    assert (fresh["a"] == 3).all()
+    plain = made(0)
+    del plain["rows"]
+    shardckpt.restore(tmp_path / "c", plain, only=["a", "t"])
+    assert (plain["t"] == 3).all()
+
+
+def test_a_plain_state_keeps_its_rule_for_arrays_that_cannot_be_written(tmp_path):
+    state = {"a": np.broadcast_to(np.float32(1), (4,))}
+    shardckpt.save(tmp_path / "c", state)
+    with pytest.raises(LeafError, match="read-only"):
+        shardckpt.restore(tmp_path / "c", state)
+
+
+def test_tensors_that_a_module_does_not_store_are_told_at_the_first_save(tmp_path, caplog):
+    model = hooked("Dropped", loads=True)
+    with caplog.at_level(logging.WARNING, "shardckpt"):
+        for step in range(2):
+            shardckpt.save(tmp_path / str(step), state_of(model=model))
+    told = [record.getMessage() for record in caplog.records if "leaves out" in record.getMessage()]
+    assert [text.partition(",")[0] for text in told] == ["'model': state_dict() leaves out 0.k.weight"]
