@@ -1,13 +1,15 @@
 """Match a stored tree with `like`: which stored tensor goes into which leaf, and the state that comes out.
 
 Both trees are walked side by side, paired by typed key (0 and "0" are two keys) and in sequences by index, before
-anything is read:
+anything is read. Some formats write every key as text, so a stored text that is no key of `like` matches the key of
+another type that has this text (`names.match_keys`).
 
 1. A tensor in `like` receives the stored tensor at its place, under whatever name that is stored.
 2. A small leaf in `like` is replaced by the stored one, of any type.
 3. A `PerProcess` in `like` receives the value that one process stored at its place; the caller chooses the process.
 4. A container matches any stored one that is keyed the same way: dicts, dataclasses and named tuples by key, lists and
-   tuples by index. The result has `like`'s class.
+   tuples by index. The result has `like`'s class. An empty container matches any empty one and None, because
+   neither holds anything, and formats keep no classes.
 5. Anything else at one place is a structure mismatch, and so are tensors whose elements mean different things. A leaf or
    empty container that only one side has is a missing or unexpected name.
 
@@ -190,6 +192,8 @@ class _Walk:
         if depth >= MAX_DEPTH:
             raise LeafError(f"{shown(node.name)} in `like` lies in more than {MAX_DEPTH} containers, or in itself.")
         if not isinstance(node, Branch):
+            if not container.keys and isinstance(node, Small) and node.content is None:
+                return _keep(value)
             if self.selected(node.name):
                 leaf = "a tensor, an ndarray or a shardckpt.Target" if isinstance(node, Tensor | Tied) else "a leaf"
                 advice = _WRAP if isinstance(node, Owned) else f"pass {leaf} there"
@@ -199,7 +203,8 @@ class _Walk:
             if self.any_selected(node):
                 raise _structure(node, f"a {type(value).__qualname__}; pass a container of the same kind")
             return self.absent(value, node.name, depth)
-        stored = {(type(key), key): child for key, child in zip(node.keys, node.children, strict=True)}
+        keys = names.match_keys(node.keys, container.keys) if node.form == "dict" else node.keys
+        stored = {(type(key), key): child for key, child in zip(keys, node.children, strict=True)}
         steps = []
         for key, component, child in zip(container.keys, names.component_names(container.keys), container.children, strict=True):
             found = stored.pop((type(key), key), None)

@@ -76,6 +76,24 @@ def _other_component(key: int | bool | None, strings: set[str]) -> str:
     return text + "~" if text in strings else text
 
 
+def match_keys(stored: Sequence[PathKey], own: Sequence[PathKey]) -> Sequence[PathKey]:
+    """The keys of a stored dict, each as the key of one's own dict that it matches, or else unchanged.
+
+    A stored text that is not among one's own keys matches the key of another type that has this text: formats that write
+    all keys as text cannot tell the two apart.
+
+    >>> match_keys(["0", "1"], [0, "1", 1])
+    [0, '1']
+    """
+    others = [key for key in own if type(key) is not str]
+    if not others:
+        return stored
+    typed = {(type(key), key) for key in stored}
+    texts = {_other_component(key, set()): key for key in others if (type(key), key) not in typed}  # type: ignore[arg-type]
+    own_texts = {key for key in own if type(key) is str}
+    return [texts.get(key, key) if type(key) is str and key not in own_texts else key for key in stored]
+
+
 def child_name(parent: str, component: str) -> str:
     """The name of a child; the state itself has the name "", and no component is empty.
 

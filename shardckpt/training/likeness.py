@@ -27,7 +27,7 @@ from shardckpt.frameworks.numpy import overlaps_itself
 from shardckpt.reading.landing import share_memory
 from shardckpt.state import PerProcess
 from shardckpt.state.document import Branch, Node, Tensor, Tied, leaves_of
-from shardckpt.state.names import container_of, imported_module, shown
+from shardckpt.state.names import container_of, imported_module, match_keys, shown
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -116,7 +116,8 @@ def _container(stored: StoredLeaves, node: Branch, own: object, tensor: Callable
     container = container_of(own, node.name)
     held = {} if container is None else {(type(key), key): value for key, value in zip(container.keys, container.children, strict=True)}
     items: dict[PathKey, Any] = {}
-    for key, below in zip(node.keys, node.children, strict=True):
+    keys = node.keys if container is None or node.form != "dict" else match_keys(node.keys, container.keys)
+    for key, below in zip(keys, node.children, strict=True):
         item = mirror(stored, below, held.get((type(key), key)), tensor)
         if item is not LEFT_OUT:
             items[key] = item

@@ -23,6 +23,10 @@ class Stored:
         return f"Stored({self.name!r})"
 
 
+class Nothing(NamedTuple):
+    pass
+
+
 def is_tensor(value):
     return isinstance(value, np.ndarray | Stored)
 
@@ -77,6 +81,24 @@ def test_keys_are_paired_with_their_types():
         restored({"0": 1}, {0: 1})
     with pytest.raises(NamesMismatchError, match=r"'True'.*'1'"):
         restored({True: 1}, {1: 1})
+
+
+def test_a_stored_text_matches_the_key_that_a_format_wrote_as_that_text():
+    state = {"0": T(), "-1": 1, "True": 2, "None": 3}
+    assert text(restored({0: T(), -1: 5, True: 6, None: 7}, state)) == text({0: Stored("0"), -1: 1, True: 2, None: 3})
+    assert restored({0: 5, "0": 6}, {"0": 1}, strict=False) == {0: 5, "0": 1}
+    assert restored({0: 5}, {0: 1, "0": 2}, strict=False) == {0: 1}
+    with pytest.raises(NamesMismatchError, match=r"'00'"):
+        restored({0: 1}, {"00": 1})
+    assert restored({10**5000: 1}, {10**5000: 2}) == {10**5000: 2}
+
+
+@pytest.mark.parametrize("empty", [{}, [], (), Nothing()], ids=repr)
+@pytest.mark.parametrize("stored", [{}, [], (), None], ids=repr)
+def test_an_empty_container_matches_any_empty_one_and_none(empty, stored):
+    back = restored({"a": empty, "b": 1}, {"a": stored, "b": 2})
+    assert back == {"a": empty, "b": 2}
+    assert type(back["a"]) is type(empty)
 
 
 def test_a_stored_leaf_wins_whatever_its_type():

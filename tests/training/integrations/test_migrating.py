@@ -89,9 +89,11 @@ def convert(place, section):
 
 @pytest.mark.slow
 def test_the_programs_with_dcp_run(tmp_path):
-    for program in blocks(DCP):
+    *programs, resuming = blocks(DCP)
+    for program in programs:
         run(tmp_path, sys.executable, "-W", "ignore", "-c", "import torch; torch.manual_seed(0)\n" + program)
     convert(tmp_path, DCP)
+    run(tmp_path, sys.executable, "-W", "ignore", "-c", resuming)
     old, new = (shardckpt.restore(tmp_path / place / "100", only="model/**") for place in ("imported", "run"))
     assert all(shardckpt.open(tmp_path / "run" / step).verify().ok for step in ("100", "200"))
     assert all((old["model"][name] == new["model"][name]).all() for name in ("weight", "bias"))
