@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from shardckpt.cli.reshard_options import EngineUrl, MemoryLimit, Workers  # noqa: TC001  (typer reads the annotations)
+from shardckpt.io.status import exists
 from shardckpt.options import parse_bytes, parse_duration
 
 
@@ -88,7 +89,7 @@ def serve(
         key=key,
     )
     for name, place in Roots(roots).places.items():
-        if place.local is not None and not place.local.exists():
+        if place.local is not None and not exists(place.local):
             print(f"{name}: there is no directory {place} yet; it is listed as empty until a job saves there", file=sys.stderr)
     try:
         run(options, lambda url: print(f"serving at {url}", flush=True))

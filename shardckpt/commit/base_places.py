@@ -18,6 +18,7 @@ from shardckpt.commit.publish import RECORD
 from shardckpt.errors import CommitError, FormatError, MissingDataError, OptionError, ShardckptError, UrlError
 from shardckpt.format.record import CheckpointRecord, parse_checkpoint
 from shardckpt.format.structure import BESIDE
+from shardckpt.io.status import exists
 from shardckpt.io.store import Store
 from shardckpt.io.url import UNQUOTED, parse
 from shardckpt.state.names import shown
@@ -81,7 +82,7 @@ def base_location(checkpoint: Location, base: Base) -> Location:
             f"{checkpoint}: its base {base.url!r} is in another kind of storage, and is therefore not read; copy the checkpoint to the "
             f"storage of its base, or leave out the tensors in the base with only= (an export: exclude=)."
         )
-    return next((place for place in places if place.local is not None and (place.local / RECORD).exists()), places[0])
+    return next((place for place in places if place.local is not None and exists(place.local / RECORD)), places[0])
 
 
 def base_record(checkpoint: Location, base: Base, of: str, advice: str = _READ_WITHOUT) -> tuple[Store, CheckpointRecord]:

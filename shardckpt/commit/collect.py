@@ -41,6 +41,7 @@ from shardckpt.errors import FormatError, NotFoundError, OptionError, ReplacedEr
 from shardckpt.format.documents import Fields, open_envelope, seal, utc_now
 from shardckpt.format.record import Tombstone
 from shardckpt.io.ages import idle_seconds
+from shardckpt.io.status import is_link
 
 if TYPE_CHECKING:
     from shardckpt.io.store import Store
@@ -267,7 +268,7 @@ def _remove(store: Store, orphan: Collected) -> Collected:
     """Remove a fenced attempt."""
     try:
         path = store.local_path(f"{orphan.attempt}/")
-        if path is None or not path.is_symlink():  # never delete in the target of a link
+        if path is None or not is_link(path):  # never delete in the target of a link
             store.delete_prefix(f"{orphan.attempt}/records/")
         store.delete_prefix(f"{orphan.attempt}/")
     except StorageError as e:

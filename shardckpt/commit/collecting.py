@@ -18,6 +18,7 @@ from shardckpt.excerpt import excerpt
 from shardckpt.format.documents import open_envelope
 from shardckpt.format.structure import bases_of, names_beside
 from shardckpt.io.failures import check_fork, reading_takes_threads
+from shardckpt.io.status import exists
 from shardckpt.io.store import Store
 from shardckpt.io.threads import map_on_threads
 from shardckpt.io.url import parse
@@ -53,7 +54,7 @@ def collect(root: str | os.PathLike[str], *, grace: float = GRACE, dry_run: bool
     check_fork(location)  # its errors would be reported place by place
     store = Store.open(location)
     children = store.list_children()
-    if not children and (location.local is None or not location.local.exists()):
+    if not children and (location.local is None or not exists(location.local)):
         raise NotFoundError(f"{location}: no such directory.")
 
     def at(place: Store) -> list[Collected]:

@@ -34,6 +34,7 @@ from shardckpt.format.record import CheckpointRecord, Tombstone, parse_checkpoin
 from shardckpt.format.table import check_sizes
 from shardckpt.io.failures import storage_errors
 from shardckpt.io.files import LARGEST_WHOLE
+from shardckpt.io.status import is_directory
 from shardckpt.io.threads import collector_paused
 
 if TYPE_CHECKING:
@@ -148,7 +149,7 @@ def _put_placeholder(store: Store, prior: Prior, *, last: bool) -> None:
         put_tombstone(store, make, prior.generation, absent=prior.record is None)
     except StorageError:
         # On a disk, a deletion may have removed the empty directory at this moment.
-        if last or store.location.local is None or store.location.local.is_dir():
+        if last or store.location.local is None or is_directory(store.location.local):
             raise
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from typing import TYPE_CHECKING
 
+from shardckpt.io.status import is_link
 from shardckpt.io.threads import run_on_threads
 
 if TYPE_CHECKING:
@@ -17,7 +18,7 @@ MOST_DELETIONS = 32
 
 def remove_tree(path: Path) -> None:
     """Remove a directory and everything below it; a link is removed, and its target stays."""
-    if path.is_symlink():
+    if is_link(path):
         path.unlink()
         return
     try:

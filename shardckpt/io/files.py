@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING
 
 from shardckpt.errors import FormatError
 from shardckpt.io.locks import HIDDEN, is_at, lock_file
+from shardckpt.io.status import is_directory
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -223,13 +224,13 @@ class DurableDirectories:
 
     def make(self, path: Path) -> None:
         """Create a directory and its parents, if they are missing."""
-        if path in self._synced and path.is_dir():
+        if path in self._synced and is_directory(path):
             return
-        if not path.is_relative_to(self._top) and path.is_dir():
+        if not path.is_relative_to(self._top) and is_directory(path):
             return
         if path.parent != path:
             self.make(path.parent)
-        existed = path.is_dir()
+        existed = is_directory(path)
         path.mkdir(exist_ok=True)
         try:
             sync_directory(path.parent)

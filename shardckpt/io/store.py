@@ -35,6 +35,7 @@ from shardckpt.io.failures import begin_use, storage_errors
 from shardckpt.io.files import DurableDirectories
 from shardckpt.io.locks import remove_directory
 from shardckpt.io.requests import Upload
+from shardckpt.io.status import is_file
 from shardckpt.io.url import Location, parse
 
 if TYPE_CHECKING:
@@ -196,7 +197,7 @@ class Store:
             if self.location.bucket is not None:
                 return self._bucket.stat(self._name(key), self._share)[0]
             if (path := self._file(key)) is not None:
-                return path.stat().st_size if path.is_file() else None
+                return path.stat().st_size if is_file(path) else None
         data, _ = self._read(key, None, None)
         return None if data is None else len(data)
 
@@ -211,7 +212,7 @@ class Store:
             if self.location.bucket is not None:
                 return self._bucket.stat(self._name(key), self._share)[0] is not None
             if (path := self._file(key)) is not None:
-                return path.is_file()
+                return is_file(path)
             return bool(self.kvstore().list(ts.KvStore.KeyRange(key.encode(), key.encode() + b"\0")).result())
 
     def create(self, key: str, data: Data) -> bool:

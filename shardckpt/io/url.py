@@ -187,7 +187,10 @@ def parse(url: str | os.PathLike[str]) -> Location:
         if isinstance(url, str):
             raise UrlError(f"{found}; for a file of that name write ./{text}.")
         raise UrlError(f"{found}, and pathlib joins its slashes; give the url as text. For a directory of that name give an absolute path.")
-    return Location("file", _absolute(os.path.expanduser(text)))  # noqa: PTH111  (Path.expanduser raises where it knows no such home)
+    path = os.path.expanduser(text)  # noqa: PTH111  (Path.expanduser raises where it knows no such home)
+    if path.partition("/")[0] == "~":
+        raise UrlError(f"{text!r}: this user has no home directory; set HOME, or give an absolute path (./~ is a directory of that name).")
+    return Location("file", _absolute(path))
 
 
 def _text_of(url: object) -> object:

@@ -24,6 +24,7 @@ from shardckpt.format.documents import LARGEST_DIMENSION, open_envelope
 from shardckpt.format.structure import bases_of
 from shardckpt.io.ages import last_written
 from shardckpt.io.failures import reading_takes_threads
+from shardckpt.io.status import exists
 from shardckpt.io.store import Store
 from shardckpt.io.threads import map_on_threads
 from shardckpt.io.url import Location, parse
@@ -147,7 +148,7 @@ def catalog(root: str | os.PathLike[str], *, everything: bool = False) -> list[C
     if location.is_web:
         raise StorageError(f"{location}: a web server does not list what it has; give the url of a checkpoint to `shardckpt info`.")
     children = store.list_children()
-    if not children and (location.local is None or not location.local.exists()):
+    if not children and (location.local is None or not exists(location.local)):
         raise NotFoundError(f"{location}: no such directory.")
 
     def at(named: tuple[str, Store]) -> list[CatalogEntry]:

@@ -27,6 +27,7 @@ import numpy as np
 from shardckpt.commit.assemble import merge_tables, read_host_files, read_table
 from shardckpt.errors import CorruptionError, FormatError, ShardckptError, StorageError
 from shardckpt.format.zarr_arrays import decompress, largest_chunk
+from shardckpt.io.status import is_directory
 from shardckpt.io.threads import Workers, clocks, cores, map_on_threads
 from shardckpt.layout.box import BoxArray
 from shardckpt.reading.based_reader import BasedReader
@@ -370,7 +371,7 @@ def _lookup(place: Store, record: CheckpointRecord, stats: ReadStats) -> Lookup:
         return TableBlocks(place, record.table, stats.count_index, of_hosts if record.hosts else None, record.hosts)
     except (CorruptionError, FormatError, StorageError) as e:
         path = place.local_path(record.table.key)
-        damaged = not isinstance(e, StorageError) or (path is not None and path.is_dir())
+        damaged = not isinstance(e, StorageError) or (path is not None and is_directory(path))
         if not record.hosts or not damaged:
             raise
         return of_hosts()

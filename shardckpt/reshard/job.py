@@ -34,6 +34,7 @@ from shardckpt.errors import (
 )
 from shardckpt.format.record import CheckpointRecord, Contents, host_record_key
 from shardckpt.io.ages import modification_times
+from shardckpt.io.status import exists, is_directory, is_link
 from shardckpt.io.store import Store
 from shardckpt.io.threads import map_on_threads
 from shardckpt.io.url import parse
@@ -237,8 +238,8 @@ def check_destination(location: Location) -> None:
         StorageError: the path is something other than a directory.
     """
     path = location.local
-    if path is not None and not path.is_dir() and (path.exists() or path.is_symlink()):
-        what = "a broken symbolic link" if path.is_symlink() else "a file"
+    if path is not None and exists(path, follow=False) and not is_directory(path):
+        what = "a broken symbolic link" if is_link(path) else "a file"
         raise StorageError(f"{location}: {what} is at the place of the new checkpoint; choose another place.")
 
 

@@ -34,6 +34,7 @@ from shardckpt.format.zarr_arrays import chunk_object_key, plain_key
 from shardckpt.io.buckets.object_copies import can_copy, copy_objects
 from shardckpt.io.failures import storage_errors
 from shardckpt.io.files import sync_directory
+from shardckpt.io.status import is_file, is_link, status
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -63,14 +64,15 @@ def reuse_method(source: Store, target: Store) -> ReuseMethod | None:
     old, new = source.local_path(""), target.local_path("")
     if old is None or new is None:
         return None
-    existing = next((path for path in (new, *new.parents) if path.exists()), None)
-    one = existing is not None and old.exists() and old.stat().st_dev == existing.stat().st_dev
+    existing = next((found for path in (new, *new.parents) if (found := status(path)) is not None), None)
+    read = status(old)
+    one = existing is not None and read is not None and read.st_dev == existing.st_dev
     return "links" if one and not _has_links(old) else None
 
 
 def _has_links(directory: Path) -> bool:
     """Whether the directory is a symbolic link or has one anywhere below it; files are not opened."""
-    if directory.is_symlink():
+    if is_link(directory):
         return True
     with storage_errors("list", directory), os.scandir(directory) as entries:
         return any(entry.is_symlink() or (entry.is_dir() and _has_links(directory / entry.name)) for entry in entries)
@@ -207,7 +209,7 @@ def _below(store: Store, lane: str) -> list[str]:
     if top is None:
         return store.list(f"{lane}/")
     with storage_errors("read", top):
-        return [f"{lane}/{path.relative_to(top)}" for path in sorted(top.rglob("*")) if path.is_file()]
+        return [f"{lane}/{path.relative_to(top)}" for path in sorted(top.rglob("*")) if is_file(path)]
 
 
 def _link_or_copy(source: Store, target: Store, files: Iterable[tuple[str, str]], drafts: str | None = None) -> None:

@@ -15,6 +15,8 @@ from shardckpt.commit.base_places import base_location
 from shardckpt.errors import FormatError, NotFoundError, OptionError
 from shardckpt.excerpt import excerpt, few
 from shardckpt.format.documents import unfit
+from shardckpt.io.failures import storage_errors
+from shardckpt.io.status import is_directory, is_file
 from shardckpt.io.url import parse
 
 if TYPE_CHECKING:
@@ -54,7 +56,7 @@ class Roots:
             place = parse(url)
             if place.is_web:
                 raise OptionError(f"{text}: a web server does not list what it has; give a disk or a bucket.")
-            if place.local is not None and place.local.is_file():
+            if place.local is not None and is_file(place.local):
                 raise OptionError(f"{name}: {place} is a file; give a directory of runs.")
             self.places[name] = place
         if not self.places:
@@ -125,7 +127,7 @@ class Roots:
         Raises:
             FormatError: a link does.
         """
-        if place.local is None or place.local.is_dir():
+        if place.local is None or is_directory(place.local):
             _check_links(place, self.places.values())
 
     def without_places(self, text: str) -> str:
@@ -139,7 +141,8 @@ def _check_links(place: Location, allowed: Iterable[Location]) -> None:
     """Check the links below a directory on a disk."""
     stack: list[Path] = [] if place.local is None else [place.local]
     while stack:
-        with os.scandir(stack.pop()) as entries:
+        below = stack.pop()
+        with storage_errors("list", below), os.scandir(below) as entries:
             for entry in entries:
                 if entry.is_symlink():
                     target = parse(os.path.realpath(entry.path))

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from shardckpt.commit.attempts import places
 from shardckpt.commit.publish import RECORD
 from shardckpt.errors import ShardckptError, StorageError
+from shardckpt.io.status import is_link
 from shardckpt.io.store import Store
 from shardckpt.io.threads import map_on_threads
 from shardckpt.reading.catalog import entries_at
@@ -181,7 +182,7 @@ class Scanner:
 
     def _is_inside(self, ident: str, place: Store) -> bool:
         """Whether a directory on a disk is not a link out of its root."""
-        if place.location.local is None or not place.location.local.is_symlink():
+        if place.location.local is None or not is_link(place.location.local):
             return True
         return place.location.is_within(self._roots.places[ident.partition("/")[0]])
 

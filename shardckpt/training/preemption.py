@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 from shardckpt.errors import OptionError
+from shardckpt.io.status import exists
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -56,7 +57,7 @@ class Notices:
     def look(self) -> str | None:
         """The source of the notice; None if there is none."""
         for policy in self._policies if self._source is None else ():
-            if policy.file is not None and Path(policy.file).exists():
+            if policy.file is not None and exists(Path(policy.file)):
                 self._source = os.fspath(policy.file)
             elif policy.when is not None and policy.when():
                 self._source = getattr(policy.when, "__name__", "a function")

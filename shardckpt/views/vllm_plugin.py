@@ -29,6 +29,7 @@ from vllm.transformers_utils.config import HFConfigParser, register_config_parse
 from shardckpt.convert.formats.safetensors.hf_configs import config_files
 from shardckpt.errors import NamesMismatchError, OptionError, ShardckptError
 from shardckpt.excerpt import few
+from shardckpt.io.status import is_file
 from shardckpt.reading.checkpoint import Checkpoint
 from shardckpt.views.model_view import ModelView
 from shardckpt.views.placeholders import Recorder
@@ -118,7 +119,7 @@ class CheckpointConfigParser(HFConfigParser):  # type: ignore[misc]
         Raises:
             OptionError: there is no configuration.
         """
-        return super().parse(model if Path(model, "config.json").is_file() else _directory(str(model), "config.json"), *args, **kwargs)
+        return super().parse(model if is_file(Path(model, "config.json")) else _directory(str(model), "config.json"), *args, **kwargs)
 
 
 class CheckpointTokenizer(CachedHfTokenizer):  # type: ignore[misc]

@@ -32,6 +32,7 @@ from shardckpt.excerpt import file_size
 from shardckpt.io.datafile import lack_of_space
 from shardckpt.io.failures import storage_errors
 from shardckpt.io.files import DurableDirectories, sync_directory, sync_open_directory
+from shardckpt.io.status import exists, is_directory, is_file, is_link
 from shardckpt.io.store import Store
 
 if TYPE_CHECKING:
@@ -103,7 +104,7 @@ class Draft:
             else:
                 sync_open_directory(self.fd, self.path)
             self._check_final()
-            if self._marks is not None and os.path.lexists(self.final):
+            if self._marks is not None and exists(self.final, follow=False):
                 self._replacing = True
                 old = replace_directory(self.path, self.final, self._marks)
                 shutil.rmtree(old, ignore_errors=True)
@@ -128,14 +129,14 @@ class Draft:
             os.close(self.fd)
 
     def _check_final(self) -> None:
-        if not os.path.lexists(self.final):
+        if not exists(self.final, follow=False):
             return
         if not self._overwrite:
             raise already_exists(self.final)
         if self._marks is None:
-            if not self.final.is_file():
+            if not is_file(self.final):
                 raise AlreadyExistsError(f"{self.final} is no file, and overwrite=True replaces files only; choose another place.")
-        elif not self.final.is_dir() or self.final.is_symlink() or not _holds_any(self.final, self._marks):
+        elif not is_directory(self.final) or is_link(self.final) or not _holds_any(self.final, self._marks):
             raise AlreadyExistsError(
                 f"{self.final} is not an earlier export (it has no {' or '.join(sorted(self._marks))}), so overwrite=True does not "
                 f"replace it; remove it, or choose another place."
@@ -167,7 +168,7 @@ class Draft:
         for suffix in (PARTIAL, COPY):
             self._remove(draft.with_suffix(suffix))
         replaced = draft.with_suffix(REPLACED)
-        if named and not self._overwrite and os.path.lexists(replaced):
+        if named and not self._overwrite and exists(replaced, follow=False):
             raise AlreadyExistsError(
                 f"{self.final} is there already: an export with overwrite=True was killed just before this finished directory had "
                 f"its name, and it has the name now. The directory that it replaces is {replaced}; the next export with "
@@ -200,7 +201,7 @@ def link_or_rename(draft: Path, path: Path) -> None:
             return
     except FileExistsError:
         raise already_exists(path) from None
-    if os.path.lexists(path):
+    if exists(path, follow=False):
         raise already_exists(path)
     draft.rename(path)
 
@@ -225,7 +226,8 @@ def _link(draft: Path, path: Path) -> bool:
 
 def _holds_any(directory: Path, names: Collection[str]) -> bool:
     """Whether a directory is empty, or has an entry of one of these names."""
-    there = {entry.name for entry in directory.iterdir()}
+    with storage_errors("list", directory):
+        there = {entry.name for entry in directory.iterdir()}
     return not there or not there.isdisjoint(names)
 
 

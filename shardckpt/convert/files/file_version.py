@@ -16,6 +16,7 @@ import numpy as np
 
 from shardckpt.errors import CorruptionError, FormatError, MissingDataError, ReplacedError
 from shardckpt.io.failures import storage_errors
+from shardckpt.io.status import status
 from shardckpt.io.store import Store
 from shardckpt.reading.fetch import scatter_read
 
@@ -160,7 +161,8 @@ def file_at(location: Location) -> FileVersion | None:
         StorageError: its metadata cannot be read, or it is a pipe or device.
     """
     above = location.parent
-    if above is None or (location.local is not None and not (location.local.exists() and not location.local.is_dir())):
+    found = None if location.local is None else status(location.local)
+    if above is None or (location.local is not None and (found is None or stat.S_ISDIR(found.st_mode))):
         return None
     try:
         return FileVersion(Store.open(above), location.name)

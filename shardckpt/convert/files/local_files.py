@@ -32,6 +32,7 @@ from shardckpt.io.buffers import gather_write
 from shardckpt.io.failures import storage_errors
 from shardckpt.io.files import DurableDirectories, sync_directory
 from shardckpt.io.locks import HIDDEN, remove_directory
+from shardckpt.io.status import exists, is_directory, status
 from shardckpt.io.store import Store
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ class LocalFiles:
     def begin(self, plan: WritePlan) -> int:
         """See `Destination`."""
         self._plan = plan
-        if not self._partial.is_dir():
+        if not is_directory(self._partial):
             self._refuse_to_replace()
         with storage_errors("create", self._partial):
             DurableDirectories(self._directory).make(self._directory)
@@ -167,18 +168,19 @@ class LocalFiles:
         draft, path = self._drafts[number], self._paths[number]
         if not self._complete or _size(path) != self._plan.sizes[number]:
             return False
-        try:  # two links may have different inode numbers; naming a file twice does no harm where it may replace another one
-            return draft.samefile(path) or (not self._overwrite and filecmp.cmp(draft, path, shallow=False))
-        except FileNotFoundError:  # the draft was renamed
+        written, named = status(draft), status(path)
+        if written is None or named is None:  # the draft was renamed
             return True
+        # Two links may have different inode numbers; naming a file twice does no harm where it may replace another one.
+        return os.path.samestat(written, named) or (not self._overwrite and filecmp.cmp(draft, path, shallow=False))
 
     def _written(self, number: int) -> Path:
         """The file that has the written bytes."""
         return (self._paths if number in self._renamed else self._drafts)[number]
 
     def _refuse_to_replace(self) -> None:
-        there = next((path for i, path in enumerate(self._paths) if os.path.lexists(path) and not self._has_name(i)), None)
-        if there is not None and there.is_dir():
+        there = next((path for i, path in enumerate(self._paths) if exists(path, follow=False) and not self._has_name(i)), None)
+        if there is not None and is_directory(there):
             raise AlreadyExistsError(f"{there} is a directory; choose another name for the file.")
         if there is not None and not self._overwrite:
             raise already_exists(there)
@@ -241,7 +243,5 @@ class LocalFiles:
 
 def _size(path: Path) -> int | None:
     """Size of a file in bytes; None if it does not exist."""
-    try:
-        return path.stat().st_size
-    except (FileNotFoundError, NotADirectoryError):
-        return None
+    found = status(path)
+    return None if found is None else found.st_size

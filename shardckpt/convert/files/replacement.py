@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 
 from shardckpt.errors import StorageError
 from shardckpt.io.files import sync_directory
+from shardckpt.io.status import exists
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -63,7 +64,7 @@ def replace_directory(draft: Path, final: Path, marks: Collection[str]) -> Path:
     except OSError as e:
         with suppress(OSError):
             settle(draft, final, marks, (REPLACED, COMPLETE))
-        if not os.path.lexists(final):
+        if not exists(final, follow=False):
             raise neither_is_named(draft, final, e) from e
         raise
     sync_directory(final.parent)
@@ -85,13 +86,13 @@ def settle(draft: Path, final: Path, marks: Collection[str], order: tuple[str, s
     Raises:
         OSError: neither of them could get the name durably.
     """
-    complete = [path for path in map(draft.with_suffix, order) if os.path.lexists(path)]
-    if len(complete) == len(order) and os.path.lexists(final) and _lacks(final, marks):
+    complete = [path for path in map(draft.with_suffix, order) if exists(path, follow=False)]
+    if len(complete) == len(order) and exists(final, follow=False) and _lacks(final, marks):
         _remove_copied(final, draft.with_suffix(REPLACED), marks)
-    named = bool(complete) and not os.path.lexists(final)
+    named = bool(complete) and not exists(final, follow=False)
     if named:
         complete[0].rename(final)
-    if os.path.lexists(final):
+    if exists(final, follow=False):
         sync_directory(final.parent)
     return named
 

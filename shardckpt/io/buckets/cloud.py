@@ -50,8 +50,9 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import quote
 
-from shardckpt.errors import MissingExtraError, OptionError
+from shardckpt.errors import MissingExtraError, OptionError, StorageError
 from shardckpt.io.buckets.rate_limit import ALONE, RateLimiter, RequestShare
+from shardckpt.io.status import exists
 
 _EXTRAS = {
     "gs": ("google.auth", "google-auth", "gcs"),
@@ -84,7 +85,8 @@ def prepare(scheme: str) -> None:
 
     Raises:
         MissingExtraError: the scheme's extra is not installed.
-        OptionError: a rate or a number of seconds is not a positive number.
+        OptionError: a rate or a number of seconds is not a positive number; for S3, `AWS_PROFILE` is not a usable profile.
+        StorageError: the files of AWS profiles cannot be looked at.
     """
     module, package, extra = _EXTRAS[scheme]
     if not _is_installed(module):
@@ -92,6 +94,8 @@ def prepare(scheme: str) -> None:
     for kind in BUCKET:
         _limiter(kind, ALONE)
     os.environ.setdefault("TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS", str(round(stalled_seconds())))
+    if scheme == "s3":
+        _aws_credentials()
     endpoint = endpoint_of(scheme)
     if scheme == "gs" and endpoint is not None:
         # TensorStore's driver for GCS accepts these settings only from the environment.
@@ -121,12 +125,16 @@ def context() -> dict[str, Any]:
     """Spec of the TensorStore context that all of a process's stores share.
 
     Raises:
-        OptionError: a number of seconds is invalid, or `AWS_PROFILE` is not a usable profile.
+        OptionError: a number of seconds is invalid.
     """
     tries = pauses()
     # If each try fails immediately, this number of retries with these pauses takes about the configured time.
     retries = {"max_retries": len(tries), "initial_delay": f"{tries[0]}s", "max_delay": f"{tries[-1]}s"}
-    return {"gcs_request_retries": retries, "s3_request_retries": retries, "aws_credentials": _aws_credentials()}
+    try:
+        credentials = _aws_credentials()
+    except (OptionError, StorageError):  # `prepare` raises it for S3; other storages work without
+        credentials = {"type": "default"}
+    return {"gcs_request_retries": retries, "s3_request_retries": retries, "aws_credentials": credentials}
 
 
 def wait_for_rate(kind: Literal["read", "write"], share: RequestShare = ALONE) -> None:
@@ -217,25 +225,34 @@ def _aws_credentials() -> dict[str, str]:
     # and does not find existing ones (0.1.86).
     if os.environ.get("AWS_ACCESS_KEY_ID") and os.environ.get("AWS_SECRET_ACCESS_KEY"):
         return {"type": "environment"}
-    credentials, config = (
-        Path(os.environ.get(variable) or default).expanduser()
-        for variable, default in (("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials"), ("AWS_CONFIG_FILE", "~/.aws/config"))
-    )
+    credentials = _settings_file("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials")
+    config = _settings_file("AWS_CONFIG_FILE", "~/.aws/config")
     named = os.environ.get("AWS_PROFILE")
     profile = named or "default"
     if _has_profile(credentials, profile) or _has_profile(config, profile if profile == "default" else f"profile {profile}"):
         files = {"credentials_file": credentials, "config_file": config}
-        return {"type": "profile", "profile": profile} | {key: str(file if file.exists() else os.devnull) for key, file in files.items()}
+        there = {key: file if file is not None and exists(file) else os.devnull for key, file in files.items()}
+        return {"type": "profile", "profile": profile} | {key: str(file) for key, file in there.items()}
     if named:
         raise OptionError(
-            f"AWS_PROFILE={named}: neither {credentials} nor {config} has a profile of that name with keys or a role; name another "
-            f"one, or set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY."
+            f"AWS_PROFILE={named}: neither {credentials or '~/.aws/credentials'} nor {config or '~/.aws/config'} has a profile of that "
+            f"name with keys or a role; name another one, or set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY."
         )
     return {"type": "default"}
 
 
-def _has_profile(file: Path, section: str) -> bool:
+def _settings_file(variable: str, default: str) -> Path | None:
+    """The file that an environment variable names, or the default; None: it is in a home, and this user has none."""
+    try:
+        return Path(os.environ.get(variable) or default).expanduser()
+    except RuntimeError:  # HOME is not set, and the user has no entry in the list of users
+        return None
+
+
+def _has_profile(file: Path | None, section: str) -> bool:
     """Whether a section of an AWS file has credentials; many sections have only a region."""
+    if file is None:
+        return False
     parser = ConfigParser(interpolation=None, strict=False)
     try:
         parser.read(file)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from shardckpt.errors import OptionError
+from shardckpt.io.status import is_directory
 from shardckpt.io.store import Store
 from shardckpt.io.url import parse
 from shardckpt.layout.box import Box, BoxArray
@@ -139,7 +140,7 @@ def measure_write(url: str | os.PathLike[str]) -> Rate:
     """
     location = parse(url)
     if location.local is not None:
-        existing = next(path for path in (location.local, *location.local.parents) if path.is_dir())
+        existing = next(path for path in (location.local, *location.local.parents) if is_directory(path))
         location = parse(existing)
     store, key = Store.open(location), f".shardckpt-rate-{secrets.token_hex(8)}"
     data = np.random.default_rng(0).bytes(WRITTEN)

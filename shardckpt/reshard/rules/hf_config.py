@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardckpt.errors import OptionError
 from shardckpt.excerpt import excerpt
+from shardckpt.io.status import is_directory
 from shardckpt.reshard.rules.preset import Heads, Preset
 from shardckpt.state.names import did_you_mean
 
@@ -55,7 +56,7 @@ def read_config(path: str | os.PathLike[str]) -> tuple[Path, dict[str, Any]]:
         OptionError: the file cannot be read.
     """
     file = Path(path)
-    if file.is_dir():
+    if is_directory(file):
         file /= "config.json"
     try:
         with file.open("rb") as stream:

@@ -18,6 +18,7 @@ from shardckpt.convert.importing import import_checkpoint
 from shardckpt.convert.naming.mapping_file import PRESETS
 from shardckpt.errors import AlreadyExistsError, CorruptionError, FormatError, NotFoundError, OptionError, ReplacedError, VersionError
 from shardckpt.excerpt import excerpt
+from shardckpt.io.status import is_file
 from shardckpt.io.store import Store
 from shardckpt.reading.checkpoint import Checkpoint
 from shardckpt.reshard.execute import reshard
@@ -134,7 +135,7 @@ def destination(roots: Roots, ident: str, *, checkpoint: bool = True) -> Locatio
     for n in range(1, len(parts)):
         above = "/".join(parts[:n])
         found = roots.locate(above)
-        if found.local is not None and found.local.is_file():
+        if found.local is not None and is_file(found.local):
             raise OptionError(f"to={excerpt(ident)}: {above} is a file; give a place outside of it.")
         if Store.open(found).exists(RECORD):
             raise OptionError(f"to={excerpt(ident)}: it lies in the checkpoint {above}; give a place outside of it.")
@@ -146,7 +147,7 @@ def destination(roots: Roots, ident: str, *, checkpoint: bool = True) -> Locatio
 
 def _check_free(place: Location, ident: str, *, checkpoint: bool) -> None:
     """Check that what is at a place may be there; raises OptionError."""
-    if place.local is not None and place.local.is_file():
+    if place.local is not None and is_file(place.local):
         if checkpoint:
             raise OptionError(f"to={excerpt(ident)}: a file is there; choose another place.")
         return

@@ -35,6 +35,8 @@ from shardckpt.commit.collecting import delete
 from shardckpt.errors import NotFoundError, OptionError
 from shardckpt.frameworks.coordination import SingleProcess
 from shardckpt.frameworks.torch import tensor_of
+from shardckpt.io.failures import storage_errors
+from shardckpt.io.status import is_link
 from shardckpt.io.store import Store
 from shardckpt.io.url import parse
 from shardckpt.layout.dtypes import of_numpy
@@ -151,8 +153,9 @@ class ShardckptIO(CheckpointIO):
 def _remove(path: str | os.PathLike[str]) -> None:
     """Remove a checkpoint with its directory, or only the link to it. Pinned checkpoints stay, and so do paths without a checkpoint."""
     place = parse(path)
-    if place.local is not None and place.local.is_symlink():
-        place.local.unlink()
+    if place.local is not None and is_link(place.local):
+        with storage_errors("remove", place.local):
+            place.local.unlink()
         return
     try:
         delete(path, reason="removed by Lightning")

@@ -37,6 +37,7 @@ from shardckpt.convert.strided import read_box, run_of, strided_chunks
 from shardckpt.errors import CorruptionError, DtypeError, FormatError, OptionError
 from shardckpt.excerpt import excerpt, few
 from shardckpt.io.files import LARGEST_WHOLE
+from shardckpt.io.status import is_directory
 from shardckpt.io.store import Store
 from shardckpt.io.threads import map_on_threads
 from shardckpt.layout.dtypes import by_name
@@ -107,7 +108,7 @@ def children(location: Location) -> list[str]:
     """The names in a directory; an empty list if there is no directory."""
     store = Store.open(location)
     path = store.local_path("")
-    return store.list_children() if path is None or path.is_dir() else []
+    return store.list_children() if path is None or is_directory(path) else []
 
 
 @dataclass(frozen=True, slots=True)

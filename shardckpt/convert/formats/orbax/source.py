@@ -20,6 +20,7 @@ from shardckpt.convert.formats.orbax.metadata import parse_json
 from shardckpt.convert.formats.orbax.tree import METADATA, MSGPACK, read_tree
 from shardckpt.errors import FormatError, StorageError, UncommittedError
 from shardckpt.io.ages import modification_times
+from shardckpt.io.status import exists, is_directory, is_file
 from shardckpt.io.store import Store
 from shardckpt.state.names import natural_key
 
@@ -83,7 +84,7 @@ class _Orbax:
 
 def looks_like(location: Location) -> str | None:
     """The signs of an Orbax checkpoint, or of a directory of them, in words; None: there are none."""
-    if location.local is not None and not location.local.is_dir():
+    if location.local is not None and not is_directory(location.local):
         return None
     place = Store.open(location)
     names = place.list_children()
@@ -210,7 +211,7 @@ def _identity(place: Store) -> str:
     digest = hashlib.sha256(str(place).encode())
     for key, time in sorted(modification_times(place)):
         path = place.local_path(key)
-        if path is not None and path.exists() and not path.is_file() and not path.is_dir():
+        if path is not None and exists(path) and not is_file(path) and not is_directory(path):
             raise StorageError(f"{path} is a pipe or device, not a file, and TensorStore would wait for it; remove it.")
         # memory:// has no modification times, so the contents are hashed
         digest.update(place.read(key) if place.location.scheme == "memory" else f"{key} {time!r}\n".encode())

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardckpt.convert.files.object_files import begun
 from shardckpt.errors import CorruptionError, OptionError
+from shardckpt.io.status import is_directory, is_file
 from shardckpt.io.store import Store
 from shardckpt.reshard.rules.hf_config import read_config
 
@@ -58,9 +59,9 @@ def config_files(metadata: Mapping[str, Any], config: str | os.PathLike[str] | N
     kept = _kept(metadata, where)
     if config is not None:
         file, documents["config.json"] = read_config(config)
-        if Path(config).is_dir():
-            documents |= {name: read_config(path)[1] for name in CONFIGS if (path := file.with_name(name)).is_file()}
-            kept |= {name: _read(path) for name in BYTES if (path := file.with_name(name)).is_file()}
+        if is_directory(Path(config)):
+            documents |= {name: read_config(path)[1] for name in CONFIGS if is_file(path := file.with_name(name))}
+            kept |= {name: _read(path) for name in BYTES if is_file(path := file.with_name(name))}
     return {name: (json.dumps(doc, indent=2) + "\n").encode() for name, doc in documents.items()} | kept
 
 
@@ -104,7 +105,7 @@ def without_others(files: Mapping[str, bytes], directory: Location, last: str) -
     """
     store = Store.open(directory)
     if directory.local is not None:
-        own = list(files) if (directory.local / f".{last}.partial").is_dir() else []
+        own = list(files) if is_directory(directory.local / f".{last}.partial") else []
     else:
         own = begun(directory, last)
     others = [name for name in files if name not in own and store.exists(name)]

@@ -17,6 +17,7 @@ from shardckpt.convert.span import Span
 from shardckpt.convert.strict_json import parse_json
 from shardckpt.errors import FormatError, NotFoundError
 from shardckpt.excerpt import excerpt
+from shardckpt.io.status import is_directory
 from shardckpt.io.store import Store
 from shardckpt.io.threads import map_on_threads
 from shardckpt.state.names import shown
@@ -40,7 +41,7 @@ def looks_like(location: Location) -> str | None:
     """The signs of files of `torch.save` at a location, in words; None: there are none."""
     file = file_at(location)
     if file is None:
-        names = [] if location.local is not None and not location.local.is_dir() else Store.open(location).list_children()
+        names = [] if location.local is not None and not is_directory(location.local) else Store.open(location).list_children()
         found = [name for name in (_BIN, _BIN.removesuffix(".bin") + _INDEX_SUFFIX) if name in names]
         return f"{found[0]} in the directory" if found else None
     if file.key.endswith(_INDEX_SUFFIX):
