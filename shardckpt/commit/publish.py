@@ -32,6 +32,7 @@ from shardckpt.errors import AlreadyExistsError, CommitError, FormatError, Stora
 from shardckpt.format.documents import seal
 from shardckpt.format.record import CheckpointRecord, Tombstone, parse_checkpoint
 from shardckpt.format.table import check_sizes
+from shardckpt.io.descriptor import OpenFile
 from shardckpt.io.failures import storage_errors
 from shardckpt.io.files import LARGEST_WHOLE
 from shardckpt.io.status import is_directory
@@ -310,11 +311,11 @@ def _locked(place: Store, how: int) -> Iterator[bool]:
         yield True
         return
     try:
-        directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        opened = OpenFile(path, os.O_RDONLY | os.O_DIRECTORY)
     except OSError:
         yield False
         return
-    try:
+    with opened as directory:
         try:
             fcntl.flock(directory, how)
             locked = True
@@ -323,8 +324,6 @@ def _locked(place: Store, how: int) -> Iterator[bool]:
         except OSError:  # a file system without locks, or without locks on directories: NFS
             locked = False
         yield locked
-    finally:
-        os.close(directory)
 
 
 def remove_replaced(store: Store, attempt: str) -> None:

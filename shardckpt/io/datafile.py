@@ -20,6 +20,7 @@ import numpy as np
 from shardckpt.errors import StorageError
 from shardckpt.excerpt import file_size
 from shardckpt.io.buffers import MOST_VECTORS, after
+from shardckpt.io.descriptor import OpenFile
 from shardckpt.io.failures import storage_errors
 from shardckpt.io.files import sync_directory
 from shardckpt.io.store import Data, byte_view
@@ -97,7 +98,8 @@ class _LocalDataFile:
         self._size = self._begun = 0
         with storage_errors("create", path):
             # O_EXCL: attempt names are never reused, so an existing file belongs to another writer.
-            self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+            self._open = OpenFile(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+            self._fd = self._open.fileno()
 
     def room(self, nbytes: int) -> None:
         pass
@@ -142,9 +144,8 @@ class _LocalDataFile:
         pass
 
     def abandon(self) -> None:
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)
+        self._fd = -1
+        self._open.close()
 
 
 class _ObjectDataFile:

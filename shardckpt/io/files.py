@@ -24,8 +24,10 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+from weakref import WeakSet
 
 from shardckpt.errors import FormatError
+from shardckpt.io.descriptor import OpenFile
 from shardckpt.io.locks import HIDDEN, is_at, lock_file
 from shardckpt.io.status import is_directory
 
@@ -59,10 +61,10 @@ def read(path: Path, start: int = 0, stop: int | None = None) -> bytes | None:
         OSError: it cannot be read, or is a directory, pipe or device.
     """
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # without O_NONBLOCK it might wait for the writer of a pipe
+        file = OpenFile(path, os.O_RDONLY | os.O_NONBLOCK)  # without O_NONBLOCK it might wait for the writer of a pipe
     except (FileNotFoundError, NotADirectoryError):
         return None
-    try:
+    with file as fd:
         status = _regular(fd, path)
         if stop is None and status.st_size - start > LARGEST_WHOLE:
             raise FormatError(f"{path} has {status.st_size} bytes, at most {LARGEST_WHOLE} are expected; it was not written by shardckpt.")
@@ -71,8 +73,6 @@ def read(path: Path, start: int = 0, stop: int | None = None) -> bytes | None:
         while len(data) < length and (more := os.pread(fd, length - len(data), start + len(data))):
             data += more
         return data
-    finally:
-        os.close(fd)
 
 
 def generation_of(data: bytes | None) -> bytes:
@@ -185,11 +185,8 @@ def clear(path: Path) -> None:
 
 def sync_directory(path: Path) -> None:
     """Make the entries of a directory durable, where the file system can do that."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
+    with OpenFile(path, os.O_RDONLY | os.O_DIRECTORY) as fd:
         sync_open_directory(fd, path)
-    finally:
-        os.close(fd)
 
 
 def sync_open_directory(fd: int, path: Path) -> None:
@@ -257,18 +254,23 @@ class _LockedFile:
     """A lock file that this process has locked."""
 
     path: Path
-    fd: int
+    file: OpenFile
     mark: bytes | None = None
     """Its bytes, by which it was recognised; None: its inode number was enough."""
 
+    @property
+    def fd(self) -> int:
+        """The descriptor."""
+        return self.file.fileno()
 
-_held: set[int] = set()
-"""Descriptors of locked files. A fork has them, too, and would hold the locks as long as it lives."""
+
+_held: WeakSet[OpenFile] = WeakSet()
+"""Locked files. A fork has them, too, and would hold the locks as long as it lives."""
 
 
 def _close_held() -> None:
-    while _held:
-        os.close(_held.pop())
+    for file in [*_held]:
+        file.close()
 
 
 os.register_at_fork(after_in_child=_close_held)
@@ -282,11 +284,12 @@ def _open_locked(lock: Path, *, create: bool = True, seconds: float | None = Non
         OSError: it cannot be created or locked, or is not a regular file.
     """
     most = _LOCK_SECONDS if seconds is None else seconds
-    flags = os.O_WRONLY | (os.O_CREAT if create else 0) | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    flags = os.O_WRONLY | (os.O_CREAT if create else 0) | os.O_NOFOLLOW | os.O_NONBLOCK
     target = lock.with_name(lock.name.removesuffix(LOCK_SUFFIX))
     deadline, pause, looks = time.monotonic() + most, _LEAST_PAUSE, 0
     while True:
-        fd, keep = os.open(lock, flags, 0o666), False
+        file, keep = OpenFile(lock, flags), False
+        fd = file.fileno()
         try:
             links = _regular(fd, lock).st_nlink
             lock_file(fd, target)
@@ -298,8 +301,8 @@ def _open_locked(lock: Path, *, create: bool = True, seconds: float | None = Non
                     lock.unlink()
             elif here or mark:  # otherwise the writer before has just renamed or removed it
                 keep = True
-                _held.add(fd)
-                return _LockedFile(lock, fd, mark)
+                _held.add(file)
+                return _LockedFile(lock, file, mark)
             looks += 1
             if looks > _MOST_LOOKS:
                 raise OSError(
@@ -316,7 +319,7 @@ def _open_locked(lock: Path, *, create: bool = True, seconds: float | None = Non
             pause = min(2 * pause, _MOST_PAUSE)
         finally:
             if not keep:
-                os.close(fd)
+                file.close()
 
 
 def _mark(fd: int, lock: Path, target: Path) -> bytes | None:
@@ -341,15 +344,15 @@ def _mark(fd: int, lock: Path, target: Path) -> bytes | None:
 def _is_locked(path: Path) -> bool:
     """Whether the file that is at a path has a lock; False if there is none."""
     try:
-        fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        file = OpenFile(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
         return False
     try:
-        lock_file(fd, path)
+        lock_file(file.fileno(), path)
     except (BlockingIOError, PermissionError):
         return True
     finally:
-        os.close(fd)
+        file.close()
     return False
 
 
@@ -360,8 +363,8 @@ def _release(lock: _LockedFile, *, delete: bool) -> None:
             with suppress(OSError):
                 lock.path.unlink()
     finally:
-        _held.discard(lock.fd)
-        os.close(lock.fd)
+        _held.discard(lock.file)
+        lock.file.close()
 
 
 def _generation_now(path: Path) -> bytes:

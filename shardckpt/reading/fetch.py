@@ -16,6 +16,7 @@ import numpy as np
 from shardckpt.errors import CorruptionError, MissingDataError, ShardckptError, StorageError
 from shardckpt.format.zarr_arrays import CHECKSUM_BYTES
 from shardckpt.io.buffers import MOST_VECTORS, after
+from shardckpt.io.descriptor import OpenFile
 from shardckpt.reading.runs import places_of
 
 if TYPE_CHECKING:
@@ -92,12 +93,9 @@ class Fetch:
                     self._place.read_into(task.file, run.start, into)
                 return fetched
             # Without O_NONBLOCK, opening a pipe in place of the file would block.
-            fd = os.open(str(path), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-            try:
+            with OpenFile(str(path), os.O_RDONLY | os.O_NONBLOCK) as fd:
                 for run, into in zip(task.runs, vectors, strict=True):
                     scatter_read(fd, run.start, run.nbytes, into)
-            finally:
-                os.close(fd)
         except (OSError, EOFError, MissingDataError, CorruptionError) as e:
             raise _said(e, task, run, self._place) from e
         return fetched

@@ -30,6 +30,7 @@ from shardckpt.convert.files.replacement import (
 from shardckpt.errors import AlreadyExistsError, OptionError, StorageError
 from shardckpt.excerpt import file_size
 from shardckpt.io.datafile import lack_of_space
+from shardckpt.io.descriptor import OpenFile
 from shardckpt.io.failures import storage_errors
 from shardckpt.io.files import DurableDirectories, sync_directory, sync_open_directory
 from shardckpt.io.status import exists, is_directory, is_file, is_link
@@ -85,10 +86,11 @@ class Draft:
         self.path: Path = self.final.with_name(f".{self.final.name}.{secrets.token_hex(_RANDOM_BYTES)}{PARTIAL}")
         with storage_errors("create", self.path):
             if marks is None:
-                self.fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+                self._open = OpenFile(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
             else:
                 self.path.mkdir()
-                self.fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+                self._open = OpenFile(self.path, os.O_RDONLY | os.O_DIRECTORY)
+            self.fd = self._open.fileno()
             fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def publish(self) -> None:
@@ -116,7 +118,7 @@ class Draft:
                 link_or_rename(self.path, self.final)
                 self.path.unlink(missing_ok=True)
             sync_directory(self.final.parent)
-            os.close(self.fd)
+            self._open.close()
 
     def abandon(self) -> None:
         """Remove the draft. If it could not take the name of an old directory, both stay, for the next export to settle."""
@@ -126,7 +128,7 @@ class Draft:
         else:
             self._remove(self.path)
         with suppress(OSError):
-            os.close(self.fd)
+            self._open.close()
 
     def _check_final(self) -> None:
         if not exists(self.final, follow=False):
@@ -234,11 +236,8 @@ def _holds_any(directory: Path, names: Collection[str]) -> bool:
 def _is_locked(path: Path) -> bool:
     """Whether a running writer has the file locked."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-        try:
+        with OpenFile(path, os.O_RDONLY | os.O_NOFOLLOW) as fd:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        finally:
-            os.close(fd)
     except FileNotFoundError:
         return False
     except OSError:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shardckpt.errors import CorruptionError, FormatError, MissingDataError, ReplacedError
+from shardckpt.io.descriptor import OpenFile
 from shardckpt.io.failures import storage_errors
 from shardckpt.io.status import status
 from shardckpt.io.store import Store
@@ -126,17 +127,15 @@ class FileVersion:
         with storage_errors("read", self):
             try:
                 # Without O_NONBLOCK, opening a pipe that has replaced the file would block.
-                fd = os.open(str(self._path), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+                file = OpenFile(str(self._path), os.O_RDONLY | os.O_NONBLOCK)
             except (FileNotFoundError, NotADirectoryError) as e:
                 raise self._replaced() from e
-            try:
+            with file as fd:
                 if _version(os.fstat(fd)) != self._known:
                     raise self._replaced()
                 ended = length > 0 and not _filled(fd, start, length, vectors)
                 if _version(os.fstat(fd)) != self._known:
                     raise self._replaced()
-            finally:
-                os.close(fd)
         if ended:
             raise CorruptionError(f"{self} ends before byte {start + length}; get another copy.")
 

@@ -29,6 +29,7 @@ from shardckpt.convert.files.notes import Notes
 from shardckpt.convert.files.read_back import WrittenBlock, read_back
 from shardckpt.errors import AlreadyExistsError, StorageError
 from shardckpt.io.buffers import gather_write
+from shardckpt.io.descriptor import OpenFile
 from shardckpt.io.failures import storage_errors
 from shardckpt.io.files import DurableDirectories, sync_directory
 from shardckpt.io.locks import HIDDEN, remove_directory
@@ -71,7 +72,8 @@ class LocalFiles:
         """Whether the files have their final names, and only partial files are left to remove."""
         self._renamed: set[int] = set()
         """Files that an earlier call has renamed, as the file system has no links."""
-        self._file = self._fd = -1
+        self._file = -1
+        self._open: OpenFile | None = None
 
     def begin(self, plan: WritePlan) -> int:
         """See `Destination`."""
@@ -123,7 +125,8 @@ class LocalFiles:
         self._checks += checks
         if self._unnoted >= _NOTE_BYTES:  # of the current file: earlier ones became durable when the file changed
             assert self._notes is not None
-            self._notes.add_later(self._checks[self._noted :], self._drafts[self._file], self._fd)
+            assert self._open is not None
+            self._notes.add_later(self._checks[self._noted :], self._drafts[self._file], self._open.fileno())
             self._noted, self._unnoted = len(self._checks), 0
 
     def publish(self, *, verify: bool) -> None:
@@ -191,24 +194,22 @@ class LocalFiles:
         if run[0].file != self._file:
             self._close_file()
             with storage_errors("open", draft):
-                self._fd = os.open(draft, os.O_WRONLY | os.O_CLOEXEC)
+                self._open = OpenFile(draft, os.O_WRONLY)
             self._file = run[0].file
+        assert self._open is not None
         with storage_errors("write", draft):
-            gather_write(self._fd, run[0].offset, [write.data for write in run])
+            gather_write(self._open.fileno(), run[0].offset, [write.data for write in run])
         self._unnoted += sum(write.data.nbytes for write in run)
 
     def _close_file(self, *, durable: bool = True) -> None:
         """Close the current file."""
         if durable and self._notes is not None:
             self._notes.wait()
-        fd, file, self._fd, self._file = self._fd, self._file, -1, -1
-        if fd >= 0:
-            try:
-                with storage_errors("write", self._drafts[file]):
-                    if durable:
-                        os.fsync(fd)
-            finally:
-                os.close(fd)
+        opened, file, self._open, self._file = self._open, self._file, None, -1
+        if opened is not None:
+            with opened as fd, storage_errors("write", self._drafts[file]):
+                if durable:
+                    os.fsync(fd)
 
     def _name_all(self) -> None:
         """Give all files their names, except those that have them."""

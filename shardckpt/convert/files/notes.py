@@ -18,6 +18,7 @@ import crc32c
 import numpy as np
 
 from shardckpt.errors import StorageError
+from shardckpt.io.descriptor import OpenFile
 from shardckpt.io.failures import storage_errors
 from shardckpt.io.locks import is_at, lock_whole
 
@@ -43,10 +44,11 @@ class Notes:
         """
         self._path = path
         deadline = time.monotonic() + _OPEN_SECONDS
-        while (fd := _open_log(path)) is None:
+        while (log := _open_log(path)) is None:
             if time.monotonic() >= deadline:
                 raise StorageError(f"{path} is another file at each look; choose a place on another file system.")
-        self._fd = fd
+        self._log = log
+        self._fd = log.fileno()
         self._thread = ThreadPoolExecutor(1, "shardckpt-notes")
         self._adding: Future[None] | None = None
 
@@ -115,16 +117,16 @@ class Notes:
         first, which no other export locks.
         """
         self._thread.shutdown()
-        fd, self._fd = self._fd, -1
-        if fd < 0:
+        if self._fd < 0:
             return
+        self._fd = -1
         ended = self._path.with_name(f"{self._path.name}.{secrets.token_hex(4)}")
         try:
             if remove:
                 with storage_errors("remove", self._path):
                     self._path.rename(ended)
         finally:
-            os.close(fd)
+            self._log.close()
         if remove:
             with storage_errors("remove", ended):
                 ended.unlink(missing_ok=True)  # another export that has begun there removes it, too
@@ -135,22 +137,22 @@ class Notes:
             rest = rest[os.write(self._fd, rest) :]
 
 
-def _open_log(path: Path) -> int | None:
+def _open_log(path: Path) -> OpenFile | None:
     """Open and lock the log; None: it is another file by now, as its last holder has just removed it."""
     with storage_errors("create", path):
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        log = OpenFile(path, os.O_RDWR | os.O_CREAT)
     here: bool | None = False
     try:
         with storage_errors("lock", path):
-            lock_whole(fd, path)
-            here = is_at(fd, path)
+            lock_whole(log.fileno(), path)
+            here = is_at(log.fileno(), path)
             if here is None:  # no two logs have the same bytes, unless neither has any
-                here = os.pread(fd, _COMPARED, 0) == path.read_bytes()[:_COMPARED]
+                here = os.pread(log.fileno(), _COMPARED, 0) == path.read_bytes()[:_COMPARED]
     except StorageError as e:
         if isinstance(e.__cause__, BlockingIOError):
             raise StorageError(f"{path.parent}: another export is writing there; wait for it, or choose another name.") from None
         raise
     finally:
         if not here:
-            os.close(fd)
-    return fd if here else None
+            log.close()
+    return log if here else None

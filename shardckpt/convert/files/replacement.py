@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardckpt.errors import StorageError
+from shardckpt.io.descriptor import OpenFile
 from shardckpt.io.files import sync_directory
 from shardckpt.io.status import exists
 
@@ -120,11 +121,8 @@ def exchange(one: Path, other: Path) -> bool:
 
 def sync_file(path: Path) -> None:
     """Make the bytes of a file durable."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
+    with OpenFile(path, os.O_RDONLY) as fd:
         os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def _set_aside(final: Path, replaced: Path, marks: Collection[str]) -> None:
