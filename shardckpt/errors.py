@@ -71,12 +71,15 @@ __all__ = [
 
 P = ParamSpec("P")
 T = TypeVar("T")
+E = TypeVar("E", bound="ShardckptError")
 
 
 class ShardckptError(Exception):
     """The base of all errors: `except ShardckptError` catches every error that is raised on purpose."""
 
     code: ClassVar[str] = "error"
+    of_one_tensor: bool = False
+    """Whether the operation would succeed without one tensor, which the message names."""
 
     def __str__(self) -> str:
         # OSError and its subclasses format two arguments as "[Errno …]"; our errors always have one sentence.
@@ -225,6 +228,31 @@ class MissingExtraError(ShardckptError, ImportError):
     """An optional dependency is not installed."""
 
     code = "extra"
+
+
+def of_one_tensor(error: E) -> E:
+    """Mark an error: without this tensor the operation would succeed. Its message ends with other advice, and a full stop."""
+    error.of_one_tensor = True
+    return error
+
+
+def leaves_out_with(option: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Decorate a function that can leave tensors out: its errors of one tensor name its `option`, as in "only="."""
+
+    def decorate(function: Callable[P, T]) -> Callable[P, T]:
+        @wraps(function)
+        def advised(*args: P.args, **kwargs: P.kwargs) -> T:
+            try:
+                return function(*args, **kwargs)
+            except ShardckptError as e:
+                if e.of_one_tensor:
+                    e.of_one_tensor = False  # a function that calls this one has nothing to add
+                    e.args = (f"{str(e).removesuffix('.')}, or leave the tensor out with {option}.",)
+                raise
+
+        return advised
+
+    return decorate
 
 
 def by_code(code: object) -> type[ShardckptError]:

@@ -16,6 +16,9 @@ __all__ = ["main"]
 def main() -> int:
     """Run the `shardckpt` command with the process's arguments, and return its exit status."""
     try:
+        from shardckpt.io.streams import replace_missing_streams
+
+        replace_missing_streams()
         from shardckpt.cli.app import app
 
         return int(app(standalone_mode=False))

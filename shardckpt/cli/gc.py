@@ -10,6 +10,7 @@ import typer
 
 from shardckpt.cli.screen import Cell, Screen, write_json
 from shardckpt.excerpt import count, duration_text, visible
+from shardckpt.io.streams import is_terminal
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -70,7 +71,7 @@ def rm(
     seconds = parse_duration(grace, "--grace")
     if not yes:
         check_exists(url)
-        if not sys.stdin.isatty():
+        if not is_terminal(sys.stdin):
             raise OptionError("rm asks before it deletes, and standard input is no terminal to ask at; give --yes.")
         if not typer.confirm(f"Delete {visible(url)}?", err=True):
             raise typer.Exit(1)

@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from shardckpt.io.streams import is_terminal
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -130,7 +132,7 @@ def pad(text: str, width: int) -> str:
 
 def write_json(document: dict[str, Any]) -> None:
     """Write the JSON document of a command, in ASCII: on one line for a program, indented on a terminal."""
-    _write(json.dumps(document, indent=2 if sys.stdout.isatty() else None, allow_nan=False) + "\n")
+    _write(json.dumps(document, indent=2 if is_terminal(sys.stdout) else None, allow_nan=False) + "\n")
 
 
 @contextmanager
@@ -157,7 +159,7 @@ def transfer_bar(what: str) -> Iterator[Callable[[int, int], None] | None]:
 
 @contextmanager
 def _bar(what: str, *columns: ProgressColumn) -> Iterator[Callable[[int, int], None] | None]:
-    if not sys.stderr.isatty():
+    if not is_terminal(sys.stderr):
         yield None
         return
     from rich.console import Console

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import quote, unquote
 
 from shardckpt.commit.publish import RECORD
-from shardckpt.errors import CommitError, FormatError, MissingDataError, OptionError, ShardckptError, UrlError
+from shardckpt.errors import CommitError, FormatError, MissingDataError, OptionError, ShardckptError, UrlError, of_one_tensor
 from shardckpt.format.record import CheckpointRecord, parse_checkpoint
 from shardckpt.format.structure import BESIDE
 from shardckpt.io.status import exists
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from shardckpt.io.url import Location
 
 
-_READ_WITHOUT = "put the base back to that place, or leave the tensor out with only= (an export: exclude=)"
+_PUT_BACK = "put the base back to that place"
 
 
 def check_base(checkpoint: Location, base: Location) -> None:
@@ -78,14 +78,16 @@ def base_location(checkpoint: Location, base: Base) -> Location:
     except (UrlError, UnicodeDecodeError) as e:
         raise FormatError(f"{checkpoint}: its record names {base.url!r} as a base, which is not valid: {e}") from None
     if not places:
-        raise FormatError(
-            f"{checkpoint}: its base {base.url!r} is in another kind of storage, and is therefore not read; copy the checkpoint to the "
-            f"storage of its base, or leave out the tensors in the base with only= (an export: exclude=)."
+        raise of_one_tensor(
+            FormatError(
+                f"{checkpoint}: its base {base.url!r} is in another kind of storage, and is therefore not read; copy the checkpoint to "
+                f"the storage of its base."
+            )
         )
     return next((place for place in places if place.local is not None and exists(place.local / RECORD)), places[0])
 
 
-def base_record(checkpoint: Location, base: Base, of: str, advice: str = _READ_WITHOUT) -> tuple[Store, CheckpointRecord]:
+def base_record(checkpoint: Location, base: Base, of: str, advice: str = _PUT_BACK) -> tuple[Store, CheckpointRecord]:
     """Open a base.
 
     Args:
@@ -112,11 +114,10 @@ def base_record(checkpoint: Location, base: Base, of: str, advice: str = _READ_W
         raise type(e)(f"{wanted}, which cannot be read: {e}") from e
     if not isinstance(found, CheckpointRecord):
         was = "no checkpoint is there" if found is None else f"the base was deleted ({found.reason})"
-        raise MissingDataError(f"{wanted} (attempt {base.attempt}), and {was}; {advice}.")
+        raise of_one_tensor(MissingDataError(f"{wanted} (attempt {base.attempt}), and {was}; {advice}."))
     if found.attempt != base.attempt:
-        raise MissingDataError(
-            f"{wanted} (attempt {base.attempt}), and another checkpoint has taken its place (attempt {found.attempt}); {advice}."
-        )
+        another = f"another checkpoint has taken its place (attempt {found.attempt})"
+        raise of_one_tensor(MissingDataError(f"{wanted} (attempt {base.attempt}), and {another}; {advice}."))
     if (found.layout, found.compression) != (base.layout, base.compression):
         raise FormatError(f"{wanted}, and their records disagree about layout or compression; one of them was not written by shardckpt.")
     return store.sub(found.attempt), found

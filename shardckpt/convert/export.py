@@ -15,7 +15,7 @@ from shardckpt.convert.formats.safetensors.model_files import plan_model_files
 from shardckpt.convert.formats.safetensors.target import write_safetensors
 from shardckpt.convert.naming.choose import NameOptions
 from shardckpt.convert.whole_state import FORMATS, write_state
-from shardckpt.errors import AlreadyExistsError, OptionError, out_of_memory_is_typed
+from shardckpt.errors import AlreadyExistsError, OptionError, leaves_out_with, out_of_memory_is_typed
 from shardckpt.excerpt import excerpt
 from shardckpt.io.failures import reading_takes_threads
 from shardckpt.io.store import Store
@@ -77,6 +77,7 @@ class ExportReport:
 
 
 @out_of_memory_is_typed
+@leaves_out_with("exclude=")
 def export(
     src: str | os.PathLike[str],
     dst: str | os.PathLike[str],
@@ -174,6 +175,7 @@ def export(
 
 
 @out_of_memory_is_typed
+@leaves_out_with("exclude=")
 def export_safetensors(
     src: str | os.PathLike[str],
     dst: str | os.PathLike[str],

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import os
 import threading
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-import shardckpt.io.shutdown  # noqa: F401  (saves in the background need it, and it cannot be imported during the shutdown)
+import shardckpt.io.shutdown  # (saves in the background need it, and it cannot be imported during the shutdown)
+import shardckpt.io.streams  # noqa: F401  (guards the logger)
 from shardckpt.errors import CommitError, CoordinationError, ShardckptError, StorageError
 from shardckpt.excerpt import shortened
 
@@ -26,6 +28,7 @@ _LONGEST = 900
 _DENIED = ("permission denied", "permission_denied", "read-only file system", "forbidden", "accessdenied")
 """Parts of storages' messages about missing permissions, in lower case."""
 
+_FULL = "no space left"
 _ADVICE = {
     "has no locks": "mount it with locks (Lustre: -o flock; NFS 3: without nolock, and with its lock service), or choose another place; "
     "see the table of file systems in docs/storage.md",
@@ -38,8 +41,8 @@ _ADVICE = {
     "no such file or directory": "it was removed meanwhile, perhaps by `shardckpt gc` or a deletion; try again",
     "object name": "an object's whole name has at most 1024 bytes, none of them a control character; choose a shorter path",
     "read-only file system": "it is mounted read-only; choose another place",
-    "no space left": "the disk is full; make room or choose another place",
-    "quota": "the quota is used up; make room or choose another place",
+    _FULL: "the disk is full; make room or choose another place",
+    "quota": "the quota of bytes or of files is used up; delete files, or choose another place",
     "not a directory": "a file stands where a directory is needed; give a directory, or choose another place",
     "cannot list non-directory": "a file stands where a directory is needed; give the directory",
     "file exists": "a file stands where a directory is needed; choose another place",
@@ -69,7 +72,7 @@ def storage_errors(action: str, place: object) -> Iterator[None]:
         raise
     except (OSError, ValueError, RuntimeError, LookupError) as e:
         said = _said(e, place)
-        advice = next((what for part, what in _ADVICE.items() if part in said.lower()), "see the storage's own message")
+        advice = _advice(said, e, place)
         raise StorageError(f"cannot {action} {shortened(str(place), _LONGEST)}: {shortened(said, _LONGEST)}; {advice}.") from e
 
 
@@ -77,7 +80,29 @@ def _said(error: Exception, place: object) -> str:
     """The text of a storage's error, without its path if that equals `place`."""
     if isinstance(error, OSError) and error.strerror and str(error.filename) == str(place):
         return error.strerror
+    if isinstance(error, LookupError):  # its own text is a name or an index alone
+        return f"the storage's answer lacks {error}"
     return str(error).replace("\0", "/") or type(error).__name__
+
+
+def _advice(said: str, error: Exception, place: object) -> str:
+    """The advice for a storage's message."""
+    if _FULL in said.lower() and _lacks_inodes(getattr(error, "filename", None) or str(place)):
+        return "the file system has no inodes left for new files, though bytes may be free; delete files, or choose another place"
+    if isinstance(error, LookupError):
+        return "its service does not follow the protocol; check the endpoint"
+    return next((what for part, what in _ADVICE.items() if part in said.lower()), "see the storage's own message")
+
+
+def _lacks_inodes(place: str | bytes | int) -> bool:
+    """Whether the file system of a path, or of its nearest parent, has no inodes left for this user."""
+    if not isinstance(place, str) or not place.startswith("/"):
+        return False
+    for path in (Path(place), *Path(place).parents):
+        with suppress(OSError):
+            found = os.statvfs(path)
+            return found.f_files > 0 and found.f_favail == 0  # some file systems have no fixed number, and say 0
+    return False
 
 
 def is_denied(error: StorageError) -> bool:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from shardckpt.errors import CorruptionError, MissingDataError, ShardckptError, StorageError
+from shardckpt.errors import CorruptionError, MissingDataError, ShardckptError, StorageError, of_one_tensor
 from shardckpt.format.zarr_arrays import CHECKSUM_BYTES
 from shardckpt.io.buffers import MOST_VECTORS, after
 from shardckpt.io.descriptor import OpenFile
@@ -178,13 +178,11 @@ def _said(error: Exception, task: ReadTask, run: ChunkRun, place: Store) -> Shar
     chunks = task.chunks
     first = f"{chunks.wanted.where(run.begin)}: {place}/{task.file}"
     if isinstance(error, (FileNotFoundError, MissingDataError)):
-        return MissingDataError(f"{first} is missing; put it back from a backup, or leave the tensor out with only= (an export: exclude=).")
+        return of_one_tensor(MissingDataError(f"{first} is missing; put it back from a backup."))
     if isinstance(error, (EOFError, CorruptionError)):
         # Chunks are in order of offset; the error names the first one that reaches beyond the end of the file.
         row = bisect_left(range(run.begin, run.end - 1), True, key=lambda row: not place.is_longer(task.file, chunks.stop(row) - 1))
         row += run.begin
-        return CorruptionError(
-            f"{chunks.wanted.where(row)}: {place}/{task.file} is cut off before byte {chunks.stop(row)}; replace it with a backup, "
-            f"or leave the tensor out with only= (an export: exclude=)."
-        )
+        where = f"{chunks.wanted.where(row)}: {place}/{task.file}"
+        return of_one_tensor(CorruptionError(f"{where} is cut off before byte {chunks.stop(row)}; replace it with a backup."))
     return StorageError(f"{first} cannot be read ({error}).")

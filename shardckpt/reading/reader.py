@@ -25,7 +25,7 @@ import crc32c
 import numpy as np
 
 from shardckpt.commit.assemble import merge_tables, read_host_files, read_table
-from shardckpt.errors import CorruptionError, FormatError, ShardckptError, StorageError
+from shardckpt.errors import CorruptionError, FormatError, ShardckptError, StorageError, of_one_tensor
 from shardckpt.format.zarr_arrays import decompress, largest_chunk
 from shardckpt.io.status import is_directory
 from shardckpt.io.threads import Workers, clocks, cores, map_on_threads
@@ -317,9 +317,11 @@ class ChunkReader:
         if wrong.any():
             row = task.begin + int(np.argmax(wrong))
             place = f"{self._store}/{task.file}, bytes {chunks.offset[row]} to {chunks.stop(row)}"
-            raise CorruptionError(
-                f"{chunks.wanted.where(row)} is damaged: {place}, do not have the checksum that was written. Replace the file with a "
-                f"backup, or leave the tensor out with only= (an export: exclude=)."
+            raise of_one_tensor(
+                CorruptionError(
+                    f"{chunks.wanted.where(row)} is damaged: {place}, do not have the checksum that was written. Replace the file with "
+                    f"a backup."
+                )
             )
         return fetched
 

@@ -24,6 +24,7 @@ from shardckpt.errors import (
     MismatchError,
     OptionError,
     ShardckptError,
+    leaves_out_with,
     out_of_memory,
 )
 from shardckpt.frameworks.coordination import Coordinator, check_coordinator
@@ -63,6 +64,7 @@ STAGED_BATCH = 64 << 20
 memory for most of a state. From an object store many requests at a time matter more."""
 
 
+@leaves_out_with("only=")
 def restore(
     source: str | os.PathLike[str] | Checkpoint,
     like: T | None = None,

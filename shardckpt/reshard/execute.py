@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from shardckpt.commit.assemble import assemble
 from shardckpt.commit.publish import publish, published_attempt, remove_replaced
 from shardckpt.commit.strays import remove_strays
-from shardckpt.errors import CommitError, OptionError, ShardckptError, out_of_memory_is_typed
+from shardckpt.errors import CommitError, OptionError, ShardckptError, leaves_out_with, out_of_memory_is_typed
 from shardckpt.excerpt import excerpt
 from shardckpt.format.record import CheckpointRecord
 from shardckpt.io.datafile import check_space
@@ -133,6 +133,7 @@ class ExecutionOptions:
 
 
 @out_of_memory_is_typed
+@leaves_out_with("only=")
 def reshard(
     src: str | os.PathLike[str],
     dst: str | os.PathLike[str],

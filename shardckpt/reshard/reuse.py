@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from shardckpt.commit.assemble import read_host_files, read_table, write_table
-from shardckpt.errors import CorruptionError, FormatError, MissingDataError, ShardckptError
+from shardckpt.errors import CorruptionError, FormatError, MissingDataError, ShardckptError, of_one_tensor
 from shardckpt.format.documents import FileReference, seal
 from shardckpt.format.record import HostFiles, HostRecord
 from shardckpt.format.table import OWN_OBJECT
@@ -244,7 +244,7 @@ def _link_or_copy(source: Store, target: Store, files: Iterable[tuple[str, str]]
 
 
 def _missing(file: object) -> MissingDataError:
-    return MissingDataError(f"{file} is missing; put it back from a backup, or leave its tensors out with only=.")
+    return of_one_tensor(MissingDataError(f"{file} is missing; put it back from a backup."))
 
 
 def _copy(source: Path, target: Path) -> None:

@@ -27,6 +27,7 @@ from threading import RLock
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from shardckpt.excerpt import file_size
+from shardckpt.io.streams import is_open, is_terminal
 from shardckpt.options import check_flag
 
 if TYPE_CHECKING:
@@ -336,7 +337,7 @@ def progress_line(progress: bool | None, *, alone: bool) -> ProgressLine | None:
     """
     if progress is not None:
         check_flag(progress, "progress")
-    if not (alone and sys.stderr.isatty() if progress is None else progress):
+    if not (alone and is_terminal(sys.stderr) if progress is None else progress and is_open(sys.stderr)):
         return None
     from shardckpt.training.progress import ProgressLine
 

@@ -1,10 +1,13 @@
 """Errors of commands: one line or one document, and a status per kind."""
 
 import re
+from pathlib import Path
 
+import numpy as np
 import pytest
 from paths import DOCS
 
+import shardckpt
 from shardckpt import errors
 from shardckpt.cli import exits
 
@@ -121,3 +124,29 @@ def test_an_interrupt_is_status_130():
         raise KeyboardInterrupt
 
     assert exits.run(interrupted, as_json=False) == 130
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["diff", "A", "B"],
+        ["verify", "B"],
+        ["fingerprint", "B"],
+        ["export", "B", "o.safetensors"],
+        ["reshard", "B", "r", "--layout", "zarr"],
+    ],
+)
+def test_a_command_advises_its_own_options_only(run, tmp_path, monkeypatch, command):
+    monkeypatch.chdir(tmp_path)
+    for name in "AB":
+        shardckpt.save(name, {"w": np.arange(1 << 16, dtype=np.float32)})
+    data = max((path for path in Path("B").rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    content = bytearray(data.read_bytes())
+    content[9999] ^= 1
+    data.write_bytes(content)
+    answer = run(*command)
+    assert "with a backup" in answer.out + answer.err
+    advised = set(re.findall(r"(?<![\w-])(--[a-z-]+|[a-z_]+=)(?=[.,) ])", answer.err + answer.out))
+    assert advised == ({"--exclude"} if command[0] == "export" else {"--only"} if command[0] == "reshard" else set())
+    helped = run(command[0], "--help").out
+    assert all(option in helped for option in advised)

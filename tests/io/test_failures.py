@@ -1,0 +1,86 @@
+"""Advice in messages of storages: it fits the cause, and it fits the call."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+import shardckpt
+from shardckpt.errors import CorruptionError, StorageError
+from shardckpt.io.failures import storage_errors
+
+
+def message(error, place="/data/c"):
+    with pytest.raises(StorageError) as found, storage_errors("write", place):
+        raise error
+    return str(found.value)
+
+
+@pytest.mark.parametrize(
+    ("files", "free", "advice"),
+    [(1000, 0, "has no inodes left"), (1000, 5, "the disk is full"), (0, 0, "the disk is full")],
+    ids=["no inodes", "no bytes", "a file system without a number of inodes"],
+)
+def test_a_full_disk_is_told_from_one_without_inodes(tmp_path, monkeypatch, files, free, advice):
+    looked = []
+
+    def statvfs(path):
+        looked.append(path)
+        if not path.exists():
+            raise FileNotFoundError(path)
+        return SimpleNamespace(f_files=files, f_favail=free)
+
+    monkeypatch.setattr(os, "statvfs", statvfs)
+    place = tmp_path / "not yet" / "there"
+    assert advice in message(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(place)), place)
+    assert looked[-1] == tmp_path
+
+
+def test_a_quota_is_of_bytes_or_of_files():
+    assert "the quota of bytes or of files is used up" in message(OSError(errno.EDQUOT, os.strerror(errno.EDQUOT)))
+
+
+def test_an_answer_without_a_field_says_so():
+    assert message(KeyError("ContentLength"), "s3://bucket/c") == (
+        "cannot write s3://bucket/c: the storage's answer lacks 'ContentLength'; its service does not follow the protocol; "
+        "check the endpoint."
+    )
+
+
+@pytest.fixture
+def damaged(tmp_path):
+    """A checkpoint with one flipped bit."""
+    shardckpt.save(tmp_path / "c", {"w": np.arange(1 << 16, dtype=np.float32), "v": np.ones(3)})
+    data = max((path for path in (tmp_path / "c").rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    content = bytearray(data.read_bytes())
+    content[9999] ^= 1
+    data.write_bytes(content)
+    return tmp_path / "c"
+
+
+CALLS = {
+    "restore": (lambda c, to: shardckpt.restore(c), "with only=."),
+    "reshard": (lambda c, to: shardckpt.reshard(c, to / "r", layout="zarr"), "with only=."),
+    "export": (lambda c, to: shardckpt.export(c, to / "o.safetensors"), "with exclude=."),
+    "export to torch": (lambda c, to: shardckpt.export(c, to / "o.pt", to="torch"), "with exclude=."),
+    "read": (lambda c, to: shardckpt.open(c).read("w"), None),
+    "fingerprint": (lambda c, to: shardckpt.open(c).fingerprint(), None),
+}
+
+
+@pytest.mark.parametrize(("call", "advice"), CALLS.values(), ids=CALLS)
+def test_only_calls_that_can_leave_a_tensor_out_say_how(damaged, tmp_path, call, advice):
+    with pytest.raises(CorruptionError, match=r"with a backup") as found:
+        call(damaged, tmp_path)
+    said = re.search(r"or leave the tensor out (.*)", str(found.value))
+    assert (said and said[1]) == advice
+
+
+def test_a_report_of_damage_names_no_option(damaged):
+    (damage,) = shardckpt.open(damaged).verify().damage
+    assert damage.reason.endswith("Replace the file with a backup.")
