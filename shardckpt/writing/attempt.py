@@ -14,11 +14,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from hashlib import sha256
-from threading import Lock
 from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
@@ -51,6 +48,7 @@ from shardckpt.state.flatten import plain_state
 from shardckpt.writing.host import HostWriter
 from shardckpt.writing.replicas import ReplicaChecksums
 from shardckpt.writing.save_plan import SavePlan, plan_save, skipped_names
+from shardckpt.writing.turns import turns_at
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -65,6 +63,7 @@ if TYPE_CHECKING:
     from shardckpt.io.url import Location
     from shardckpt.layout.world import World
     from shardckpt.options import SaveOptions
+    from shardckpt.writing.turns import Turns
 
 COMMITTER = 0
 """The process that commits."""
@@ -79,6 +78,8 @@ _COMMITTING = 60.0
 _WORD, _FAILURE = "word", "failure"
 """Kinds of announcements: the committer's word on an attempt (or the word of a process that gave up waiting for it), and the failure
 of a process that could not write its share."""
+_UNNAMED = ""
+"""Name of an attempt that the processes have not agreed on yet."""
 _WORDS = 64
 """Number of keys per kind of announcement; a job of any length keeps no more keys."""
 
@@ -109,8 +110,10 @@ class Attempt:
         self.options = options
         self.alone = self.world.processes == 1
         self.commits = self.world.process == COMMITTER
-        self.name = new_attempt() if self.alone else _next_attempt(coordinator, store)
-        self.place = store.sub(self.name)
+        self.turns = None if self.alone else turns_at(coordinator, store)
+        """This process's calls to this place."""
+        self.name = (new_attempt() if self.turns is None else self.turns.next_name()) or _UNNAMED
+        """Name of the attempt; after a failed save the processes find it when they write."""
         self.prior: Prior | None = None
         self.bases: tuple[str, ...] = ()
         """The checkpoints that hold the tensors that this process skips, once it has found them."""
@@ -123,6 +126,8 @@ class Attempt:
         """Whether any file of the attempt may exist."""
         self._stopped = ""
         """Reason for which this process stops waiting for others; "" if it does not."""
+        self._meets = False
+        """Whether this process has begun to meet the others, after a failed save."""
         self._vouches = False
         """Whether this process's record may exist, which lets other processes commit the attempt."""
         if is_shutting_down():
@@ -132,6 +137,11 @@ class Attempt:
             )
             self.give_up(error)  # so that other processes do not wait for this one
             raise error
+
+    @property
+    def place(self) -> Store:
+        """The directory of the attempt."""
+        return self.store.sub(self.name)
 
     @collector_paused()
     def take(
@@ -185,6 +195,10 @@ class Attempt:
             memory: bytes of chunks that may be in flight to the storage, if it is not a local disk.
             threads: most threads that write at a time.
         """
+        if self.name == _UNNAMED:
+            assert self.turns is not None
+            self._meets = True
+            self.name = self.turns.meet(str(self.store), self.options.commit_timeout, lambda: self._stopped or None)
         us = self.world.process, self.world.processes
         store, place = (self.store, self.place) if self.alone else (self.store.among(*us), self.place.among(*us))
         prior = read_prior(store, overwrite=self.options.overwrite)
@@ -239,7 +253,8 @@ class Attempt:
         try:
             publish(self.store, record, self.prior)
         except BaseException as e:
-            self._tell(_WORD, e)
+            if not self.alone:
+                self._fail(e)
             raise
         self._tell(_WORD, None)
         if self.prior.attempt is not None:
@@ -251,11 +266,19 @@ class Attempt:
         Raises:
             CommitError: the committer could not commit, or announces nothing for too long.
         """
+        assert self.turns is not None
+        try:
+            self._await_word(self.turns)
+        except BaseException:
+            self.turns.failed = True
+            raise
+
+    def _await_word(self, turns: Turns) -> None:
         began, silent, notice = time.monotonic(), "", WaitNotice(str(self.store))
         look = began + _STORAGE_LOOK
         while (waited := time.monotonic() - began) < (timeout := self.options.commit_timeout + (0 if silent else _COMMITTING)):
-            if self._stopped:
-                raise CommitError(f"{self.store}: process {COMMITTER} has not committed yet, and {self._stopped}")
+            if (reason := self._why_no_word(turns, waited)) is not None:
+                raise CommitError(f"{self.store}: process {COMMITTER} has not committed yet, and {reason}")
             try:
                 word, silent = self._heard(_WORD), ""
             except SilentStoreError as e:  # the committer may have stopped, or only the store: the storage shows which
@@ -286,6 +309,13 @@ class Attempt:
                 f"If process {COMMITTER} is gone, `shardckpt commit` publishes the save."
             )
 
+    def _why_no_word(self, turns: Turns, waited: float) -> str | None:
+        """The reason for which no announcement will come, or is not awaited; None if there is none."""
+        if self._stopped:
+            return self._stopped
+        closed = turns.why_closed() if waited > _LAST_LOOK else None
+        return None if closed is None else f"it has given up another save to this place: {closed}"
+
     def stop_waiting(self, why: str) -> None:
         """Stop waiting for other processes, on all threads; `why` completes a sentence."""
         self._stopped = why
@@ -301,7 +331,18 @@ class Attempt:
                         if self.prior is not None and self.prior.holds:
                             clear_place(self.store, self.prior.generation)
         else:  # other processes may still be writing; `gc` collects the files of this one
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        """Announce the failure of this process's part, or of the commit."""
+        assert self.turns is not None
+        if self.name != _UNNAMED:
             self._tell(_WORD if self.commits else _FAILURE, error)
+        elif not self.commits and not self._meets:
+            self.turns.report(_in_words(error))
+        self.turns.failed = True
+        if self.commits:
+            self.turns.close(_in_words(error))
 
     @property
     def _base(self) -> Location:
@@ -324,19 +365,29 @@ class Attempt:
         The attempt's name comes from a counter. A process that has missed a save gets the name of an attempt that the others have left
         behind, perhaps with all their records. Its own record would complete that attempt with the values of another save.
         """
-        word = None
-        if not self.alone:
-            with suppress(CoordinationError):  # no process can be asked, so none has left it behind and gone on
-                word = self._heard(_WORD)
-        if word is not None:
+        if self.turns is None:
+            return
+        why = None
+        with suppress(CoordinationError):  # no process can be asked, so none has left it behind and gone on
+            word = self._heard(_WORD)
+            why = None if word is None else word["error"]
+        if why is None and not self.commits:
+            why = self.turns.why_closed()
+        if why is not None:
+            us = f"process {self.world.process}"
+            if not self.commits:
+                self.turns.report("it has missed a save to this place, or began it after the others had given it up")
             raise CommitError(
-                f"{self.store}: the other processes gave up this save before process {self.world.process} began it: {word['error']} "
-                f"All processes must make the same saves; if this one has missed one, save to another place or restart the job."
+                f"{self.store}: the other processes gave up this save before {us} began it: {why} All processes must make the same "
+                f"saves, and {us} has missed one or is late. The next save that all of them make here is a new attempt."
             )
 
     def _failure(self) -> str | None:
         if self._stopped:
             return f"not all hosts have finished, and {self._stopped}"
+        assert self.turns is not None
+        if (out_of_step := self.turns.out_of_step()) is not None:
+            return f"{out_of_step}. All processes must make the same saves; the next save that all of them make here is a new attempt."
         try:
             heard = self._heard(_FAILURE)
         except CoordinationError:  # no announcement can be read; the records show which hosts have finished
@@ -369,23 +420,6 @@ def _in_words(error: BaseException) -> str:
     if isinstance(error, ShardckptError):
         return str(error)
     return f"{type(error).__name__}{f': {error}' if str(error) else ''}."
-
-
-_counts: Counter[tuple[str, str]] = Counter()
-_counting = Lock()
-
-
-def _next_attempt(coordinator: Coordinator, store: Store) -> str:
-    """Name of the attempt that all processes of a job make when they save to a place of this name for the n-th time.
-
-    The counter goes by the place's name, because processes may reach one directory by different paths or links. The name is a part of the
-    attempt's name, so no other checkpoint of the job has an attempt of the same name. Bases are identified by it (`format.structure`).
-    """
-    name = store.location.resolved.name  # on a disk this resolves links in the path, and reads nothing else
-    with _counting:
-        key = coordinator.run_id, name
-        _counts[key] += 1
-        return f"{coordinator.run_id}-{sha256(name.encode()).hexdigest()[:12]}-{_counts[key]}"
 
 
 def stored(array: NDArray[np.generic], tensor: TensorRecord) -> NDArray[np.generic]:

@@ -141,11 +141,7 @@ class Host(Coordinator):
     def __init__(self, stage, words, run_id, process, processes):  # no agreement at the start: nobody would be there yet
         self.world = World(process, processes)
         self.run_id = run_id
-        self._stage, self._words, self._attempts = stage, words, 0
-
-    def next_attempt(self):
-        self._attempts += 1
-        return f"{self.run_id}-{self._attempts}"
+        self._stage, self._words = stage, words
 
     def _set(self, key, value):
         self._stage.gate()
@@ -194,8 +190,6 @@ class Stage:
             patch.setattr(collecting, "idle_seconds", stage._idle_seconds)
             for module in (attempt, assemble):
                 patch.setattr(module, "time", SimpleNamespace(monotonic=stage._monotonic, sleep=stage._sleep))
-            # Hosts are threads of one process here, and count their attempts each for itself all the same.
-            patch.setattr(attempt, "_next_attempt", lambda coordinator, _store: coordinator.next_attempt())
             yield stage
 
     @property

@@ -200,6 +200,25 @@ class Coordinator(ABC):
         """
         return self._run(listen(f"{self.run_id}/announce/{key}", self.world.process, processes), timeout)
 
+    def meet(self, key: str, *, timeout: float, check: Callable[[], None]) -> str:
+        """A new id, the same on all processes that meet. Blocks until all have called it; calls before that have ended do not count.
+
+        Args:
+            key: the name of the meeting; it may be used again.
+            timeout: seconds to wait for the others.
+            check: called while this process waits; an exception from it ends the wait.
+
+        Raises:
+            CoordinationError: not all processes came in time; names the missing ones.
+        """
+        process, processes = self.world.process, self.world.processes
+        under = f"{self.run_id}/meet/{key}/"
+        if process:
+            return self._run(join(process, encode(None), secrets.token_hex(8)), timeout, under=under, check=check)[0]
+        met = secrets.token_hex(4)
+        self._run(lead(processes, encode(None), met), timeout, under=under, check=check)
+        return met
+
     @abstractmethod
     def _set(self, key: str, value: bytes) -> None:
         """Set a key to a value (ASCII), whether it exists or not.
@@ -215,8 +234,15 @@ class Coordinator(ABC):
         """The key of the current question; after its answer, the next question of the same name gets a new key."""
         return f"{self.run_id}/{kind}/{key}#{self._asked[kind, key]}"
 
-    def _run(self, steps: Steps[T], timeout: float | None) -> T:
-        """Execute the operations of an agreement until it ends or the time is up."""
+    def _run(self, steps: Steps[T], timeout: float | None, *, under: str = "", check: Callable[[], None] = lambda: None) -> T:
+        """Execute the operations of an agreement until it ends or the time is up.
+
+        Args:
+            steps: the agreement.
+            timeout: seconds; None: the coordinator's own timeout.
+            under: prefix of the agreement's keys.
+            check: called before each pause; an exception from it ends the agreement.
+        """
         seconds = self._timeout if timeout is None else timeout
         deadline = time.monotonic() + seconds
         pause, notice = _SHORTEST_PAUSE, WaitNotice()
@@ -229,9 +255,9 @@ class Coordinator(ABC):
                 return answer
             result = None
             if isinstance(step, Get):
-                result = self._until(deadline - time.monotonic(), partial(self._get, _PREFIX + step.key))
+                result = self._until(deadline - time.monotonic(), partial(self._get, _PREFIX + under + step.key))
             elif isinstance(step, Set):
-                self._until(deadline - time.monotonic(), partial(self._set, _PREFIX + step.key, step.value))
+                self._until(deadline - time.monotonic(), partial(self._set, _PREFIX + under + step.key, step.value))
             elif isinstance(step, Report):
                 notice.write(step.missing)
             elif (left := deadline - time.monotonic()) <= 0:
@@ -239,6 +265,7 @@ class Coordinator(ABC):
             elif notice.is_due():
                 result = Late(seconds - left, is_over=False)
             else:
+                check()
                 time.sleep(min(pause, left))
                 pause = min(pause * 1.5, _LONGEST_PAUSE)
 

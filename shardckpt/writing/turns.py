@@ -1,0 +1,153 @@
+"""The common attempt of all processes' calls that save to one place, call by call.
+
+Processes do not meet before a save: each counts its calls, and the n-th calls of all processes make one attempt. If a process misses a
+call, its counter is behind for ever. So the processes begin to count anew after a failed save:
+
+1. Process 0 announces that it has given up an attempt. This closes the *series* of attempts that were counted together.
+2. In its next call, each process of that attempt meets the others (`Coordinator.meet`). This gives them the name of a new series, which
+   has no attempt of any earlier call. From then on they count again.
+3. A process that finds its series closed, although its own last call did not fail, has missed a call or is late. Its data may belong
+   to an attempt that the others have left behind, so its call fails. It announces this; then process 0 gives up the call in
+   which it waits, and names that process. All of them meet in the call after that.
+
+A failed save costs this one meeting at its place. All other saves have none.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass, field
+from hashlib import sha256
+from threading import Lock
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+from shardckpt.errors import CommitError, CoordinationError, ShardckptError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from shardckpt.frameworks.coordination import Coordinator
+    from shardckpt.io.store import Store
+
+LEADER = 0
+"""The process that closes series and leads meetings."""
+
+
+@dataclass(slots=True)
+class Turns:
+    """One process's calls to one place."""
+
+    coordinator: Coordinator
+    key: str
+    """Names the place: the first hex digits of the digest of its name."""
+    series: str = ""
+    calls: int = 0
+    """Number of this process's calls in this series."""
+    failed: bool = False
+    """Whether this process's last call failed."""
+    closings: int = 0
+    """Number of announcements by process 0 that it has given up an attempt here."""
+    lock: Lock = field(default_factory=Lock)
+
+    def next_name(self) -> str | None:
+        """Name of the next attempt; None if the process may have to meet the others first."""
+        with self.lock:
+            if self.failed:
+                return None
+            self.calls += 1
+            return self._name(self.calls)
+
+    def _name(self, call: int) -> str:
+        series = f"{self.series}." if self.series else ""
+        return f"{self.coordinator.run_id}-{self.key}-{series}{call}"
+
+    def close(self, why: str) -> None:
+        """Announce, as process 0, that it has given up an attempt."""
+        self.closings += 1
+        self._announce("closed", {"series": self.series, "closings": self.closings, "why": why})
+
+    def report(self, why: str) -> None:
+        """Announce, as another process, that its call fails before process 0 could know its attempt."""
+        closed = self._peek("closed") or {}
+        said = {"series": self.series, "closings": closed.get("closings", 0), "process": self.coordinator.world.process, "why": why}
+        self._announce("out of step", said)
+
+    def why_closed(self) -> str | None:
+        """The reason for which process 0 has closed this process's series; None if it has not."""
+        closed = self._peek("closed")
+        return str(closed["why"]) if closed is not None and closed["series"] == self.series else None
+
+    def out_of_step(self) -> str | None:
+        """The report of a process that is out of step with process 0; None if there is none."""
+        heard = self._peek("out of step")
+        if heard is None or (heard["series"], heard["closings"]) != (self.series, self.closings):
+            return None
+        return f"process {heard['process']} is out of step with process {LEADER}: {heard['why']}"
+
+    def meet(self, where: str, timeout: float, stopped: Callable[[], str | None]) -> str:
+        """Meet the other processes after a failed call, and return the name of the next attempt.
+
+        Args:
+            where: the place, for messages.
+            timeout: seconds to wait for the others.
+            stopped: returns why this process stops waiting, if it does.
+
+        Raises:
+            CommitError: the others do not come, or one of them is out of step.
+        """
+        leads = self.coordinator.world.process == LEADER
+        if not leads and self.why_closed() is None:  # the call failed on this process alone, and process 0 counts on
+            self.failed = False
+            name = self.next_name()
+            assert name is not None
+            return name
+        seen = self._closings()
+
+        def check() -> None:
+            reason = stopped() or (self.out_of_step() if leads else self._given_up_since(seen))
+            if reason is not None:
+                raise CommitError(f"{where}: {reason} Nothing was published.")
+
+        try:
+            series = self.coordinator.meet(f"turns/{self.key}", timeout=timeout, check=check)
+        except CoordinationError as e:
+            raise CommitError(f"{where}: the save before this one failed, so all processes meet in this one. {e}") from e
+        with self.lock:
+            self.series, self.calls, self.failed = series, 1, False
+            return self._name(1)
+
+    def _closings(self) -> int:
+        return int((self._peek("closed") or {}).get("closings", 0))
+
+    def _given_up_since(self, seen: int) -> str | None:
+        closed = self._peek("closed")
+        if closed is None or closed["closings"] == seen:
+            return None
+        return f"process {LEADER} gave up this save: {closed['why']}"
+
+    def _announce(self, what: str, value: dict[str, Any]) -> None:
+        with suppress(ShardckptError):  # the store is gone; nobody waits at it any more
+            self.coordinator.announce(f"{what}/{self.key}", value)
+
+    def _peek(self, what: str) -> dict[str, Any] | None:
+        with suppress(CoordinationError):
+            said: dict[str, Any] | None = self.coordinator.peek(f"{what}/{self.key}")
+            return said
+        return None
+
+
+_turns: WeakKeyDictionary[Coordinator, dict[str, Turns]] = WeakKeyDictionary()
+_lock = Lock()
+
+
+def turns_at(coordinator: Coordinator, store: Store) -> Turns:
+    """This process's calls to a place.
+
+    They go by the place's name, because processes may reach one directory by different paths or links. The name is a part of the
+    attempt's name, so no other checkpoint of the job has an attempt of the same name. Bases are identified by it (`format.structure`).
+    """
+    name = store.location.resolved.name  # on a disk this resolves links in the path, and reads nothing else
+    key = sha256(name.encode()).hexdigest()[:12]
+    with _lock:
+        return _turns.setdefault(coordinator, {}).setdefault(key, Turns(coordinator, key))

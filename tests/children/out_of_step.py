@@ -1,0 +1,50 @@
+"""A rank of a gloo job that saves to one place again and again; one rank misses a save. Prints JSON.
+
+python out_of_step.py <port> <rank> <ranks> <place> <rank that misses a save> <how: skips, raises or lags>
+"""
+
+import json
+import sys
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+import shardckpt
+from shardckpt.writing import attempt
+
+port, rank, ranks, place, misses, how = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], int(sys.argv[5]), sys.argv[6]
+attempt._COMMITTING = 1
+store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
+dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+options = shardckpt.SaveOptions(overwrite=True, commit_timeout=4)
+
+
+def saved(i, leaf=None):
+    try:
+        report = shardckpt.save(place, {"w": torch.full((10,), float(i)), "leaf": leaf}, options=options)
+    except shardckpt.ShardckptError as e:
+        return f"{type(e).__name__}: {e}"
+    return report.attempt
+
+
+came, names = [], []
+for i in range(7):
+    missed = i == 2 and rank == misses
+    if missed and how == "skips":
+        came.append("")
+    elif missed and how == "raises":
+        came.append(saved(i, leaf=object()))
+    else:
+        if missed:
+            store.wait(["given up"], timedelta(seconds=60))
+        came.append(saved(i))
+        if i == 2:
+            store.set("given up", "")
+    dist.barrier()
+    if came[-1] and "Error" not in came[-1]:
+        names.append(came[-1])
+        assert float(shardckpt.restore(place)["w"][0]) == i
+    dist.barrier()
+print(json.dumps({"came": ["saved" if c in names else c for c in came], "names": names}))
+dist.destroy_process_group()

@@ -1,0 +1,68 @@
+"""Jobs in which a process misses a save to a place that is saved to again and again."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+from paths import CHILDREN
+
+RANKS, SAVES = 3, 7
+
+
+@pytest.fixture
+def job(tmp_path):
+    """A function that runs the ranks, and returns what each printed."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+
+    def run(misses, how):
+        started = []
+        for rank in range(RANKS):
+            command = [sys.executable, "-W", "ignore", CHILDREN / "out_of_step.py", server.port, rank, RANKS, tmp_path / "c", misses, how]
+            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+            started.append(subprocess.Popen([*map(str, command)], **pipes, text=True))
+        answers = []
+        for process in started:
+            out, err = process.communicate(timeout=100)
+            assert process.returncode == 0, err
+            answers.append(json.loads(out.splitlines()[-1]))
+        return answers
+
+    return run
+
+
+@pytest.mark.parametrize("misses", [0, 1])
+def test_a_process_that_misses_a_save_is_named_by_process_0_and_the_saves_after_that_succeed(job, misses):
+    answers = job(misses, "skips")
+    first_good = min(i for i, came in enumerate(answers[0]["came"]) if i > 2 and came == "saved")
+    assert first_good <= 4 + (misses == 0)
+    for rank, answer in enumerate(answers):
+        came = answer["came"]
+        assert came[:2] == ["saved"] * 2, rank
+        assert all(said == "" or "Error" in said for said in came[2:first_good]), rank
+        assert came[first_good:] == ["saved"] * (SAVES - first_good), rank
+        assert answer["names"] == answers[0]["names"]
+        assert len({*answer["names"]}) == len(answer["names"])
+    words = "process 1 is out of step with process 0" if misses else "the other processes gave up this save before process 0 began it"
+    assert any(words in said for said in answers[0]["came"][3:first_good])
+
+
+def test_a_process_whose_own_part_fails_saves_again_with_the_others_at_once(job):
+    answers = job(1, "raises")
+    for answer in answers:
+        assert "LeafError" in answer["came"][2] or "'leaf'" in answer["came"][2]
+        assert answer["came"][3:] == ["saved"] * 4
+        assert answer["names"] == answers[0]["names"]
+
+
+def test_a_late_process_never_adds_its_share_to_an_attempt_of_another_save(job):
+    answers = job(1, "lags")
+    assert "did not finish within 4 s" in answers[0]["came"][2]
+    assert "gave up this save before process 1 began it" in answers[1]["came"][2]
+    for answer in answers:
+        assert answer["came"][4:] == ["saved"] * 3
+        assert answer["names"] == answers[0]["names"]
