@@ -8,13 +8,15 @@ call, its counter is behind for ever. So the processes begin to count anew after
    has no attempt of any earlier call. From then on they count again.
 3. A process that finds its series closed, although its own last call did not fail, has missed a call or is late. Its data may belong
    to an attempt that the others have left behind, so its call fails. It announces this; then process 0 gives up the call in
-   which it waits, and names that process. All of them meet in the call after that.
+   which it waits, and names that process. All of them meet in the call after that. If the process was only late, it comes to the meeting
+   of the present call within seconds, and this call succeeds.
 
 A failed save costs this one meeting at its place. All other saves have none.
 """
 
 from __future__ import annotations
 
+import time
 from contextlib import suppress
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
     from shardckpt.frameworks.coordination import Coordinator
     from shardckpt.io.store import Store
 
+_GRACE = 10.0
+"""Seconds that process 0 waits, in a meeting, for a process that is out of step: one that was only late comes within them."""
 LEADER = 0
 """The process that closes series and leads meetings."""
 
@@ -102,10 +106,16 @@ class Turns:
             name = self.next_name()
             assert name is not None
             return name
-        seen = self._closings()
+        seen, heard_at, grace = self._closings(), 0.0, min(_GRACE, timeout / 4)
+
+        def out_of_step() -> str | None:
+            nonlocal heard_at
+            if (reason := self.out_of_step()) is not None:
+                heard_at = heard_at or time.monotonic()
+            return reason if reason is not None and time.monotonic() - heard_at >= grace else None
 
         def check() -> None:
-            reason = stopped() or (self.out_of_step() if leads else self._given_up_since(seen))
+            reason = stopped() or (out_of_step() if leads else self._given_up_since(seen))
             if reason is not None:
                 raise CommitError(f"{where}: {reason} Nothing was published.")
 
