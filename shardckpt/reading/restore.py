@@ -16,14 +16,18 @@ from __future__ import annotations
 import logging
 from contextlib import closing, nullcontext
 from functools import partial
+from itertools import chain
 from threading import Lock
 from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
 
 from shardckpt import frameworks
 from shardckpt.errors import (
     MismatchError,
     OptionError,
     ShardckptError,
+    StructureMismatchError,
     leaves_out_with,
     out_of_memory,
 )
@@ -33,6 +37,7 @@ from shardckpt.io.buffers import Arena, BufferPool, Lease
 from shardckpt.io.failures import reading_takes_threads
 from shardckpt.io.threads import collector_paused, read_ahead, run_on_threads
 from shardckpt.io.url import parse
+from shardckpt.layout.dtypes import by_name, of_numpy
 from shardckpt.options import DEFAULT_MEMORY_LIMIT, check_flag, parse_bytes
 from shardckpt.plan.pieces import batches
 from shardckpt.reading.checkpoint import Checkpoint, empty
@@ -40,6 +45,8 @@ from shardckpt.reading.cooperative import Choice, Meeting, check_choice, exchang
 from shardckpt.reading.landing import RestoreJob, restore_jobs
 from shardckpt.state import match, per_process_names, stored_names, unflatten
 from shardckpt.state.flatten import StateOwner
+from shardckpt.state.leaves import array_of_number, number_like
+from shardckpt.state.names import shown
 from shardckpt.state.select import Only, check_selection, selector
 
 if TYPE_CHECKING:
@@ -48,9 +55,9 @@ if TYPE_CHECKING:
 
     from typing_extensions import TypeVar
 
-    from shardckpt.frameworks.base import Sink
+    from shardckpt.frameworks.base import Array, Sink
     from shardckpt.state.document import Node
-    from shardckpt.state.match import Strict
+    from shardckpt.state.match import Matched, Strict
     from shardckpt.state.per_process import PerProcess
 
     T = TypeVar("T", default=Any)
@@ -188,8 +195,36 @@ def _restore_tree(
         raise type(e)(f"{checkpoint.location}: {e}") from None
     if matched.missing or matched.unexpected:
         _log.warning("%s: restore(strict=False): %s", checkpoint.location, matched.skipped())
-    jobs = restore_jobs(checkpoint, _sinks(checkpoint, matched.tensors), cast=cast)
-    return matched.build({**run(jobs, in_place=True), **chosen})
+    numbers = _numbers(checkpoint, matched)
+    filled = {name: _sink_of_number(name, leaf, number) for name, (leaf, number) in matched.filled.items()}
+    places = {stored: [*matched.tensors.get(stored, ()), *numbers.get(stored, ())] for stored in {**matched.tensors, **numbers}}
+    restored = run(restore_jobs(checkpoint, _sinks(checkpoint, places), cast=cast), in_place=True)
+    for name, number in chain.from_iterable(matched.numbers.values()):
+        restored[name] = number_like(np.asarray(restored[name]), number)
+    placed = {name: sink.place([array] if len(sink.boxes) else []) for name, (sink, array) in filled.items()}
+    return matched.build({**restored, **placed, **chosen})
+
+
+def _numbers(checkpoint: Checkpoint, matched: Matched) -> dict[str, list[tuple[str, object]]]:
+    """Arrays to read stored tensors into where `like` has numbers."""
+    found: dict[str, list[tuple[str, object]]] = {}
+    for stored, names in matched.numbers.items():
+        tensor = checkpoint.tensor(stored)
+        for name, number in names:
+            if tensor.shape:
+                raise StructureMismatchError(
+                    f"{checkpoint.location}: {shown(name)} is a tensor of shape {tensor.shape} in the checkpoint, and in `like` a number "
+                    f"({type(number).__qualname__}); pass a tensor, an ndarray or a shardckpt.Target there."
+                )
+            found.setdefault(stored, []).append((name, empty(name, (), tensor.dtype.numpy)))
+    return found
+
+
+def _sink_of_number(name: str, leaf: object, number: object) -> tuple[Sink, Array]:
+    """The place of a tensor for which a number is stored, and what goes there."""
+    natural = np.asarray(number).dtype
+    sink = frameworks.target(name, leaf, (), by_name("int64") if natural.kind == "O" else of_numpy(natural))
+    return sink, array_of_number(number, sink.dtype.numpy, name)
 
 
 def fill(checkpoint: Checkpoint, places: Mapping[str, Sequence[tuple[str, Sink]]]) -> None:

@@ -5,7 +5,8 @@ anything is read. Some formats write every key as text, so a stored text that is
 another type that has this text (`names.match_keys`).
 
 1. A tensor in `like` receives the stored tensor at its place, under whatever name that is stored.
-2. A small leaf in `like` is replaced by the stored one, of any type.
+2. A small leaf in `like` is replaced by the stored one, of any type. Numbers, numpy scalars and tensors without dimensions match
+   each other: a counter may begin as a number and go on as an array. The result has `like`'s form.
 3. A `PerProcess` in `like` receives the value that one process stored at its place; the caller chooses the process.
 4. A container matches any stored one that is keyed the same way: dicts, dataclasses and named tuples by key, lists and
    tuples by index. The result has `like`'s class. An empty container matches any empty one and None, because
@@ -58,13 +59,17 @@ class Matched:
     """Stored names without a place in `like`; empty unless `strict` is False."""
     per_process: dict[str, PerProcess] = field(default_factory=dict)
     """The `PerProcess` leaves of `like` that need a value, by name, in tree order of `like`."""
+    numbers: dict[str, list[tuple[str, Any]]] = field(default_factory=dict)
+    """Stored tensor → the names in `like` that have a number there, with these; the tensor must have no dimensions."""
+    filled: dict[str, tuple[Any, Any]] = field(default_factory=dict)
+    """Names in `like` of tensors without dimensions for which a number is stored, with both."""
     _step: _Step = field(kw_only=True, repr=False)
 
     def build(self, values: Mapping[str, object]) -> Any:
         """Build a new state of `like`'s own containers around stored values; `like` is not changed.
 
         Args:
-            values: for every name of `like` in `tensors`, the tensor that goes there; for every name in
+            values: for every name of `like` in `tensors`, `numbers` and `filled`, what goes there; for every name in
                 `per_process`, the value, which comes back in a `PerProcess` like the one in `like`.
         """
         return self._step(values)
@@ -118,7 +123,7 @@ def match(
         raise walk.names_mismatch(f"Change `like`, choose names with only=,{like_alone} or pass strict=False to skip all of these.")
     if walk.unexpected and walk.restores_nothing(root):
         raise walk.names_mismatch("No name is in both, so nothing would be restored; change the names in `like`.")
-    return Matched(walk.tensors, walk.missing, walk.unexpected, walk.per_process, _step=step)
+    return Matched(walk.tensors, walk.missing, walk.unexpected, walk.per_process, walk.numbers, walk.filled, _step=step)
 
 
 class _Walk:
@@ -132,6 +137,8 @@ class _Walk:
         """Meaning by stored name."""
         self.tensors: dict[str, list[tuple[str, Any]]] = {}
         self.per_process: dict[str, PerProcess] = {}
+        self.numbers: dict[str, list[tuple[str, Any]]] = {}
+        self.filled: dict[str, tuple[Any, Any]] = {}
         self.missing: list[str] = []
         self.misses_tensors = False
         """Whether a tensor of `like` is not stored."""
@@ -156,16 +163,26 @@ class _Walk:
             except LeafError as e:
                 raise LeafError(f"`like`: {e}") from None
         if isinstance(node, Small | Custom):
-            return _keep(decode_leaf(node))
-        if isinstance(node, Branch):
-            raise _structure(node, f"{_said(value)}; put a container of the same keys there, or leave it out with only=")
+            return _keep(leaves.in_form_of(value, decode_leaf(node)))
+        if isinstance(node, Tensor | Tied):
+            return self.number(value, node)
         if isinstance(node, Owned):
             raise _structure(node, f"{_said(value)}; {_WRAP}")
-        raise _structure(node, f"{_said(value)}; pass a tensor, an ndarray or a shardckpt.Target there")
+        raise _structure(node, f"{_said(value)}; put a container of the same keys there, or leave it out with only=")
+
+    def number(self, value: object, node: Tensor | Tied) -> _Step:
+        if not leaves.is_number(value):
+            raise _structure(node, f"{_said(value)}; pass a tensor, an ndarray or a shardckpt.Target there")
+        name = node.name
+        self.numbers.setdefault(node.stored, []).append((name, value))
+        return lambda values: values[name]
 
     def tensor(self, value: object, node: Node) -> _Step:
         if not self.any_selected(node):
             return _keep(value)
+        number = decode_leaf(node) if isinstance(node, Small) and _is_scalar(value) else None
+        if leaves.is_number(number):
+            return self.fill(value, node.name, number)
         if not isinstance(node, Tensor | Tied):
             advice = _WRAP if isinstance(node, Owned) else "pass a value of the stored kind there"
             raise _structure(node, f"a tensor ({type(value).__qualname__}); {advice}")
@@ -177,6 +194,10 @@ class _Walk:
                 f"pass a tensor of the same meaning there, or a shardckpt.Target."
             )
         self.tensors.setdefault(node.stored, []).append((name, value))
+        return lambda values: values[name]
+
+    def fill(self, value: object, name: str, number: object) -> _Step:
+        self.filled[name] = value, number
         return lambda values: values[name]
 
     def own(self, value: PerProcess, node: Node) -> _Step:
@@ -268,6 +289,12 @@ def _container_of(value: object, name: str) -> Container | None:
         return None if _is_leaf(value) else container_of(value, name)
     except LeafError:
         return None
+
+
+def _is_scalar(tensor: Any) -> bool:
+    """Whether a tensor of `like`, or what stands for one, has no dimensions."""
+    shape = getattr(tensor, "shape", None)
+    return shape is None or tuple(shape) == ()
 
 
 def _said(value: object) -> str:

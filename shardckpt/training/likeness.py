@@ -26,7 +26,8 @@ from shardckpt.frameworks.base import Array, Target, dtype_of
 from shardckpt.frameworks.numpy import overlaps_itself
 from shardckpt.reading.landing import share_memory
 from shardckpt.state import PerProcess
-from shardckpt.state.document import Branch, Node, Tensor, Tied, leaves_of
+from shardckpt.state.document import Branch, Node, Small, Tensor, Tied, leaves_of
+from shardckpt.state.leaves import is_number
 from shardckpt.state.names import container_of, imported_module, match_keys, shown
 
 if TYPE_CHECKING:
@@ -72,6 +73,8 @@ def renamed(node: Branch, names: Mapping[str, str]) -> Branch:
 
 def fitting(record: TensorRecord, own: object) -> object:
     """The target for a tensor: the object's own tensor if shape and dtype match, or else a new one."""
+    if is_number(own) and not record.shape:
+        return own
     if frameworks.is_tensor(own) and not isinstance(own, Target):
         tensor: Any = own
         if tuple(tensor.shape) == record.shape and dtype_of(tensor.dtype) == record.dtype:
@@ -107,7 +110,8 @@ def mirror(stored: StoredLeaves, node: Node, own: object = None, tensor: Callabl
         return LEFT_OUT
     if isinstance(node, Tensor | Tied):
         return tensor(stored.tensor(node.name), own)
-    return own if isinstance(own, PerProcess) else None  # a small leaf of any kind, or an error where each process has its own
+    scalar = isinstance(node, Small) and frameworks.is_tensor(own) and getattr(own, "shape", None) == ()
+    return own if isinstance(own, PerProcess) or scalar else None  # a small leaf of any kind, or an error where each process has its own
 
 
 def _container(stored: StoredLeaves, node: Branch, own: object, tensor: Callable[[TensorRecord, object], object]) -> Any:

@@ -6,6 +6,7 @@ step are read; directories with other names are ignored.
 
 from __future__ import annotations
 
+import operator
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -13,8 +14,6 @@ from datetime import datetime
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 from urllib.parse import unquote
-
-import numpy as np
 
 from shardckpt.commit.attempts import LARGEST_STEP, step_of
 from shardckpt.commit.base_places import base_url
@@ -129,11 +128,15 @@ def read_step(root: Store, step: int) -> StepInfo | None:
 
 
 def check_step(step: object) -> int:
-    """A step number as an int, whatever integer it is (numpy's, say).
+    """A step number as an int, whatever integer it is: of Python, of numpy, or an array without dimensions of any framework.
 
     Raises:
         OptionError: `step` is not an integer from 0 to 2**63 - 1.
     """
-    if isinstance(step, bool) or not isinstance(step, int | np.integer) or not 0 <= step <= LARGEST_STEP:
+    number = -1
+    if not isinstance(step, bool) and getattr(step, "shape", ()) == () and "bool" not in str(getattr(step, "dtype", "")):
+        with suppress(TypeError, RuntimeError):
+            number = operator.index(step)  # type: ignore[arg-type]
+    if not 0 <= number <= LARGEST_STEP:
         raise OptionError(f"step={excerpt(step)}: give an int from 0 to 2**63 - 1.")
-    return int(step)
+    return number

@@ -291,7 +291,7 @@ def test_a_choice_inside_a_leaf_that_ought_to_be_a_container_is_missing():
 # --- other kinds at one place ---
 
 
-@pytest.mark.parametrize("value", [None, 0, "x", np.float32(0)], ids=repr)
+@pytest.mark.parametrize("value", [None, "x", np.datetime64("2024")], ids=repr)
 def test_a_leaf_where_a_tensor_is_stored_says_what_to_pass(value):
     with pytest.raises(StructureMismatchError) as caught:
         restored({"opt": {"m": value}}, {"opt": {"m": T()}})
