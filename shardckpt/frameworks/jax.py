@@ -25,13 +25,12 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 
-from shardckpt.errors import DtypeError, LeafError, ShardingError
+from shardckpt.errors import BudgetError, DtypeError, LeafError, ShardingError
 from shardckpt.frameworks.base import Array, Sink, Source, Target
 from shardckpt.frameworks.jax_holders import holders_of, sharers_of
 from shardckpt.frameworks.jax_keys import (
@@ -69,8 +68,14 @@ def accepts(wanted: Target) -> bool:
     return portable or isinstance(wanted.sharding, jax.sharding.Sharding)
 
 
-def settle(leaves: Iterable[object]) -> None:
-    """Do nothing: the copy waits for running computations."""
+def settle(leaves: Iterable[object]) -> None:  # noqa: ARG001 - every adapter has the same signatures
+    """Check that arrays can be made here; running computations are waited for by the copies.
+
+    Raises:
+        LeafError: a function is being traced, or JAX refuses transfers.
+        BudgetError: the device is full.
+    """
+    _probe(np.dtype(np.bool_), None, "JAX arrays")
 
 
 def identity(leaf: Any) -> Hashable | None:
@@ -201,8 +206,13 @@ class _JaxSink:
         """0: a device that is the host copies directly out of the aligned buffer."""
         return 0
 
+    @property
+    def word_dims(self) -> int:
+        """Number of the last dimensions that are not the array's own, but of the words of its keys."""
+        return 0 if self.keys is None else len(key_shape(self.keys))
+
     def sharers(self, world: World) -> tuple[int, ...] | None:
-        ndim = len(self.shape) - (0 if self.keys is None else len(key_shape(self.keys)))
+        ndim = len(self.shape) - self.word_dims
         return sharers_of(layout_of(self.sharding, ndim) if self.committed else None, ndim, self.shards, world)
 
     @property
@@ -299,13 +309,16 @@ def target(name: str, leaf: Any, shape: tuple[int, ...], dtype: DType) -> Sink:
 
 def _default() -> Any:
     """JAX's default sharding."""
-    array: Any = jax.device_put(np.zeros((), np.bool_))
-    return array.sharding
+    return _probe(np.dtype(np.bool_), None, "JAX arrays").sharding
 
 
 def _check_placeable(name: str, dtype: DType, shards: JaxShards) -> None:
     x64 = bool(jax.config.jax_enable_x64)
-    made = _made_of(dtype, x64, next(iter(shards.devices), None))
+    device = next(iter(shards.devices), None)
+    key = dtype, x64, device
+    if key not in _made:
+        _made[key] = _made_of(dtype, device, shown(name))
+    made = _made[key]
     if made == dtype.name:
         return
     if made is not None and not x64:
@@ -316,13 +329,43 @@ def _check_placeable(name: str, dtype: DType, shards: JaxShards) -> None:
     raise DtypeError(f"{shown(name)}: JAX has no arrays of {dtype} on this platform; restore it as another dtype, or as a numpy array.")
 
 
-@lru_cache(maxsize=256)
-def _made_of(dtype: DType, x64: bool, device: Any) -> str | None:  # noqa: ARG001 - x64 is part of the question
+_made: dict[tuple[DType, bool, Any], str | None] = {}
+"""JAX's dtype for elements of a dtype, with 64 bits enabled or not, on a device. It has no answer that another call may not get."""
+
+
+def _made_of(dtype: DType, device: Any, what: str) -> str | None:
     """JAX's dtype for elements of a dtype; None if JAX has none."""
     try:
-        return str(jax.device_put(np.zeros((), dtype.numpy), device).dtype)
-    except (TypeError, ValueError, jax.errors.JaxRuntimeError):
+        return str(_probe(dtype.numpy, device, what).dtype)
+    except (TypeError, ValueError):
         return None
+
+
+def _probe(dtype: np.dtype[Any], device: Any, what: str) -> Any:
+    """An array of one element.
+
+    Raises:
+        LeafError: a function is being traced, or JAX refuses transfers, for a reason that may pass.
+        BudgetError: the device is full.
+        ValueError: the platform has no such arrays.
+    """
+    try:
+        array = jax.device_put(np.zeros((), dtype), device)
+    except jax.errors.JaxRuntimeError as e:
+        reason = str(e).partition("\n")[0]
+        if reason.startswith("RESOURCE_EXHAUSTED"):
+            raise BudgetError(f"{what} cannot be restored: the device has no memory left ({reason}); free some first.") from e
+        if reason.startswith(("UNIMPLEMENTED", "INVALID_ARGUMENT")) and "isallowed" not in reason:
+            raise ValueError(reason) from e
+        raise LeafError(
+            f"{what} cannot be restored, because JAX makes no array here ({reason}); restore outside of transfer guards, or numpy arrays."
+        ) from e
+    if isinstance(array, jax.core.Tracer):
+        raise LeafError(
+            f"{what} cannot be restored while a function is traced, as in jax.jit or jax.eval_shape; call shardckpt.restore outside of it, "
+            f"and pass what jax.eval_shape returns as `like`."
+        )
+    return array
 
 
 # --- Leaves -------------------------------------------------------------------------------------------------------

@@ -47,6 +47,9 @@ _COMPARED_BYTES = 1 << 22
 _MAX_DECODED_NODE_BYTES = 8 << 20
 """TensorStore's default; a hint to writers that readers do not enforce."""
 
+_LATEST = (1 << 63) - 1
+"""The latest time that a manifest can have, in nanoseconds: in the year 2262, which a clock may have passed."""
+
 
 def leaf_node(
     keys: Sequence[bytes],
@@ -110,7 +113,7 @@ def manifest(node: str, node_bytes: int, num_keys: int, value_bytes: int) -> byt
         "max_decoded_node_bytes": _MAX_DECODED_NODE_BYTES,
         "version_tree_arity_log2": 4,
     }
-    version = {"generation_number": 1, "commit_time": time.time_ns(), "root": root, "root_height": 0}
+    version = {"generation_number": 1, "commit_time": min(time.time_ns(), _LATEST), "root": root, "root_height": 0}
     encoded: bytes = ts.ocdbt.undump_manifest({"config": config, "version_tree_nodes": [], "versions": [version]})
     return encoded
 

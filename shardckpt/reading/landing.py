@@ -158,8 +158,10 @@ def restore_jobs(checkpoint: Checkpoint, places: Iterable[tuple[str, Iterable[tu
         landings: dict[Hashable, Landing] = {}
         for name, sink in wanted:
             if sink.shape != tensor.shape:
+                words = getattr(sink, "word_dims", 0)  # of JAX keys, whose own shape has no dimensions of words
+                stored_shape, own_shape = (shape[: len(shape) - words] for shape in (tensor.shape, sink.shape))
                 raise ShapeMismatchError(
-                    f"{name}: {checkpoint.location} has shape {tensor.shape}, the leaf to restore into has {sink.shape}; "
+                    f"{name}: {checkpoint.location} has shape {stored_shape}, the leaf to restore into has {own_shape}; "
                     f"make them equal, or leave the tensor out with only=."
                 )
             if sink.dtype != tensor.dtype and not cast:

@@ -67,7 +67,7 @@ class StepInfo:
     def saved(self) -> SavedStep:
         """The step as retention rules see it."""
         age = 0.0
-        with suppress(ValueError):
+        with suppress(ValueError, OverflowError):
             age = time.time() - datetime.fromisoformat(self.created).timestamp()
         return SavedStep(self.step, age, self.metrics)
 
