@@ -10,10 +10,10 @@ import json
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from shardckpt.convert.formats.safetensors.hf_configs import CONFIGS
 from shardckpt.convert.naming.choose import NameOptions
 from shardckpt.errors import NamesMismatchError, OptionError
 from shardckpt.excerpt import few
+from shardckpt.format.hf_files import CONFIGS
 from shardckpt.frameworks.torch import torch_dtype
 from shardckpt.layout.dtypes import by_name
 from shardckpt.views.model_view import ModelView

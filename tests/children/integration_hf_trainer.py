@@ -9,8 +9,21 @@ from pathlib import Path
 import torch
 import transformers
 from integration_launch import digest, launch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
 from torch.utils.data import Dataset
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers import (
+    AutoTokenizer,
+    EarlyStoppingCallback,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+from transformers.trainer_callback import ExportableState
 
 import shardckpt
 from shardckpt import ShardckptError
@@ -50,7 +63,7 @@ class Watch(TrainerCallback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def made(ranks, directory, steps, preemption=None, **arguments):
+def made(ranks, directory, steps, preemption=None, kind=Trainer, processing_class=None, **arguments):
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
@@ -80,12 +93,13 @@ def made(ranks, directory, steps, preemption=None, **arguments):
         **arguments,
     }
     watch = Watch(None, callback)
-    trainer = Trainer(
+    trainer = kind(
         LlamaForCausalLM(config),
         TrainingArguments(**chosen),
         train_dataset=Tokens(),
         eval_dataset=Tokens(),
         callbacks=[watch, callback],
+        processing_class=processing_class,
     )
     return trainer, callback, watch
 
@@ -214,6 +228,95 @@ def raises(coordinator, directory, resumes):
     trainer.train(resume_from_checkpoint=callback.resume(trainer))
     own = [name for name in ("_inner_training_loop", "_load_from_checkpoint") if name in vars(trainer)]
     return {"raised": raised, "handler is back": handler_is_back, "ends at": trainer.state.global_step, "left": own}
+
+
+class Counting(TrainerCallback, ExportableState):
+    """A callback with a state of its own."""
+
+    def __init__(self, name="", steps=0):
+        self.name, self.steps = name, steps
+
+    def on_step_end(self, args, state, control, **_kwargs):
+        self.steps += 1
+
+    def state(self):
+        return {"args": {"name": self.name}, "attributes": {"steps": self.steps}}
+
+
+class Worsening(Trainer):
+    """A Trainer whose evaluations never improve, with a gradient scaler as fp16 has on a GPU."""
+
+    def evaluate(self, *_args, **_kwargs):
+        metrics = {"eval_loss": 1.0 + self.state.global_step}
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
+
+
+def continued(coordinator, directory, first, second, half, steps):
+    """Train half with the Trainer's own checkpoints ("stock") or the callback ("ours"), and the rest with the other or the same."""
+    quiet(coordinator)
+    arguments = {
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "load_best_model_at_end": True,
+        "metric_for_best_model": "loss",
+        "greater_is_better": False,
+        "restore_callback_states_from_checkpoint": True,
+        "include_num_input_tokens_seen": "all",
+    }
+
+    class Stop(TrainerCallback):
+        def on_step_end(self, args, state, control, **_kwargs):
+            control.should_training_stop |= state.global_step == half and half_only
+
+    def new(who):
+        trainer, callback, _ = made(1, directory, steps, kind=Worsening, **arguments)
+        if who == "stock":
+            trainer.remove_callback(callback)
+        for one in (EarlyStoppingCallback(8), Counting("one"), Stop()):
+            trainer.add_callback(one)
+        trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=4)
+        return trainer, callback
+
+    half_only = True
+    trainer, _ = new(first)
+    trainer.train()
+    old = str(Path(directory, "trainer", f"checkpoint-{half}"))
+    if (first, second) == ("ours", "stock"):
+        trainer, callback = new("ours")
+        assert callback.export(trainer) == old
+    half_only = False
+    trainer, callback = new(second)
+    found = callback.resume(trainer) if second == "ours" else None
+    trainer.train(resume_from_checkpoint=found or old)
+    counting = next(one for one in trainer.callback_handler.callbacks if isinstance(one, Counting))
+    state = trainer.state
+    return {
+        "losses": {entry["step"]: entry["loss"] for entry in state.log_history if "loss" in entry},
+        "state": [state.global_step, state.epoch, state.total_flos, state.best_global_step, state.num_input_tokens_seen],
+        "scaler": trainer.accelerator.scaler.state_dict(),
+        "counting": [counting.name, counting.steps],
+        "rng": digest(torch.get_rng_state()),
+        "optimizer": digest(trainer.optimizer.state_dict()),
+    }
+
+
+def for_inference(coordinator, directory):
+    """Train with a tokenizer; load what an export of the checkpoint has, and what is stored beside it."""
+    quiet(coordinator)
+    words = Tokenizer(WordLevel({"[UNK]": 0, "two": 1, "words": 2}, unk_token="[UNK]"))
+    words.pre_tokenizer = Whitespace()
+    trainer, _, _ = made(
+        1, directory, 3, processing_class=PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]", pad_token="[UNK]")
+    )
+    trainer.train()
+    run, exported = Path(directory, "run", "3"), Path(directory, "exported")
+    shardckpt.export_safetensors(run, exported, strip_prefix="model/", include="model/**")
+    model = LlamaForCausalLM.from_pretrained(exported)
+    tokens = AutoTokenizer.from_pretrained(exported)("two words")["input_ids"]
+    arguments = shardckpt.restore(run, {"trainer": shardckpt.PerProcess(None)}, only="trainer")["trainer"].value["arguments"]
+    trained = digest(trainer.model.state_dict())
+    return {"same": digest(model.state_dict()) == trained, "tokens": tokens, "learning_rate": arguments["learning_rate"]}
 
 
 def weights(coordinator, directory, step):

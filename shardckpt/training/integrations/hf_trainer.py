@@ -4,7 +4,9 @@
     trainer = Trainer(model, args, train_dataset=data, callbacks=[callback])
     trainer.train(resume_from_checkpoint=callback.resume(trainer))
 
-Saving: model, optimizer, scheduler, random number generators and the Trainer's own state, as with `shardckpt.train_state`.
+Saving: all that the Trainer's own checkpoints have, as plain data: model, optimizer, scheduler, gradient scaler and random number
+generators, as with `shardckpt.train_state`; the Trainer's state with the states of its callbacks; its arguments. The files of the model's
+configuration and tokenizer become metadata, as in an import, and an export writes them back.
 1. At a save point (`save_strategy`, `save_steps`) the callback cancels the Trainer's own, pickled, checkpoint.
 2. The callback saves before the next step begins. By then the Trainer's state includes the logs and evaluations of the step,
    and the batch of the next step has been drawn, so that the generators are as the next step needs them.
@@ -26,16 +28,25 @@ A `CheckpointManager` does the work, so that any number of processes may resume;
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import functools
-from dataclasses import asdict
+import json
+import logging
+import os
+import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback, TrainerState
+from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import SaveStrategy
 
-from shardckpt.errors import OptionError
+from shardckpt.errors import AlreadyExistsError, NotFoundError, OptionError
+from shardckpt.format.hf_files import BYTES, CONFIGS, as_metadata
+from shardckpt.io.status import exists
+from shardckpt.options import SaveOptions
 from shardckpt.state import PerProcess
 from shardckpt.training.generators import Generators
 from shardckpt.training.manager import CheckpointManager
@@ -43,7 +54,6 @@ from shardckpt.training.retention import Best, any_of
 from shardckpt.training.state import train_state
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Mapping
 
     from transformers import Trainer, TrainerControl, TrainingArguments
@@ -52,6 +62,8 @@ if TYPE_CHECKING:
     from shardckpt.training.state import TrainState
 
 __all__ = ["ShardckptCallback"]
+
+_log = logging.getLogger(__name__)
 
 _STATE = "trainer_state.json"
 """The file that the Trainer looks for."""
@@ -89,6 +101,8 @@ class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         self._directory: TemporaryDirectory[str] | None = None
         self._trainer: Trainer | None = None
         """The Trainer given to `resume`. Until training begins it loads no weights; if training fails, it closes the manager."""
+        self._running: Trainer | None = None
+        """The Trainer whose training is running."""
         self._seen: int | None = None
         """The last step that `_save` has decided about."""
 
@@ -111,7 +125,7 @@ class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         if self._trainer is not trainer:
             self._trainer = trainer
             self._close_on_exceptions(trainer)
-        found = self._managed(trainer.args).restore({"trainer": PerProcess(None, choose=_first)}, only="trainer")
+        found = self._managed(trainer).restore({"trainer": PerProcess(None, choose=_first)}, only="trainer")
         if found is None:
             return None
         self._resumed = found.step
@@ -121,6 +135,46 @@ class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         # No callback can do this: without it the Trainer refuses a directory without weights.
         trainer._load_from_checkpoint = lambda *_args, **_kwargs: None  # noqa: SLF001
         return self._directory.name
+
+    def export(self, trainer: Trainer, step: int | None = None) -> str:
+        """Write a saved step as a checkpoint of the Trainer's own, `output_dir/checkpoint-<step>`, from which a stock Trainer resumes.
+
+        Args:
+            trainer: a Trainer with this callback that has not begun, made as for `resume`; its model, optimizer and scheduler, and the
+                random number generators, take the state of the step. All processes call this.
+            step: the step; None: the latest.
+
+        Returns:
+            The directory.
+
+        Raises:
+            NotFoundError: no step was saved.
+            AlreadyExistsError: the directory exists.
+            OptionError: the Trainer has begun, or uses FSDP or DeepSpeed, whose checkpoints it writes only while it trains.
+            ShardckptError: as `CheckpointManager.restore` does.
+        """
+        if getattr(trainer, "is_fsdp_enabled", False) or getattr(trainer, "is_deepspeed_enabled", False) or self._running is not None:
+            raise OptionError(
+                "export(trainer): the Trainer has begun, or uses FSDP or DeepSpeed; pass a new one that trains without these."
+            )
+        manager = self._managed(trainer)
+        first = manager.restore({"trainer": PerProcess(None, choose=_first)}, step, only="trainer")
+        if first is None:
+            raise NotFoundError(f"{manager.url(0).rpartition('/')[0]}: no step was saved, so there is nothing to export.")
+        place = Path(trainer.args.output_dir, f"checkpoint-{first.step}")
+        if exists(place):
+            raise AlreadyExistsError(f"{place}: it exists; move it away, or give the Trainer another output_dir.")
+        self._own.load_state_dict(first.state["trainer"].value)
+        trainer.create_optimizer_and_scheduler(self._own.state["max_steps"])
+        parts = {"model": trainer.model, "optimizer": trainer.optimizer, "lr_scheduler": trainer.lr_scheduler}
+        manager.restore(self._state(parts), first.step, fallback=False)
+        self._own.restore_scaler(trainer)
+        trainer.state = TrainerState(**copy.deepcopy(self._own.state))
+        trainer._save_checkpoint(trainer.model, None)  # noqa: SLF001
+        if trainer.args.should_save:  # the Trainer wrote the states of its own, new, callbacks
+            TrainerState(**self._own.state).save_to_json(str(place / _STATE))
+        self.close()
+        return str(place)
 
     def close(self) -> None:
         """Finish the save in flight and restore signal handlers. The end of training calls it, and so does an exception after `resume`.
@@ -160,7 +214,7 @@ class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
             vars(self._trainer).pop("_load_from_checkpoint", None)
         if self._directory is not None:
             self._directory.cleanup()
-        self._saves_best = self._trainer = self._directory = self._resumed = self._generators = None
+        self._saves_best = self._trainer = self._running = self._directory = self._resumed = self._generators = None
         self._due, self._metrics = False, {}
 
     # --- what the Trainer calls
@@ -173,7 +227,8 @@ class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         """
         if getattr(args, "deepspeed", None):
             raise OptionError("TrainingArguments(deepspeed=…): DeepSpeed needs the Trainer's own checkpoints; leave out one of the two.")
-        manager = self._managed(args)
+        self._running = self._trainer or _trainer_of(self)
+        manager = self._managed(self._running)
         self._due, self._seen, self._best = False, self._resumed, state.best_metric
         if args.save_strategy == SaveStrategy.BEST:
             self._saves_best, args.save_strategy = args, SaveStrategy.NO
@@ -186,6 +241,7 @@ class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
                 f"trainer.train(resume_from_checkpoint=callback.resume(trainer))."
             )
         manager.restore(self._state(kwargs), self._resumed, fallback=False)  # the Trainer has counted to this step already
+        self._own.restore_scaler(self._running)
         self._generators = Generators().state_dict()
         self._resumed = None
         if self._directory is not None:
@@ -227,20 +283,24 @@ class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         Raises:
             ShardckptError: an error in the background.
         """
-        self._save(state, control, kwargs, between_epochs=True)
+        # A training that is stopped within an epoch resumes after the batches are skipped.
+        self._save(state, control, kwargs, between_epochs=float(state.epoch or 0).is_integer())
         if args.load_best_model_at_end and self._manager is not None:
             self._load_best(self._manager, _best_of(args), state, kwargs)
         self.close()
 
     # --- helpers
 
-    def _managed(self, args: TrainingArguments) -> CheckpointManager:
+    def _managed(self, trainer: Trainer) -> CheckpointManager:
         if self._manager is None:
+            args = trainer.args
             limit = args.save_total_limit if (args.save_total_limit or 0) > 0 else None
             keep = limit if self._keep is None else self._keep
             if keep is not None and args.load_best_model_at_end:
                 keep = any_of(keep, _best_of(args))
-            self._manager = CheckpointManager(self._root, keep=keep, **{"every": None, **self._options})
+            options = self._options.get("options") or SaveOptions()
+            options = dataclasses.replace(options, metadata={**_model_files(trainer), **options.metadata})
+            self._manager = CheckpointManager(self._root, keep=keep, **{"every": None, **self._options, "options": options})
         return self._manager
 
     def _state(self, kwargs: Mapping[str, Any]) -> TrainState:
@@ -265,14 +325,15 @@ class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         control.should_save = False
 
     def _save(self, state: TrainerState, control: TrainerControl, kwargs: Mapping[str, Any], *, between_epochs: bool) -> None:
-        manager, step = self._manager, state.global_step
-        if manager is None or step == self._seen:
+        manager, trainer, step = self._manager, self._running, state.global_step
+        if manager is None or trainer is None or step == self._seen:
             return
         due, self._due, self._seen = self._due, False, step
         if self._saves_best is not None and state.best_metric != self._best:
             self._best, state.best_global_step, due = state.best_metric, step, True
         if due or manager.should_save(step):
-            self._own.state, self._own.between_epochs = asdict(state), between_epochs
+            trainer.store_flos()
+            self._own.take(trainer, between_epochs)
             manager.save(step, self._state(kwargs), self._metrics, force=True)
         control.should_training_stop |= manager.reached_preemption
 
@@ -290,12 +351,71 @@ class _TrainerValues:
         """The fields of a `TrainerState`."""
         self.between_epochs = False
         """Whether the state was saved before an epoch began, rather than before a step."""
+        self.scaler: dict[str, Any] | None = None
+        """The state of the gradient scaler of fp16; None: there is none, or an earlier release saved."""
+        self.arguments: dict[str, Any] = {}
+        """The `TrainingArguments`, as JSON."""
+
+    def take(self, trainer: Trainer, between_epochs: bool) -> None:
+        """Take the values of a Trainer, as its own checkpoints do."""
+        callbacks: dict[str, list[Any]] = {}
+        for callback in (*trainer.callback_handler.callbacks, trainer.control):
+            if isinstance(callback, ExportableState):
+                callbacks.setdefault(type(callback).__name__, []).append(callback.state())
+        of_callbacks = {name: states[0] if len(states) == 1 else states for name, states in callbacks.items()}
+        self.state = {**dataclasses.asdict(trainer.state), "stateful_callbacks": of_callbacks}
+        self.between_epochs = between_epochs
+        scaler = getattr(trainer.accelerator, "scaler", None)
+        self.scaler = None if scaler is None else scaler.state_dict()
+        self.arguments = json.loads(trainer.args.to_json_string())
+
+    def restore_scaler(self, trainer: Trainer) -> None:
+        """Give the gradient scaler its state, if both the checkpoint and the Trainer have one."""
+        scaler = getattr(trainer.accelerator, "scaler", None)
+        if scaler is not None and self.scaler is not None:
+            scaler.load_state_dict(self.scaler)
+        elif self.scaler is not None or scaler is not None:
+            _log.warning("only the %s has a gradient scaler; it is not restored.", "Trainer" if self.scaler is None else "checkpoint")
 
     def state_dict(self) -> dict[str, Any]:
-        return {"state": self.state, "between_epochs": self.between_epochs}
+        return {"state": self.state, "between_epochs": self.between_epochs, "scaler": self.scaler, "arguments": self.arguments}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.state, self.between_epochs = state["state"], state["between_epochs"]
+        self.scaler, self.arguments = state.get("scaler"), state.get("arguments", {})
+
+
+def _trainer_of(callback: ShardckptCallback) -> Trainer:
+    """The Trainer that is calling a callback. It passes itself to none, so look for it among the callers."""
+    frame = sys._getframe(1)  # noqa: SLF001
+    while frame.f_back is not None:
+        frame = frame.f_back
+        caller = frame.f_locals.get("self")
+        if callback in getattr(getattr(caller, "callback_handler", None), "callbacks", ()):
+            return caller
+    raise OptionError("the callback was called by no Trainer; call callback.resume(trainer) before trainer.train(…).")
+
+
+def _model_files(trainer: Trainer) -> dict[str, Any]:
+    """The files that the Trainer writes beside the weights for inference, as metadata."""
+    collator = getattr(trainer, "data_collator", None)
+    processing = getattr(trainer, "processing_class", None) or getattr(collator, "tokenizer", None)
+    model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
+    sources = (getattr(model, "config", None), getattr(model, "generation_config", None), processing)
+    with TemporaryDirectory(prefix="shardckpt-") as directory:
+        for source in sources:
+            if source is not None and hasattr(source, "save_pretrained"):
+                source.save_pretrained(directory)
+        written = os.listdir(directory)
+        files = {name: Path(directory, name).read_bytes() for name in (*CONFIGS, *BYTES) if name in written}
+    documents = {name: json.loads(files[name]) for name in CONFIGS if name in files}
+    for name, document in list(documents.items()):
+        try:
+            json.dumps(document, allow_nan=False)
+        except ValueError:
+            _log.warning("%s has NaN or infinity, which JSON has not; it is not saved.", name)
+            del documents[name]
+    return {**documents, **as_metadata({name: files[name] for name in BYTES if name in files})}
 
 
 def _best_of(args: TrainingArguments) -> Best:

@@ -50,6 +50,28 @@ def test_a_training_goes_on_from_a_checkpoint_of_the_trainers_own(job, tmp_path)
     assert shardckpt.CheckpointManager(tmp_path / "run").all_steps() == [9, 12]
 
 
+@pytest.mark.parametrize(
+    ("first", "second"), [pytest.param("ours", "ours", id="own"), ("stock", "ours"), pytest.param("ours", "stock", id="exported")]
+)
+def test_all_that_the_trainers_own_checkpoints_keep_goes_on(job, stock, tmp_path, first, second):
+    """Patience of early stopping, a callback's own count, the gradient scaler, FLOs, tokens, optimizer, generators and losses."""
+    assert job("continued", 1, tmp_path, first, second, SAVED, STEPS) == stock
+
+
+@pytest.fixture(scope="module")
+def stock(job, tmp_path_factory):
+    found = job("continued", 1, tmp_path_factory.mktemp("stock"), "stock", "stock", SAVED, STEPS)
+    assert found[0]["state"][0] == 9, "the patience ends the training early, or this shows nothing"
+    assert found[0]["counting"] == ["one", 9]
+    assert found[0]["scaler"]["_growth_tracker"] > 0
+    return found
+
+
+def test_configuration_tokenizer_and_arguments_are_stored_for_inference(job, tmp_path):
+    (found,) = job("for_inference", 1, tmp_path)
+    assert found == {"same": True, "tokens": [1, 2], "learning_rate": 1e-2}
+
+
 @pytest.mark.parametrize(("saving", "resuming"), [(2, 1), (1, 2)])
 def test_another_number_of_processes_resumes_with_the_same_bits(job, tmp_path, saving, resuming):
     assert job("train", saving, tmp_path, STEPS, DIES) == [{"signal": 9}] * saving

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardckpt.convert.files.object_files import begun
 from shardckpt.errors import CorruptionError, OptionError
+from shardckpt.format.hf_files import BYTES, CONFIGS, ENTRY, LARGEST_FILE
 from shardckpt.io.status import is_directory, is_file
 from shardckpt.io.store import Store
 from shardckpt.reshard.rules.hf_config import read_config
@@ -22,25 +23,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from shardckpt.io.url import Location
-
-CONFIGS = ("config.json", "generation_config.json")
-"""Names of the files that are kept as JSON, each in a metadata entry of its name."""
-BYTES = (
-    *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json", "vocab.json"),
-    *("vocab.txt", "merges.txt", "spiece.model", "sentencepiece.bpe.model", "tekken.json", "chat_template.jinja", "chat_template.json"),
-    *("preprocessor_config.json", "processor_config.json"),
-)
-"""Names of the files that are kept byte by byte, all in one metadata entry."""
-LARGEST_FILE = 64 << 20
-"""Most bytes of such a file."""
-_ENTRY = "hf_files"
-"""The metadata entry: name → contents, compressed by zlib, in Base64."""
-
-
-def as_metadata(contents: Mapping[str, bytes]) -> dict[str, Any]:
-    """Metadata that keeps files byte by byte; empty if there are none."""
-    packed = {name: base64.b64encode(zlib.compress(data, 9)).decode() for name, data in contents.items()}
-    return {_ENTRY: packed} if packed else {}
 
 
 def config_files(metadata: Mapping[str, Any], config: str | os.PathLike[str] | None, where: str) -> dict[str, bytes]:
@@ -66,7 +48,7 @@ def config_files(metadata: Mapping[str, Any], config: str | os.PathLike[str] | N
 
 
 def _kept(metadata: Mapping[str, Any], where: str) -> dict[str, bytes]:
-    packed = metadata.get(_ENTRY)
+    packed = metadata.get(ENTRY)
     if not isinstance(packed, dict):
         return {}
     found = {}
@@ -75,9 +57,9 @@ def _kept(metadata: Mapping[str, Any], where: str) -> dict[str, bytes]:
         try:
             found[name] = inflate.decompress(base64.b64decode(packed[name], validate=True), LARGEST_FILE)
         except (TypeError, ValueError, zlib.error) as error:
-            raise CorruptionError(f"{where}: metadata {_ENTRY!r} does not hold {name}: {error}.") from error
+            raise CorruptionError(f"{where}: metadata {ENTRY!r} does not hold {name}: {error}.") from error
         if not inflate.eof:
-            raise CorruptionError(f"{where}: in metadata {_ENTRY!r}, {name} is incomplete or has more than {LARGEST_FILE:,} bytes.")
+            raise CorruptionError(f"{where}: in metadata {ENTRY!r}, {name} is incomplete or has more than {LARGEST_FILE:,} bytes.")
     return {name: found[name] for name in BYTES if name in found}
 
 

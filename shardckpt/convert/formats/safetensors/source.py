@@ -20,11 +20,11 @@ import numpy as np
 from shardckpt.convert.files.file_version import FileVersion, file_at, identity_of
 from shardckpt.convert.foreign import ROWS_BYTES, ForeignPart, ForeignTensor, row_chunks, structure_of
 from shardckpt.convert.formats.safetensors.header import LENGTH_BYTES, header_bytes, parse_header
-from shardckpt.convert.formats.safetensors.hf_configs import BYTES, CONFIGS, LARGEST_FILE, as_metadata
 from shardckpt.convert.span import Span, StoredRun
 from shardckpt.convert.strict_json import is_json, parse_json
 from shardckpt.errors import CorruptionError, FormatError, OptionError
 from shardckpt.excerpt import excerpt, few
+from shardckpt.format.hf_files import BYTES, CONFIGS, LARGEST_FILE, as_metadata
 from shardckpt.io.store import Store
 from shardckpt.io.threads import map_on_threads
 from shardckpt.state.names import component_names, shown
