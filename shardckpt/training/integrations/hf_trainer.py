@@ -406,7 +406,7 @@ def _model_files(trainer: Trainer) -> dict[str, Any]:
         for source in sources:
             if source is not None and hasattr(source, "save_pretrained"):
                 source.save_pretrained(directory)
-        written = os.listdir(directory)
+        written = [path.name for path in Path(directory).iterdir()]
         files = {name: Path(directory, name).read_bytes() for name in (*CONFIGS, *BYTES) if name in written}
     documents = {name: json.loads(files[name]) for name in CONFIGS if name in files}
     for name, document in list(documents.items()):
