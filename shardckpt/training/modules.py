@@ -236,10 +236,10 @@ class NamedModule:
     def _load(self, loaded: dict[str, Any], own: Mapping[str, Any]) -> None:
         filled = Counter[int | None]()
         for value in loaded.values():
-            filled[_storage(value)] += _local(value).nbytes if isinstance(value, torch.Tensor) else 0
+            filled[_storage(value)] += _nbytes(value) if isinstance(value, torch.Tensor) else 0
         given = {id(value) for value in self._held.values()}
         self._held.clear()  # views of meta tensors keep these from getting memory
-        hidden = {name: t for name, t in own.items() if id(t) not in given and filled[_storage(t)] < _local(t).nbytes}
+        hidden = {name: t for name, t in own.items() if id(t) not in given and filled[_storage(t)] < _nbytes(t)}
         allocated = [(name, tensor, _allocate(tensor)) for name, tensor in hidden.items() if tensor.is_meta]
         versions = {name: _version(tensor) for name, tensor in hidden.items()}
         # Tensors that are the module's own are copied onto themselves, which does nothing. Its hooks run, and it gets its extra state.
@@ -382,9 +382,18 @@ def _local(tensor: Any) -> Any:
     return getattr(tensor, "_local_tensor", tensor)
 
 
+def _nbytes(tensor: Any) -> int:
+    """Bytes of the elements that this process has, of sparse tensors as if they were dense."""
+    local = _local(tensor)
+    return int(local.numel() * local.element_size())
+
+
 def _storage(value: Any) -> int | None:
     """The memory that a tensor lies in, by a number; None for anything else."""
-    return _local(value).untyped_storage()._cdata if isinstance(value, torch.Tensor) else None  # noqa: SLF001  (equal addresses may be empty)
+    local = _local(value)
+    if not isinstance(local, torch.Tensor):
+        return None
+    return local.untyped_storage()._cdata if local.layout is torch.strided else id(local)  # noqa: SLF001  (empty ones share an address)
 
 
 def _is_shared(own: Any, value: Any, storages: Mapping[int | None, int]) -> bool:

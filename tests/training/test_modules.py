@@ -258,6 +258,17 @@ def test_extra_state_that_cannot_be_stored_is_refused_by_name(tmp_path):
     assert not (tmp_path / "c").exists()
 
 
+def test_a_buffer_that_cannot_be_stored_is_refused_by_name_and_the_rest_can_be_restored(tmp_path):
+    model = nn.Linear(2, 2)
+    shardckpt.save(tmp_path / "c", state_of(model))
+    other = nn.Linear(2, 2)
+    other.register_buffer("mask", torch.eye(2).to_sparse())
+    with pytest.raises(LeafError, match=r"'model/mask': tensors of layout torch.sparse_coo cannot be stored"):
+        shardckpt.save(tmp_path / "d", state_of(other))
+    shardckpt.restore(tmp_path / "c", state_of(other), only=["model/weight", "model/bias"])
+    assert torch.equal(other.weight, model.weight)
+
+
 def test_a_name_that_only_one_side_has_is_an_error_unless_told_otherwise(tmp_path):
     shardckpt.save(tmp_path / "c", state_of(nn.Linear(2, 2)))
     torch.manual_seed(1)
