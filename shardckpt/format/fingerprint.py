@@ -22,7 +22,7 @@ from crc32c import crc32c
 from numpy.typing import NDArray
 
 from shardckpt.errors import DtypeError, FormatError, StructureMismatchError
-from shardckpt.layout.dtypes import by_name
+from shardckpt.layout.dtypes import by_name, with_plain_bools
 from shardckpt.plan.pieces import chunk_boxes
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ class StateSums:
 
     def add(self, name: str, start: Sequence[int], elements: NDArray[Any]) -> None:
         """Add the elements of a box of a tensor; as the function `add`."""
-        add(self._sums[name], self._tensors[name][1], start, elements)
+        add(self._sums[name], self._tensors[name][1], start, with_plain_bools(elements))
 
     def add_box(self, piece: Piece, start: Sequence[int], elements: NDArray[Any]) -> None:
         """Add the elements of a box, in the indices of the tensor that the piece belongs to."""

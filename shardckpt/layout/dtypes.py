@@ -26,6 +26,8 @@ from shardckpt.excerpt import excerpt
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from numpy.typing import NDArray
+
 _NUMPY_NAMES = (
     *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
     *("float16", "float32", "float64", "complex64", "complex128"),
@@ -142,6 +144,23 @@ def castable(stored: DType, wanted: DType) -> bool:
     except TypeError:
         return False
     return True
+
+
+def with_plain_bools(array: NDArray[Any]) -> NDArray[Any]:
+    """An array of bools whose bytes are 0 and 1; any other array, and one that has no other bytes, is returned itself.
+
+    A view of bytes, or memory that nothing has written, may have other bytes, which frameworks count differently.
+    """
+    if array.dtype != np.bool_ or not array.size:
+        return array
+    raw = array.view(np.uint8)
+    return array if raw.max() <= 1 else np.asarray(raw != 0)
+
+
+def make_bools_plain(array: NDArray[Any]) -> None:
+    """Do the same to an array where it is."""
+    if array.dtype == np.bool_ and (plain := with_plain_bools(array)) is not array:
+        array[...] = plain
 
 
 _ADVICE = "Convert it to a numeric dtype first: bool, (u)int, float, bfloat16, float8 and complex of up to 128 bits are known."

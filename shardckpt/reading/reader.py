@@ -19,7 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import partial
 from threading import Lock
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import crc32c
 import numpy as np
@@ -30,6 +30,7 @@ from shardckpt.format.zarr_arrays import decompress, largest_chunk
 from shardckpt.io.status import is_directory
 from shardckpt.io.threads import Workers, clocks, cores, map_on_threads
 from shardckpt.layout.box import BoxArray
+from shardckpt.layout.dtypes import make_bools_plain
 from shardckpt.reading.based_reader import BasedReader
 from shardckpt.reading.fetch import Fetch, FetchedChunks
 from shardckpt.reading.locate import MOST_CHUNKS, ChunkFinder, Request, RequestedChunks
@@ -160,6 +161,7 @@ class ChunkReader:
         self._finder.prepare(requests)
         self.stats.count(needed=_needed(requests))
         self._read_all(self._finder.needed(requests))
+        _make_bools_plain(requests)
 
     def reads(self, groups: Sequence[Sequence[Request]]) -> list[Callable[[], None]]:
         """Plan several calls of `read`, one per group of requests; planning them together costs less.
@@ -178,11 +180,12 @@ class ChunkReader:
             of_part = np.array([group_of[id(part.request)] for part in chunks.wanted.parts])
             for task in tasks(chunks, self._limits, of_part[chunks.wanted.part]):
                 found[of_part[task.chunks.wanted.part[task.begin]]].append(task)
-        return [partial(self._read_planned, _needed(group), some) for group, some in zip(groups, found, strict=True)]
+        return [partial(self._read_planned, group, some) for group, some in zip(groups, found, strict=True)]
 
-    def _read_planned(self, needed: int, some: Sequence[ReadTask]) -> None:
-        self.stats.count(needed=needed)
+    def _read_planned(self, group: Sequence[Request], some: Sequence[ReadTask]) -> None:
+        self.stats.count(needed=_needed(group))
         self._workers.do(self._read_task, some)
+        _make_bools_plain(group)
 
     def check(self, requests: Sequence[Request], damaged: Damaged, *, after: int = 0, most: int = CHECKED_BYTES) -> Iterator[int]:
         """Read every chunk of the requests' pieces and compare it with the table; buffers are not used.
@@ -324,6 +327,15 @@ class ChunkReader:
                 )
             )
         return fetched
+
+
+def _make_bools_plain(requests: Sequence[Request]) -> None:
+    """Write the bools of earlier checkpoints as 0 and 1; these may have other bytes."""
+    for request in requests:
+        if request.dtype == np.bool_ and request.convert_from is None:
+            for i, buffer in enumerate(request.buffers):
+                inside: Any = (*map(slice, request.boxes[i].shape), ...)
+                make_bools_plain(buffer[inside])
 
 
 def _needed(requests: Sequence[Request]) -> int:

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from shardckpt.format.table import OWN_OBJECT
+from shardckpt.layout.dtypes import with_plain_bools
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -101,6 +102,8 @@ class Band:
         if raw.shape[1] < part.chunk_bytes:  # foreign chunks at an edge are not padded
             shape = self.chunks.wanted.box(self.begin).shape
         elements = raw.view(request.convert_from or request.dtype).reshape(n, *shape)
+        if request.convert_from == np.bool_:
+            elements = with_plain_bools(elements)
         # An overflow becomes infinite, and NaN any integer: the user asked for the conversion, so there is no warning.
         with np.errstate(all="ignore") if request.convert_from is not None else nullcontext():
             for place, in_chunk, along in places:

@@ -43,6 +43,7 @@ from shardckpt.io.datafile import check_space
 from shardckpt.io.failures import is_shutting_down
 from shardckpt.io.threads import collector_paused
 from shardckpt.io.url import parse
+from shardckpt.layout.dtypes import with_plain_bools
 from shardckpt.state import flatten
 from shardckpt.state.flatten import plain_state
 from shardckpt.writing.host import HostWriter
@@ -433,5 +434,5 @@ def small_elements(plan: SavePlan, sources: Mapping[str, Source], without: Seque
     fetched = frameworks.fetch([sources[name] for name in names])
     found = {}
     for name, arrays in zip(names, fetched, strict=True):
-        found[name] = b"".join(stored(array, plan.tensors[name]).tobytes() for array in arrays)
+        found[name] = b"".join(with_plain_bools(stored(array, plan.tensors[name])).tobytes() for array in arrays)
     return found

@@ -30,6 +30,7 @@ from shardckpt.format.table import OWN_OBJECT, ArrayChunks, Table
 from shardckpt.format.zarr_arrays import chunk_object_key, close, lay_out_all, room_for
 from shardckpt.io.store import byte_view
 from shardckpt.io.threads import map_on_threads, run_on_threads
+from shardckpt.layout.dtypes import with_plain_bools
 from shardckpt.plan.pieces import batches, padded_size, whole_chunks
 from shardckpt.writing.packed import Extents, PackedWriter
 from shardckpt.writing.plain import PlainWriter
@@ -273,6 +274,9 @@ class Encoder:
         alike: dict[object, list[Elements]] = {}
         for block in blocks:
             piece, box, elements = block
+            if elements.dtype == np.bool_:
+                elements = with_plain_bools(elements)
+                block = piece, box, elements  # noqa: PLW2901
             if self.sums is not None:
                 self.sums.add_box(piece, box.start, elements)
             alike.setdefault((piece.chunks, elements.shape, elements.dtype), []).append(block)

@@ -21,6 +21,7 @@ from crc32c import crc32c
 from shardckpt import frameworks
 from shardckpt.io.buffers import round_up
 from shardckpt.io.threads import map_on_threads
+from shardckpt.layout.dtypes import with_plain_bools
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -136,7 +137,7 @@ def _checksum(array: NDArray[Any]) -> int:
     """CRC-32C of an array's elements in C order; an array with gaps is made contiguous part by part."""
     crc = 0
     for part in _parts(array):
-        crc = crc32c(np.ascontiguousarray(part).reshape(-1).view(np.uint8).data, crc)
+        crc = crc32c(np.ascontiguousarray(with_plain_bools(part)).reshape(-1).view(np.uint8).data, crc)
     return crc
 
 

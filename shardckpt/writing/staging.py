@@ -37,6 +37,7 @@ from shardckpt.excerpt import file_size
 from shardckpt.frameworks import fetch
 from shardckpt.io.buffers import round_up
 from shardckpt.io.copying import copy_all
+from shardckpt.layout.dtypes import with_plain_bools
 from shardckpt.plan.blocks import parts_of
 from shardckpt.writing.host import portions
 from shardckpt.writing.save import is_array
@@ -106,7 +107,7 @@ class LateElements:
     def added_to(self, contents: Contents) -> Contents:
         """The contents with these tensors, as soon as they have arrived."""
         self._arrival.wait()
-        small = {**contents.small, **{name: array.tobytes() for name, array in self._arrays.items()}}
+        small = {**contents.small, **{name: with_plain_bools(array).tobytes() for name, array in self._arrays.items()}}
         return replace(contents, small={name: small[name] for name in self._order})
 
 
