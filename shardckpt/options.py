@@ -65,7 +65,8 @@ class SaveOptions:
     """Seconds that the committing process waits for the other processes. These wait for the commit, a minute longer. In the first call of
     a job, also the seconds that each process waits for the others to join."""
     overwrite: bool = False
-    """Whether to replace an existing checkpoint, atomically. Without it an existing one is an AlreadyExistsError."""
+    """Whether to replace an existing checkpoint, atomically. Without it an existing one is an AlreadyExistsError. A checkpoint that is
+    pinned, tagged, or the base of checkpoints beside it is not replaced: an OptionError."""
     memory_limit: int | str = DEFAULT_MEMORY_LIMIT
     """Limit of host memory for staging buffers and chunks: bytes, or a string such as "512MiB"."""
     device_copy: Literal["wait", "overlap"] = "wait"

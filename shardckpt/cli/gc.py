@@ -31,11 +31,11 @@ def gc(
     dry_run: Annotated[bool, typer.Option("--dry-run", "-n", help="Only show what would be removed.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Remove files of unfinished saves.
+    """Remove files of unfinished saves; publish those that are complete.
 
-    Checkpoints stay. If several saves to one directory are unfinished and one of them has written within --grace, all of them stay. A
-    removed save can never be committed. With --grace 0 saves in progress are removed too. The exit status is 6 if the storage has refused
-    a deletion.
+    Checkpoints stay. A complete save that was never published becomes the checkpoint, as with `shardckpt commit`. If several saves to one
+    directory are unfinished and one of them has written within --grace, all of them stay. A removed save can never be committed. With
+    --grace 0 saves in progress are removed too. The exit status is 6 if the storage has refused a deletion.
     """
     from shardckpt.commit.collecting import collect
     from shardckpt.options import parse_duration
@@ -43,7 +43,7 @@ def gc(
     seconds = parse_duration(grace, "--grace")
     found = collect(root, grace=seconds, dry_run=dry_run)
     if as_json:
-        write_json({"dry_run": dry_run, **_document(found)})
+        write_json({"dry_run": dry_run, **_document(found, "removed", "published", "kept", "failed")})
     elif found:
         screen = Screen()
         screen.show(_lines(screen, found, "would go" if dry_run else "removed"))
@@ -77,7 +77,7 @@ def rm(
             raise typer.Exit(1)
     found = delete(url, grace=seconds)
     if as_json:
-        write_json({"url": str(parse(url)), **_document(found)})
+        write_json({"url": str(parse(url)), **_document(found, "removed", "kept", "failed")})
     else:
         screen = Screen()
         screen.show([f"deleted  {visible(str(parse(url)))}"])
@@ -92,34 +92,36 @@ def _end(found: Sequence[Collected]) -> None:
         raise typer.Exit(_FAILED)
 
 
-def _document(found: Sequence[Collected]) -> dict[str, Any]:
+def _document(found: Sequence[Collected], *outcomes: str) -> dict[str, Any]:
     return {
         outcome: [
             {"url": str(one.location), "attempt": one.attempt, "idle": one.idle, "reason": one.reason}
             for one in found
             if one.outcome == outcome
         ]
-        for outcome in ("removed", "kept", "failed")
+        for outcome in outcomes
     }
 
 
 def _lines(screen: Screen, found: Sequence[Collected], removed: str) -> Iterator[str]:
     from shardckpt.commit.collect import UNDER_WAY
 
-    styles = {"removed": "green", "kept": "yellow", "failed": "red"}
+    styles = {"removed": "green", "published": "green", "kept": "yellow", "failed": "red"}
+    words = {"removed": removed, "published": "would be published" if removed == "would go" else "published"}
     rows = [
         [
             Cell(visible(_place(one)), "bold" if one.outcome == "removed" else ""),
-            Cell(removed if one.outcome == "removed" else one.outcome, styles[one.outcome]),
+            Cell(words.get(one.outcome, one.outcome), styles[one.outcome]),
             Cell("" if one.idle is None else f"idle {duration_text(one.idle)}", "dim"),
             Cell(visible(one.reason or "")),
         ]
         for one in found
     ]
     yield from screen.table(rows)
-    going = sum(one.outcome == "removed" for one in found)
+    going, new = (sum(one.outcome == outcome for one in found) for outcome in ("removed", "published"))
     yield ""
-    yield f"{count(going, 'attempt')} {removed}, {len(found) - going:,} kept"
+    also = f", {new:,} {words['published']}" if new else ""
+    yield f"{count(going, 'attempt')} {removed}, {len(found) - going - new:,} kept{also}"
     if any(one.reason == UNDER_WAY for one in found):
         yield "--grace 0 removes the kept ones, too; use it only if no save is under way."
 

@@ -34,7 +34,8 @@ from shardckpt.format.record import CheckpointRecord, Contents, HostFiles, HostR
 from shardckpt.format.table import OWN_OBJECT, ROW, ArrayChunks, Table, TableHeader, check_sizes
 from shardckpt.format.zarr_arrays import chunk_object_key, encode, plain_key, zarr_documents
 from shardckpt.frameworks.coordination import ALL_MUST_CALL, WaitNotice
-from shardckpt.io.files import LARGEST_WHOLE
+from shardckpt.io.failures import storage_errors
+from shardckpt.io.files import LARGEST_WHOLE, sync_directory
 from shardckpt.io.threads import map_on_threads
 from shardckpt.plan.pieces import chunk_boxes
 from shardckpt.state.names import shown
@@ -128,6 +129,9 @@ def assemble(place: Store, said: Mapping[FileReference, Contents] | None = None)
         CommitError: records contradict each other, or a chunk was written by no host or by several.
     """
     hosts, references = _host_records(place)
+    if (records := place.local_path("records")) is not None:
+        with storage_errors("write", records):
+            sync_directory(records)  # a host may have been killed, or be at work, between naming its record and making the name durable
     first = hosts[0]
     parts = _contents(place, hosts, said or {})
     contents = Contents.union(parts)

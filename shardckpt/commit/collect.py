@@ -11,12 +11,15 @@ To collect a checkpoint's orphaned attempts:
 1. Read the record with the storage's version of it, and list the attempts that it does not name.
 2. Choose the attempts without any write for a grace period, by the storage's clock. If another attempt, or a placeholder,
    is younger, a save may be in progress, and the fence would make it fail: then choose none.
-3. Fence, on condition that the record still has that version. A record gets a new mark. A tombstone replaces a placeholder,
+3. Publish the newest attempt that is complete (`committing`): its own committer may have failed, and its data may be the only copy. If
+   that succeeds, start again. If the storage fails, the attempt stays. Only an attempt that is incomplete, or was refused just now, is
+   collected.
+4. Fence, on condition that the record still has that version. A record gets a new mark. A tombstone replaces a placeholder,
    another tombstone or a missing file. Every mark is unique, because some storages derive the version from the
    contents. If the record has changed, start again.
-4. List again: remove the attempts that are still orphans and still without a write for the grace period. Host records go
+5. List again: remove the attempts that are still orphans and still without a write for the grace period. Host records go
    first, because a commit needs them.
-5. If only that tombstone is left, delete it too, on condition that it still has that version: a save that began
+6. If only that tombstone is left, delete it too, on condition that it still has that version: a save that began
    meanwhile has put its placeholder there.
 
 To delete a checkpoint, a tombstone replaces its record under the same condition, unless it is pinned or tagged (`commit.markers`).
@@ -35,9 +38,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from shardckpt.commit.attempts import attempts, is_attempt
-from shardckpt.commit.markers import PINNED, SUPERSEDED, protection, unmark
+from shardckpt.commit.committing import commit_place, publishable
+from shardckpt.commit.dependants import check_unprotected
+from shardckpt.commit.markers import PINNED, SUPERSEDED, unmark
 from shardckpt.commit.publish import RECORD, clear_place, put_tombstone
-from shardckpt.errors import FormatError, NotFoundError, OptionError, ReplacedError, StorageError, VersionError
+from shardckpt.errors import FormatError, NotFoundError, ReplacedError, StorageError, VersionError
 from shardckpt.format.documents import Fields, open_envelope, seal, utc_now
 from shardckpt.format.record import Tombstone
 from shardckpt.io.ages import idle_seconds
@@ -51,6 +56,7 @@ _ROUNDS = 10
 """Number of new starts because the record has changed; each change means that another process made progress."""
 UNDER_WAY = "it may be a save under way"
 _NEIGHBOUR = "another save to this place may be under way, and would fail if this were removed"
+_COMPLETE = "a complete save is there, which `shardckpt commit` publishes"
 _COLLECTED = "no save here was finished, and what was left of them was removed"
 _AGELESS = "its age is not known: the storage keeps no times"
 _CONTENDED = "other processes keep changing the commit record"
@@ -66,8 +72,9 @@ class Collected:
     """The checkpoint's directory."""
     attempt: str | None
     """Name of the attempt; None: the outcome is about no particular attempt."""
-    outcome: Literal["removed", "kept", "failed"]
-    """`removed`: it was removed, or would be in a dry run; `failed`: the storage refused, and a part of it may be gone."""
+    outcome: Literal["removed", "published", "kept", "failed"]
+    """`removed`: it was removed; `published`: it was complete, and is the checkpoint now; in a dry run: it would be. `failed`: the storage
+    refused, and a part of it may be gone."""
     idle: float | None = None
     """Seconds since the last write into it; None: not known."""
     reason: str | None = None
@@ -112,38 +119,48 @@ class _Record:
         return store.replace(RECORD, head + sealed[sealed.index(b'"sha256"') :], self.generation)
 
 
-def collect(store: Store, *, grace: float, dry_run: bool = False) -> list[Collected]:
-    """Remove the attempts at one place that no process will commit any more.
+def collect(store: Store, *, grace: float, dry_run: bool = False, publishes: bool = True) -> list[Collected]:
+    """Publish the complete attempt at one place, if there is one; remove the attempts that no process will commit any more.
 
     Args:
         store: the checkpoint's place.
         grace: seconds without any write that make an attempt removable. 0 removes all, even those of saves in progress.
         dry_run: only report what would be done.
+        publishes: whether to publish a complete attempt; otherwise all stay if there is one.
 
     Returns:
         The outcome for each attempt that the commit record does not name.
 
     Raises:
         FormatError: the commit record cannot be read, so it is not known which attempt it names; nothing was removed.
-        StorageError: the storage failed; nothing was removed.
+        StorageError: the storage failed, perhaps while a complete attempt was published; nothing was removed.
     """
+    published: list[Collected] = []
     for _ in range(_ROUNDS):
         found, record = _orphans(store, grace)
-        if dry_run or record is None or any(one.outcome == "kept" for one in found):
-            return found
+        if record is None or any(one.outcome == "kept" for one in found):
+            return published + found
+        complete = publishable(store) if found and (dry_run or not publishes) else None
+        if complete is not None and not publishes:
+            return [replace(one, outcome="kept", reason=_COMPLETE) for one in found]
+        if dry_run:
+            return [replace(one, outcome="published" if one.attempt == complete else one.outcome) for one in found]
         if not found:
             _clear(store, record, grace)
-            return []
-        if record.fence(store):
+            return published
+        ages = {one.attempt: one.idle for one in found}
+        committed = [one.attempt for one in commit_place("", store) if one.state == "committed"]
+        published += [Collected(store.location, attempt, "published", ages.get(attempt)) for attempt in committed]
+        if not committed and record.fence(store):
             break
     else:
-        return [replace(one, outcome="kept", reason=_CONTENDED) for one in found]
+        return published + [replace(one, outcome="kept", reason=_CONTENDED) for one in found]
     fenced = {one.attempt for one in found}
     left, record = _orphans(store, grace)
     done = [_remove(store, one) if _idle_enough(one.idle, grace) else one for one in left if one.attempt in fenced]
     if record is not None:
         _clear(store, record, grace)
-    return done
+    return published + done
 
 
 def delete(store: Store, *, reason: str, grace: float, attempt: str | None = None) -> list[Collected]:
@@ -219,9 +236,7 @@ def _bury(store: Store, reason: str, first: str | None) -> str | None:
             return first
         if first not in (None, named):
             raise ReplacedError(f"{store}: another checkpoint has taken its place; nothing was deleted.")
-        protected = protection(store, named)
-        if protected:
-            raise OptionError(f"{store} is {protected}, so it is not deleted; {protected.undo} it first.")
+        check_unprotected(store, named, "deleted")
         first = named
         if store.replace(RECORD, _tombstone(reason), generation):
             return first

@@ -7,30 +7,30 @@ a directory of checkpoints, or one checkpoint.
 from __future__ import annotations
 
 import math
-import os
+from typing import TYPE_CHECKING
 
 from shardckpt.commit import collect as at_one_place
 from shardckpt.commit.attempts import places
 from shardckpt.commit.collect import Collected
+from shardckpt.commit.dependants import Dependants
 from shardckpt.commit.publish import RECORD, published_attempt
-from shardckpt.errors import FormatError, MissingDataError, NotFoundError, OptionError, StorageError
+from shardckpt.errors import FormatError, NotFoundError, OptionError, StorageError
 from shardckpt.excerpt import excerpt
-from shardckpt.format.documents import open_envelope
-from shardckpt.format.structure import bases_of, names_beside
 from shardckpt.io.failures import check_fork, reading_takes_threads
 from shardckpt.io.status import exists
 from shardckpt.io.store import Store
 from shardckpt.io.threads import map_on_threads
 from shardckpt.io.url import parse
 
+if TYPE_CHECKING:
+    import os
+
 GRACE = 24 * 3600.0
 """Default for the seconds without any write after which an attempt may be collected."""
-_NAMED = 10
-"""Most checkpoints that a message names."""
 
 
 def collect(root: str | os.PathLike[str], *, grace: float = GRACE, dry_run: bool = False) -> list[Collected]:
-    """Remove the attempts at `root` and directly below it that no save will finish.
+    """Remove the attempts at `root` and directly below it that no save will finish; publish those that are complete.
 
     An attempt is removed if no commit record names it and nothing has been written into it for the grace period, by the
     storage's own clock. If another attempt of the same checkpoint is younger, a save may be in progress, and all stay.
@@ -109,35 +109,13 @@ def check_exists(url: str | os.PathLike[str]) -> None:
 
 def _check_no_base(store: Store) -> None:
     """Refuse to delete a checkpoint that others in the same directory name as their base. Others elsewhere are not found."""
-    location = store.location.resolved
     try:
         attempt = published_attempt(store)
         if attempt is None:
             return
     except FormatError:
         attempt = None  # not known: any checkpoint that names this place counts
-    if location.parent is None:
-        return
-    root = Store.open(location.parent)
-
-    def names_it(name: str) -> bool:
-        place = root.sub(name)
-        if place.location.local is not None and not os.access(place.location.local, os.X_OK):
-            return False  # another user's directory inside a shared one
-        try:
-            bases = bases_of(open_envelope(place.read(RECORD), place.path_of(RECORD)), place.path_of(RECORD))
-        except (MissingDataError, FormatError):  # no checkpoint, or one that cannot be read without deleting anything
-            return False
-        return location.name in names_beside(base for base in bases if attempt in (None, base.attempt))
-
-    others = [name for name, _ in places(root, root.list_children()) if name not in (".", location.name)]
-    with reading_takes_threads(root):
-        naming = [name for name, found in zip(others, map_on_threads(names_it, others), strict=True) if found]
-    if naming:
-        raise OptionError(
-            f"{location} is the base of checkpoints beside it, which store tensors in it: {', '.join(naming[:_NAMED])}"
-            f"{', …' if len(naming) > _NAMED else ''}; so it is not deleted. Delete those first, or save them again without skip=."
-        )
+    Dependants(store).check_unused(attempt, "deleted")
 
 
 def _check_seconds(grace: object) -> None:

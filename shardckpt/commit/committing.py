@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Literal
 from shardckpt.commit.assemble import assemble, finished_hosts, read_host_record
 from shardckpt.commit.attempts import attempts, is_reshard, places
 from shardckpt.commit.base_places import check_bases
+from shardckpt.commit.dependants import Dependants
 from shardckpt.commit.leftover import check_leftover, run_root
-from shardckpt.commit.publish import hold_place, publish, read_prior, remove_replaced
+from shardckpt.commit.publish import data_stays, hold_place, publish, read_prior, remove_replaced
 from shardckpt.commit.rollback import Rollback
 from shardckpt.commit.strays import remove_strays
 from shardckpt.errors import AlreadyExistsError, NotFoundError, ShardckptError, StorageError
@@ -85,12 +86,16 @@ def commit_places(root: Store, named: Sequence[tuple[str, Store]]) -> list[Outco
         StorageError: the storage failed at one of them, or Python is shutting down; the others were committed.
     """
     with reading_takes_threads(root), ThreadPoolExecutor(_AT_ONCE, "shardckpt-commit") as pool:
-        futures = [pool.submit(_commit_one, name, place) for name, place in named]
+        futures = [pool.submit(commit_place, name, place) for name, place in named]
     return [outcome for future in futures for outcome in future.result()]
 
 
-def _commit_one(name: str, store: Store) -> list[Outcome]:
-    """Commit the newest complete attempt at one checkpoint."""
+def commit_place(name: str, store: Store) -> list[Outcome]:
+    """Commit the newest complete attempt at one checkpoint, called `name` in the outcomes.
+
+    Raises:
+        StorageError: the storage failed.
+    """
     found = sorted(attempts(store, store.list_children()), key=natural_key, reverse=True)
     if not found:
         return []
@@ -102,7 +107,7 @@ def _commit_one(name: str, store: Store) -> list[Outcome]:
         return [Outcome(name, store.location, attempt, "refused", str(e)) for attempt in found]
     found = [attempt for attempt in found if attempt != prior.attempt]
     outcomes: list[Outcome] = []
-    rivals = [attempt for attempt in found if is_reshard(attempt) and _complete(store.sub(attempt), prior)]
+    rivals = _rivals(store, found, prior)
     for attempt in found:
         if len(rivals) > 1 and attempt in rivals:
             reason = "several reshards with different options are complete; to commit one, repeat its call without worker="
@@ -112,6 +117,30 @@ def _commit_one(name: str, store: Store) -> list[Outcome]:
         else:
             outcomes.append(_attempted(name, store, attempt, prior))
     return outcomes
+
+
+def publishable(store: Store) -> str | None:
+    """The attempt that `commit_place` would try to publish first; None: no attempt there is complete. Nothing is written.
+
+    Raises:
+        StorageError: the storage failed.
+    """
+    found = sorted(attempts(store, store.list_children()), key=natural_key, reverse=True)
+    try:
+        prior = read_prior(store, overwrite=True)
+    except StorageError:
+        raise
+    except ShardckptError:
+        return None
+    rivals = _rivals(store, found, prior)
+    refused = rivals if len(rivals) > 1 else []
+    left = (attempt for attempt in found if attempt != prior.attempt and attempt not in refused)
+    return next((attempt for attempt in left if _complete(store.sub(attempt), prior)), None)
+
+
+def _rivals(store: Store, found: Sequence[str], prior: Prior) -> list[str]:
+    """The complete reshards among some attempts."""
+    return [attempt for attempt in found if is_reshard(attempt) and _complete(store.sub(attempt), prior)]
 
 
 def _lacks(place: Store, prior: Prior) -> tuple[Literal["incomplete", "overtaken"], str] | None:
@@ -153,7 +182,8 @@ def _attempted(name: str, store: Store, attempt: str, prior: Prior) -> Outcome:
             lacks = _lacks(place, prior)
         if lacks is not None:
             return outcome(*lacks)
-        if (denied := _publish(store, attempt, prior)) is not None:
+        denied, published = _publish(store, attempt, prior)
+        if denied is not None:
             return outcome("refused", denied)
     except AlreadyExistsError as e:
         return outcome("overtaken", str(e))
@@ -161,27 +191,39 @@ def _attempted(name: str, store: Store, attempt: str, prior: Prior) -> Outcome:
         raise
     except ShardckptError as e:
         return outcome("refused", str(e))
-    if prior.attempt is not None:
+    if published and prior.attempt is not None:
         remove_replaced(store, prior.attempt)
     return outcome("committed")
 
 
-def _publish(store: Store, attempt: str, prior: Prior) -> str | None:
-    """Publish an attempt that lacks nothing else; the reason if this process has no permission to write there."""
+def _publish(store: Store, attempt: str, prior: Prior) -> tuple[str | None, bool]:
+    """Publish an attempt that lacks nothing else.
+
+    Returns:
+        The reason if this process has no permission to write there, and whether this process published the attempt.
+    """
     place = store.sub(attempt)
     try:
-        record = assemble(place)
-        check_leftover(store, attempt, record.metadata, prior.attempt)
+        with data_stays(store):
+            record = assemble(place)
+            check_leftover(store, attempt, record.metadata, prior.attempt)
+            rollback = Rollback.of(record.metadata)
+            dependants = Dependants(store, {} if rollback is None else rollback.neighbours)
+            if prior.is_checkpoint:
+                dependants.check_replaceable(prior.attempt)
         if record.structure.bases:
             check_bases(store.location, record, prior.attempt)
-        root, rollback = run_root(store, attempt, record.metadata), Rollback.of(record.metadata)
-        if root is not None and rollback is not None:
-            rollback.tell(root)
-        publish(store, record, prior)
+        with data_stays(store):
+            root = run_root(store, attempt, record.metadata)
+            if root is not None and rollback is not None:
+                rollback.tell(root)
+                if prior.is_checkpoint:
+                    dependants.check_replaceable(prior.attempt)
+        published = publish(store, record, prior)
     except StorageError as e:
         if not is_denied(e):
             raise
-        return str(e)
+        return str(e), False
     with suppress(ShardckptError):  # a file that cannot be removed only takes space
         remove_strays(place)
-    return None
+    return None, published

@@ -10,8 +10,12 @@ An attempt is a directory whose name is never reused. Data, then the hosts' reco
    was asleep publishes nothing after `checkpoint.json` was removed.
 
 Several processes may commit one attempt: the process that saved, and others that found it complete. One of them wins; the
-others find their own attempt published, which is a success too. On a local disk, an attempt that could not
-be published is removed at once. Publishers hold a shared lock on its directory, and the process that removes it an exclusive one.
+others find their own attempt published, which is a success too.
+
+A complete attempt whose publication failed stays: any process may publish it later. It is removed only when no process can publish
+it any more, because the record is neither the prior one nor its own (`publish`, `discard_unfit`), or by a collection
+(`collect`), which tries to publish it first. On a local disk, publishers hold a shared lock on its directory, and the process that
+removes it an exclusive one.
 """
 
 from __future__ import annotations
@@ -28,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardckpt.commit.attempts import attempts, is_attempt
 from shardckpt.commit.markers import PINNED, SUPERSEDED, unmark
-from shardckpt.errors import AlreadyExistsError, CommitError, FormatError, StorageError, VersionError
+from shardckpt.errors import AlreadyExistsError, CommitError, FormatError, ShardckptError, StorageError, VersionError
 from shardckpt.format.documents import seal
 from shardckpt.format.record import CheckpointRecord, Tombstone, parse_checkpoint
 from shardckpt.format.table import check_sizes
@@ -67,6 +71,11 @@ class Prior:
     def holds(self) -> bool:
         """Whether the record is a placeholder."""
         return isinstance(self.record, Tombstone) and self.record.begun
+
+    @property
+    def is_checkpoint(self) -> bool:
+        """Whether there is a checkpoint that a new one would replace, perhaps with an unreadable record."""
+        return isinstance(self.record, CheckpointRecord) or self.record is _UNREADABLE
 
     @property
     def attempt(self) -> str | None:
@@ -202,13 +211,12 @@ def clear_place(store: Store, generation: bytes) -> None:
 
 
 def publish(store: Store, record: CheckpointRecord, prior: Prior) -> bool:
-    """Make an assembled attempt the checkpoint, or remove it.
+    """Make an assembled attempt the checkpoint, or remove it if no process can ever publish it.
 
     A removed attempt must never be published afterwards. So it is removed only after the storage has responded, and has
     then shown a record that is neither ours nor the prior one. It may be ours if the storage loses its own response, retries, and
-    reports that "another" writer was first. While the prior record is there, a try whose response was lost may still succeed. If a
-    process is interrupted while it waits for the response, the attempt stays as garbage; the same if an object store
-    does not respond.
+    reports that "another" writer was first. While the prior record is there, a try whose response was lost may still succeed, and
+    so may a later try. So after any failure the attempt stays.
 
     Args:
         store: the checkpoint's place.
@@ -216,47 +224,69 @@ def publish(store: Store, record: CheckpointRecord, prior: Prior) -> bool:
         prior: the version of the commit record that `hold_place` returned when the save began.
 
     Returns:
-        Whether this call published it; False: another committer has published this same attempt.
+        Whether this call published it; False: another committer has published this same attempt. Only the committer that published it
+        knows that its record is durable, so only that one may remove the replaced attempt.
 
     Raises:
         AlreadyExistsError: another attempt was published first, or the place was deleted or collected meanwhile.
-        CommitError: readers would refuse the record; or another process failed to publish the attempt, and has removed it.
+        CommitError: readers would refuse the record; or another process has removed the attempt.
         StorageError: the storage failed, or contradicts itself.
     """
     place = store.sub(record.attempt)
-    try:
-        with collector_paused():
-            data = seal(record.to_json(), record.version)
-            _check_readable(store, record, data)
-    except CommitError:
-        discard(place)
-        raise
+    with collector_paused():
+        data = seal(record.to_json(), record.version)
+        _check_readable(store, record, data)
     try:
         with _locked(place, fcntl.LOCK_SH):
             gone = store.location.local is not None and not place.exists(record.hosts[0].key)
             published = not gone and store.replace(RECORD, data, prior.generation)
     except StorageError as e:
-        if published_attempt(store) == record.attempt:
+        if is_published(store, record.attempt):
             raise StorageError(f"{store}: the checkpoint is committed, but a crash of the machine now might undo that ({e})") from e
-        if store.location.local is not None:
-            discard(place)
-        raise
+        raise _unpublished(store, e) from e
     if published:
         return True
-    there, _ = store.read_versioned(RECORD)
+    with data_stays(store):
+        there, _ = store.read_versioned(RECORD)
     if _attempt(store, there) == record.attempt:
         return False
     if record_digest(there) == prior.digest:
         if gone:
-            raise CommitError(f"{place}: another process failed to publish this save and removed it; save again.")
-        raise StorageError(
+            raise CommitError(f"{place}: another process has removed this save; save again.")
+        raise _unpublished(
+            store,
             f"cannot write {store.path_of(RECORD)}: the storage refused the write as if another save had come first, but shows none; "
-            f"check that the bucket exists, then save again."
+            f"check that the bucket exists.",
         )
     discard(place)
     raise AlreadyExistsError(
         f"{store}: another save committed there, or the place was deleted, while this one was running; nothing of it was kept."
     )
+
+
+def _unpublished(store: Store, why: object) -> StorageError:
+    return StorageError(f"{why} The data of the save is complete and stays there: `shardckpt commit {store}` publishes it.")
+
+
+@contextlib.contextmanager
+def data_stays(store: Store) -> Iterator[None]:
+    """Add to a storage error of the block that the data of a save is complete, and what publishes it.
+
+    Args:
+        store: the checkpoint's place.
+    """
+    try:
+        yield
+    except StorageError as e:
+        raise _unpublished(store, e) from e
+
+
+def is_published(store: Store, attempt: str) -> bool:
+    """Whether the commit record is known to name an attempt; False also if it cannot be read."""
+    try:
+        return published_attempt(store) == attempt
+    except (StorageError, FormatError):
+        return False
 
 
 def _check_readable(store: Store, record: CheckpointRecord, data: bytes) -> None:
@@ -297,6 +327,24 @@ def discard(place: Store) -> None:
         if locked or not place.list_children("records/"):
             place.delete_prefix("records/")  # first: a restarted reshard trusts a record that its data is there
             place.delete_prefix("")
+
+
+def discard_unfit(store: Store, attempt: str, prior: Prior, *, complete: bool) -> None:
+    """Remove an attempt that no process can publish; if that is not certain, it stays.
+
+    Args:
+        store: the checkpoint's place.
+        attempt: the attempt.
+        prior: the version of the commit record that it may replace.
+        complete: whether its data may be complete and durable, so that another process may publish it.
+    """
+    with contextlib.suppress(ShardckptError):  # an unreadable record may name this attempt
+        data, _ = store.read_versioned(RECORD)
+        if _attempt(store, data) == attempt or (complete and record_digest(data) == prior.digest):
+            return
+        discard(store.sub(attempt))
+        if prior.holds:
+            clear_place(store, prior.generation)
 
 
 @contextlib.contextmanager

@@ -33,9 +33,14 @@ class Rollback:
     later: Mapping[int, str | None]
     """The later steps → the attempt that each one's record names, None if the record is unreadable."""
 
+    @property
+    def neighbours(self) -> dict[str, str | None]:
+        """The later steps by the names of their places, with their attempts."""
+        return {str(step): attempt for step, attempt in self.later.items()}
+
     def to_json(self) -> dict[str, Any]:
         """JSON form."""
-        return {"to": self.step, "revived": self.revived, "supersedes": {str(step): attempt for step, attempt in self.later.items()}}
+        return {"to": self.step, "revived": self.revived, "supersedes": self.neighbours}
 
     @classmethod
     def of(cls, metadata: Mapping[str, Any]) -> Self | None:

@@ -119,7 +119,7 @@ def import_checkpoint(
         workers: number of tasks done at once, as in `reshard`.
         worker: (K, N): this call is worker K of N, as in `reshard`.
         task_bytes: approximate bytes that a task writes.
-        overwrite: replace a checkpoint that is committed there.
+        overwrite: replace a checkpoint that is committed there, unless it is pinned, tagged, or the base of checkpoints beside it.
         verify: read back the written bytes.
         trust_pickle: read metadata that a format stores only in a pickle. Set this only for files from a source that you trust,
             although the reader of pickles runs no code.

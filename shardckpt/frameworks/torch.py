@@ -18,6 +18,7 @@ from numpy.lib.stride_tricks import as_strided
 
 from shardckpt.errors import BudgetError, DtypeError, LeafError
 from shardckpt.frameworks.base import Array, InPlace, Sink, Source, Target, whole
+from shardckpt.frameworks.numpy import identity as array_identity
 from shardckpt.frameworks.numpy import overlaps_itself
 from shardckpt.layout.dtypes import DType, by_name
 from shardckpt.state.names import shown
@@ -151,8 +152,7 @@ def identity(leaf: Any) -> Hashable | None:
     memory = memory_key(leaf)
     if memory is None or not is_host_memory(leaf) or (leaf.dtype not in _SAME_IN_NUMPY and leaf.dtype not in _AS_BITS):
         return None if memory is None else ("torch", *memory)
-    kind, item = dtype_of_tensor("", leaf).numpy, leaf.itemsize
-    return "numpy", leaf.data_ptr(), tuple(leaf.shape), tuple(item * stride for stride in leaf.stride()), kind.str, kind.name
+    return array_identity(array_of(leaf.detach(), dtype_of_tensor("", leaf)))
 
 
 def memory_key(tensor: Any) -> tuple[Hashable, ...] | None:

@@ -215,6 +215,20 @@ class Store:
                 return is_file(path)
             return bool(self.kvstore().list(ts.KvStore.KeyRange(key.encode(), key.encode() + b"\0")).result())
 
+    def change_token(self, key: str) -> object:
+        """A value that differs after each write of an object, for comparison in one process; reads no bytes, except from memory."""
+        check_key(key, self)
+        with storage_errors("look for", self.path_of(key)):
+            if self.location.bucket is not None:
+                return self._bucket.stat(self._name(key), self._share)[1]
+            if (path := self._file(key)) is not None:
+                try:
+                    found = path.stat()
+                except (FileNotFoundError, NotADirectoryError):
+                    return None
+                return found.st_dev, found.st_ino, found.st_mtime_ns, found.st_ctime_ns, found.st_size
+        return self.read_versioned(key)[1]
+
     def create(self, key: str, data: Data) -> bool:
         """Create an object if it does not exist; durable when this returns.
 

@@ -22,11 +22,11 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from shardckpt.commit.assemble import assemble
-from shardckpt.commit.publish import publish, published_attempt, remove_replaced
+from shardckpt.commit.dependants import Dependants
+from shardckpt.commit.publish import data_stays, is_published, publish, remove_replaced
 from shardckpt.commit.strays import remove_strays
 from shardckpt.errors import CommitError, OptionError, ShardckptError, leaves_out_with, out_of_memory_is_typed
 from shardckpt.excerpt import excerpt
-from shardckpt.format.record import CheckpointRecord
 from shardckpt.io.datafile import check_space
 from shardckpt.io.failures import reading_takes_threads
 from shardckpt.io.url import parse
@@ -179,7 +179,7 @@ def reshard(
         worker: (K, N): this call does the share of worker K, counted from 0, of N workers that you start. When all
             are done, call `shardckpt.commit(dst)`.
         task_bytes: approximate bytes that a task writes. An interruption loses at most one unfinished task per worker.
-        overwrite: replace a checkpoint that is committed at `dst`.
+        overwrite: replace a checkpoint that is committed at `dst`, unless it is pinned, tagged, or the base of checkpoints beside it.
         verify: read the written data back and compare checksums.
         unmatched: "replicate" or "error": treatment of tensors that no rule matches; None: the setting of `rules`.
         progress: called with the bytes of elements done so far, and in all (of this call's share).
@@ -237,6 +237,10 @@ def run_job(
     each = replace(options, workers=1) if isinstance(execution.engine, str) else options
     job = Job(source, str(destination), each, call=secrets.token_hex(8), alone=execution.worker is None and execution.engine is None)
     opened, done = OpenJob(job, found), None
+    dependants = Dependants(opened.store)
+    first = execution.worker is None or execution.worker[0] == 0  # one call of the job reads the checkpoints beside the destination
+    if first and opened.prior.is_checkpoint and not opened.committed:
+        dependants.check_replaceable(opened.prior.attempt)
     if opened.reuses_files:
         try:
             done = _reuse_source(opened, execution)
@@ -245,7 +249,7 @@ def run_job(
     if done is None:
         done = _run_tasks(opened, execution, options.workers, in_one_memory=in_one_memory)
     if execution.worker is None and not opened.committed:
-        _commit(opened)
+        _commit(opened, dependants)
     return ReshardReport(
         url=str(opened.store.location),
         attempt=opened.attempt,
@@ -372,17 +376,21 @@ def _lost(task: Task, times: int, error: BaseException) -> CommitError:
     )
 
 
-def _commit(opened: OpenJob) -> None:
+def _commit(opened: OpenJob, dependants: Dependants) -> None:
     """Publish the output of all tasks."""
+    store, prior = opened.store, opened.prior
     try:
         contents, _ = opened.contents.seal()
-        record = assemble(opened.place, {contents: opened.contents})  # which saves parsing them
-        publish(opened.store, record, opened.prior)
+        with data_stays(store):
+            record = assemble(opened.place, {contents: opened.contents})  # which saves parsing them
+            if prior.is_checkpoint:
+                dependants.check_replaceable(prior.attempt)
     except ShardckptError:
-        if published_attempt(opened.store) != opened.attempt:
-            raise  # otherwise another process committed it and cleaned up before this check
-    else:
-        with suppress(ShardckptError):  # leftovers only cost space
-            remove_strays(opened.place)
-    if isinstance(opened.prior.record, CheckpointRecord):
-        remove_replaced(opened.store, opened.prior.record.attempt)
+        if is_published(store, opened.attempt):
+            return  # another process has committed it and cleaned up before this check
+        raise
+    published = publish(store, record, prior)
+    with suppress(ShardckptError):  # leftovers only cost space
+        remove_strays(opened.place)
+    if published and prior.attempt is not None:
+        remove_replaced(store, prior.attempt)

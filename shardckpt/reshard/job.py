@@ -143,7 +143,8 @@ class OpenJob:
     @cached_property
     def described(self) -> FileReference:
         """A reference to the file of the `contents`; the file is written first if necessary."""
-        return describe(self.place, self.contents)
+        # Another call of the job may have failed to make that file durable, so on a disk it is written again.
+        return describe(self.place, self.contents, always=self.place.location.local is not None)
 
     def finished_tasks(self) -> set[int]:
         """Numbers of the tasks whose record exists, with all files that it names.

@@ -27,7 +27,7 @@ import numpy as np
 
 from shardckpt.commit.assemble import read_host_files, read_table, write_table
 from shardckpt.errors import CorruptionError, FormatError, MissingDataError, ShardckptError, of_one_tensor
-from shardckpt.format.documents import FileReference, seal
+from shardckpt.format.documents import FileReference
 from shardckpt.format.record import HostFiles, HostRecord
 from shardckpt.format.table import OWN_OBJECT
 from shardckpt.format.zarr_arrays import chunk_object_key, plain_key
@@ -35,6 +35,7 @@ from shardckpt.io.buckets.object_copies import can_copy, copy_objects
 from shardckpt.io.failures import storage_errors
 from shardckpt.io.files import sync_directory
 from shardckpt.io.status import is_file, is_link, status
+from shardckpt.writing.host import write_record
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -139,7 +140,7 @@ def _reuse_host(opened: OpenJob, number: int, reference: FileReference) -> int:
         chunks=len(table.rows),
         stored_bytes=int(table.rows.length.sum(dtype=np.int64)),
     )
-    if not place.create(record.key, seal(record.to_json())):  # another process was first
+    if not write_record(place, record, first=True):  # another process was first
         with suppress(ShardckptError):
             place.delete_prefix(f"{folder}/")
     return read

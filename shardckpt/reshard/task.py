@@ -26,7 +26,7 @@ from shardckpt.format.record import host_record_key
 from shardckpt.reshard.assembling import assembled
 from shardckpt.reshard.batches import BatchMemory
 from shardckpt.reshard.job import OpenJob
-from shardckpt.writing.host import HostWriter
+from shardckpt.writing.host import HostWriter, write_record
 
 if TYPE_CHECKING:
     from shardckpt.io.store import Store
@@ -133,7 +133,7 @@ def _run(opened: OpenJob, task: Task, place: Store) -> tuple[bool, int]:
         _remove(writer, place)
         raise
     writer.vouches = True  # the record may exist even if the answer is lost; then its files must stay
-    first = place.create(record.key, seal(record.to_json()))
+    first = write_record(place, record, first=True)
     if not first:
         _remove(writer, place)
     return first, record.stored_bytes

@@ -6,10 +6,14 @@
    rollback to the storage.
 3. When the save has ended, the next one may begin. If the step was committed, the leader deletes the steps that are no longer kept.
 4. Failures are kept until the training thread asks for them: `raise_failures`.
+5. A save may have failed when its data was complete. When the next save begins, the leader tries to publish it (`_publish_left`). The
+   first save of a manager that has restored nothing does so for the saves of earlier runs, before it claims the root: afterwards
+   they are refused. Both happen before any collection.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from contextlib import contextmanager, suppress
@@ -25,7 +29,8 @@ from shardckpt.training import events
 from shardckpt.training.cleaning import Cleaner
 from shardckpt.training.decisions import LEADER
 from shardckpt.training.lineage import Lineage
-from shardckpt.training.steps import StepInfo, steps_among
+from shardckpt.training.resuming import commit_left
+from shardckpt.training.steps import StepInfo, step_numbers, steps_among
 from shardckpt.writing.save_handle import SaveHandle
 from shardckpt.writing.saver import Saver
 
@@ -37,6 +42,9 @@ if TYPE_CHECKING:
     from shardckpt.options import SaveOptions
     from shardckpt.training.retention import Retention
     from shardckpt.writing.save_handle import SaveReport
+
+
+_log = logging.getLogger("shardckpt")
 
 
 class Background:
@@ -69,6 +77,8 @@ class Background:
         self._ended.set()
         self._threads: list[threading.Thread] = []
         self._failures: list[tuple[BaseException, int]] = []
+        self._left: set[int] | None = None
+        """Steps whose save failed, and may be complete. None: the steps of earlier runs have not been looked at."""
 
     # --- on the training thread
 
@@ -106,6 +116,10 @@ class Background:
             begun.put(handle)
         return failed
 
+    def resumed(self) -> None:
+        """Note that a restore has published what was complete, and that training continues from there."""
+        self._left = set()
+
     def join(self) -> None:
         """Wait until no save and no deletion is running."""
         for thread in self._threads:
@@ -137,6 +151,8 @@ class Background:
 
     def _before_publish(self, step: int) -> None:
         """Hold the root and record a pending rollback. Runs on the committing process."""
+        if self._left is None:
+            self._publish_left(step)
         self._job.hold()
         self.lineage.tell_storage(step)
 
@@ -145,6 +161,8 @@ class Background:
         if (handle := begun.get()) is None:
             return
         try:
+            if self._leads and self._left:
+                self._publish_left(step)
             report = handle.wait()
             assert report is not None
             self.last_report = report
@@ -160,6 +178,22 @@ class Background:
             created = utc_now()
             bases = steps_among(self._root, report.bases)
             self._clean(StepInfo(step, "committed", report.attempt, created, metrics, bases=bases))
+
+    def _publish_left(self, step: int) -> None:
+        """Publish the complete saves of other steps that were not published when they were made. Runs on the leader.
+
+        A step that is being saved again is left out: the new save replaces it. If the storage fails, the next save tries again.
+        """
+        try:
+            if self._left is None:
+                self._left = {*step_numbers(self._root)}
+            due = sorted(self._left - {step})
+            self._job.check()
+            if commit_left(self._root, due):
+                self.cleaner.forget()
+            self._left.difference_update(due)
+        except (OtherJobError, StorageError) as e:
+            _log.warning("%s", e)
 
     def _clean(self, committed: StepInfo) -> None:
         """Delete the steps that are no longer kept. Runs on the leader."""
@@ -192,6 +226,8 @@ class Background:
         error.add_note(f"Step {step} was being saved in the background.")
         self.emit(events.SaveFailed, step, error=error)
         self.lost = step
+        if self._left is not None:
+            self._left.add(step)
         self._failures.append((error, step))
 
 

@@ -7,7 +7,7 @@
 3. Superseded steps are deleted once training has passed them: until then a rollback can be undone.
 4. Each deletion replaces the commit record with a tombstone before it removes data, and removes the tombstone at the end
    (`commit.collect`). Leftovers of a killed process or of an earlier version (attempts without a checkpoint, tombstones) are
-   collected once nothing has been written into them for a grace period.
+   collected once nothing has been written into them for a grace period; a complete one is published instead.
 
 A step whose deletion failed is tried again after each save.
 """
@@ -115,7 +115,7 @@ class Cleaner:
                 self._steps = steps
             if self._collected is None or time.monotonic() >= self._collected + self._grace:
                 self._collected = time.monotonic()
-                self._collect()
+                self._collect(committed.step)
 
     def _named(self, steps: dict[int, StepInfo]) -> frozenset[int]:
         """The steps that hold tensors of other steps, existing or being saved."""
@@ -146,18 +146,24 @@ class Cleaner:
         self.failure = error
         _log.warning("%s", error)
 
-    def _collect(self) -> None:
-        """Remove the leftovers of unfinished saves and deletions."""
+    def _collect(self, newest: int) -> None:
+        """Publish or remove the leftovers of unfinished saves and deletions.
+
+        Steps after the newest are from before a rollback. If a complete one was published now, a restart would continue from it, so it
+        stays as it is.
+        """
         with suppress(StorageError):
             if self._root.location.local is None:
                 self._root.delete(_DELETED)
             for step in step_numbers(self._root):
                 place = self._root.sub(str(step))
                 with suppress(FormatError):
-                    found = at_one_place.collect(place, grace=self._grace)
-                    removed = sum(one.outcome == "removed" for one in found)
-                    if removed:
-                        _log.info("%s: %d unfinished saves removed", place, removed)
+                    found = at_one_place.collect(place, grace=self._grace, publishes=step <= newest)
+                    removed, published = (sum(one.outcome == outcome for one in found) for outcome in ("removed", "published"))
+                    if removed or published:
+                        _log.info("%s: unfinished saves: %d removed, %d published", place, removed, published)
+                    if published:
+                        self.forget()
                 place.remove_empty()  # a deletion was killed just before it removed the directory
 
 

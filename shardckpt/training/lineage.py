@@ -12,10 +12,11 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Literal
 
 from shardckpt.commit import pinning
-from shardckpt.commit.markers import SUPERSEDED, protection, unmark
+from shardckpt.commit.dependants import check_unprotected
+from shardckpt.commit.markers import SUPERSEDED, unmark
 from shardckpt.commit.publish import published_attempt
 from shardckpt.commit.rollback import ROLLBACK, Rollback
-from shardckpt.errors import AlreadyExistsError, OptionError, ShardckptError
+from shardckpt.errors import OptionError, ShardckptError
 from shardckpt.io.failures import check_fork
 from shardckpt.training.retention import Retention, best
 from shardckpt.training.steps import StepInfo, check_step, list_steps
@@ -56,21 +57,19 @@ class Lineage:
         return step in self.later
 
     def protects(self, step: int) -> bool:
-        """Whether the old step was pinned or tagged, or the base of such a step, at the restore; `tell_storage` finds later pins."""
+        """Whether the old step was pinned, tagged or a base that others need at the restore; the save itself finds later changes."""
         return step in self._kept
 
     def tell_storage(self, step: int) -> None:
         """Mark the superseded steps in the storage; runs on the leader just before a step is published.
 
         Raises:
-            AlreadyExistsError: the step would replace one that is pinned or tagged.
+            OptionError: the step would replace one that is pinned or tagged.
             StorageError: the storage failed.
         """
         place = self._root.sub(str(step))
-        if step in self.later and (protected := protection(place, self.later[step])):
-            raise AlreadyExistsError(f"{place}: the step from before the rollback is {protected}; {protected.undo} lets it be replaced.")
-        if self._overwrites and (protected := protection(place, published_attempt(place))):
-            raise AlreadyExistsError(f"{place}: the step that is there is {protected}; {protected.undo} lets it be replaced.")
+        if step in self.later or self._overwrites:  # before a rollback is marked
+            check_unprotected(place, self.later[step] if step in self.later else published_attempt(place), "replaced")
         if self._pending is not None:
             self._pending.tell(self._root)
             self._pending = None

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("shardckpt")
 _DEFAULT_EVERY = EveryCall()
 """The `every` of a manager that was created without one."""
-_PROTECTED = "the step from before the rollback is pinned or tagged, or the base of one that is; `unpin` or `untag` lets it be replaced"
+_PROTECTED = "the step from before the rollback is pinned or tagged, or a base that others need; unpin, untag or delete those to replace it"
 _managers: Counter[str] = Counter()
 """Number of managers that a run has created in this process: all of its processes create equally many, in the same order."""
 
@@ -226,7 +226,7 @@ class CheckpointManager(RunSteps):
         Returns:
             Whether the step is being saved. If a due or forced step is not saved, a `SaveSkipped` event gives the reason: the step is
             saved already; the previous save is in flight, with `in_flight="skip"`; or, after a rollback, the old step of this number
-            is pinned, tagged, or the base of such a step. In the last case the next step is saved instead, if this one was due.
+            is pinned, tagged, or the base of a checkpoint that stays. In the last case the next step is saved instead, if this one was due.
 
         Raises:
             OptionError: the step is smaller than the last one given to `should_save`, `save` or `restore`.
@@ -365,6 +365,7 @@ class CheckpointManager(RunSteps):
             check=check,
             fell_back=lambda damaged, reason: self._background.emit(events.FellBack, damaged, reason=reason),
         )
+        self._background.resumed()
         if found is None:
             return None
         self._last, self._owed = found.step, False

@@ -149,8 +149,7 @@ class NamedModule:
         """Today's name of each Parameter, by the name that 0.2.0 gave it, where these differ."""
         names = self.parameter_names()
         earlier = {self._earlier(path): names[id(parameter)] for path, parameter in self.module.named_parameters()}
-        taken = set(names.values())
-        return {before: now for before, now in earlier.items() if before not in taken}
+        return {before: now for before, now in earlier.items() if before not in set(names.values())}
 
     def arranged(self, node: Node, _state: Node) -> Node:
         """The stored state, with names that 0.2.0 gave changed to today's."""

@@ -19,7 +19,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from shardckpt import errors
+from shardckpt.commit.attempts import places, step_of
 from shardckpt.commit.committing import commit_places
+from shardckpt.commit.dependants import used_beside
 from shardckpt.commit.fingerprints import recorded_fingerprint
 from shardckpt.errors import CorruptionError, FormatError, NotFoundError, OptionError, ReplacedError, ShardckptError, VersionError
 from shardckpt.excerpt import few
@@ -28,7 +30,7 @@ from shardckpt.training.steps import list_steps, step_numbers
 from shardckpt.writing.fingerprint import fingerprint
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from shardckpt.frameworks.coordination import Coordinator
     from shardckpt.io.store import Store
@@ -63,7 +65,7 @@ class Resumed:
     later: dict[int, str | None]
     """Steps after it, with the attempt in each one's record (None if unreadable)."""
     kept: frozenset[int]
-    """Later steps that are pinned or tagged, or hold tensors of such a step."""
+    """Later steps that are pinned or tagged, or hold tensors of such a step, or of a checkpoint that is not superseded."""
 
 
 def resume(
@@ -183,7 +185,7 @@ def _opened(url: str, attempt: str | None) -> Checkpoint:
 def _choose(root: Store, step: int | None, below: int | None, rolled_back: dict[int, str | None], *, commits: bool) -> dict[str, Any]:
     """The leader's choice of a step, as JSON."""
     if commits:
-        _commit_left(root)
+        commit_left(root, step_numbers(root))
     steps = list_steps(root)
     superseded = {s.step for s in steps if not s.live or (s.step in rolled_back and rolled_back[s.step] == s.attempt)}
     known = {s.step: s for s in steps}
@@ -199,6 +201,13 @@ def _choose(root: Store, step: int | None, below: int | None, rolled_back: dict[
         return {"error": f"{root}: there is no step {step}; there are: {there}."}
     later = [s for s in steps if s.step > chosen_step]
     kept = {step for s in steps if s.protected for step in (s.step, *s.bases) if step > chosen_step}
+    if later:  # a base of a checkpoint that training has not gone back behind stays, too
+        kept |= {
+            base for s in steps if s.step == chosen_step or (s.step < chosen_step and s.live) for base in s.bases if base > chosen_step
+        }
+        others = [name for name, _ in places(root, root.list_children()) if name != "." and step_of(name) is None]
+        used = used_beside(root, others)
+        kept |= {s.step for s in later if (str(s.step), s.attempt) in used}
     return {
         "step": chosen_step,
         "attempt": known[chosen_step].attempt,
@@ -208,15 +217,19 @@ def _choose(root: Store, step: int | None, below: int | None, rolled_back: dict[
     }
 
 
-def _commit_left(root: Store) -> None:
-    """Commit the steps that an earlier run has left complete; a process with read access only leaves them as they are.
+def commit_left(root: Store, steps: Sequence[int]) -> bool:
+    """Commit the steps that an earlier run, or a failed save, has left complete; return whether there were any.
+
+    A process with read access only leaves them as they are.
 
     Raises:
         StorageError: the storage failed, so that the latest step may be unknown.
     """
-    for outcome in commit_places(root, [(str(step), root.sub(str(step))) for step in step_numbers(root)]):
+    outcomes = commit_places(root, [(str(step), root.sub(str(step))) for step in steps])
+    for outcome in outcomes:
         level = _LEVELS.get(outcome.state, logging.DEBUG)
-        _log.log(level, "%s: an earlier run's attempt %s: %s %s", outcome.location, outcome.attempt, outcome.state, outcome.reason)
+        _log.log(level, "%s: the unpublished attempt %s: %s %s", outcome.location, outcome.attempt, outcome.state, outcome.reason)
+    return any(outcome.state == "committed" for outcome in outcomes)
 
 
 def _first_failure(coordinator: Coordinator, failure: Exception | None) -> tuple[ShardckptError, bool] | None:

@@ -22,10 +22,12 @@ from zlib import crc32
 from shardckpt import frameworks
 from shardckpt.commit.assemble import assemble, pause, wait_for_hosts
 from shardckpt.commit.base_places import base_location, check_base, check_bases
+from shardckpt.commit.dependants import Dependants
+from shardckpt.commit.job import RUN
 from shardckpt.commit.publish import (
     Prior,
-    clear_place,
-    discard,
+    data_stays,
+    discard_unfit,
     hold_place,
     new_attempt,
     publish,
@@ -33,7 +35,8 @@ from shardckpt.commit.publish import (
     read_prior,
     remove_replaced,
 )
-from shardckpt.errors import CommitError, CoordinationError, OtherJobError, ShardckptError
+from shardckpt.commit.rollback import Rollback
+from shardckpt.errors import CommitError, CoordinationError, OptionError, OtherJobError, ShardckptError
 from shardckpt.format.documents import FileReference, seal
 from shardckpt.format.record import CheckpointRecord, Contents, HostRecord
 from shardckpt.format.structure import Structure
@@ -131,6 +134,10 @@ class Attempt:
         """Whether this process has begun to meet the others, after a failed save."""
         self._vouches = False
         """Whether this process's record may exist, which lets other processes commit the attempt."""
+        self._dependants: Dependants | None = None
+        """The checkpoints that need the one to be replaced, if there is one; used by the committing process."""
+        self._durable = False
+        """Whether this process's share and its record are durable."""
         if is_shutting_down():
             error = CommitError(
                 f"{store}: Python is shutting down and starts no threads any more, so nothing can be saved, and nothing was. "
@@ -203,6 +210,8 @@ class Attempt:
         us = self.world.process, self.world.processes
         store, place = (self.store, self.place) if self.alone else (self.store.among(*us), self.place.among(*us))
         prior = read_prior(store, overwrite=self.options.overwrite)
+        if self.commits:
+            self._check_replaceable(prior)
         self._check_not_given_up()  # after the checks of this process's own part, whose errors are more useful to it
         if self.options.compression is None:  # the size of compressed chunks is not known yet
             check_space(self.store, self._nbytes)
@@ -226,6 +235,7 @@ class Attempt:
             fill(writer)
             checksums = None if replicas is None else replicas.complete()
             record = writer.finish(contents, hosts=self.world.processes, prior=self.prior.digest, values=values, replicas=checksums)
+            self._durable = True
         except BaseException:
             writer.abort()
             raise
@@ -239,26 +249,47 @@ class Attempt:
         """Wait until all hosts have written their share."""
         if not self.alone:
             wait_for_hosts(self.place, self.world.processes, self.options.commit_timeout, self._failure)
+        if not self.alone and self.store.location.local is not None:  # a record may be visible for a moment that is not durable
+            heard = None
+            with suppress(CoordinationError):
+                heard = self._heard(_FAILURE)
+            if heard is not None:
+                raise CommitError(f"{self.place}: {_failed_host(heard)} Nothing was published.")
 
     def assemble_record(self) -> CheckpointRecord:
         """The commit record, with everything that it refers to in place; only publishing remains."""
         assert self.prior is not None
-        record = assemble(self.place, self._said)
+        with data_stays(self.store):
+            record = assemble(self.place, self._said)
         if record.structure.bases:
             check_bases(self.store.location, record, self.prior.attempt)
         return record
+
+    def check_replaced(self) -> None:
+        """Check again, on the committing process, that nobody relies on the checkpoint that this one replaces."""
+        assert self.prior is not None
+        with data_stays(self.store):
+            self._check_replaceable(self.prior)
+
+    def _check_replaceable(self, prior: Prior) -> None:
+        """Refuse to replace a checkpoint that others need; at the second call only what has changed is read."""
+        if prior.is_checkpoint:
+            if self._dependants is None:
+                rollback = Rollback.of(self.options.metadata) if RUN in self.options.metadata else None
+                self._dependants = Dependants(self.store, {} if rollback is None else rollback.neighbours)
+            self._dependants.check_replaceable(prior.attempt)
 
     def publish(self, record: CheckpointRecord) -> None:
         """Make the attempt the checkpoint, and announce that."""
         assert self.prior is not None
         try:
-            publish(self.store, record, self.prior)
+            published = publish(self.store, record, self.prior)
         except BaseException as e:
             if not self.alone:
                 self._fail(e)
             raise
         self._tell(_WORD, None)
-        if self.prior.attempt is not None:
+        if published and self.prior.attempt is not None:
             remove_replaced(self.store, self.prior.attempt)
 
     def see_published(self) -> None:
@@ -290,7 +321,7 @@ class Attempt:
             if word is not None and word["error"] is None:
                 return
             if word is not None and word["process"] == COMMITTER:  # another process's word only says that it has waited in vain
-                kind = OtherJobError if word.get("code") == OtherJobError.code else CommitError
+                kind = next((kind for kind in (OtherJobError, OptionError) if word.get("code") == kind.code), CommitError)
                 raise kind(f"{self.store}: process {COMMITTER} did not commit the save: {word['error']}")
             if (now := time.monotonic()) > look:
                 # A later save overwrites the word, and a process that reaches the place by another name than the committer gets none.
@@ -322,15 +353,15 @@ class Attempt:
         self._stopped = why
 
     def give_up(self, error: BaseException) -> None:
-        """Handle a failure of this process's part: it publishes nothing."""
+        """Handle a failure of this process's part: it publishes nothing.
+
+        Any process may commit a complete attempt (`shardckpt commit`), so only an incomplete one goes. On a disk, a record may be
+        visible although it is not durable; in a bucket, it may be durable although this process has not seen that.
+        """
         if self.alone:
-            # Any process may commit a complete attempt (`shardckpt commit`). On a disk, where space is short, remove it all the same.
-            if self._wrote and (self.store.location.local is not None or not self._vouches):
-                with suppress(ShardckptError):  # an unreadable record may name this attempt
-                    if published_attempt(self.store) != self.name:
-                        discard(self.place)
-                        if self.prior is not None and self.prior.holds:
-                            clear_place(self.store, self.prior.generation)
+            if self._wrote and self.prior is not None:
+                complete = self._durable or (self._vouches and self.store.location.local is None)
+                discard_unfit(self.store, self.name, self.prior, complete=complete)
         else:  # other processes may still be writing; `gc` collects the files of this one
             self._fail(error)
 
@@ -368,16 +399,19 @@ class Attempt:
         """
         if self.turns is None:
             return
-        why = None
+        why, refused = None, False
         with suppress(CoordinationError):  # no process can be asked, so none has left it behind and gone on
             word = self._heard(_WORD)
             why = None if word is None else word["error"]
+            refused = word is not None and word.get("code") == OptionError.code
         if why is None and not self.commits:
             why = self.turns.why_closed()
         if why is not None:
             us = f"process {self.world.process}"
             if not self.commits:
                 self.turns.report("it has missed a save to this place, or began it after the others had given it up")
+            if refused:
+                raise OptionError(f"{self.store}: process {COMMITTER} did not begin the save: {why}")
             raise CommitError(
                 f"{self.store}: the other processes gave up this save before {us} began it: {why} All processes must make the same "
                 f"saves, and {us} has missed one or is late. The next save that all of them make here is a new attempt."
@@ -393,7 +427,7 @@ class Attempt:
             heard = self._heard(_FAILURE)
         except CoordinationError:  # no announcement can be read; the records show which hosts have finished
             return None
-        return None if heard is None else f"process {heard['process']} could not write its share: {heard['error']}"
+        return None if heard is None else _failed_host(heard)
 
     def _tell(self, what: str, error: BaseException | None) -> None:
         """Announce an event without waiting; an unreachable coordination store changes nothing."""
@@ -414,6 +448,10 @@ class Attempt:
 
     def _key(self, what: str) -> str:
         return f"{what}/{crc32(self._save.encode()) % _WORDS}"
+
+
+def _failed_host(heard: Mapping[str, Any]) -> str:
+    return f"process {heard['process']} could not write its share: {heard['error']}"
 
 
 def _in_words(error: BaseException) -> str:

@@ -15,13 +15,14 @@ So the cost of Python code is per portion or block and not per chunk, except for
 from __future__ import annotations
 
 from array import array
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
 from shardckpt.commit.assemble import write_table
-from shardckpt.errors import CommitError
+from shardckpt.errors import CommitError, ShardckptError
 from shardckpt.format.documents import FileReference, seal
 from shardckpt.format.fingerprint import StateSums
 from shardckpt.format.record import HostFiles, HostRecord
@@ -51,12 +52,41 @@ if TYPE_CHECKING:
     """An array, a box of complete chunks of it (in the tensor's indices), and the box's elements."""
 
 
-def describe(place: Store, contents: Contents) -> FileReference:
-    """Write a host's contents into the attempt at `place`, unless a host with the same contents has written them."""
+def describe(place: Store, contents: Contents, *, always: bool = False) -> FileReference:
+    """Write a host's contents into the attempt at `place`, unless a host with the same contents has written them, or `always`."""
     reference, data = contents.seal()
-    if not place.exists(reference.key):
+    if always or not place.exists(reference.key):
         place.write(reference.key, data)
     return reference
+
+
+def write_record(place: Store, record: HostRecord, *, first: bool = False) -> bool:
+    """Write a host's record, after everything that it refers to is durable.
+
+    On a disk, a file may be visible although making it durable failed. Such a record is removed, so that nobody commits what it
+    refers to.
+
+    Args:
+        place: the attempt.
+        record: the host's record.
+        first: write it only if there is none yet.
+
+    Returns:
+        Whether the record there is this one.
+    """
+    data = seal(record.to_json())
+    try:
+        if first:
+            return place.create(record.key, data)
+        place.write(record.key, data)
+    except BaseException:
+        if place.location.local is not None:
+            with suppress(ShardckptError):
+                there, generation = place.read_versioned(record.key)
+                if there == data:
+                    place.remove(record.key, generation)
+        raise
+    return True
 
 
 class HostWriter:
@@ -153,7 +183,7 @@ class HostWriter:
         """
         record, _ = self.complete(self.describe(contents), hosts=hosts, prior=prior, values=values, replicas=replicas)
         self.vouches = True  # even if the write fails: perhaps only its response was lost
-        self._place.write(record.key, seal(record.to_json()))
+        write_record(self._place, record)
         return record
 
     def complete(

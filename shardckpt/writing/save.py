@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from shardckpt import frameworks
+from shardckpt.commit.publish import data_stays
 from shardckpt.errors import out_of_memory
 from shardckpt.frameworks.coordination import Coordinator, check_coordinator, coordinator_of
 from shardckpt.io.buffers import BufferPool, round_up
@@ -91,8 +92,10 @@ def save(
         OptionError: a pattern in `shardings` or `skip` matches no tensor, or an option is invalid.
         NotFoundError, MismatchError: the base does not exist, or lacks skipped tensors; nothing was published.
         AlreadyExistsError: there is a checkpoint at `url`, and `overwrite` is not set.
+        OptionError: `overwrite` would replace a checkpoint that is pinned, tagged, or the base of checkpoints beside it.
         CommitError: processes saved different states, did not finish in time, or Python is shutting down; nothing was published.
-        StorageError: the storage failed. Either nothing at `url` has changed, or the new checkpoint is complete.
+        StorageError: the storage failed. The checkpoint at `url` is the old one or the new one. If all data was written, it stays, and the
+            message says how to publish it.
     """
     began = time.monotonic()
     options = checked_options(options, skip)
@@ -156,7 +159,7 @@ def take_steps(
     """Take all steps of a save in order: write, wait for the other hosts, publish or see it published.
 
     Args:
-        attempt: the attempt; given up if a step before publishing fails.
+        attempt: the attempt; given up if a step before publishing fails. From the moment that it is durable, its data stays.
         write: writes this process's share.
         on_durable: called when this process's share is durable.
         before_publish: called on the committing process just before the checkpoint is published; an error from it fails the save.
@@ -170,7 +173,9 @@ def take_steps(
             attempt.await_hosts()
             waited_at = time.monotonic()
             record = attempt.assemble_record()
-            before_publish()
+            with data_stays(attempt.store):
+                before_publish()
+            attempt.check_replaced()
     except BaseException as e:
         attempt.give_up(e)
         raise

@@ -86,7 +86,7 @@ def test_where_nothing_is_left_behind_that_is_no_error(run, saver, tmp_path):
     answer = run("gc", tmp_path)
     assert (answer.status, answer.out) == (0, "")
     assert "no unfinished saves" in answer.err
-    assert run("gc", tmp_path, "--json").json == {"dry_run": False, "removed": [], "kept": [], "failed": []}
+    assert run("gc", tmp_path, "--json").json == {"dry_run": False, "removed": [], "published": [], "kept": [], "failed": []}
 
 
 def test_what_the_storage_refuses_is_told_and_the_status_is_the_storages(run, runs, monkeypatch):

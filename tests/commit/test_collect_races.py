@@ -71,7 +71,7 @@ def hosts_overwrite(stage):
 
 def commit(stage):
     """An actor that commits, as `shardckpt commit` does at each place."""
-    actor = stage.begin(lambda: committing._commit_one(".", stage.store))
+    actor = stage.begin(lambda: committing.commit_place(".", stage.store))
     actor.commits = True
     return [actor]
 

@@ -22,7 +22,7 @@ from shardckpt.commit import assemble, index
 from shardckpt.commit import publish as commit
 from shardckpt.commit.attempts import is_attempt
 from shardckpt.io.store import Store
-from shardckpt.writing import attempt
+from shardckpt.writing import attempt, host
 
 LAYOUTS = ["packed", "zarr"]
 
@@ -209,11 +209,15 @@ def test_an_error_after_the_record_is_visible_keeps_the_data_that_it_names(tmp_p
     assert value_of(tmp_path / "c") == 1
 
 
-def test_an_error_before_the_record_is_visible_leaves_nothing(tmp_path, monkeypatch):
-    Answers(monkeypatch, errors.StorageError("no"), write=False)
-    with pytest.raises(errors.StorageError, match="no"):
+def test_an_error_before_the_record_is_visible_keeps_the_data_and_says_how_to_publish_it(tmp_path, monkeypatch):
+    Answers(monkeypatch, errors.StorageError("no."), write=False)
+    with pytest.raises(
+        errors.StorageError, match=r"no\. The data of the save is complete and stays there: `shardckpt commit .*c` publishes it"
+    ):
         shardckpt.save(tmp_path / "c", state(1))
-    assert attempts(tmp_path / "c") == []
+    monkeypatch.undo()
+    assert [outcome.state for outcome in shardckpt.commit(tmp_path / "c")] == ["committed"]
+    assert value_of(tmp_path / "c") == 1
 
 
 def test_an_interrupt_while_publishing_deletes_nothing(tmp_path, monkeypatch):
@@ -228,12 +232,22 @@ def test_an_interrupt_while_publishing_deletes_nothing(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("failing", ["_host_records", "_check_coverage", "write_index", "write_plain_documents"])
-def test_a_save_that_fails_before_it_publishes_leaves_nothing(tmp_path, monkeypatch, layout, failing):
+def test_a_save_that_fails_after_its_data_is_durable_keeps_it_whatever_the_error(tmp_path, monkeypatch, layout, failing):
     if failing not in {"packed": {"write_plain_documents"}, "zarr": {"write_index"}}[layout]:
         place = assemble if failing.startswith("_") else index
-        monkeypatch.setattr(place, failing, lambda *_, **__: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            shardckpt.save(tmp_path / "c", state(1), options=SaveOptions(layout=layout))
+        with monkeypatch.context() as patch:
+            patch.setattr(place, failing, lambda *_, **__: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                shardckpt.save(tmp_path / "c", state(1), options=SaveOptions(layout=layout))
+        assert [outcome.state for outcome in shardckpt.commit(tmp_path / "c")] == ["committed"]
+        assert value_of(tmp_path / "c") == 1
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_save_that_fails_before_its_data_is_durable_leaves_nothing(tmp_path, monkeypatch, layout):
+    monkeypatch.setattr(host, "write_table", lambda *_, **__: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        shardckpt.save(tmp_path / "c", state(1), options=SaveOptions(layout=layout))
     assert attempts(tmp_path / "c") == []
 
 
@@ -279,14 +293,16 @@ def test_a_full_disk_is_a_storage_error_and_leaves_what_was_there(tmp_path, layo
     large = {**state(2), "many names": {f"{i:03}": np.arange(i) for i in range(30)}}
     shardckpt.save(tmp_path / "whole", large, options=SaveOptions(layout=layout))
     sizes = sorted({p.stat().st_size for p in (tmp_path / "whole").rglob("*") if p.is_file()})
-    for size in [0, *sizes[::3], sizes[-1]]:
-        for url, overwrite in ((tmp_path / "c", True), (tmp_path / f"new {size}", False)):
+    for size in sorted({0, *sizes[::3], sizes[-1]}):
+        for url, overwrite in ((shutil.copytree(tmp_path / "c", tmp_path / f"old {size}"), True), (tmp_path / f"new {size}", False)):
             with files_of_at_most(max(size - 20, 0)), pytest.raises(errors.StorageError) as raised:
                 shardckpt.save(url, large, options=SaveOptions(layout=layout, overwrite=overwrite))
             assert "allows no file of that size" in str(raised.value)
-        assert value_of(tmp_path / "c") == 1
-        assert len(attempts(tmp_path / "c")) == 1
-        assert attempts(tmp_path / f"new {size}") == []
+            complete = len(attempts(url)) > overwrite
+            assert complete == (f"`shardckpt commit {url}`" in str(raised.value))
+            if overwrite:
+                assert value_of(url) == 1
+            assert [outcome.state for outcome in shardckpt.commit(url)] == ["committed"] if complete else not attempts(url)[overwrite:]
 
 
 def test_a_directory_that_may_not_be_written_is_a_storage_error(tmp_path):

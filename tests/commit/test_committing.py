@@ -198,7 +198,8 @@ class StoppedCommitter:
 @pytest.mark.parametrize("action", [("save", 2), ("overwrite", 2), ("commit",)], ids=lambda action: action[0])
 @pytest.mark.parametrize("meanwhile", ["collected", "deleted", "replaced"])
 def test_a_committer_that_sleeps_while_its_place_changes_publishes_nothing_and_says_so(tmp_path, action, meanwhile):
-    """`deleted`: another save committed in between, where there was no checkpoint, and that was deleted."""
+    """`deleted`: another save committed in between, where there was no checkpoint, and that was deleted. `collected`: a collection has
+    published the attempt, because it was complete."""
     url = tmp_path / "c"
     committed = action[0] == "overwrite"
     if committed:
@@ -210,8 +211,8 @@ def test_a_committer_that_sleeps_while_its_place_changes_publishes_nothing_and_s
         (attempt,) = set(directories(url)) - set(kept)
         if meanwhile == "collected":
             age(url)
-            (removed,) = collect(url)
-            assert (removed.attempt, removed.outcome) == (attempt, "removed")
+            (published,) = collect(url)
+            assert (published.attempt, published.outcome) == (attempt, "published")
         else:
             if meanwhile == "replaced" or not committed:
                 save(url, 3, overwrite=committed)
@@ -219,9 +220,10 @@ def test_a_committer_that_sleeps_while_its_place_changes_publishes_nothing_and_s
                 (left,) = delete(url)
                 assert (left.attempt, left.outcome, left.reason) == (attempt, "kept", "it may be a save under way")
         record = bytes_of(url / "checkpoint.json")
-        assert committer.go_on() == ("overtaken" if action[0] == "commit" else "AlreadyExistsError")
+        overtaken, saved = ("overtaken", "committed") if action[0] == "commit" else ("AlreadyExistsError", "saved")
+        assert committer.go_on() == (saved if meanwhile == "collected" else overtaken)
     assert bytes_of(url / "checkpoint.json") == record
-    expected = {"collected": 1 if committed else None, "deleted": None, "replaced": 3}[meanwhile]
+    expected = {"collected": 2, "deleted": None, "replaced": 3}[meanwhile]
     if expected is None:
         assert not url.exists() or directories(url) == []  # the committer has removed what nobody can publish any more
         with pytest.raises(NotFoundError):
@@ -262,7 +264,7 @@ def test_an_attempt_that_was_removed_before_it_is_published_is_not(tmp_path):
     store = Store.open(tmp_path / "c")
     record = assemble(store.sub(attempt))
     discard(store.sub(attempt))
-    with pytest.raises(CommitError, match="failed to publish this save and removed it"):
+    with pytest.raises(CommitError, match="another process has removed this save"):
         publish(store, record, read_prior(store, overwrite=False))
     with pytest.raises(NotFoundError):
         shardckpt.open(tmp_path / "c")

@@ -85,7 +85,7 @@ def assert_goes_on(job, root, layout, processes, order, *, untouched=True):
             saved(job, url, 3, layout, processes, overwrite=value is not None)
             assert value_of(url, processes) == 3
         else:
-            _collect(root, url, processes, value)
+            became = _collect(root, url, processes, value, untouched=untouched) or became
         untouched = False
     for place, before in others.items():
         assert contents(place) == before
@@ -118,14 +118,19 @@ def _named(url, value):
     return shardckpt.open(url).record.attempt if value is not None else None
 
 
-def _collect(root, url, processes, value):
-    """Collect and check: everything that no record names goes, and nothing else."""
+def _collect(root, url, processes, value, *, untouched):
+    """Collect and check: a whole attempt becomes the checkpoint, unless another did; everything else that no record names goes."""
+    present = [finished(url / name) for name in attempts(url) if name != _named(url, value)]
     collected = collecting.collect(root, grace=0)
-    assert all(one.outcome == "removed" for one in collected), collected
+    assert {one.outcome for one in collected} <= {"removed", "published"}, collected
+    published = [one for one in collected if one.outcome == "published"]
+    assert len(published) == (untouched and value != 2 and processes in present)
+    value = 2 if published else value
     assert value_of(url, processes) == value
     if url.exists():
         left = {p.name for p in url.iterdir() if not p.name.endswith(LOCK_SUFFIX)}
         assert left == ({"checkpoint.json", _named(url, value)} if value is not None else set())
+    return "published by a collection" if published else None
 
 
 def copied(base, place):

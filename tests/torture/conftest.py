@@ -87,4 +87,4 @@ def pytest_collection_modifyitems(items):
     if FULL:
         for item in items:
             if Path(__file__).parent in item.path.parents:
-                item.add_marker(pytest.mark.timeout(3600))
+                item.add_marker(pytest.mark.timeout(3600), append=False)

@@ -158,13 +158,14 @@ def _remove(path: str | os.PathLike[str]) -> None:
             place.local.unlink()
         return
     try:
-        delete(path, reason="removed by Lightning")
+        left = delete(path, reason="removed by Lightning")
     except NotFoundError:
         return
     except OptionError as e:
         _log.warning("%s", e)
         return
-    Store.open(place).delete_prefix()
+    if not left:  # otherwise a save to this path may be under way
+        Store.open(place).delete_prefix()
 
 
 def _without_functions(value: Any) -> Any:

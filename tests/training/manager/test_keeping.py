@@ -142,7 +142,10 @@ def test_what_is_not_there_cannot_be_pinned(run):
 def test_a_pin_says_nothing_of_the_checkpoint_that_takes_the_place(run):
     run.train(1)
     run.manager().pin(1)
+    marker = (run.root / "1" / "pinned.json").read_bytes()
+    run.manager().unpin(1)
     shardckpt.save(run.root / "1", state(1), options=shardckpt.SaveOptions(overwrite=True))
+    (run.root / "1" / "pinned.json").write_bytes(marker)
     assert [info.pinned for info in run.manager().steps()] == [False]
 
 
@@ -252,6 +255,6 @@ def test_a_pinned_step_is_not_replaced_by_an_overwrite_either(run):
     pinning.pin(run.root / "5")
     manager = run.manager(options=shardckpt.SaveOptions(overwrite=True))
     manager.save(5, state(6))
-    with pytest.raises(errors.AlreadyExistsError, match="pinned"):
+    with pytest.raises(errors.OptionError, match="is pinned, so it is not replaced; `shardckpt unpin` it first"):
         manager.wait()
     assert run.holds(5)

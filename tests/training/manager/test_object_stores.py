@@ -127,4 +127,4 @@ def test_a_process_that_may_only_read_restores_the_latest_step_that_is_published
     undo_commit(f"{root}/2")
     with proxy.rules.during(Rule("status", status=403, kinds=("upload",), times=None)):
         assert shardckpt.CheckpointManager(root).restore().step == 1
-    assert "/run/2: an earlier run's attempt" in caplog.text
+    assert "/run/2: the unpublished attempt" in caplog.text

@@ -132,7 +132,7 @@ def test_a_job_that_is_stopped_at_a_pinned_step_ends_at_the_one_after_it_which_i
 def test_a_step_that_is_pinned_just_before_its_replacement_stays(run, rolled_back):
     run.manager().pin(1000)
     rolled_back.save(1000, {**state(1000), "again": True})
-    with pytest.raises(errors.AlreadyExistsError, match="1000: the step from before the rollback is pinned"):
+    with pytest.raises(errors.OptionError, match="1000 is pinned, so it is not replaced"):
         rolled_back.wait()
     assert "again" not in shardckpt.restore(run.root / "1000")
 
@@ -216,7 +216,7 @@ def test_a_complete_attempt_of_a_run_that_another_has_taken_over_from_is_not_com
 def test_a_save_that_would_replace_a_pinned_step_is_not_committed(run, rolled_back):
     run.manager().pin(1000)
     rolled_back.save(1000, {**state(1000), "again": True})
-    with pytest.raises(errors.AlreadyExistsError):
+    with pytest.raises(errors.OptionError):
         rolled_back.wait()
     assert run.manager().restore().step == 1000
     assert "again" not in shardckpt.restore(run.root / "1000")
@@ -225,6 +225,6 @@ def test_a_save_that_would_replace_a_pinned_step_is_not_committed(run, rolled_ba
 def test_a_tagged_step_is_not_replaced_either(run, rolled_back):
     pinning.tag(run.root / "1000", "best")
     rolled_back.save(1000, {**state(1000), "again": True})
-    with pytest.raises(errors.AlreadyExistsError, match="is tagged best; `shardckpt untag best` lets it be replaced"):
+    with pytest.raises(errors.OptionError, match="is tagged best, so it is not replaced; `shardckpt untag best` it first"):
         rolled_back.wait()
     assert "again" not in shardckpt.restore(run.root / "1000")

@@ -1,0 +1,156 @@
+"""Refusal to delete or to replace a checkpoint that somebody relies on: it is pinned or tagged, or is the base of others beside it.
+
+A replacement is checked twice: before the first byte of the new checkpoint is written, and just before its record replaces the
+old one. In between a save may take minutes. The second check lists the neighbours again, but reads only the records that are new or
+have changed. Bases elsewhere are not found. A neighbour that is superseded (`markers`) does not prevent a replacement.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Literal
+
+from shardckpt.commit.attempts import places
+from shardckpt.commit.markers import is_superseded, protection
+from shardckpt.commit.publish import RECORD
+from shardckpt.errors import FormatError, OptionError
+from shardckpt.format.documents import Fields, open_envelope
+from shardckpt.format.structure import bases_of, names_beside
+from shardckpt.io.failures import reading_takes_threads
+from shardckpt.io.store import Store
+from shardckpt.io.threads import map_on_threads
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    Verb = Literal["deleted", "replaced"]
+
+_NAMED = 10
+"""Most checkpoints that a message names."""
+
+
+def check_unprotected(store: Store, attempt: str | None, verb: Verb) -> None:
+    """Refuse a checkpoint that is pinned or tagged; takes one read.
+
+    Args:
+        store: the checkpoint's place.
+        attempt: the attempt that is the checkpoint; None: it is not known, because the commit record is unreadable.
+        verb: what is about to happen to it.
+
+    Raises:
+        OptionError: it is pinned or tagged.
+    """
+    protected = protection(store, attempt)
+    if protected:
+        raise OptionError(f"{store} is {protected}, so it is not {verb}; {protected.undo} it first.")
+
+
+@dataclass(frozen=True, slots=True)
+class _Neighbour:
+    """A place beside the checkpoint."""
+
+    token: object
+    """Token of its commit record (`Store.change_token`)."""
+    attempt: str = ""
+    bases: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    """Names of its bases in the same directory → the attempts there."""
+
+
+class Dependants:
+    """The checkpoints beside one that store tensors in it. Each look reads only what has changed since the one before."""
+
+    def __init__(self, store: Store, superseded: Mapping[str, str | None] = MappingProxyType({})) -> None:
+        """Look beside a place; nothing is read yet.
+
+        Args:
+            store: the checkpoint's place.
+            superseded: neighbours that a rollback supersedes, perhaps without a marker yet: name → attempt.
+        """
+        self._store = store
+        self._location = store.location.resolved
+        self._superseded = superseded
+        self._known: dict[str, _Neighbour] = {}
+
+    def check_unused(self, attempt: str | None, verb: Verb) -> None:
+        """Refuse a checkpoint that is a base of others beside it.
+
+        Args:
+            attempt: the attempt that is the checkpoint; None: it is not known, so any attempt counts.
+            verb: what is about to happen to it.
+
+        Raises:
+            OptionError: checkpoints beside it have left tensors in it; the message names them.
+            StorageError: the storage failed.
+        """
+        naming = self._naming(attempt)
+        if verb == "replaced":
+            naming = [name for name in naming if not self._is_superseded(name)]
+        if naming:
+            raise OptionError(
+                f"{self._location} is the base of checkpoints beside it, which store tensors in it: {', '.join(naming[:_NAMED])}"
+                f"{', …' if len(naming) > _NAMED else ''}; so it is not {verb}. Delete those first, or save them again without skip=."
+            )
+
+    def check_replaceable(self, attempt: str | None) -> None:
+        """Refuse to replace a checkpoint that is pinned or tagged, or is a base of others beside it.
+
+        Raises:
+            OptionError, StorageError: as for `check_unprotected` and `check_unused`.
+        """
+        check_unprotected(self._store, attempt, "replaced")
+        self.check_unused(attempt, "replaced")
+
+    def _naming(self, attempt: str | None) -> list[str]:
+        if self._location.parent is None:
+            return []
+        root, own = Store.open(self._location.parent), self._location.name
+        others = [name for name, _ in places(root, root.list_children()) if name not in (".", own)]
+        with reading_takes_threads(root):
+            found = map_on_threads(lambda name: _look(root.sub(name), self._known.get(name)), others)
+        self._known = dict(zip(others, found, strict=True))
+        return [name for name in others if any(attempt in (None, base) for base in self._known[name].bases.get(own, ()))]
+
+    def _is_superseded(self, name: str) -> bool:
+        attempt = self._known[name].attempt
+        if self._superseded.get(name) == attempt:
+            return True
+        assert self._location.parent is not None
+        return is_superseded(Store.open(self._location.parent).sub(name), attempt)
+
+
+def used_beside(root: Store, names: Iterable[str]) -> set[tuple[str, str]]:
+    """The bases, as (name, attempt), that lie below a root and hold tensors of the checkpoints of these names there.
+
+    Superseded checkpoints do not count.
+    """
+    listed = [*names]
+    with reading_takes_threads(root):
+        found = map_on_threads(lambda name: _look(root.sub(name), None), listed)
+    using = [one for name, one in zip(listed, found, strict=True) if one.bases and not is_superseded(root.sub(name), one.attempt)]
+    return {(name, attempt) for one in using for name, attempts in one.bases.items() for attempt in attempts}
+
+
+def _look(place: Store, known: _Neighbour | None) -> _Neighbour:
+    """A neighbour as it is now; `known` is its state at the last look."""
+    if place.location.local is not None and not os.access(place.location.local, os.X_OK):
+        return _Neighbour(None)  # another user's directory inside a shared one
+    where, on_disk = place.path_of(RECORD), place.location.local is not None
+    token = place.change_token(RECORD) if on_disk or known is not None else None
+    if known is not None and token == known.token:
+        return known
+    try:
+        data, generation = place.read_versioned(RECORD)
+        token = token if on_disk else generation
+        if data is None:
+            return _Neighbour(token)
+        document = open_envelope(data, where)
+        bases: dict[str, frozenset[str]] = {}
+        for base in bases_of(document, where):
+            for name in names_beside([base]):
+                bases[name] = bases.get(name, frozenset()) | {base.attempt}
+        attempt = Fields(document, where).string("attempt") if bases else ""
+    except FormatError:  # one that cannot be read without deleting anything
+        return _Neighbour(token)
+    return _Neighbour(token, attempt, bases)
