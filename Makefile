@@ -6,11 +6,15 @@ PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile --max-worker-restart 0
 TORTURE := SHARDCKPT_TORTURE=1 $(BIN)/python -m pytest -vv -o timeout=3600 -o faulthandler_timeout=0
 STAMP := $(VENV)/.installed
 LATEST := tests/frameworks tests/training tests/convert tests/state tests/end_to_end
+ON_FUSE := $(addprefix tests/io/test_,store.py file_systems.py ages.py datafile.py space.py) tests/commit $(addprefix tests/convert/test_,several_files.py notes.py \
+  export_interrupted.py export_places.py to_safetensors.py to_dcp.py to_orbax.py to_torch.py)
+# They change modes, make a pipe, or count what only links spare.
+NOT_ON_FUSE := not may_not_be_written and not one_place_that_cannot_be_collected and not tidied_up_is_made_again
 # The tests start hundreds of processes: each would compile all that it imports again.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test sweeps browser ray vllm latest cuda cuda-wheels torture soak bench bench-quick scale scale-quick check format lint types layers examples docs release clean
+.PHONY: help setup demo test sweeps browser fuse ray vllm latest cuda cuda-wheels torture soak bench bench-quick scale scale-quick check format lint types layers examples docs release clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -26,8 +30,8 @@ $(STAMP): pyproject.toml constraints.txt
 demo: setup ## train, save, be killed, restore onto another mesh, train on
 	$(BIN)/python tools/demo.py
 
-test: setup ## the tests, but for sweeps over all faults, flips and interleavings, the programs in tools/, and those in a browser
-	$(PYTEST) -m "not slow and not browser and not ray and not vllm"
+test: setup ## the tests, but for sweeps over all faults, flips and interleavings, the programs in tools/, and those in a browser or on FUSE
+	$(PYTEST) -m "not slow and not browser and not fuse and not ray and not vllm"
 
 sweeps: setup ## those sweeps
 	$(PYTEST) -m slow
@@ -38,6 +42,18 @@ browser: setup ## the pages in a real Chromium, which is installed where that ca
 	    DEBIAN_FRONTEND=noninteractive apt-get install --yes --quiet=2 --no-install-recommends chromium; } || \
 	  { echo "Chromium is missing, and only root on Debian can be helped: install the package chromium"; exit 1; }
 	$(BIN)/python -m pytest -p no:xdist -m browser tests/cli/browser tests/serve/browser tests/docs/browser
+
+fuse: setup ## tests of storage, commits and exports on mounts with the habits of NFS and of buckets, where FUSE can be mounted
+	@if ! unshare --mount sh -c ': <>/dev/fuse' 2>/dev/null; then \
+	  echo "No test ran on FUSE: /dev/fuse cannot be opened here, or this user can mount nothing"; exit 0; fi; \
+	$(BIN)/python -c 'import ctypes.util as u; exit(not u.find_library("fuse3"))' || \
+	  { test "$$(id -u)" = 0 && command -v apt-get >/dev/null && apt-get update --quiet=2 && \
+	    DEBIAN_FRONTEND=noninteractive apt-get install --yes --quiet=2 --no-install-recommends libfuse3-3; } || \
+	  { echo "libfuse 3 is missing, and only root on Debian can be helped: install the package libfuse3-3"; exit 1; }; \
+	set -e; \
+	unshare --mount $(BIN)/python -m pytest -p no:xdist -m fuse tests/io/test_fuse.py; \
+	unshare --mount $(BIN)/python tools/fuse_mount.py $(BIN)/python -m pytest -n 2 --dist load --max-worker-restart 0 \
+	  --basetemp={mount}/pytest -m "not slow and not fuse" -k "not gs and not s3 and not memory and $(NOT_ON_FUSE)" $(ON_FUSE)
 
 ray: setup ## reshards on real Ray clusters of two nodes, whose parts are killed; takes minutes
 	$(BIN)/python -m pytest -p no:xdist -m ray tests/reshard
@@ -110,7 +126,7 @@ docs: setup ## the documentation as a site, in build/site; a broken link is an e
 release: setup ## build wheel and sdist, install them into empty environments, and use each extra alone; ten minutes
 	$(BIN)/python tools/release.py
 
-check: lint types layers examples docs test sweeps browser ## exactly what CI runs
+check: lint types layers examples docs test sweeps browser fuse ## exactly what CI runs
 
 clean: ## forget the environment and all caches
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
+import time
 from typing import TYPE_CHECKING
 
-from shardckpt.io.status import is_link
+from shardckpt.io.locks import HIDDEN
+from shardckpt.io.status import exists, is_link
 from shardckpt.io.threads import run_on_threads
 
 if TYPE_CHECKING:
@@ -14,10 +18,14 @@ if TYPE_CHECKING:
 
 MOST_DELETIONS = 32
 """Deletions in progress at a time."""
+_TRIES, _PAUSE = 5, 0.1
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a directory and everything below it; a link is removed, and its target stays."""
+    """Remove a directory and everything below it; a link is removed, and its target stays.
+
+    NFS and FUSE keep a deleted file that somebody reads, under a hidden name; then its directory stays for a later collection.
+    """
     if is_link(path):
         path.unlink()
         return
@@ -26,6 +34,16 @@ def remove_tree(path: Path) -> None:
     except FileNotFoundError:
         # It is gone already; or another process is deleting it too, and a second pass removes the rest.
         shutil.rmtree(path, ignore_errors=True)
+    except OSError as e:
+        if e.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.EBUSY):
+            raise
+        for _ in range(_TRIES):
+            shutil.rmtree(path, ignore_errors=True)
+            if not exists(path):
+                return
+            time.sleep(_PAUSE)
+        if not all(HIDDEN.fullmatch(name) for _, _, names in os.walk(path) for name in names):
+            raise
 
 
 def delete_objects(keys: Iterable[str], delete: Callable[[str], object]) -> None:

@@ -156,6 +156,16 @@ def test_a_save_where_nothing_locks_is_refused_with_what_to_mount(tmp_path, refu
         shardckpt.save(tmp_path / "c", STATE)
 
 
+@pytest.mark.parametrize("to", ["safetensors", "dcp", "torch"])
+def test_an_export_where_nothing_locks_is_refused_with_what_to_mount_and_leaves_nothing(tmp_path, refused, to):
+    shardckpt.save(tmp_path / "c", STATE)
+    (tmp_path / "out").mkdir()
+    refused(errno.ENOSYS, errno.ENOSYS)
+    with pytest.raises(StorageError, match=r"this file system has no locks \(Refused\); mount it with locks"):
+        shardckpt.export(tmp_path / "c", tmp_path / "out" / "x.safetensors", to=to)
+    assert names(tmp_path / "out") == []
+
+
 def test_an_error_of_a_lock_that_says_nothing_about_the_file_system_is_kept(tmp_path, refused):
     refused(errno.EIO, None)
     with pytest.raises(StorageError, match="Refused; see"):

@@ -8,7 +8,6 @@ place can settle and remove what a killed export has left.
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import re
 import secrets
@@ -33,6 +32,7 @@ from shardckpt.io.datafile import lack_of_space
 from shardckpt.io.descriptor import OpenFile
 from shardckpt.io.failures import storage_errors
 from shardckpt.io.files import DurableDirectories, sync_directory, sync_open_directory
+from shardckpt.io.locks import lock_whole
 from shardckpt.io.status import exists, is_directory, is_file, is_link
 from shardckpt.io.store import Store
 
@@ -43,9 +43,9 @@ if TYPE_CHECKING:
     from shardckpt.io.url import Location
 
 _RANDOM_BYTES = 4
-_NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
-"""Errors of file systems without hard links. There, a file that another process creates between the check and the rename may be
-replaced."""
+_NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EIO)
+"""Errors of file systems without hard links (EIO: of rclone). There, a file that another process creates between the check and the
+rename may be replaced."""
 
 
 class Draft:
@@ -91,7 +91,11 @@ class Draft:
                 self.path.mkdir()
                 self._open = OpenFile(self.path, os.O_RDONLY | os.O_DIRECTORY)
             self.fd = self._open.fileno()
-            fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            try:
+                lock_whole(self.fd, self.path)
+            except BaseException:
+                self.abandon()
+                raise
 
     def publish(self) -> None:
         """Give the draft its final name, after making it durable. The files inside a directory must be durable already.
@@ -236,8 +240,12 @@ def _holds_any(directory: Path, names: Collection[str]) -> bool:
 def _is_locked(path: Path) -> bool:
     """Whether a running writer has the file locked."""
     try:
-        with OpenFile(path, os.O_RDONLY | os.O_NOFOLLOW) as fd:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            opened = OpenFile(path, os.O_RDWR | os.O_NOFOLLOW)  # NFS locks no file that is open for reading only
+        except IsADirectoryError:
+            opened = OpenFile(path, os.O_RDONLY | os.O_NOFOLLOW)
+        with opened as fd:
+            lock_whole(fd, path)
     except FileNotFoundError:
         return False
     except OSError:

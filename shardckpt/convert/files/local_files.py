@@ -83,7 +83,12 @@ class LocalFiles:
         with storage_errors("create", self._partial):
             DurableDirectories(self._directory).make(self._directory)
             self._partial.mkdir(exist_ok=True)
-        self._notes = Notes(self._partial / "notes")
+        try:
+            self._notes = Notes(self._partial / "notes")
+        except StorageError:
+            with suppress(OSError):
+                remove_directory(self._partial)  # if this call made it
+            raise
         self._checks, named = self._notes.read(plan.identity) or ([], False)
         self._noted = len(self._checks)
         sizes = list(plan.sizes)

@@ -32,8 +32,9 @@ if TYPE_CHECKING:
 
 PARTIAL, COMPLETE, REPLACED, COPY = SUFFIXES = (".partial", ".complete", ".replaced", ".copy")
 """Suffixes of a draft, a finished draft, an old directory, and an unfinished copy of an old directory."""
-_NO_EXCHANGE = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EXDEV, errno.EPERM)
-"""Errors of file systems, kernels and sandboxes that cannot exchange two names."""
+_NO_EXCHANGE = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EXDEV, errno.EPERM, errno.ENOTEMPTY, errno.EEXIST)
+"""Errors of file systems, kernels and sandboxes that cannot exchange two names; the last two are those of a plain rename, which some
+FUSE servers make of it."""
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 """Constants of renameat2(2)."""
 
