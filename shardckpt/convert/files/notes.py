@@ -151,7 +151,7 @@ def _open_log(path: Path) -> OpenFile | None:
     except StorageError as e:
         if isinstance(e.__cause__, BlockingIOError):
             raise StorageError(f"{path.parent}: another export is writing there; wait for it, or choose another name.") from None
-        if os.fstat(fd).st_size == 0:
+        if os.fstat(log.fileno()).st_size == 0:
             path.unlink(missing_ok=True)
         raise
     finally:
