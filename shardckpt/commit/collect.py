@@ -149,7 +149,7 @@ def collect(store: Store, *, grace: float, dry_run: bool = False, publishes: boo
             _clear(store, record, grace)
             return published
         ages = {one.attempt: one.idle for one in found}
-        committed = [one.attempt for one in commit_place("", store) if one.state == "committed"]
+        committed = [one.attempt for one in commit_place("", store, denied_raises=True) if one.state == "committed"]
         published += [Collected(store.location, attempt, "published", ages.get(attempt)) for attempt in committed]
         if not committed and record.fence(store):
             break

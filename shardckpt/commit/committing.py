@@ -90,8 +90,10 @@ def commit_places(root: Store, named: Sequence[tuple[str, Store]]) -> list[Outco
     return [outcome for future in futures for outcome in future.result()]
 
 
-def commit_place(name: str, store: Store) -> list[Outcome]:
+def commit_place(name: str, store: Store, *, denied_raises: bool = False) -> list[Outcome]:
     """Commit the newest complete attempt at one checkpoint, called `name` in the outcomes.
+
+    A lack of permission is an outcome, or, with `denied_raises`, a StorageError like any other failure of the storage.
 
     Raises:
         StorageError: the storage failed.
@@ -115,7 +117,7 @@ def commit_place(name: str, store: Store) -> list[Outcome]:
         elif any(outcome.state == "committed" for outcome in outcomes):
             outcomes.append(Outcome(name, store.location, attempt, "overtaken", "a later attempt was committed"))
         else:
-            outcomes.append(_attempted(name, store, attempt, prior))
+            outcomes.append(_attempted(name, store, attempt, prior, denied_raises=denied_raises))
     return outcomes
 
 
@@ -168,7 +170,7 @@ def _complete(place: Store, prior: Prior) -> bool:
         return False
 
 
-def _attempted(name: str, store: Store, attempt: str, prior: Prior) -> Outcome:
+def _attempted(name: str, store: Store, attempt: str, prior: Prior, *, denied_raises: bool) -> Outcome:
     """Commit one attempt, if possible."""
 
     def outcome(state: Literal["committed", "incomplete", "overtaken", "refused"], reason: str = "") -> Outcome:
@@ -182,7 +184,7 @@ def _attempted(name: str, store: Store, attempt: str, prior: Prior) -> Outcome:
             lacks = _lacks(place, prior)
         if lacks is not None:
             return outcome(*lacks)
-        denied, published = _publish(store, attempt, prior)
+        denied, published = _publish(store, attempt, prior, denied_raises=denied_raises)
         if denied is not None:
             return outcome("refused", denied)
     except AlreadyExistsError as e:
@@ -196,7 +198,7 @@ def _attempted(name: str, store: Store, attempt: str, prior: Prior) -> Outcome:
     return outcome("committed")
 
 
-def _publish(store: Store, attempt: str, prior: Prior) -> tuple[str | None, bool]:
+def _publish(store: Store, attempt: str, prior: Prior, *, denied_raises: bool) -> tuple[str | None, bool]:
     """Publish an attempt that lacks nothing else.
 
     Returns:
@@ -221,7 +223,7 @@ def _publish(store: Store, attempt: str, prior: Prior) -> tuple[str | None, bool
                     dependants.check_replaceable(prior.attempt)
         published = publish(store, record, prior)
     except StorageError as e:
-        if not is_denied(e):
+        if denied_raises or not is_denied(e):
             raise
         return str(e), False
     with suppress(ShardckptError):  # a file that cannot be removed only takes space

@@ -106,6 +106,22 @@ def test_gc_keeps_a_complete_save_if_publishing_it_fails_again(tmp_path):
     assert value_of(url) == 2
 
 
+def test_gc_keeps_a_complete_save_if_it_has_no_right_to_publish_it(tmp_path, monkeypatch):
+    url = tmp_path / "c"
+    save_without_commit(url, 2)
+    write = Store.write
+
+    def denied(store, key, data):
+        if key == "table":
+            raise errors.StorageError(f"cannot write {key}: 403 Forbidden.")
+        write(store, key, data)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Store, "write", denied)
+        assert [one.outcome for one in collecting.collect(url, grace=0)] == ["failed"]
+    assert [one.outcome for one in collecting.collect(url, grace=0)] == ["published"]
+
+
 def test_gc_leaves_a_complete_save_alone_beside_a_save_under_way(tmp_path):
     save_without_commit(tmp_path / "c", 2)
     assert [one.outcome for one in collecting.collect(tmp_path / "c")] == ["kept"]
