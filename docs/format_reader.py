@@ -21,7 +21,7 @@ import numpy as np
 def record(data):
     """The record in a file, after its digest was compared."""
     head, body = re.fullmatch(
-        rb'(\{"format":"shardckpt","version":\[[12],\d+\],"sha256":"[0-9a-f]{64}","record":)(.*)\}\n?', data, re.DOTALL
+        rb'(\{"format":"shardckpt","version":\[[1-5],\d+\],"sha256":"[0-9a-f]{64}","record":)(.*)\}\n?', data, re.DOTALL
     ).groups()
     assert hashlib.sha256(body).hexdigest() == json.loads(head + b"0}")["sha256"], "damaged record"
     return json.loads(body)

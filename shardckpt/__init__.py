@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from shardckpt.reshard.execute import reshard
     from shardckpt.reshard.rules import Rules
     from shardckpt.serve.client import Client
+    from shardckpt.state.composites import register_tensor
     from shardckpt.state.leaves import register_leaf
     from shardckpt.state.per_process import PerProcess
     from shardckpt.training.manager import CheckpointManager
@@ -83,6 +84,7 @@ __all__ = [
     "import_checkpoint",
     "open",
     "register_leaf",
+    "register_tensor",
     "reshard",
     "restore",
     "safe_open",
@@ -124,6 +126,7 @@ _HOME = {
     "import_checkpoint": "convert.importing",
     "open": "reading.checkpoint",
     "register_leaf": "state.leaves",
+    "register_tensor": "state.composites",
     "reshard": "reshard",
     "restore": "reading.restore",
     "safe_open": "views.safe_open",

@@ -12,3 +12,12 @@ def save(coordinator, path, layout, compression):
     state = make_golden.job_state(coordinator.world.process)
     shardckpt.save(path, state, options=make_golden.job_options(layout, compression), coordinator=coordinator)
     return "saved"
+
+
+def save_local(coordinator, path):
+    process = coordinator.world.process
+    rows = make_golden.elements(f"rows {process}", "int8", (3 + process, 4))
+    more = {"q": rows, "kept": make_golden.elements("kept", "float32", (9,)), "nested": {"n": process, "only": {process: "x"}}}
+    state = shardckpt.train_state(rng=False, step=7, local=["q", "nested/*"], **more)
+    shardckpt.save(path, state, coordinator=coordinator)
+    return "saved"

@@ -1,6 +1,6 @@
-"""Write the golden checkpoints: tests/golden/v1/{one-host,three-hosts}/{packed,zarr}, and tests/golden/v2/bases/{0,1,2}.
+"""Write the golden checkpoints: tests/golden/v1/{one-host,three-hosts}/{packed,zarr}, v2/bases/{0,1,2}, v4/local, v5/composite.
 
-    python tools/make_golden.py [directory for v1 and v2]
+    python tools/make_golden.py [directory for v1, v2, …]
 
 They are made once, when a version of the format is released, and read by the tests for ever after: run this again for
 a new version, never to make a failing test pass. What is in them is told beside them, in expected.json. The elements
@@ -24,9 +24,10 @@ from golden_facts import Interval, facts, layout_facts
 
 import shardckpt
 from shardckpt import Mesh, OpSharding, PartitionSpec, PerProcess, Sharding
-from shardckpt.format.documents import BASES_VERSION, FORMAT_VERSION
+from shardckpt.format.documents import BASES_VERSION, COMPOSITE_VERSION, FORMAT_VERSION, LOCAL_VERSION
 from shardckpt.layout.dtypes import DTYPES
 from shardckpt.plan import chunks
+from shardckpt.state.composites import CompositeTensor
 from shardckpt.writing import save_plan
 
 TESTS = Path(__file__).parents[1] / "tests"
@@ -251,6 +252,35 @@ def write_bases(directory: Path) -> None:
     (directory / "expected.json").write_text(json.dumps(said) + "\n")
 
 
+def write_local(directory: Path) -> None:
+    """A state with values that belong to each process alone, and with a tensor of all processes."""
+    from processes import Processes
+
+    shutil.rmtree(directory, ignore_errors=True)
+    with Processes("golden_hosts") as processes:
+        answers = processes.run("save_local", 2, directory / "packed")
+        if answers != ["saved"] * 2:
+            sys.exit(str(answers))
+    (directory / "expected.json").write_text(json.dumps(facts(shardckpt.restore(directory / "packed"))) + "\n")
+
+
+def composite(name: str, data: Any = None) -> CompositeTensor:
+    """A composite tensor of quantized rows and their scales, as a place that has its parts."""
+    parts = {"data": elements(name, "int8", (6, 4)) if data is None else data, "scale": elements(f"{name} scale", "float32", (6, 1))}
+    context = {"block": {"$tuple": [1, 4]}, "dtype": {"$torch.dtype": "float32"}, "rounding": "Rounding.NEAREST", "none": None}
+    return CompositeTensor("golden.Scaled", (6, 4), context, parts, lambda values: dict(zip(parts, values, strict=True)))
+
+
+def write_composite(directory: Path) -> None:
+    """Composite tensors: quantized rows with their scales, one inside of another, and a parameter of an 8-bit optimizer."""
+    shutil.rmtree(directory, ignore_errors=True)
+    made = {"w": composite("w"), "outer": composite("outer", composite("inner")), "step": 3}
+    for layout, compression in LAYOUTS.items():
+        options = shardckpt.SaveOptions(layout=layout, compression=compression)  # type: ignore[arg-type]
+        shardckpt.save(directory / layout, made, options=options)
+    (directory / "expected.json").write_text(json.dumps(facts(shardckpt.restore(directory / "packed"))) + "\n")
+
+
 def main() -> None:
     """Write all checkpoints and the facts."""
     from processes import Processes
@@ -259,6 +289,8 @@ def main() -> None:
     directory = golden / f"v{FORMAT_VERSION[0]}"
     make_small()
     write_bases(golden / f"v{BASES_VERSION[0]}" / "bases")
+    write_local(golden / f"v{LOCAL_VERSION[0]}" / "local")
+    write_composite(golden / f"v{COMPOSITE_VERSION[0]}" / "composite")
     one, three = directory / "one-host", directory / "three-hosts"
     shutil.rmtree(directory, ignore_errors=True)
     made = state()

@@ -30,7 +30,11 @@ if TYPE_CHECKING:
 FORMAT_VERSION = (1, 0)
 """Major and minor version of all other documents. Readers refuse a newer major version; a newer minor only adds fields to ignore."""
 BASES_VERSION = (2, 0)
-"""Version of contents and commit records with tensors that lie in other checkpoints. The newest version that can be read."""
+"""Version of contents and commit records with tensors that lie in other checkpoints."""
+LOCAL_VERSION = (4, 0)
+"""Version of contents and commit records with values that belong to one process each."""
+COMPOSITE_VERSION = (5, 0)
+"""Version of contents and commit records with composite tensors. The newest version that can be read."""
 LAYOUTS = ("packed", "zarr")
 COMPRESSIONS = (None, "zstd")
 
@@ -75,8 +79,8 @@ def open_envelope(data: bytes, where: str) -> dict[str, Any]:
     """
     match = _head(data, where)
     version = int(match[1]), int(match[2])
-    if version[0] > BASES_VERSION[0]:
-        newest = ".".join(map(str, BASES_VERSION))
+    if version[0] > COMPOSITE_VERSION[0]:
+        newest = ".".join(map(str, COMPOSITE_VERSION))
         raise VersionError(
             f"{where}: format version {version[0]}.{version[1]} is newer than this shardckpt reads ({newest}); upgrade shardckpt."
         )

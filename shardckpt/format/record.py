@@ -16,9 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from shardckpt.errors import CommitError
 from shardckpt.excerpt import excerpt, numbered
 from shardckpt.format.documents import (
-    BASES_VERSION,
     COMPRESSIONS,
-    FORMAT_VERSION,
     LAYOUTS,
     Fields,
     FileReference,
@@ -180,7 +178,7 @@ class CheckpointRecord:
     @property
     def version(self) -> tuple[int, int]:
         """The oldest version of the format that can hold this record."""
-        return BASES_VERSION if self.structure.bases else FORMAT_VERSION
+        return self.structure.version
 
     def to_json(self) -> dict[str, Any]:
         """JSON form."""
@@ -307,7 +305,7 @@ class Contents:
             [(processes, part.small) for processes, part in parts],
             lambda name, one, other: (
                 f"{shown(name)}: this small plain tensor has other elements on {one} than on {other}; make them equal "
-                f"(a BatchNorm's statistics are, with SyncBatchNorm), or wrap it in shardckpt.PerProcess."
+                f"(a BatchNorm's statistics are, with SyncBatchNorm), wrap it in shardckpt.PerProcess, or name it in train_state(local=…)."
             ),
         )
         samples = _agreed(
@@ -324,9 +322,8 @@ class Contents:
         small = {name: base64.b64encode(elements).decode() for name, elements in self.small.items()}
         samples = {"samples": self.samples} if self.samples else {}
         processes = {} if self.processes is None else {"processes": self.processes}
-        version = BASES_VERSION if self.structure.bases else FORMAT_VERSION
         doc = {"metadata": self.metadata, "small": small, **samples, **processes, "structure": self.structure.to_json()}
-        data = seal(doc, version)
+        data = seal(doc, self.structure.version)
         return FileReference.of(f"contents/{hashlib.sha256(data).hexdigest()}.json", data), data
 
     @classmethod

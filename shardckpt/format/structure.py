@@ -10,6 +10,7 @@ that time. Attempt names are never reused, so a checkpoint that replaces the bas
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -17,7 +18,16 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 from urllib.parse import unquote
 
 from shardckpt.errors import CommitError, DtypeError, FormatError, ShardingError
-from shardckpt.format.documents import COMPRESSIONS, LARGEST_DIMENSION, LAYOUTS, Fields
+from shardckpt.format.documents import (
+    BASES_VERSION,
+    COMPOSITE_VERSION,
+    COMPRESSIONS,
+    FORMAT_VERSION,
+    LARGEST_DIMENSION,
+    LAYOUTS,
+    LOCAL_VERSION,
+    Fields,
+)
 from shardckpt.layout import dtypes
 from shardckpt.layout.mesh import Mesh
 from shardckpt.layout.op_sharding import OpSharding
@@ -142,6 +152,16 @@ class Structure:
     def bases(self) -> list[Base]:
         """The other checkpoints that hold tensors of this one, each once."""
         return list(dict.fromkeys(t.base.base for t in self.tensors.values() if t.base is not None))
+
+    @property
+    def version(self) -> tuple[int, int]:
+        """The oldest version of the format that can hold it."""
+        text = json.dumps(self.tree)  # a search in a text is faster than a walk
+        if '{"$composite": {' in text:
+            return COMPOSITE_VERSION
+        if '{"$local": {' in text:
+            return LOCAL_VERSION
+        return BASES_VERSION if self.bases else FORMAT_VERSION
 
     def to_json(self) -> dict[str, Any]:
         """JSON form; equal meshes and shardings appear once."""

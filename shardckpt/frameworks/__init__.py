@@ -9,6 +9,7 @@ package; it imports the pure core.
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from shardckpt.errors import LeafError
 from shardckpt.frameworks.base import Target
 from shardckpt.layout.world import World
+from shardckpt.state.composites import CompositeTensor
 from shardckpt.state.names import shown
 
 if TYPE_CHECKING:
@@ -25,9 +27,12 @@ if TYPE_CHECKING:
     from shardckpt.frameworks.base import Array, Sink, Source
     from shardckpt.frameworks.cuda import DeviceCopies
     from shardckpt.layout.dtypes import DType
+    from shardckpt.state.document import Composite
 
 __all__ = [
     "check_aliases",
+    "composite",
+    "composite_place",
     "fetch",
     "identity",
     "is_tensor",
@@ -85,6 +90,31 @@ def identity(leaf: object) -> Hashable | None:
     return None if adapter is None else adapter.identity(leaf)
 
 
+def composite(leaf: object, name: str) -> CompositeTensor | None:
+    """The parts of a tensor that is made of other tensors, by its name; None for all other leaves."""
+    kind = type(leaf)
+    if kind in _NO_LEAVES:
+        return None
+    if kind is CompositeTensor:
+        return leaf  # type: ignore[return-value]
+    torch: Any = sys.modules.get("torch")
+    plain = getattr(torch, "Tensor", None)
+    if plain is None or kind is plain or not isinstance(leaf, plain) or kind is torch.nn.Parameter:
+        return None
+    from shardckpt.frameworks import composites
+
+    return composites.split(name, leaf)
+
+
+def composite_place(name: str, of: Composite, parts: Mapping[str, Any], beside: object = None) -> CompositeTensor:
+    """A place for a stored composite tensor where `like` has none; see `composites.place`."""
+    if "torch" not in sys.modules:
+        raise LeafError(f"{shown(name)} is a composite tensor ({of.type_name}); import torch first, or leave it out with only=.")
+    from shardckpt.frameworks import composites
+
+    return composites.place(name, of, parts, beside)
+
+
 def meaning(leaf: object) -> str | EllipsisType | None:
     """Meaning of a tensor leaf's elements beyond their dtype, such as the keys of a JAX generator.
 
@@ -121,13 +151,16 @@ def reduce_partial(leaves: Mapping[str, Any]) -> dict[str, Any]:
     return {**leaves, **(module.reduce_partial(dtensors) if dtensors else {})}
 
 
-def sources(leaves: Mapping[str, object], world: World = ALONE, *, unread: Container[str] = ()) -> dict[str, Source]:
+def sources(
+    leaves: Mapping[str, object], world: World = ALONE, *, unread: Container[str] = (), local: Container[str] = ()
+) -> dict[str, Source]:
     """Sources of the tensor leaves to save, by name, in the same order.
 
     Args:
         leaves: the leaves by name.
         world: this process and the others, whose devices hold the leaves too.
         unread: names of leaves whose elements are not fetched: they may be meta tensors.
+        local: names of leaves that belong to this process alone.
 
     Raises:
         LeafError: a leaf cannot be stored, by name.
@@ -141,7 +174,19 @@ def sources(leaves: Mapping[str, object], world: World = ALONE, *, unread: Conta
     found: dict[str, Source] = {}
     for framework, group in groups.items():
         found.update(_module(framework).sources(group, world))
-    return {name: found[name] for name in leaves}
+    return {name: _own(found[name], world) if name in local else found[name] for name in leaves}
+
+
+def _own(source: Any, world: World) -> Source:
+    """The source of a tensor that this process alone has."""
+    if hasattr(source, "of"):  # on a CUDA device
+        return replace(source, of=_own(source.of, world))  # type: ignore[no-any-return]
+    if source.layout is not None or source.holders is not None:
+        raise LeafError(
+            f"{shown(source.name)} is laid out over several processes, so it does not belong to one of them; let the patterns of local= "
+            f"select plain tensors only."
+        )
+    return replace(source, holders=[(world.process,)] * len(source.boxes))  # type: ignore[no-any-return]
 
 
 def source(name: str, leaf: object, world: World = ALONE) -> Source:

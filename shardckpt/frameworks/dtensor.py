@@ -165,6 +165,11 @@ def _held_of(name: str, mesh: DeviceMesh, placements: Sequence[Any], shape: tupl
         raise ShardingError(f"{shown(name)}: {e}") from e
 
 
+def local_shape(name: str, mesh: DeviceMesh, placements: Sequence[Any], shape: tuple[int, ...]) -> tuple[int, ...] | None:
+    """Shape of this rank's part of a tensor; None for a rank outside the mesh."""
+    return _held_of(name, mesh, placements, shape).local_shape
+
+
 def _widened(meshes: Iterable[DeviceMesh]) -> dict[DeviceMesh, DeviceMesh]:
     """For each mesh the largest mesh that it is a slice of, or itself.
 

@@ -21,6 +21,7 @@ from shardckpt.frameworks.base import Array, InPlace, Sink, Source, Target, whol
 from shardckpt.frameworks.numpy import identity as array_identity
 from shardckpt.frameworks.numpy import overlaps_itself
 from shardckpt.layout.dtypes import DType, by_name
+from shardckpt.state.leaves import is_small
 from shardckpt.state.names import shown
 
 if TYPE_CHECKING:
@@ -149,6 +150,7 @@ def identity(leaf: Any) -> Hashable | None:
 
     None for tensors without memory: without elements, meta tensors, freed storages, and kinds that cannot be stored.
     """
+    leaf = _elements(leaf) if _is_elements(leaf) else leaf
     memory = memory_key(leaf)
     if memory is None or not is_host_memory(leaf) or (leaf.dtype not in _SAME_IN_NUMPY and leaf.dtype not in _AS_BITS):
         return None if memory is None else ("torch", *memory)
@@ -175,8 +177,9 @@ def sources(leaves: dict[str, Any], world: World) -> dict[str, Source]:  # noqa:
     found: dict[str, Source] = {}
     for name, leaf in leaves.items():
         check_kind(name, leaf)
-        source = TensorSource(name, leaf, dtype_of_tensor(name, leaf))
-        found[name] = source if device_type(leaf) == "cpu" else copied_source(source, (leaf.detach(),) * len(source.boxes), (leaf,))
+        plain = _elements(leaf)
+        source = TensorSource(name, plain, dtype_of_tensor(name, plain))
+        found[name] = source if device_type(plain) == "cpu" else copied_source(source, (plain.detach(),) * len(source.boxes), (leaf,))
     return found
 
 
@@ -204,10 +207,12 @@ def target(name: str, leaf: Any, shape: tuple[int, ...], dtype: DType) -> Sink:
             device = "cpu"
     if device is not None:
         with device_memory(name, device):
-            leaf, tie_key = torch.empty(shape, dtype=kind, device=device), ("torch", shape, dtype.name, str(device))
+            new = torch.empty(shape, dtype=kind, device=device)
+        tie_key = "torch", type(leaf), shape, dtype.name, str(device)
+        leaf = new if isinstance(leaf, Target) or type(leaf) in _KINDS else new.as_subclass(type(leaf))
     check_fillable(name, leaf)
     boxes = whole(shape)
-    return sink_of(TensorSink(leaf, shape, dtype, boxes, (leaf.detach(),) * len(boxes), tie_key, (leaf,), "all"))
+    return sink_of(TensorSink(leaf, shape, dtype, boxes, (_elements(leaf).detach(),) * len(boxes), tie_key, (leaf,), "all"))
 
 
 def check_aliases(sources: Mapping[str, Source], *, plain: bool) -> None:
@@ -393,6 +398,30 @@ def _without_memory(leaf: Any) -> str | None:
     )
 
 
+def _more_than_elements(leaf: Any) -> str | None:
+    """The reason why a subclass of a tensor is more than its elements, and what to do; None if it is not."""
+    kind = f"{type(leaf).__module__}.{type(leaf).__qualname__}"
+    advice = "call shardckpt.register_tensor for its class, or pass the plain tensors it is made of"
+    if type(leaf).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        return f"the tensor subclass {kind} computes its elements, and has no __tensor_flatten__; {advice}"
+    more = [key for key, value in vars(leaf).items() if not (is_small(value) or callable(value) or isinstance(value, tuple | list | dict))]
+    more += [key for key, value in vars(leaf).items() if isinstance(value, torch.Tensor)]
+    return f"this {kind} has the attribute {more[0]!r} beside its elements, which would be lost; {advice}" if more else None
+
+
+def _is_elements(leaf: Any) -> bool:
+    """Whether a tensor is of a subclass that leaves all operations to torch."""
+    return type(leaf) not in _KINDS and type(leaf).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+
+
+def _elements(leaf: Any) -> Any:
+    """A tensor of a subclass as a plain tensor over the same memory; any other unchanged."""
+    if type(leaf) in _KINDS:
+        return leaf
+    with torch._C.DisableTorchFunctionSubclass():
+        return leaf.as_subclass(torch.Tensor)
+
+
 def check_kind(name: str, leaf: Any) -> None:
     """Raise LeafError unless the leaf is no more than its elements, and these are all in memory or all missing (meta)."""
     reason = _unstorable(leaf)
@@ -400,8 +429,7 @@ def check_kind(name: str, leaf: Any) -> None:
         if isinstance(leaf, torch.nn.parameter.UninitializedTensorMixin):
             reason = "this parameter has no shape and no data yet; run its module once"
         else:
-            kind = f"{type(leaf).__module__}.{type(leaf).__qualname__}"
-            reason = f"the tensor subclass {kind} is not supported; pass the plain tensors it is made of"
+            reason = _more_than_elements(leaf)
     if reason is None and not leaf.is_meta:
         reason = _without_memory(leaf)
     if reason is not None:

@@ -44,6 +44,7 @@ from shardckpt.reading.checkpoint import Checkpoint, empty
 from shardckpt.reading.cooperative import Choice, Meeting, check_choice, exchange_bytes
 from shardckpt.reading.landing import RestoreJob, restore_jobs
 from shardckpt.state import match, per_process_names, stored_names, unflatten
+from shardckpt.state.document import Branch, leaves_of, local_branches, of_process
 from shardckpt.state.flatten import StateOwner
 from shardckpt.state.leaves import array_of_number, number_like
 from shardckpt.state.names import shown
@@ -180,6 +181,7 @@ def _restore_tree(
         own = _all_values(checkpoint, per_process_names(checkpoint.parsed_tree, wanted))
         read = run(restore_jobs(checkpoint, _sinks(checkpoint, leaves), cast=False), in_place=False)
         return unflatten(checkpoint.parsed_tree, {**read, **own}, wanted)
+    tree = _own_tree(checkpoint, tree, selector(only), coordinator)
     if isinstance(like, StateOwner):
         wanted = selector(only)
         tree = like.arranged(tree, wanted)
@@ -189,7 +191,9 @@ def _restore_tree(
         return like
     try:
         with collector_paused():
-            matched = match(like, tree, frameworks.is_tensor, only=wanted, strict=strict, meaning=frameworks.meaning)
+            matched = match(
+                like, tree, frameworks.is_tensor, only=wanted, strict=strict, meaning=frameworks.meaning, composite=frameworks.composite
+            )
         chosen = chosen_values(checkpoint, matched.per_process, coordinator)
     except MismatchError as e:
         raise type(e)(f"{checkpoint.location}: {e}") from None
@@ -225,6 +229,26 @@ def _sink_of_number(name: str, leaf: object, number: object) -> tuple[Sink, Arra
     natural = np.asarray(number).dtype
     sink = frameworks.target(name, leaf, (), by_name("int64") if natural.kind == "O" else of_numpy(natural))
     return sink, array_of_number(number, sink.dtype.numpy, name)
+
+
+def _own_tree(checkpoint: Checkpoint, tree: Node, wanted: Callable[[str], bool], coordinator: Coordinator | None) -> Node:
+    """The stored state as this process has it.
+
+    Raises:
+        MismatchError: another number of processes saved a requested value that belongs to each of them.
+    """
+    local = list(local_branches(tree))
+    if not local:
+        return tree
+    world = (Coordinator.current() if coordinator is None else coordinator).world
+    saved = checkpoint.record.processes
+    asked = next((node.name for node in local if any(wanted(leaf.name) for leaf in leaves_of(node))), None)
+    if asked is not None and saved != world.processes:
+        raise MismatchError(
+            f"{checkpoint.location}: {shown(asked)} belongs to each process alone; {saved} process{'es' if saved > 1 else ''} saved it, "
+            f"and {world.processes} restore. Restore in as many processes, or leave it out with only=."
+        )
+    return of_process(tree, world.process) or Branch("", "dict", [], [])
 
 
 def fill(checkpoint: Checkpoint, places: Mapping[str, Sequence[tuple[str, Sink]]]) -> None:

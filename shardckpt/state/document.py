@@ -7,8 +7,9 @@ depth, checks the type of every part, and refuses two equal keys in a dict and a
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import EllipsisType
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -87,6 +88,18 @@ class Owned:
 
 
 @dataclass(frozen=True, slots=True)
+class Composite:
+    """Description of a tensor that is made of other tensors, such as quantized data and their scales."""
+
+    type_name: str
+    """The name of its class. It is compared and shown; a class is never looked up by it, except among registered ones."""
+    shape: tuple[int, ...]
+    """Shape of the complete tensor."""
+    context: Node
+    """Everything except the tensors: small leaves in dicts, lists and tuples; every node in it has the tensor's own name."""
+
+
+@dataclass(frozen=True, slots=True)
 class Branch:
     """A container."""
 
@@ -98,6 +111,10 @@ class Branch:
     """One per child; 0, 1, … unless the form is dict."""
     children: Sequence[Node]
     """In order."""
+    composite: Composite | None = None
+    """Set if the container has the parts of one tensor, by the names of its attributes; the form is dict."""
+    local: bool = False
+    """Whether the children belong to the processes with the numbers in `keys`; the form is dict."""
 
 
 Node = Tensor | Tied | Small | Custom | Owned | Branch
@@ -169,6 +186,8 @@ class _Parser:
         stored = None if self.in_leaf else self.stored_elsewhere(tag, content, name)
         if stored is not None:
             return stored
+        if isinstance(content, dict) and not self.in_leaf:
+            return self.described(tag, content, node, name, depth)
         if isinstance(content, list):
             if tag == "$tuple":
                 return self.branch("tuple", range(len(content)), content, name, depth)
@@ -203,6 +222,21 @@ class _Parser:
             children.append(self.parse(node, name if self.in_leaf else names.child_name(name, component), depth + 1))
         return Branch(name, form, keys, children)
 
+    def described(self, tag: str, content: dict[str, JSON], node: JSON, name: str, depth: int) -> Branch:
+        """A composite tensor, or the values of the processes."""
+        if tag == "$local" and content and all(map(_PROCESS.fullmatch, content)):
+            found = self.branch("dict", [int(process) for process in content], list(content.values()), name, depth)
+            return replace(found, local=True)
+        if tag != "$composite" or content.keys() != _OF_COMPOSITE:
+            raise _refused(node, name)
+        kind, shape, parts = content["type"], content["shape"], content["parts"]
+        sizes = shape if isinstance(shape, list) and all(type(n) is int and 0 <= n < 2**63 for n in shape) else None
+        if not isinstance(kind, str) or not is_meaning(kind) or sizes is None or not isinstance(parts, dict) or not parts:
+            raise _refused(node, name)
+        found = self.branch("dict", [_text(key, name) for key in parts], list(parts.values()), name, depth)
+        context = self.custom(kind, content["context"], name, depth).content
+        return replace(found, composite=Composite(kind, tuple(sizes), context))  # type: ignore[arg-type]
+
     def custom(self, type_name: str, content: JSON, name: str, depth: int) -> Custom:
         if depth >= MAX_DEPTH:
             raise _refused(content, name)
@@ -210,6 +244,10 @@ class _Parser:
         parsed = self.parse(content, name, depth + 1)
         self.in_leaf = outer
         return Custom(name, type_name, parsed)
+
+
+_OF_COMPOSITE = frozenset({"type", "shape", "context", "parts"})
+_PROCESS = re.compile(r"0|[1-9][0-9]{0,6}", re.ASCII)
 
 
 def _text(node: JSON, name: str) -> str:
@@ -256,6 +294,11 @@ def write(node: Node) -> JSON:
 
 def _write_branch(node: Branch) -> JSON:
     nodes = [write(child) for child in node.children]
+    if node.composite is not None:
+        kind, shape, context = node.composite.type_name, list(node.composite.shape), write(node.composite.context)
+        return write_composite(kind, shape, context, node.keys, nodes)
+    if node.local:
+        return {"$local": dict(zip(map(str, node.keys), nodes, strict=True))}
     if node.form == "dict":
         return write_dict(node.keys, nodes, node.name)
     return nodes if node.form == "list" else {"$tuple": nodes}
@@ -274,6 +317,12 @@ def write_dict(keys: Sequence[PathKey], nodes: Sequence[JSON], name: str) -> JSO
     return {"$dict": [[key, node] for key, node in zip(written, nodes, strict=True)]}
 
 
+def write_composite(kind: str, shape: Sequence[int], context: JSON, keys: Sequence[PathKey], nodes: Sequence[JSON]) -> JSON:
+    """The document of a composite tensor; all keys of its parts are str."""
+    parts: JSON = dict(zip(map(leaves.encode_text, keys), nodes, strict=True))  # type: ignore[arg-type]
+    return {"$composite": {"type": kind, "shape": [*shape], "context": context, "parts": parts}}
+
+
 # --- walking --------------------------------------------------------------------------------------------------------
 
 
@@ -282,6 +331,28 @@ def child(node: Node | None, key: PathKey) -> Node | None:
     if not isinstance(node, Branch):
         return None
     return next((found for k, found in zip(node.keys, node.children, strict=True) if type(k) is type(key) and k == key), None)
+
+
+def of_process(node: Node, process: int) -> Node | None:
+    """A state as one process has it: without the values that belong to other processes. None if nothing is left."""
+    if not isinstance(node, Branch):
+        return node
+    if node.local:
+        return child(node, process)
+    left = [(key, kept) for key, old in zip(node.keys, node.children, strict=True) if (kept := of_process(old, process)) is not None]
+    if len(left) == len(node.keys) and all(kept is old for (_, kept), old in zip(left, node.children, strict=True)):
+        return node
+    return replace(node, keys=[key for key, _ in left], children=[kept for _, kept in left])
+
+
+def local_branches(node: Node) -> Iterator[Branch]:
+    """The values at and below a node that belong to one process each."""
+    if isinstance(node, Branch):
+        if node.local:
+            yield node
+        else:
+            for below in node.children:
+                yield from local_branches(below)
 
 
 def leaves_of(node: Node) -> Iterator[Tensor | Tied | Small | Custom | Owned]:

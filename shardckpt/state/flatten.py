@@ -20,7 +20,7 @@ import numpy as np
 from shardckpt.errors import LeafError
 from shardckpt.excerpt import excerpt
 from shardckpt.state import leaves, names
-from shardckpt.state.document import MAX_DEPTH, is_meaning, write_dict
+from shardckpt.state.document import MAX_DEPTH, is_meaning, write_composite, write_dict
 from shardckpt.state.names import Container, container_of, shown
 from shardckpt.state.per_process import PerProcess
 
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Mapping
 
     from shardckpt.layout.world import World
+    from shardckpt.state.composites import CompositeTensor
     from shardckpt.state.document import Meaning, Node
     from shardckpt.state.leaves import JSON
 
@@ -44,6 +45,8 @@ class Flat:
     """Further name of a tied tensor → the name under which the tensor is stored."""
     per_process: dict[str, Any] = field(default_factory=dict)
     """This process's values of the `PerProcess` leaves by name, in tree order. The tree contains none of them."""
+    local: frozenset[str] | set[str] = frozenset()
+    """Names of the tensors that belong to this process alone."""
 
 
 def flatten(
@@ -53,6 +56,9 @@ def flatten(
     meaning: Meaning | None = None,
     *,
     root: str = "",
+    composite: Callable[[object, str], CompositeTensor | None] | None = None,
+    local: Callable[[str], bool] | None = None,
+    process: int = 0,
 ) -> Flat:
     """Flatten a state into named tensors and the tree document.
 
@@ -63,14 +69,17 @@ def flatten(
             shared. Tensors of equal identity are stored once.
         meaning: returns the meaning of a tensor's elements to its framework, e.g. `jax.key:threefry2x32`.
         root: name of `state`, if it is a part of a larger state. All names begin with it.
+        composite: returns the parts of a value, by its name, if it is a composite tensor. Called before `is_tensor`.
+        local: whether the value of a name belongs to this process alone. Names of its tensors get the process's number.
+        process: the number of this process.
 
     Raises:
         LeafError: a value cannot be stored, a key is invalid, there is a cycle, or a value is nested in more than 200
             containers; the message names the place.
     """
-    walk = _Walk(is_tensor, identity, meaning)
+    walk = _Walk(is_tensor, identity, meaning, composite, local, process)
     tree = walk.visit(state, root, 0)
-    return Flat(walk.tensors, tree, walk.aliases, walk.per_process)
+    return Flat(walk.tensors, tree, walk.aliases, walk.per_process, walk.local_tensors)
 
 
 NEVER_LEAVES = frozenset({dict, list, tuple})
@@ -85,7 +94,15 @@ class _Walk:
         is_tensor: Callable[[object], bool],
         identity: Callable[[object], Hashable | None] | None,
         meaning: Meaning | None,
+        composite: Callable[[object, str], CompositeTensor | None] | None,
+        local: Callable[[str], bool] | None,
+        process: int,
     ) -> None:
+        self.composite = composite
+        self.is_local = local
+        self.process = process
+        self.local_tensors: set[str] = set()
+        self.inside_local = False
         self.is_tensor = is_tensor
         self.identity = identity
         self.meaning = meaning
@@ -99,8 +116,15 @@ class _Walk:
         """Name of the registered leaf whose encoded form is being walked."""
 
     def visit(self, value: object, name: str, depth: int) -> JSON:
-        if self.is_tensor(value):
-            return self.tensor(value, name)
+        if self.is_local is not None and not self.inside_local and self.is_local(name):
+            return self.local(value, name, depth)
+        made = None if self.composite is None else self.composite(value, name)
+        if made is not None:
+            return self.composed(value, made, name, depth)
+        return self.tensor(value, name) if self.is_tensor(value) else self.other(value, name, depth)
+
+    def other(self, value: object, name: str, depth: int) -> JSON:
+        """A value that is no tensor."""
         if isinstance(value, PerProcess):
             self.refuse_in_leaf(value)
             self.per_process[name] = value.value
@@ -118,6 +142,26 @@ class _Walk:
         with _Inside(self, value, name, depth):
             return self.container(container, name, depth + 1)
 
+    def local(self, value: object, name: str, depth: int) -> JSON:
+        """A value that belongs to this process alone."""
+        if depth + 1 >= MAX_DEPTH:
+            raise _too_deep(name)
+        self.inside_local, first_names = True, self.first_names
+        self.first_names = {}  # another process may have other ties
+        node = self.visit(value, names.child_name(name, str(self.process)), depth + 1)
+        self.inside_local, self.first_names = False, first_names
+        return {"$local": {str(self.process): node}}
+
+    def composed(self, value: object, made: CompositeTensor, name: str, depth: int) -> JSON:
+        self.refuse_in_leaf(value)
+        with _Inside(self, value, name, depth):
+            components = names.component_names([*made.parts])
+            nodes = [
+                self.visit(part, names.child_name(name, component), depth + 1)
+                for component, part in zip(components, made.parts.values(), strict=True)
+            ]
+        return write_composite(made.type_name, made.shape, made.context, [*made.parts], nodes)
+
     def tensor(self, value: object, name: str) -> JSON:
         self.refuse_in_leaf(value)
         identity = None if self.identity is None else self.identity(value)
@@ -127,6 +171,8 @@ class _Walk:
                 self.aliases[name] = first
                 return {"$tied": first}
         self.tensors[name] = value
+        if self.inside_local:
+            self.local_tensors.add(name)
         meaning = None if self.meaning is None else self.meaning(value)
         if meaning is None or meaning is ...:
             return "$tensor"
@@ -160,14 +206,16 @@ class _Walk:
         return nodes if container.form == "list" else {"$tuple": nodes}
 
 
+def _too_deep(name: str) -> LeafError:
+    return LeafError(f"{shown(name)} lies in more than {MAX_DEPTH} containers, one within the other; flatten that part of the state.")
+
+
 class _Inside:
     """Context of one container: detects cycles and limits the depth."""
 
     def __init__(self, walk: _Walk, value: object, name: str, depth: int) -> None:
         if depth >= MAX_DEPTH:
-            raise LeafError(
-                f"{shown(name)} lies in more than {MAX_DEPTH} containers, one within the other; flatten that part of the state."
-            )
+            raise _too_deep(name)
         if id(value) in walk.inside:
             raise LeafError(f"{shown(name)} is a {type(value).__qualname__} that contains itself; a state is a tree. Take the cycle out.")
         self.inside, self.key = walk.inside, id(value)
@@ -219,6 +267,9 @@ _BASES = frozenset({bool, int, float, complex, str, bytes, dict, list, tuple})
 class StateOwner(ABC):
     """The interface of an object that owns a complete state, such as `shardckpt.TrainState`, for saving and restoring."""
 
+    is_local: Callable[[str], bool] | None = None
+    """Whether the value of a name belongs to each process alone; None: no value does."""
+
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
         """The state as plain containers, for saving."""
@@ -251,3 +302,8 @@ class StateOwner(ABC):
 def plain_state(state: Any) -> Any:
     """The plain containers of a state: a `StateOwner` collects its own; any other state is returned unchanged."""
     return state.state_dict() if isinstance(state, StateOwner) else state
+
+
+def local_names(state: Any) -> Callable[[str], bool] | None:
+    """The function that selects the values of a state that belong to each process alone; None if no value does."""
+    return state.is_local if isinstance(state, StateOwner) else None

@@ -8,10 +8,11 @@ another type that has this text (`names.match_keys`).
 2. A small leaf in `like` is replaced by the stored one, of any type. Numbers, numpy scalars and tensors without dimensions match
    each other: a counter may begin as a number and go on as an array. The result has `like`'s form.
 3. A `PerProcess` in `like` receives the value that one process stored at its place; the caller chooses the process.
-4. A container matches any stored one that is keyed the same way: dicts, dataclasses and named tuples by key, lists and
+4. A composite tensor in `like` matches a stored one of the same class, shape and context, part by part.
+5. A container matches any stored one that is keyed the same way: dicts, dataclasses and named tuples by key, lists and
    tuples by index. The result has `like`'s class. An empty container matches any empty one and None, because
    neither holds anything, and formats keep no classes.
-5. Anything else at one place is a structure mismatch, and so are tensors whose elements mean different things. A leaf or
+6. Anything else at one place is a structure mismatch, and so are tensors whose elements mean different things. A leaf or
    empty container that only one side has is a missing or unexpected name.
 
 The walk produces a tree of steps, and `Matched.build` runs it with the values that were read.
@@ -19,20 +20,23 @@ The walk produces a tree of steps, and `Matched.build` runs it with the values t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from shardckpt.errors import LeafError, NamesMismatchError, StructureMismatchError
 from shardckpt.state import leaves, names
-from shardckpt.state.document import MAX_DEPTH, Branch, Custom, Node, Owned, Small, Tensor, Tied, ends, leaves_of, parse
+from shardckpt.state.composites import first_difference, same_document
+from shardckpt.state.document import MAX_DEPTH, Branch, Custom, Node, Owned, Small, Tensor, Tied, ends, leaves_of, parse, write
 from shardckpt.state.flatten import NEVER_LEAVES, unsupported
 from shardckpt.state.names import Container, container_of, shown
 from shardckpt.state.per_process import PerProcess
 from shardckpt.state.unflatten import decode_leaf
 
 if TYPE_CHECKING:
+    from shardckpt.state.composites import CompositeTensor
     from shardckpt.state.document import Meaning, Tree
+    from shardckpt.state.names import PathKey
 
 _Step = Callable[[Mapping[str, object]], object]
 """Builds one place of the new state from the values by name."""
@@ -89,6 +93,7 @@ def match(
     only: Callable[[str], bool] | None = None,
     strict: Strict = True,
     meaning: Meaning | None = None,
+    composite: Callable[[object, str], CompositeTensor | None] | None = None,
 ) -> Matched:
     """Match `like` with a tree document, and check that they fit.
 
@@ -102,6 +107,7 @@ def match(
             stored one is ignored; it is an error if no name is on both.
         meaning: returns the meaning of the elements of a tensor leaf of `like` to its framework; None: do not compare
             meanings.
+        composite: returns the parts of a value, by its name, if it is a composite tensor. Called before `is_tensor`.
 
     Raises:
         NamesMismatchError: names are missing from the checkpoint, or have no place in `like`.
@@ -112,7 +118,7 @@ def match(
         MissingExtraError: a leaf is torch's, and torch is not installed.
     """
     root = parse(tree)
-    walk = _Walk(root, is_tensor, only or (lambda _name: True), meaning)
+    walk = _Walk(root, is_tensor, only or (lambda _name: True), meaning, composite)
     step = walk.visit(like, root, 0)
     if callable(strict):
         walk.unexpected = strict([end.name for end in ends(root)], walk.unexpected)
@@ -129,7 +135,15 @@ def match(
 class _Walk:
     """The state of one walk of both trees."""
 
-    def __init__(self, root: Node, is_tensor: Callable[[object], bool], selected: Callable[[str], bool], meaning: Meaning | None) -> None:
+    def __init__(
+        self,
+        root: Node,
+        is_tensor: Callable[[object], bool],
+        selected: Callable[[str], bool],
+        meaning: Meaning | None,
+        composite: Callable[[object, str], CompositeTensor | None] | None,
+    ) -> None:
+        self.composite = composite
         self.is_tensor = is_tensor
         self.selected = selected
         self.meaning = meaning
@@ -147,8 +161,13 @@ class _Walk:
     # A place that both sides have. Its name is the checkpoint's.
 
     def visit(self, value: object, node: Node, depth: int) -> _Step:
-        if self.is_tensor(value):
-            return self.tensor(value, node)
+        made = None if self.composite is None else self.composite(value, node.name)
+        if made is not None:
+            return self.composed(value, made, node, depth)
+        return self.tensor(value, node) if self.is_tensor(value) else self.other(value, node, depth)
+
+    def other(self, value: object, node: Node, depth: int) -> _Step:
+        """A value of `like` that is no tensor."""
         if isinstance(value, PerProcess):
             return self.own(value, node)
         container = _container_of(value, node.name)
@@ -199,6 +218,24 @@ class _Walk:
     def fill(self, value: object, name: str, number: object) -> _Step:
         self.filled[name] = value, number
         return lambda values: values[name]
+
+    def composed(self, value: object, made: CompositeTensor, node: Node, depth: int) -> _Step:
+        if not self.any_selected(node):
+            return _keep(value)
+        what = f"a composite tensor ({made.type_name})"
+        if not isinstance(node, Branch) or node.composite is None:
+            raise _structure(node, f"{what}; pass what is stored there, and convert it afterwards")
+        of, context = node.composite, write(node.composite.context)
+        if of.type_name.rpartition(".")[2] != made.type_name.rpartition(".")[2] or set(node.keys) != made.parts.keys():
+            raise _structure(node, f"{what} of {_parts(made.parts)}; make the tensor there as the saved one was made")
+        if of.shape != made.shape:
+            raise _structure(node, f"{what} of shape {made.shape}; make the tensor there as the saved one was made")
+        if not same_document(context, made.context):
+            said = first_difference(context, made.context)
+            raise _structure(node, f"{what} with another context: {said}; make the tensor there as the saved one was made")
+        stored = dict(zip(node.keys, node.children, strict=True))
+        steps = [self.visit(part, stored[key], depth + 1) for key, part in made.parts.items()]
+        return lambda values: made.rebuild([step(values) for step in steps])
 
     def own(self, value: PerProcess, node: Node) -> _Step:
         if not self.any_selected(node):
@@ -304,12 +341,19 @@ def _said(value: object) -> str:
 def _stored_as(node: Node) -> str:
     if isinstance(node, Tensor | Tied):
         return "a tensor"
+    if isinstance(node, Branch) and node.composite is not None:
+        of = node.composite
+        return f"a composite tensor ({of.type_name}) of shape {of.shape} and {_parts(node.keys)}"
     if isinstance(node, Branch):
         return f"a {node.form} of {len(node.keys)} items"
     if isinstance(node, Owned):
         return "a value of each process's own"
     kind = node.type_name if isinstance(node, Custom) else leaves.describe(node.content, node.name)[0]
     return f"a leaf of type {kind}"
+
+
+def _parts(keys: Iterable[PathKey]) -> str:
+    return f"the parts {', '.join(map(str, keys))}"
 
 
 def _meant(meaning: str | None) -> str:

@@ -123,8 +123,9 @@ def select(tree: Tree, only: Callable[[str], bool]) -> tuple[JSON, dict[str, str
             kept = [(key, child) for key, old in zip(node.keys, node.children, strict=True) if (child := selected(old)) is not None]
             if not kept:
                 return None
-            form = node.form if len(kept) == len(node.keys) else "dict"
-            return replace(node, form=form, keys=[key for key, _ in kept], children=[child for _, child in kept])
+            complete = len(kept) == len(node.keys)
+            form, composite = (node.form, node.composite) if complete else ("dict", None)
+            return replace(node, form=form, composite=composite, keys=[key for key, _ in kept], children=[child for _, child in kept])
         if not only(node.name):
             return None
         if isinstance(node, Tied):

@@ -20,6 +20,7 @@ Every node is visited once, and nodes are compared only where documents meet.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -89,7 +90,7 @@ class _Union:
                 found.setdefault((type(key), key), []).append((i, child))
         if len({kind for kind, _ in found}) > 1:
             self.check_keys(first.name, found)
-        return Branch(first.name, first.form, [key for _, key in found], [self.merge(below) for below in found.values()])
+        return replace(first, keys=[key for _, key in found], children=[self.merge(below) for below in found.values()])
 
     def check_keys(self, name: str, found: dict[_Key, list[_Said]]) -> None:
         """Refuse two keys of different types that are equal in a dict, or have the same name."""
@@ -121,8 +122,11 @@ _Key = tuple[type, "PathKey"]
 
 def _essence(node: Node) -> object:
     """A value that is equal for nodes that can be merged; children of containers are compared separately."""
+    if isinstance(node, Branch) and node.composite is not None:
+        of = node.composite
+        return of.type_name, of.shape, json.dumps(write(of.context)), tuple(node.keys)
     if isinstance(node, Branch):
-        return node.form, None if node.form == "dict" else len(node.children)
+        return node.form, node.local, None if node.form == "dict" else len(node.children)
     if isinstance(node, Tensor):
         return Tensor, node.meaning
     if isinstance(node, Tied):
@@ -133,22 +137,31 @@ def _essence(node: Node) -> object:
 
 def _in_words(node: Node) -> str:
     if isinstance(node, Branch):
-        return f"a {node.form} of {len(node.children)} items"
+        of = node.composite
+        if of is None:
+            return f"a {node.form} of {len(node.children)} items"
+        context = shortened(json.dumps(write(of.context)), _SHOWN)
+        return f"a {shortened(of.type_name, _SHOWN)} of shape {of.shape} with the context {context}"
     if isinstance(node, Tensor):
         return "a tensor of its own" + ("" if node.meaning is None else f" that means {node.meaning!r}")
     if isinstance(node, Tied):
         return f"the same tensor as {shown(node.stored)}"
-    if isinstance(node, Owned):
-        return "a shardckpt.PerProcess"
     if isinstance(node, Custom):
         return f"a {shortened(node.type_name, _SHOWN)} of {shortened(json.dumps(write(node.content)), _SHOWN)}"
+    return "a shardckpt.PerProcess" if isinstance(node, Owned) else _small_in_words(node)
+
+
+def _small_in_words(node: Small) -> str:
     kind, value = leaves.describe(node.content, node.name)
     return value if node.content is None else f"{value} ({kind})"
 
 
 def _advice(one: Node, other: Node) -> str:
     if isinstance(one, Small | Custom) and isinstance(other, Small | Custom):
-        return "make it equal on all processes, or wrap it in shardckpt.PerProcess where it differs on purpose"
+        return (
+            "make it equal on all processes, or, where it differs on purpose, wrap it in shardckpt.PerProcess or name it in "
+            "train_state(local=…)"
+        )
     if isinstance(one, Tensor | Tied) and isinstance(other, Tensor | Tied):
         return "let it be one tensor to all processes that have it"
     if isinstance(one, Branch) and isinstance(other, Branch):

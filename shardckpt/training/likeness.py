@@ -89,7 +89,13 @@ def new_tensor(record: TensorRecord) -> object:
     return Target() if torch is None or kind is None else torch.empty(record.shape, dtype=kind, device="meta")
 
 
-def mirror(stored: StoredLeaves, node: Node, own: object = None, tensor: Callable[[TensorRecord, object], object] = fitting) -> Any:
+def mirror(
+    stored: StoredLeaves,
+    node: Node,
+    own: object = None,
+    tensor: Callable[[TensorRecord, object], object] = fitting,
+    beside: object = None,
+) -> Any:
     """The restore target for a stored part of a state.
 
     Args:
@@ -97,6 +103,7 @@ def mirror(stored: StoredLeaves, node: Node, own: object = None, tensor: Callabl
         node: the part.
         own: the object's current value there, or anything else.
         tensor: makes the target of a tensor from its record and the object's current value.
+        beside: the parameter whose state this is, if it is one's; new composite tensors are laid out like it.
 
     Returns:
         Containers with a place for every requested leaf; `LEFT_OUT` where none is requested.
@@ -105,7 +112,7 @@ def mirror(stored: StoredLeaves, node: Node, own: object = None, tensor: Callabl
         OptionError: only a part of a list or tuple is requested.
     """
     if isinstance(node, Branch):
-        return _container(stored, node, own, tensor)
+        return _container(stored, node, own, tensor, beside) if node.composite is None else _composite(stored, node, own, beside)
     if not stored.wanted(node.name):
         return LEFT_OUT
     if isinstance(node, Tensor | Tied):
@@ -114,7 +121,21 @@ def mirror(stored: StoredLeaves, node: Node, own: object = None, tensor: Callabl
     return own if isinstance(own, PerProcess) or scalar else None  # a small leaf of any kind, or an error where each process has its own
 
 
-def _container(stored: StoredLeaves, node: Branch, own: object, tensor: Callable[[TensorRecord, object], object]) -> Any:
+def _composite(stored: StoredLeaves, node: Branch, own: object, beside: object) -> Any:
+    """The object's own composite tensor, or a place for a new one."""
+    if not stored.all_or_nothing(node):
+        return LEFT_OUT
+    if frameworks.composite(own, node.name) is not None:
+        return own
+    assert node.composite is not None
+    parts = {
+        str(key): mirror(stored, below, None, lambda record, _own: new_tensor(record))
+        for key, below in zip(node.keys, node.children, strict=True)
+    }
+    return frameworks.composite_place(node.name, node.composite, parts, beside)
+
+
+def _container(stored: StoredLeaves, node: Branch, own: object, tensor: Callable[[TensorRecord, object], object], beside: object) -> Any:
     if (node.form != "dict" or not node.keys) and not stored.all_or_nothing(node):
         return LEFT_OUT
     container = container_of(own, node.name)
@@ -122,7 +143,7 @@ def _container(stored: StoredLeaves, node: Branch, own: object, tensor: Callable
     items: dict[PathKey, Any] = {}
     keys = node.keys if container is None or node.form != "dict" else match_keys(node.keys, container.keys)
     for key, below in zip(keys, node.children, strict=True):
-        item = mirror(stored, below, held.get((type(key), key)), tensor)
+        item = mirror(stored, below, held.get((type(key), key)), tensor, beside)
         if item is not LEFT_OUT:
             items[key] = item
     if node.keys and not items:

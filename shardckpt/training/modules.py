@@ -28,18 +28,21 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
+from shardckpt import frameworks
 from shardckpt.errors import LeafError, NamesMismatchError, StructureMismatchError
 from shardckpt.excerpt import few
+from shardckpt.frameworks.composites import of_modules
 from shardckpt.frameworks.numpy import overlaps_itself
 from shardckpt.frameworks.torch import addresses
 from shardckpt.state import leaves
+from shardckpt.state.composites import CompositeTensor
 from shardckpt.state.document import Branch, child
-from shardckpt.state.names import shown
+from shardckpt.state.names import child_name, shown
 from shardckpt.training.likeness import LEFT_OUT, mirror, renamed
 from shardckpt.writing.save_plan import SMALL_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from shardckpt.state.document import Node
     from shardckpt.training.likeness import StoredLeaves
@@ -71,12 +74,13 @@ class NamedModule:
 
     turn: ClassVar[int] = 0
 
-    def __init__(self, key: str, module: torch.nn.Module) -> None:
+    def __init__(self, key: str, module: torch.nn.Module, is_local: Callable[[str], bool] | None = None) -> None:
         """Find the names.
 
         Args:
             key: the name that the module is saved under.
             module: any module, wrapped or not.
+            is_local: whether each process has its own value under a name.
 
         Raises:
             LeafError: it is wrapped in the first version of FSDP, whose parameters are not the model's tensors; or wrappers give
@@ -84,6 +88,7 @@ class NamedModule:
         """
         self.key = key
         self.module = module
+        self._is_local = is_local or (lambda _name: False)
         self.replica = False
         """Whether another process has the true buffers, under DDP."""
         copies: list[torch.nn.Module] = []
@@ -105,9 +110,11 @@ class NamedModule:
         """Ids of the buffers whose true values are on another process."""
         with torch.no_grad():  # views that hooks make are filled in place
             self._held = module.state_dict(keep_vars=True)  # also makes FSDP2 show its shards
+        self._composites, inside = of_modules(self._held)
+        """Composite parameters that are collected as such, by key."""
         self._keys: dict[str, str] = {}
         """Key in the module's own `state_dict` of each name."""
-        for path in self._held:
+        for path in (path for path in self._held if path not in inside):
             other = self._keys.setdefault(self._name(path), path)
             if other != path:
                 raise LeafError(
@@ -121,8 +128,12 @@ class NamedModule:
             _COLLECTED.add(self.module)
             self._tell_left_out()
         copied = {id(buffer) for buffer in self.module.buffers()} if self.replica else self._copied
-        held = {name: self._held[key] for name, key in self._keys.items()}
-        return {name: value for name, value in held.items() if id(value) not in copied or not _is_left_out(value)}
+        held = {name: self._composites.get(key, self._held[key]) for name, key in self._keys.items()}
+        return {
+            name: value
+            for name, value in held.items()
+            if id(value) not in copied or not _is_left_out(value) or self._is_local(child_name(self.key, name))
+        }
 
     def _tell_left_out(self) -> None:
         """Warn of tensors that `state_dict` leaves out, unless it has values that hooks computed, maybe from these."""
@@ -165,6 +176,9 @@ class NamedModule:
         found: dict[str, Any] = {}
         for name, key in self._keys.items():
             value = self._held[key]
+            if key in self._composites:
+                found[name] = self._composites[key]
+                continue
             below = child(node, name) if _is_extra(key) or not isinstance(value, torch.Tensor) else None
             extra = LEFT_OUT if below is None else mirror(stored, below, value)
             found[name] = value if extra is LEFT_OUT else extra
@@ -196,6 +210,10 @@ class NamedModule:
         for name, key in self._keys.items():
             held = self._held[key]
             value = restored.get(name, held)
+            if id(held) in own and frameworks.composite(held, name) is not None:
+                if value is not held and not isinstance(value, CompositeTensor):
+                    torch.utils.swap_tensors(held, value)
+                continue  # its parts are filled in place, and its class may have no copy_()
             if id(held) in own and (held.is_meta or held.device.type == "xla"):
                 if value is not held:
                     _replace(held, value)

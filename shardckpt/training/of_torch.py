@@ -34,7 +34,9 @@ if TYPE_CHECKING:
 _KEYS, _VALUES = "keys of pairs", "values of pairs"
 
 
-def of_torch(objects: Mapping[str, Any]) -> dict[str, NamedModule | NamedOptimizer | OwnFormOptimizer | NamedScheduler]:
+def of_torch(
+    objects: Mapping[str, Any], is_local: Callable[[str], bool] | None = None
+) -> dict[str, NamedModule | NamedOptimizer | OwnFormOptimizer | NamedScheduler]:
     """The torch objects among some objects, with their names, by the same keys.
 
     Schedulers of optimizers that are not given, or have a form of their own, are left out.
@@ -42,7 +44,7 @@ def of_torch(objects: Mapping[str, Any]) -> dict[str, NamedModule | NamedOptimiz
     Raises:
         LeafError: a module or optimizer whose tensors have no names.
     """
-    modules = {key: NamedModule(key, of) for key, of in objects.items() if isinstance(of, torch.nn.Module)}
+    modules = {key: NamedModule(key, of, is_local) for key, of in objects.items() if isinstance(of, torch.nn.Module)}
     names: dict[int, str] = {}
     earlier: dict[str, str] = {}
     for key, module in modules.items():

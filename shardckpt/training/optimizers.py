@@ -218,7 +218,7 @@ class NamedOptimizer:
             if not stored.all_or_nothing(below):
                 continue
             if parameter is not None:
-                found[name] = mirror(stored, below, own.get(name), partial(_place, parameter))
+                found[name] = mirror(stored, below, own.get(name), partial(_place, parameter), parameter)
             elif name in own or (members is not None and name not in members):
                 found[name] = mirror(stored, below, own.get(name))
         for name, part in own.items():

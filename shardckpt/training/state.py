@@ -27,12 +27,13 @@ from shardckpt.excerpt import excerpt
 from shardckpt.state import PerProcess
 from shardckpt.state.document import Branch, child, leaves_of
 from shardckpt.state.flatten import StateOwner
+from shardckpt.state.select import selector
 from shardckpt.training.generators import Generators, inherited
 from shardckpt.training.likeness import LEFT_OUT, StoredLeaves, mirror, set_apart
 from shardckpt.training.optimizer_forms import keyed_by_ints
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from shardckpt.format.structure import TensorRecord
     from shardckpt.layout.world import World
@@ -63,6 +64,7 @@ def train_state(
     rng: bool | Literal["exact"] = True,
     step: int | None = None,
     metadata: Mapping[str, Any] | None = None,
+    local: str | Sequence[str] = (),
     **more: Any,
 ) -> TrainState:
     """Collect the objects of a training run, so that one `save` and one `restore` cover all of them.
@@ -88,6 +90,9 @@ def train_state(
             "exact", a changed number of processes is a MismatchError.
         step: the training step; `state.step` from then on.
         metadata: any storable value; `state.metadata` from then on.
+        local: name patterns of values that every process has for itself, although they are inside of these objects: FP8 statistics
+            in a module's `_extra_state`, quantized moments of an optimizer's own shards. Every process stores its own, under its
+            number, and gets it back in a job of as many processes. DTensors are not selected.
         **more: further modules, optimizers, and objects with `state_dict` and `load_state_dict`. Wrap an object in `PerProcess` if each
             process has its own state. Any other value is stored unchanged; after a restore it is in `state.values`.
 
@@ -106,15 +111,21 @@ def train_state(
     for key, value in more.items():
         stateful = isinstance(value.value if isinstance(value, PerProcess) else value, Stateful)
         (given if stateful else values)[key] = value
-    return TrainState(given, values, rng=rng)
+    return TrainState(given, values, rng=rng, local=local)
 
 
 class TrainState(StateOwner):
     """The objects and values of one training run; see `train_state`."""
 
-    def __init__(self, objects: Mapping[str, Any], values: Mapping[str, Any], *, rng: bool | Literal["exact"]) -> None:
+    def __init__(
+        self, objects: Mapping[str, Any], values: Mapping[str, Any], *, rng: bool | Literal["exact"], local: str | Sequence[str] = ()
+    ) -> None:
         """Take objects with a state, wrapped in `PerProcess` if each process has its own, and values that are stored unchanged."""
         self._objects = {**objects, **({"rng": PerProcess(Generators())} if rng else {})}
+        if local:
+            if not isinstance(local, str | list | tuple) or not all(isinstance(pattern, str) for pattern in local):
+                raise OptionError(f"train_state(local={excerpt(local)}): give a name pattern, or a list of them.")
+            self.is_local = selector(local)
         self._derives = rng is True
         """Whether a process without a counterpart derives its generators from process 0's."""
         self.values = dict(values)
@@ -231,7 +242,7 @@ class TrainState(StateOwner):
         if "torch" in sys.modules:
             from shardckpt.training.of_torch import of_torch
 
-            parts.update(of_torch(self._objects))
+            parts.update(of_torch(self._objects, self.is_local))
         for key, of in self._objects.items():
             if isinstance(of, PerProcess):
                 choose = _chosen(world) if isinstance(of.value, Generators) and self._derives and world else of.choose

@@ -48,7 +48,7 @@ from shardckpt.io.threads import collector_paused
 from shardckpt.io.url import parse
 from shardckpt.layout.dtypes import with_plain_bools
 from shardckpt.state import flatten
-from shardckpt.state.flatten import plain_state
+from shardckpt.state.flatten import local_names, plain_state
 from shardckpt.writing.host import HostWriter
 from shardckpt.writing.replicas import ReplicaChecksums
 from shardckpt.writing.save_plan import SavePlan, plan_save, skipped_names
@@ -162,9 +162,17 @@ class Attempt:
             plan: makes the plan, or returns it from a cache.
             waits: whether to wait for devices to copy small plain tensors; False: they are left to the caller, as `StateShare.late`.
         """
-        flat = flatten(plain_state(state), frameworks.is_tensor, frameworks.identity, frameworks.meaning)
+        flat = flatten(
+            plain_state(state),
+            frameworks.is_tensor,
+            frameworks.identity,
+            frameworks.meaning,
+            composite=frameworks.composite,
+            local=local_names(state),
+            process=self.world.process,
+        )
         tensors = frameworks.reduce_partial(flat.tensors) if self.options.reduce_partial else flat.tensors
-        sources = frameworks.sources(tensors, self.world, unread=skipped_names(tensors, self.options.skip))
+        sources = frameworks.sources(tensors, self.world, unread=skipped_names(tensors, self.options.skip), local=flat.local)
         if not self.alone:
             frameworks.check_aliases(sources, plain=self.options.host_tensors == "replicated")
         planned = plan(sources, self.options, self.world)

@@ -11,7 +11,7 @@ from shardckpt.format.fingerprint import Fingerprint, StateSums
 from shardckpt.format.replicas import as_text, difference
 from shardckpt.frameworks.coordination import Coordinator, check_coordinator
 from shardckpt.options import SaveOptions
-from shardckpt.state.flatten import flatten, plain_state
+from shardckpt.state.flatten import flatten, local_names, plain_state
 from shardckpt.state.names import shown
 from shardckpt.writing.attempt import COMMITTER, small_elements
 from shardckpt.writing.replicas import ReplicaChecksums
@@ -37,7 +37,15 @@ def fingerprint(state: Any, *, coordinator: Coordinator | None = None) -> Finger
     check_coordinator(coordinator)
     coordinator = Coordinator.current() if coordinator is None else coordinator
     world = coordinator.world
-    sources = frameworks.sources(flatten(plain_state(state), frameworks.is_tensor, frameworks.identity).tensors, world)
+    flat = flatten(
+        plain_state(state),
+        frameworks.is_tensor,
+        frameworks.identity,
+        composite=frameworks.composite,
+        local=local_names(state),
+        process=world.process,
+    )
+    sources = frameworks.sources(flat.tensors, world, local=flat.local)
     plan = plan_save(sources, SaveOptions(), world)  # it deals out all elements, so that each is added once
     sums = StateSums(plan.tensors.values())
     with closing(read_to_host(plan, sources, MOST_COPIES)) as batches:

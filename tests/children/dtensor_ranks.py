@@ -324,7 +324,9 @@ class Sub(DTensor):
 
 
 class Other(torch.Tensor):
-    pass
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        return super().__torch_dispatch__(func, types, args, kwargs or {})
 
 
 def refusals(_):

@@ -148,7 +148,21 @@ def nested():
 
 
 class Unknown(torch.Tensor):
-    pass
+    """Computes its elements when it is asked for them, and does not say from what."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        return super().__torch_dispatch__(func, types, args, kwargs or {})
+
+
+class Named(torch.Tensor):
+    """Elements, and what an instance has beside them."""
+
+
+def named(**attributes):
+    tensor = torch.arange(2.0).as_subclass(Named)
+    vars(tensor).update(attributes)
+    return tensor
 
 
 @pytest.mark.parametrize(
@@ -158,7 +172,7 @@ class Unknown(torch.Tensor):
         (lambda: torch.ones(2, 2).to_sparse_csr(), "sparse_csr cannot be stored"),
         (quantized, "quantized tensors cannot be stored"),
         (nested, "nested tensors cannot be stored"),
-        (lambda: torch.ones(2).as_subclass(Unknown), "Unknown is not supported"),
+        (lambda: torch.ones(2).as_subclass(Unknown), "Unknown computes its elements"),
         (torch.nn.parameter.UninitializedParameter, "no shape and no data yet"),
     ],
 )
@@ -171,6 +185,25 @@ def test_kinds_of_tensors_that_cannot_be_stored_are_refused_by_name(make, words)
         frameworks.source("layer/w", leaf)
     with pytest.raises(LeafError, match=f"'layer/w': .*{words}"):
         frameworks.target("layer/w", leaf, (2,), F32)
+
+
+def test_a_subclass_without_operations_of_its_own_is_stored_as_its_elements_and_filled_in_place():
+    leaf = named(note="x", order=(1, 2), loader=print)
+    (box,) = frameworks.fetch([frameworks.source("w", leaf)])[0]
+    assert box.tolist() == [0.0, 1.0]
+    assert frameworks.identity(leaf) == frameworks.identity(leaf.as_subclass(torch.Tensor))
+    sink = frameworks.target("w", leaf, (2,), F32)
+    sink.destinations[0][...] = [5, 6]
+    assert sink.place(sink.destinations) is leaf
+    assert leaf.tolist() == [5.0, 6.0]
+    new = frameworks.target("w", torch.empty(2, device="meta").as_subclass(Named), (2,), F32)
+    assert type(new.place(new.destinations)) is Named
+
+
+@pytest.mark.parametrize("more", [{"scale": torch.ones(1)}, {"state": object()}])
+def test_a_subclass_with_more_than_its_elements_is_refused_by_the_attribute(more):
+    with pytest.raises(LeafError, match=rf"'w': this .*Named has the attribute '{next(iter(more))}' beside its elements"):
+        frameworks.source("w", named(**more))
 
 
 def freed(keep=0, view=lambda tensor: tensor):

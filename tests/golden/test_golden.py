@@ -12,6 +12,7 @@ from one_of_several import OneOfSeveral
 from paths import GOLDEN
 
 import shardckpt
+from shardckpt.state.composites import CompositeTensor
 from shardckpt.state.names import array_path
 
 CHECKPOINTS = sorted(path.parent for path in GOLDEN.glob("v1/*/*/checkpoint.json"))
@@ -143,3 +144,30 @@ def test_a_checkpoint_is_restored_together_with_what_it_has_left_in_others(step,
         assert equal(group[array_path(name)][...], stored), name
         assert equal(ts.open(checkpoint.stock_spec(name)).result().read().result(), stored), name
     assert sum(file.stat().st_size for file in (BASES / step).rglob("*") if file.is_file()) <= LARGEST_BYTES
+
+
+def test_values_that_belong_to_each_process_are_restored_by_process():
+    path = GOLDEN / "v4" / "local" / "packed"
+    assert facts(shardckpt.restore(path)) == json.loads((path.parent / "expected.json").read_text())
+    for process in range(2):
+        given = {"q": np.zeros((3 + process, 4), np.int8), "kept": np.zeros(9, np.float32), "nested": None}
+        state = shardckpt.train_state(rng=False, local=["q", "nested/*"], **given)
+        shardckpt.restore(path, state, coordinator=OneOfSeveral(process, 2))
+        assert equal(state.values["q"], shardckpt.restore(path)["q"][process])
+        assert state.values["nested"] == {"n": process, "only": {process: "x"}}
+        assert state.step == 7
+    assert shardckpt.open(path).verify().damage == []
+
+
+@pytest.mark.parametrize("layout", ["packed", "zarr"])
+def test_composite_tensors_are_restored_as_parts_and_into_places_of_their_class(layout):
+    path = GOLDEN / "v5" / "composite" / layout
+    whole = shardckpt.restore(path)
+    assert facts(whole) == json.loads((path.parent / "expected.json").read_text())
+    context = {"block": {"$tuple": [1, 4]}, "dtype": {"$torch.dtype": "float32"}, "rounding": "Rounding.NEAREST", "none": None}
+    parts = {"data": np.zeros((6, 4), np.int8), "scale": np.zeros((6, 1), np.float32)}
+    like = CompositeTensor("golden.Scaled", (6, 4), context, parts, lambda values: values)
+    found = shardckpt.restore(path, {"w": like}, strict=False)["w"]
+    assert equal(found[0], whole["w"]["data"])
+    assert equal(found[1], whole["w"]["scale"])
+    assert shardckpt.open(path).verify().damage == []

@@ -218,7 +218,7 @@ def test_unequal_small_leaves_name_the_leaf_both_values_and_the_processes():
     states[4] = {"opt": {"lr": 0.2}}
     assert refused(states) == (
         "'opt/lr' is 0.1 (float) on processes 0-3, 5-6 and 0.2 (float) on process 4; make it equal on all processes, "
-        "or wrap it in shardckpt.PerProcess where it differs on purpose. Nothing was published."
+        "or, where it differs on purpose, wrap it in shardckpt.PerProcess or name it in train_state(local=…). Nothing was published."
     )
     assert "'opt/lr' is 0.1 (float) on process 0 and 0.2 (float) on process 1 (and something else on processes 2-3)" in refused(
         [{"opt": {"lr": lr}} for lr in (0.1, 0.2, 0.3, 0.4)]

@@ -1,0 +1,90 @@
+"""Composite tensors inside of DTensors, and values that each process has for itself, in jobs of several processes.
+
+The programs: `tests/children/composite_ranks.py`.
+"""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from composites import scaled
+from processes import Processes
+
+import shardckpt
+from shardckpt.errors import MismatchError
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    with Processes("composite_ranks", env={"PYTHONWARNINGS": "ignore"}) as processes:
+
+        def run(function, count, *arguments):
+            answers = processes.run(function, count, *arguments, timeout=100)
+            failed = [answer for answer in answers if isinstance(answer, dict) and "error" in answer]
+            assert not failed, failed
+            return answers
+
+        yield run
+
+
+def version_of(path):
+    return json.loads((path / "checkpoint.json").read_text())["version"]
+
+
+def test_shards_of_a_composite_tensor_are_shards_of_its_parts_on_any_mesh(ranks, tmp_path):
+    url = tmp_path / "c"
+    ranks("save_sharded", 2, url)
+    whole = scaled(3)
+    parts = shardckpt.restore(url)["w"]
+    assert (parts["data_"] == whole.data_.numpy()).all()
+    assert (parts["scale"] == whole.scale.numpy()).all()
+    like = {"w": scaled(9)}
+    shardckpt.restore(url, like)
+    assert like["w"].data_.equal(whole.data_)
+    for count in (2, 4):
+        assert ranks("restore_sharded", count, url) == [True] * count
+
+
+def test_a_part_that_is_not_sharded_as_its_tensor_is_refused_by_name(ranks, tmp_path):
+    answers = ranks("uneven", 2, tmp_path / "c")
+    assert answers[0][0] == "ShardingError"
+    assert "'w': codes of shape (12,) belongs to a shard of shape (3, 4) of the tensor's (5, 4), and no tensor has such" in answers[0][1]
+    assert not (tmp_path / "c" / "checkpoint.json").exists() or "tombstone" in (tmp_path / "c" / "checkpoint.json").read_text()
+
+
+def test_parts_without_the_sharded_dimension_are_kept_for_each_shard(ranks, tmp_path):
+    assert ranks("one_scale_each", 2, tmp_path / "c") == [[5.0, 5.0, True], [6.0, 6.0, True]]
+
+
+def test_8_bit_moments_in_dtensors_resume_before_the_first_step(ranks, tmp_path):
+    saved = ranks("train_8_bit", 2, tmp_path / "c", 1)
+    resumed = ranks("train_8_bit", 2, tmp_path / "c", 0)
+    assert resumed == saved
+    assert saved[0][0] == ["DTensor/Code"]
+
+
+@pytest.mark.parametrize("size", [8, 301])
+def test_moments_that_each_rank_has_for_itself_resume_by_rank(ranks, tmp_path, size):
+    local = ["optimizer/state/*/q", "optimizer/state/*/scale"]
+    saved = ranks("local_optimizer", 2, tmp_path / "c", size, 1, local)
+    assert ranks("local_optimizer", 2, tmp_path / "c", size, 0, local) == saved
+    assert version_of(tmp_path / "c") == [4, 0]
+    names = shardckpt.open(tmp_path / "c").names()
+    assert [name for name in names if "/q" in name] == ["optimizer/state/weight/q/0", "optimizer/state/weight/q/1"]
+    both = shardckpt.restore(tmp_path / "c")["optimizer"]["state"]["weight"]["q"]
+    assert [both[0].dtype, sum(len(q) for q in both.values())] == [np.int8, size]
+    (error,) = ranks("local_optimizer", 1, tmp_path / "c", size, 0, local)
+    assert error[0] == MismatchError.__name__
+    assert "belongs to each process alone; 2 processes saved it, and 1 restore. Restore in as many processes" in error[1]
+
+
+@pytest.mark.parametrize("wrapping", ["DDP", "FSDP2"])
+def test_statistics_of_each_rank_in_a_module_come_back_to_that_rank_and_are_refused_unless_named(ranks, tmp_path, wrapping):
+    answers = ranks("local_module", 2, tmp_path / "c", wrapping)
+    for rank, (found, unnamed) in enumerate(answers):
+        fill = rank + 3
+        assert found == [fill, [fill] * (5 + fill), [float(fill)] * 4, [float(fill)] * 2]
+        assert unnamed[0] == "CommitError"
+    assert "train_state(local=" in answers[0][1][1]
