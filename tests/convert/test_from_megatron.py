@@ -1,4 +1,6 @@
-"""A checkpoint that Megatron-Core 0.16.1 itself wrote (tests/golden/megatron, by tools/megatron_fixture.py)."""
+"""Checkpoints that Megatron-Core 0.16.1 itself wrote (by tools/megatron_fixture.py): tests/golden/megatron with torch 2.9, and
+tests/golden/megatron_torch_2_13, which has the plans of all processes in its metadata, too.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +22,7 @@ from shardckpt.convert.importing import import_checkpoint
 from shardckpt.errors import FormatError, OptionError
 from shardckpt.io.url import parse
 
+NEWEST = GOLDEN / "megatron_torch_2_13"
 GOLDEN = GOLDEN / "megatron"
 WRITTEN = GOLDEN / "iter_0000010"
 
@@ -45,8 +48,9 @@ def check(state):
     }
 
 
-def test_sharded_tensors_objects_and_common_state_are_there():
-    foreign = from_megatron.open_foreign(parse(WRITTEN), trust_pickle=True)
+@pytest.mark.parametrize("written", [WRITTEN, NEWEST], ids=["torch 2.9", "torch 2.13"])
+def test_sharded_tensors_objects_and_common_state_are_there(written):
+    foreign = from_megatron.open_foreign(parse(written), trust_pickle=True)
     check(contents(foreign))
     pieces = foreign.structure.tensors["decoder.layers.mlp.linear_fc1.weight"].pieces
     assert sorted(piece.start for piece in pieces) == [(layer, row, 0) for layer in range(3) for row in (0, 2)]

@@ -295,8 +295,13 @@ def combined_rules(
     """Rules from several sources, in this order of precedence; None if there are none.
 
     Raises:
-        OptionError, ShardingError: a source is invalid.
+        OptionError, ShardingError: a source is invalid; or a preset is chosen twice, by name and by a configuration.
     """
+    if preset is not None and hf_config is not None:
+        raise OptionError(
+            f"The preset {excerpt(preset)} and the configuration {excerpt(hf_config)}, which chooses a preset, both decide the same "
+            f"tensors; give one of --preset and --from-hf-config."
+        )
     found = [Rules.parse(texts)] if texts else []
     found += [Rules.from_file(file)] if file is not None else []
     found += [Rules.preset(preset)] if preset is not None else []

@@ -33,7 +33,6 @@ import dataclasses
 import functools
 import json
 import logging
-import os
 import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -54,6 +53,7 @@ from shardckpt.training.retention import Best, any_of
 from shardckpt.training.state import train_state
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Mapping
 
     from transformers import Trainer, TrainerControl, TrainingArguments

@@ -14,6 +14,7 @@ from shardckpt.errors import OptionError, ShardingError
 from shardckpt.reshard.rules import parse_mesh
 from shardckpt.reshard.rules.hf_config import MODEL_TYPES
 from shardckpt.reshard.rules.preset import Preset
+from shardckpt.reshard.rules.rules import combined_rules
 
 CHILD = CHILDREN / "rules_hf.py"
 pytestmark = pytest.mark.timeout(300)  # transformers imports half of torch, which takes its time on a busy machine
@@ -281,3 +282,11 @@ def test_a_model_that_no_preset_knows_is_refused_with_those_that_there_are(tmp_p
         Rules.from_hf_config(tmp_path)
     with pytest.raises(OptionError, match="cannot be read"):
         Rules.from_hf_config(tmp_path / "none")
+
+
+def test_a_preset_and_a_configuration_together_are_refused_as_both_decide_the_same_tensors(tmp_path):
+    config = str(configured(tmp_path, model_type="llama", num_attention_heads=8))
+    assert combined_rules(preset="llama/tp") is not None
+    assert combined_rules(hf_config=config) is not None
+    with pytest.raises(OptionError, match="both decide the same tensors; give one of"):
+        combined_rules(preset="llama/tp", hf_config=config)

@@ -1,6 +1,6 @@
 """Parser of `.metadata`, the metadata file of torch.distributed.checkpoint.
 
-It is a pickle of a `Metadata` (torch/distributed/checkpoint/metadata.py, torch 2.1 to 2.9). It has for each name either a tensor's
+It is a pickle of a `Metadata` (torch/distributed/checkpoint/metadata.py, torch 2.1 to 2.13). It has for each name either a tensor's
 dtype, shape and chunks, or the mark of a value stored as bytes; the file and offset of each of these; and, from the planner, the keys
 that lead to each name in the nested state.
 
@@ -43,6 +43,11 @@ CLASSES = frozenset(
         *(
             "megatron.core.dist_checkpointing.strategies.torch.MCoreMetadata",
             "megatron.core.dist_checkpointing.strategies.torch.MCoreSavePlan",
+        ),
+        # `all_local_plans`, which Megatron-Core keeps in the metadata and nothing here reads
+        *(
+            f"torch.distributed.checkpoint.planner.{name}"
+            for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData")
         ),
     )
 )

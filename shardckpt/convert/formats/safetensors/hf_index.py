@@ -15,14 +15,50 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from shardckpt.errors import OptionError
+from shardckpt.errors import MissingDataError, OptionError
+from shardckpt.excerpt import few
 from shardckpt.options import parse_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
 INDEX = "model.safetensors.index.json"
 _NAMES = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors|" + re.escape(INDEX))
+
+
+_PART = re.compile(r"(.+)-(\d{5,6})-of-(\d{5,6})(\.safetensors|\.bin)")
+"""Name of one file of a split model: model, number, count and ending."""
+
+
+def parts_of(name: str, names: Sequence[str], where: object) -> list[str]:
+    """All files of the split model that a file belongs to, in order; the file alone if its name is not of a part.
+
+    Args:
+        name: name of the file.
+        names: names of the files beside it.
+        where: the directory, for messages.
+
+    Raises:
+        MissingDataError: other parts are missing.
+    """
+    found = _PART.fullmatch(name)
+    if found is None:
+        return [name]
+    width, count = len(found[2]), int(found[3])
+    parts = [f"{found[1]}-{number:0{width}d}-of-{found[3]}{found[4]}" for number in range(1, count + 1)]
+    missing = sorted({*parts} - {*names})
+    if missing:
+        raise MissingDataError(
+            f"{where}: of the {count} files of a split model, {few(missing)} {'is' if len(missing) == 1 else 'are'} missing; get a "
+            f"complete copy, or give the path of one file to import only its tensors."
+        )
+    return parts
+
+
+def note_of_part(name: str) -> list[str]:
+    """A note that a file is only a part of a model; empty if its name does not say so."""
+    found = _PART.fullmatch(name)
+    return [] if found is None or int(found[3]) == 1 else [f"{name} is one of {int(found[3])} files of a split model; only it is read."]
 
 
 def is_of_a_model(name: str) -> bool:

@@ -20,6 +20,7 @@ import numpy as np
 from shardckpt.convert.files.file_version import FileVersion, file_at, identity_of
 from shardckpt.convert.foreign import ROWS_BYTES, ForeignPart, ForeignTensor, row_chunks, structure_of
 from shardckpt.convert.formats.safetensors.header import LENGTH_BYTES, header_bytes, parse_header
+from shardckpt.convert.formats.safetensors.hf_index import note_of_part, parts_of
 from shardckpt.convert.span import Span, StoredRun
 from shardckpt.convert.strict_json import is_json, parse_json
 from shardckpt.errors import CorruptionError, FormatError, OptionError
@@ -101,15 +102,17 @@ class SafetensorsFiles:
         main = _main(beside, self._store) if given is None else given.key
         index = FileVersion(self._store, main) if main.endswith(INDEX_SUFFIX) else None
         weight_map = None if index is None else _weight_map(index)
-        files = [main] if weight_map is None else sorted(set(weight_map.values()))
+        files = parts_of(main, beside, self._store) if given is None else [main]
+        if weight_map is not None:
+            files = sorted(set(weight_map.values()))
         opened = map_on_threads(self._open, files)
         headers = {version.key: header for version, header in opened}
-        if weight_map is not None:
-            _check_index(str(index), weight_map, headers)
+        if weight_map is None:
+            weight_map = {tensor: file for file, header in headers.items() for tensor in header.tensors}
+        _check_index(str(self._store if index is None else index), weight_map, headers)
         self._places = {tensor: (version, stored) for version, header in opened for tensor, stored in header.tensors.items()}
         rows = ROWS_BYTES if self._store.location.local is not None else _REQUEST_BYTES
-        ordered = self._places if weight_map is None else weight_map
-        state = {tensor: _foreign(self._places[tensor][1], rows) for tensor in ordered}
+        state = {tensor: _foreign(self._places[tensor][1], rows) for tensor in weight_map}
         self.structure = structure_of(state, str(location))
         self._by_name = dict(zip(component_names(list(state)), (self._places[tensor] for tensor in state), strict=True))
         configs = {name: doc for name in CONFIGS if name in beside and (doc := self._config(name)) is not None}
@@ -120,6 +123,7 @@ class SafetensorsFiles:
         self.notes = (
             f"{len(self._places)} tensor{'' if len(self._places) == 1 else 's'} in {few(files)}"
             + ("" if index is None else f", by {main}"),
+            *(note_of_part(main) if given is not None else ()),
             *([f"kept as metadata: {few(kept)}"] if kept else []),
             *([f"left behind: {few(left)}"] if left else []),
         )
@@ -217,6 +221,8 @@ def _main(names: Sequence[str], store: Store) -> str:
         if _MODEL + suffix in found:
             return _MODEL + suffix
         if len(found) == 1:
+            return found[0]
+        if found and suffix == SUFFIX and set(found) <= {*parts_of(found[0], found, store)}:
             return found[0]
         if found:
             raise OptionError(f"{store}: there are several models ({few(found)}); give the path of one of them.")

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.convert.files.file_version import FileVersion, file_at, identity_of
+from shardckpt.convert.formats.safetensors.hf_index import note_of_part, parts_of
 from shardckpt.convert.formats.torch.file import is_torch_file
 from shardckpt.convert.formats.torch.states import open_state_file, state_in
 from shardckpt.convert.placed import place_tensors
@@ -23,7 +24,7 @@ from shardckpt.io.threads import map_on_threads
 from shardckpt.state.names import shown
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from shardckpt.convert.foreign import Foreign
     from shardckpt.convert.formats.torch.file import TorchFile
@@ -42,7 +43,7 @@ def looks_like(location: Location) -> str | None:
     file = file_at(location)
     if file is None:
         names = [] if location.local is not None and not is_directory(location.local) else Store.open(location).list_children()
-        found = [name for name in (_BIN, _BIN.removesuffix(".bin") + _INDEX_SUFFIX) if name in names]
+        found = [name for name in (_BIN, _BIN.removesuffix(".bin") + _INDEX_SUFFIX, *_parts(names)) if name in names]
         return f"{found[0]} in the directory" if found else None
     if file.key.endswith(_INDEX_SUFFIX):
         return f"{file.key}, an index of split files"
@@ -72,11 +73,13 @@ def open_foreign(location: Location, *, trust_pickle: bool = False) -> Foreign:
         store = Store.open(location)
         names = store.list_children()
         file = next((FileVersion(store, name) for name in (_BIN, _BIN.removesuffix(".bin") + _INDEX_SUFFIX) if name in names), None)
+        if file is None and (some := _parts(names)):
+            return _split(location, [FileVersion(store, name) for name in parts_of(some[0], names, store)])
         if file is None:
             raise NotFoundError(f"{location}: there is no {_BIN} in this directory, and no index of split files; give the path of a file.")
     if not file.key.endswith(_INDEX_SUFFIX):
         opened = _opened(file)
-        return place_tensors(state_in(opened), "torch", location, identity_of(location, [file]), ())
+        return place_tensors(state_in(opened), "torch", location, identity_of(location, [file]), note_of_part(file.key))
     weight_map = _weight_map(file)
     versions = [FileVersion(file.store, name) for name in sorted(set(weight_map.values()))]
     states = dict(
@@ -87,6 +90,22 @@ def open_foreign(location: Location, *, trust_pickle: bool = False) -> Foreign:
     if unnamed is not None:
         raise FormatError(f"{file} does not name {unnamed}; get new copies of all files.")
     return place_tensors(state, "torch", location, identity_of(location, [file, *versions]), (f"{len(versions)} files, by {file.key}",))
+
+
+def _parts(names: Sequence[str]) -> list[str]:
+    """Names of files of a split model without an index."""
+    return sorted(name for name in names if name.startswith("pytorch_model-") and name.endswith(".bin") and note_of_part(name))
+
+
+def _split(location: Location, versions: Sequence[FileVersion]) -> Foreign:
+    """All files of a split model without an index, as one dict of their tensors."""
+    state: dict[str, Any] = {}
+    for version, part in zip(versions, map_on_threads(lambda version: state_in(_opened(version)), versions), strict=True):
+        again = next((name for name in part if name in state), None)
+        if again is not None:
+            raise FormatError(f"{version}: {shown(again)} is in another file of the model, too; get new copies of all files.")
+        state |= part
+    return place_tensors(state, "torch", location, identity_of(location, versions), (f"{len(versions)} files of a split model",))
 
 
 def span_of(file: FileVersion, nbytes: int | None = None) -> Span:

@@ -1,0 +1,42 @@
+"""Imports of models that are split among files without an index, as an interrupted download leaves them."""
+
+from __future__ import annotations
+
+import pytest
+import safetensors.torch
+import torch
+
+import shardckpt
+from shardckpt.convert.importing import import_checkpoint
+from shardckpt.errors import FormatError, MissingDataError
+
+
+def write(path, name):
+    if path.suffix == ".bin":
+        torch.save({name: torch.ones(2)}, path)
+    else:
+        safetensors.torch.save_file({name: torch.ones(2)}, path)
+
+
+@pytest.mark.parametrize(
+    "pattern", ["model-{}-of-00003.safetensors", "diffusion_pytorch_model-{}-of-00003.safetensors", "pytorch_model-{}-of-00003.bin"]
+)
+def test_a_split_model_without_an_index_is_imported_whole_or_refused_with_the_missing_files(tmp_path, pattern):
+    parts = [pattern.format(f"{number:05d}") for number in (1, 2, 3)]
+    for number in (0, 2):
+        write(tmp_path / parts[number], f"w{number}")
+    with pytest.raises(MissingDataError, match=f"of the 3 files of a split model, {parts[1]} is missing"):
+        import_checkpoint(tmp_path, tmp_path / "new")
+    write(tmp_path / parts[1], "w1")
+    import_checkpoint(tmp_path, tmp_path / "new")
+    assert shardckpt.open(tmp_path / "new").names() == ["w0", "w1", "w2"]
+    write(tmp_path / parts[1], "w0")
+    with pytest.raises(FormatError, match="'w0' is in"):
+        import_checkpoint(tmp_path, tmp_path / "again")
+
+
+def test_a_part_of_a_split_model_that_is_named_as_a_file_is_imported_with_a_note(tmp_path):
+    for name in ("model-00001-of-00002.safetensors", "pytorch_model-00001-of-00002.bin"):
+        write(tmp_path / name, "w")
+        report = import_checkpoint(tmp_path / name, tmp_path / f"new{name}")
+        assert f"{name} is one of 2 files of a split model; only it is read." in report.notes
