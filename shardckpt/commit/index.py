@@ -25,7 +25,7 @@ from shardckpt.format.zarr_arrays import PLAIN_ROOT, group_json, parent_groups, 
 from shardckpt.io import ocdbt
 from shardckpt.io.failures import storage_errors
 from shardckpt.io.files import LARGEST_WHOLE, clear
-from shardckpt.io.store import Store, shared_context
+from shardckpt.io.store import Store, shared_context, with_new_keys
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -51,6 +51,7 @@ _MOST_HEIGHT = 16
 """Height that a tree of valid nodes never exceeds; a damaged tree might have cycles."""
 
 
+@with_new_keys
 def merge_lanes(
     attempt: Store,
     lanes: Sequence[str],
@@ -98,6 +99,7 @@ def merge_lanes(
         )
 
 
+@with_new_keys
 def write_index(
     attempt: Store,
     chunks: Iterable[tuple[str, str, int, int]],

@@ -36,6 +36,10 @@ _ADVICE = {
     "(s3://…, gs://…), or choose another place",
     "permission denied": "give this user permission there, or choose another place",
     "attempts failed": "the service did not recover in time; try again later, or raise SHARDCKPT_RETRY_SECONDS",
+    "does not resolve": "check the spelling, the network and the resolver",
+    "connections are refused": "check the endpoint's host and port, and that the service runs",
+    "explicit deny in a resource-based policy": "the bucket's policy forbids it. If it demands an encryption header, give the bucket that "
+    "encryption as its default instead: TensorStore, which writes large indexes, can send no such header",
     "no such bucket": "create it, or check its name and the endpoint",
     "bucket does not exist": "create it, or check its name and the endpoint",
     "no such file or directory": "it was removed meanwhile, perhaps by `shardckpt gc` or a deletion; try again",

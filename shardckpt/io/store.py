@@ -8,8 +8,8 @@ A `Store` uses `files` on disk, `buckets` on object stores, and a TensorStore ke
    a lost race the store reads the object, and counts the write as successful if the bytes are its own.
 2. *Typed errors.* A message has the url, then the text of the storage or the system, then what to do.
 
-TensorStore itself (`kvstore`) reads and writes the OCDBT indexes everywhere. All stores of a process share one `ts.Context`. So
-`memory://` is one memory, and OCDBT databases can be merged by reference.
+TensorStore itself (`kvstore`) reads and writes the OCDBT indexes everywhere. All stores of a process share one `ts.Context`, until
+settings or keys change. So `memory://` is one memory, and OCDBT databases can be merged by reference.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ from __future__ import annotations
 import dataclasses
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cache
-from typing import TYPE_CHECKING, Any
+from functools import cache, lru_cache, wraps
+from itertools import count
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import numpy as np
 import tensorstore as ts
 from numpy.typing import NDArray
 
-from shardckpt.errors import CorruptionError, MissingDataError
+from shardckpt.errors import CorruptionError, MissingDataError, StorageError
 from shardckpt.format.documents import check_key
 from shardckpt.io import files
 from shardckpt.io.buckets import cloud, listing
@@ -41,20 +42,49 @@ from shardckpt.io.url import Location, parse
 if TYPE_CHECKING:
     import builtins
     import os
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from shardckpt.io.buckets.retry import Retry
 
 
+P = ParamSpec("P")
+T = TypeVar("T")
+_contexts = count()
 Data = bytes | bytearray | memoryview | NDArray[np.uint8]
 """Contiguous bytes of any kind."""
 
 
-@cache
 def shared_context() -> ts.Context:
-    """The one TensorStore context of this process."""
-    return ts.Context(cloud.context())
+    """The TensorStore context of this process. Other settings, or keys that were rotated, make a new one with the same memory."""
+    return _context(cloud.context_stamp())
+
+
+@lru_cache(maxsize=4)
+def _context(_stamp: object) -> ts.Context:
+    return ts.Context(ts.Context.Spec(cloud.context(next(_contexts))), _memory())
+
+
+@cache
+def _memory() -> ts.Context:
+    """The context that all others of the process share `memory://` with."""
+    return ts.Context()
+
+
+def with_new_keys(operation: Callable[P, T]) -> Callable[P, T]:
+    """Repeat an operation of TensorStore that failed, if the keys for S3 were rotated meanwhile."""
+
+    @wraps(operation)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        stamp = cloud.aws_stamp()
+        try:
+            return operation(*args, **kwargs)
+        except StorageError:
+            if cloud.aws_stamp() == stamp:
+                raise
+            return operation(*args, **kwargs)
+
+    return run
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -35,7 +35,7 @@ from shardckpt.io import ocdbt
 from shardckpt.io.buffers import KeptBuffers
 from shardckpt.io.datafile import DataFile, create_data_file
 from shardckpt.io.failures import storage_errors
-from shardckpt.io.store import Data, Store, byte_view, shared_context
+from shardckpt.io.store import Data, Store, byte_view, shared_context, with_new_keys
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -330,6 +330,7 @@ class _Lane:
         self.store.write(_MANIFEST, ocdbt.manifest(_TREE, len(node), len(keys), int(places[:, 2].sum())))
         self._check(keys, places)
 
+    @with_new_keys
     def _check(self, keys: list[bytes], places: NDArray[np.int64]) -> None:
         """Compare TensorStore's view with the chunks that were put: keys always, places only the first time in a process.
 

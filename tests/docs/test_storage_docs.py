@@ -16,7 +16,7 @@ from paths import DOCS
 
 import shardckpt
 from shardckpt.io.buckets import cloud as settings
-from shardckpt.io.store import Store, shared_context
+from shardckpt.io.store import Store
 
 DOCUMENT = (DOCS / "storage.md").read_text()
 VARIABLES = re.compile(r"\b(?:SHARDCKPT|AWS|GOOGLE|TENSORSTORE|STORAGE)_[A-Z0-9_]+\b")
@@ -61,7 +61,6 @@ READS = {"read", "stat"}
 def test_requests_need_the_rights_in_the_table_and_no_others(cloud, layout):
     """Of S3: on GCS some of the uploads replace an object, which takes the right to delete."""
     with FaultProxy(cloud.endpoint) as proxy, environment(cloud.env(proxy.url)):
-        shared_context.cache_clear()
         url = f"{cloud.scheme}://{cloud.new_bucket(f'b-{uuid.uuid4().hex}')}/run"
 
         def kinds(use):
@@ -78,4 +77,3 @@ def test_requests_need_the_rights_in_the_table_and_no_others(cloud, layout):
         assert kinds(lambda: shardckpt.open(url).verify()) <= READS
         assert kinds(lambda: save(overwrite=True)) == READS | saving | {"delete"}
         assert len({key.partition("/")[0] for key in Store.open(url).list()}) == 2
-    shared_context.cache_clear()

@@ -13,7 +13,7 @@ from processes import Processes
 import shardckpt
 from shardckpt import SaveOptions, errors
 from shardckpt.commit.collecting import collect, delete
-from shardckpt.io.store import Store, shared_context
+from shardckpt.io.store import Store
 from shardckpt.writing.packed import DATA_FILE_BYTES, OBJECT_BYTES, PackedWriter
 
 MiB = 1 << 20
@@ -44,7 +44,6 @@ class Cloud:
 def cloud(request):
     emulator = request.getfixturevalue("gcs_server" if request.param == "gs" else "s3_server")
     with FaultProxy(emulator.endpoint) as proxy, environment(emulator.env(proxy.url)), Processes("many_hosts") as job:
-        shared_context.cache_clear()  # credentials are read once
         yield Cloud(emulator, proxy, job)
 
 

@@ -56,7 +56,7 @@ def test_nothing_is_read_any_more_when_it_is_closed():
     with closing(read_ahead([1, 2, 3], reading, copies=False)) as batches:
         next(batches)
     assert 3 not in reading.begun
-    assert set(threading.enumerate()) == before
+    assert set(threading.enumerate()) <= before, "threads of earlier tests may end meanwhile; none is new"
 
 
 def test_what_reading_raises_comes_when_its_batch_is_asked_for():

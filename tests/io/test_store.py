@@ -20,7 +20,7 @@ from fault_rules import Rule
 
 from shardckpt.errors import CorruptionError, FormatError, MissingDataError, StorageError, UrlError
 from shardckpt.io.failures import storage_errors
-from shardckpt.io.store import Store, shared_context
+from shardckpt.io.store import Store
 
 
 def test_what_was_written_is_read(store):
@@ -271,9 +271,7 @@ def test_in_a_bucket_that_is_not_there_nothing_is_written(cloud):
 def proxied(cloud):
     """A proxy, and a store behind it that gives up soon, in a bucket that TensorStore knows by this proxy alone."""
     with FaultProxy(cloud.endpoint) as proxy, environment({**cloud.env(proxy.url), "SHARDCKPT_RETRY_SECONDS": "0.1"}):
-        shared_context.cache_clear()
         yield proxy, Store.open(f"{cloud.scheme}://{cloud.new_bucket(f'b-{uuid.uuid4().hex}')}/run")
-        shared_context.cache_clear()
 
 
 FAULTS = [Rule("status", status=status) for status in (408, 429, 500, 502, 503, 504)] + [

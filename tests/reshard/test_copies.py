@@ -11,7 +11,7 @@ from placeholders import put_placeholder
 
 import shardckpt
 from shardckpt import Mesh, PartitionSpec, SaveOptions, Sharding, errors
-from shardckpt.io.store import Store, shared_context
+from shardckpt.io.store import Store
 from shardckpt.reshard.forecast.document import document
 from shardckpt.reshard.forecast.forecast import forecast, known_places
 from shardckpt.reshard.forecast.rates import Rates
@@ -47,7 +47,6 @@ class Cloud:
 def cloud(request):
     emulator = request.getfixturevalue("gcs_server" if request.param == "gs" else "s3_server")
     with FaultProxy(emulator.endpoint) as proxy, environment(emulator.env(proxy.url)):
-        shared_context.cache_clear()  # credentials are read once
         yield Cloud(emulator, proxy)
 
 

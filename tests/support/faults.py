@@ -24,7 +24,7 @@ from flip_bits import same
 
 import shardckpt
 from shardckpt.errors import NotFoundError, ShardckptError
-from shardckpt.io.store import Store, shared_context
+from shardckpt.io.store import Store
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -162,11 +162,7 @@ def faulty_cloud(emulator: Emulator, *, retry_seconds: str = RETRY_SECONDS) -> I
 def patience_of(retry_seconds: str) -> Iterator[None]:
     """Set the time for which requests are tried again."""
     with environment({"SHARDCKPT_RETRY_SECONDS": retry_seconds}):
-        shared_context.cache_clear()
-        try:
-            yield
-        finally:
-            shared_context.cache_clear()
+        yield
 
 
 def random_rules(seed: int) -> list[Rule]:

@@ -209,7 +209,12 @@ class Bucket(ABC):
 
     def _call(self, kind: Literal["read", "write"], once: Callable[[], T], share: RequestShare = ALONE, retry: Retry | None = None) -> T:
         cloud.wait_for_rate(kind, share)
-        return (retry or Retry()).call(once, self.is_passing)
+        return (retry or Retry()).call(once, self.is_passing, self.service)
+
+    @property
+    @abstractmethod
+    def service(self) -> str:
+        """The service that requests go to, for messages."""
 
     # Each makes one attempt at one request, and raises OSErrors: a `PassingError` if another attempt may succeed.
 

@@ -9,12 +9,15 @@ Google Cloud Storage (`gs://`, needs the extra `shardckpt[gcs]`):
   otherwise the file from `gcloud auth application-default login`, otherwise the machine's own service account, otherwise none.
 - `TENSORSTORE_GCS_HTTP_URL` (TensorStore's name) or `STORAGE_EMULATOR_HOST` (the name in other tools) sets another endpoint; one
   of them is enough. Over plain `http://`, to an emulator, no credentials are sent.
+- `GOOGLE_CLOUD_QUOTA_PROJECT`: this project pays for requests to a bucket whose owner does not.
 
 S3 and compatible services (`s3://`, needs the extra `shardckpt[s3]`):
 
 - Credentials: `AWS_ACCESS_KEY_ID` and `AWS_SECRET_ACCESS_KEY` (and `AWS_SESSION_TOKEN`), otherwise the profile
   `AWS_PROFILE` of `AWS_SHARED_CREDENTIALS_FILE` and `AWS_CONFIG_FILE`, otherwise the container's or the machine's role.
-  `AWS_NO_SIGN_REQUEST=1`: none, for public buckets.
+  `AWS_NO_SIGN_REQUEST=1`: none, for public buckets. The files are read again when they change.
+- `AWS_REQUEST_PAYER=requester`: this account pays for requests to a bucket whose owner does not. TensorStore 0.1.86 sends that
+  header under a wrong name, so such a bucket can only be read.
 - `AWS_ENDPOINT_URL_S3` or `AWS_ENDPOINT_URL` sets another endpoint, addressed as endpoint/bucket/name. It must
   enforce `If-Match` and `If-None-Match` on PUT; otherwise two concurrent saves can both report that they have committed.
 - `AWS_REGION` or `AWS_DEFAULT_REGION` is the bucket's region. Without it AWS is asked, and another endpoint gets us-east-1.
@@ -36,7 +39,7 @@ All:
   and deletions, that this process begins per second. By default 4000 and 800 (`BUCKET`), of which each process of a save has
   its share. Retries are not counted, because their pauses spread them; nor are the few requests for an OCDBT index.
 
-Set them before a process first uses shardckpt: the values for retries, rates and AWS credentials are read once.
+Set rates before a process first uses shardckpt: they are read once.
 """
 
 from __future__ import annotations
@@ -66,6 +69,7 @@ _RETRY_SECONDS = 300.0
 _STALLED_SECONDS = 30.0
 LEAST_STALLED = 10.0
 """Least seconds after which a connection without traffic, or an operation, is given up."""
+_AWS_VARIABLES = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_PROFILE", "AWS_NO_SIGN_REQUEST")
 _AWS_SOURCES = ("aws_access_key_id", "role_arn", "credential_process")
 """Options of a profile with credentials; it needs one of them."""
 PASSING = {408, 429, 500, 502, 503, 504}
@@ -118,11 +122,16 @@ def kvstore(scheme: str, bucket: str, path: str) -> dict[str, Any]:
     if scheme == "s3":
         endpoint, region = endpoint_of(scheme), region_of_s3()
         spec |= {key: value for key, value in (("endpoint", endpoint), ("aws_region", region)) if value is not None}
+        spec |= {"requester_pays": True} if requester_pays() else {}
     return spec
 
 
-def context() -> dict[str, Any]:
+def context(number: int = 0) -> dict[str, Any]:
     """Spec of the TensorStore context that all of a process's stores share.
+
+    Args:
+        number: of the contexts that this process made before. Those that follow each other have different specs, because TensorStore
+            gives equal specs the keys that it has read already.
 
     Raises:
         OptionError: a number of seconds is invalid.
@@ -131,10 +140,12 @@ def context() -> dict[str, Any]:
     # If each try fails immediately, this number of retries with these pauses takes about the configured time.
     retries = {"max_retries": len(tries), "initial_delay": f"{tries[0]}s", "max_delay": f"{tries[-1]}s"}
     try:
-        credentials = _aws_credentials()
+        credentials = _aws_credentials(number)
     except (OptionError, StorageError):  # `prepare` raises it for S3; other storages work without
         credentials = {"type": "default"}
-    return {"gcs_request_retries": retries, "s3_request_retries": retries, "aws_credentials": credentials}
+    project = os.environ.get("GOOGLE_CLOUD_QUOTA_PROJECT")
+    payer = {"gcs_user_project": {"project_id": project}} if project else {}
+    return {"gcs_request_retries": retries, "s3_request_retries": retries, "aws_credentials": credentials, **payer}
 
 
 def wait_for_rate(kind: Literal["read", "write"], share: RequestShare = ALONE) -> None:
@@ -178,6 +189,43 @@ def is_anonymous() -> bool:
     return os.environ.get("AWS_NO_SIGN_REQUEST", "").lower() in ("1", "yes", "true", "on")
 
 
+def requester_pays() -> bool:
+    """Whether this account pays for its requests to S3, whoever owns the bucket."""
+    return os.environ.get("AWS_REQUEST_PAYER", "").lower() == "requester"
+
+
+def context_stamp() -> tuple[object, ...]:
+    """All that `context` depends on."""
+    return aws_stamp(), retry_seconds(), os.environ.get("GOOGLE_CLOUD_QUOTA_PROJECT")
+
+
+def aws_stamp() -> tuple[object, ...]:
+    """The variables and the states of the files that have credentials for S3; another one means that keys were rotated."""
+    return (*map(os.environ.get, _AWS_VARIABLES), *map(_state, aws_files()))
+
+
+def google_stamp() -> tuple[object, ...]:
+    """The variables and the state of the file that have credentials for Cloud Storage."""
+    file = os.environ.get("GOOGLE_APPLICATION_CREDENTIALS")
+    return file, os.environ.get("GOOGLE_AUTH_TOKEN_FOR_TESTING"), None if not file else _state(Path(file))
+
+
+def _state(file: Path | None) -> tuple[int, int, int] | None:
+    """Time of change, bytes and inode number; None for a file that cannot be seen, which its readers report."""
+    try:
+        found = None if file is None else file.stat()
+    except OSError:
+        return None
+    if found is None:
+        return None
+    return found.st_mtime_ns, found.st_size, found.st_ino
+
+
+def aws_files() -> tuple[Path | None, Path | None]:
+    """The files of AWS profiles: credentials and configuration; None: it is in a home, and this user has none."""
+    return _settings_file("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials"), _settings_file("AWS_CONFIG_FILE", "~/.aws/config")
+
+
 def stalled_seconds() -> float:
     """Seconds after which a connection without traffic is given up."""
     return _number("TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS") or max(LEAST_STALLED, min(_STALLED_SECONDS, retry_seconds()))
@@ -213,7 +261,7 @@ def _is_installed(module: str) -> bool:
         return False
 
 
-def _aws_credentials() -> dict[str, str]:
+def _aws_credentials(number: int = 0) -> dict[str, str]:
     """TensorStore's spec of the source of credentials for S3.
 
     Raises:
@@ -225,14 +273,16 @@ def _aws_credentials() -> dict[str, str]:
     # and does not find existing ones (0.1.86).
     if os.environ.get("AWS_ACCESS_KEY_ID") and os.environ.get("AWS_SECRET_ACCESS_KEY"):
         return {"type": "environment"}
-    credentials = _settings_file("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials")
-    config = _settings_file("AWS_CONFIG_FILE", "~/.aws/config")
+    credentials, config = aws_files()
     named = os.environ.get("AWS_PROFILE")
     profile = named or "default"
     if _has_profile(credentials, profile) or _has_profile(config, profile if profile == "default" else f"profile {profile}"):
         files = {"credentials_file": credentials, "config_file": config}
-        there = {key: file if file is not None and exists(file) else os.devnull for key, file in files.items()}
-        return {"type": "profile", "profile": profile} | {key: str(file) for key, file in there.items()}
+        again = "./" * (number % 8)
+        paths = {
+            key: f"{file.parent}/{again}{file.name}" if file is not None and exists(file) else os.devnull for key, file in files.items()
+        }
+        return {"type": "profile", "profile": profile, **paths}
     if named:
         raise OptionError(
             f"AWS_PROFILE={named}: neither {credentials or '~/.aws/credentials'} nor {config or '~/.aws/config'} has a profile of that "

@@ -28,8 +28,8 @@ from google.auth import exceptions as auth_errors
 
 from shardckpt.io.buckets import cloud
 from shardckpt.io.buckets.bucket import ABSENT, Body, Bucket, Listed, Page, pieces, range_header
-from shardckpt.io.buckets.retry import PassingError, Retry
-from shardckpt.io.buckets.web import body_of, is_passing, open_pool, send
+from shardckpt.io.buckets.retry import NoBucketError, PassingError, Retry, note_answer
+from shardckpt.io.buckets.web import body_of, is_passing, open_pool, origin_of, send
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -44,6 +44,8 @@ _SMALL = 1 << 20
 """Most bytes of an unconditional object that is uploaded with its checksum in one body."""
 _NEW_SECONDS = 60
 """Seconds in which an access token does not expire."""
+_LOOK_SECONDS = 300
+"""Seconds after which credentials that were not found are looked for again: the machine's own service may not have run yet."""
 
 
 class GcsConnection:
@@ -60,7 +62,9 @@ class GcsConnection:
         """The error of looking for credentials; a public bucket can be read without any."""
         self._renewed = "", 0.0
         """The access token that was made because another one was refused, and the time."""
-        self._found = self.service.startswith("http:")  # an emulator: no credentials are sent
+        self._found: object = None
+        """The stamp of the credentials that were found; a file that changes afterwards is read again."""
+        self._looked = 0.0
 
     def once(
         self,
@@ -116,12 +120,17 @@ class GcsConnection:
                 raise self._lacking
 
     def _find_credentials(self) -> None:
-        if not self._found:
-            try:
-                self._credentials = _default_credentials()
-            except auth_errors.DefaultCredentialsError as e:
-                self._lacking = e
-            self._found = True
+        if self.service.startswith("http:"):  # an emulator: no credentials are sent
+            return
+        stamp = cloud.google_stamp()
+        if self._found == stamp and (self._lacking is None or time.monotonic() - self._looked < _LOOK_SECONDS):
+            return
+        self._credentials = self._lacking = None
+        try:
+            self._credentials = _default_credentials()
+        except auth_errors.DefaultCredentialsError as e:
+            self._lacking = e
+        self._found, self._looked = stamp, time.monotonic()
 
     def _renew(self, used: str, refusal: OSError) -> None:
         """Get a new access token, unless another thread has done so; raise `refusal` if the one that was used is new itself."""
@@ -154,6 +163,11 @@ class GcsBucket(Bucket):
         self._http = connection()
         self._objects = f"{self._http.service}/storage/v1/b/{quote(name, safe='')}/o"
         self._uploads = f"{self._http.service}/upload/storage/v1/b/{quote(name, safe='')}/o"
+
+    @property
+    def service(self) -> str:
+        """The origin of the service's urls."""
+        return origin_of(self._http.service)
 
     def delete_if(self, name: str, generation: bytes) -> bool:
         """Delete an object if it has this generation; whether this call did."""
@@ -206,8 +220,9 @@ class GcsBucket(Bucket):
         if answer.status == 412:
             return b""
         if answer.status == 404:
-            raise OSError(f"there is no such bucket ({refused(answer)})")
+            raise NoBucketError(self._objects, refused(answer))
         made = checked(answer)
+        note_answer(self._objects)
         if made["crc32c"] != checksum:
             raise PassingError(f"the service received bytes with CRC32C {made['crc32c']}, but {checksum} were sent")
         return str(made["generation"]).encode()
@@ -223,8 +238,9 @@ class GcsBucket(Bucket):
         query = {key: value for key, value in options.items() if value}
         answer = self._http.once("GET", self._objects, query={**query, "fields": "items(name,updated,size),prefixes,nextPageToken"})
         if answer.status == 404:
-            raise OSError(f"there is no such bucket ({refused(answer)})")
+            raise NoBucketError(self._objects, refused(answer))
         page = checked(answer)
+        note_answer(self._objects)
         objects = [
             Listed(item["name"], dt.datetime.fromisoformat(item["updated"]).timestamp(), int(item["size"]))
             for item in page.get("items", ())

@@ -4,11 +4,18 @@ A request with a temporary failure is sent again, after growing pauses (`cloud.p
 `SHARDCKPT_RETRY_SECONDS`, or so much time (but at least `cloud.LEAST_STALLED`) has passed since the first attempt began. Each pause
 is shortened at random by up to half, so that requests that failed together do not return together. TensorStore retries its own few
 requests by a similar rule.
+
+A service that has never answered this process is probably misspelt, or the machine is offline: if its name does not resolve, or it
+refuses connections, the request fails after `_FIRST_SECONDS`. Once a service has answered, such failures are retried like all others,
+because resolvers fail for a while and proxies restart. The same holds for a bucket that the service does not know. If a retry begins
+more than `_SAY_SECONDS` after the first attempt, the log says so, once until the service answers again.
 """
 
 from __future__ import annotations
 
+import logging
 import random
+import socket
 import threading
 import time
 from typing import TYPE_CHECKING, TypeVar
@@ -18,18 +25,40 @@ import tensorstore as ts
 from shardckpt.io.buckets import cloud
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
+log = logging.getLogger("shardckpt.storage")
 T = TypeVar("T")
 _COUNTS = ("/tensorstore/kvstore/gcs/retries", "/tensorstore/kvstore/s3/retries")
 """TensorStore's own counts of its retries, one for each kind of storage."""
 _counting = threading.Lock()
 _retries = 0
 """Retries of this process's requests, TensorStore's not among them."""
+_FIRST_SECONDS = 5.0
+"""Seconds for which a service that has never answered is tried again."""
+_SAY_SECONDS = 3.0
+_answered: set[str] = set()
+"""Services and buckets that have answered this process."""
+_failing: set[str] = set()
+"""Services whose failure is in the log, and that have not answered since."""
 
 
 class PassingError(OSError):
     """A temporary failure of a request; a retry may succeed."""
+
+
+class NoBucketError(OSError):
+    """The service knows no bucket of that name."""
+
+    def __init__(self, bucket: str, text: object) -> None:
+        super().__init__(f"there is no such bucket ({text})")
+        self.bucket = bucket
+
+
+def note_answer(service: str) -> None:
+    """Note that a service, or a bucket, has answered this process."""
+    _answered.add(service)
+    _failing.discard(service)
 
 
 class Retry:
@@ -47,12 +76,13 @@ class Retry:
         """Do not retry from now on, and end the pauses of waiting threads."""
         self._given_up.set()
 
-    def call(self, once: Callable[[], T], passing: Callable[[Exception], bool]) -> T:
+    def call(self, once: Callable[[], T], passing: Callable[[Exception], bool], service: str) -> T:
         """The result of a request, with retries.
 
         Args:
             once: makes the request once.
             passing: whether an error is temporary.
+            service: the service, for messages; `note_answer` knows it by this name.
 
         Raises:
             OSError: it failed with a temporary error, and no attempts or no time are left.
@@ -65,15 +95,50 @@ class Retry:
             try:
                 return once()
             except Exception as e:
-                if not passing(e):
+                unknown = isinstance(e, NoBucketError) and e.bucket in _answered
+                if not (unknown or passing(e)):
                     raise
-                if pause is None or time.monotonic() - began >= longest:
-                    raise OSError(f"{made + 1} attempts failed, the last one with {type(e).__name__}: {e}") from e
+                seconds, why = time.monotonic() - began, _reason(e)
+                if pause is None or seconds >= longest:
+                    raise OSError(f"{made + 1} attempts failed, the last one because {why}") from e
+                new = service not in _answered and _unreachable(e) is not None
+                if new and seconds + pause > _FIRST_SECONDS:
+                    raise OSError(f"{why}, and nothing there has answered this process before") from e
+                if seconds + pause > _SAY_SECONDS and service not in _failing:
+                    _failing.add(service)
+                    log.warning("%s: %s; retrying for up to %.0f s", service, why, _FIRST_SECONDS if new else longest)
                 if self._given_up.wait(pause * random.uniform(0.5, 1)):  # noqa: S311  (to spread, not to hide)
-                    raise OSError(f"retries were given up after {type(e).__name__}: {e}") from e
+                    raise OSError(f"retries were given up because {why}") from e
                 with _counting:
                     _retries += 1
         raise AssertionError("unreachable: the last try returns or raises")
+
+
+def _reason(error: Exception) -> str:
+    """The reason of a failure, in a user's words."""
+    return _unreachable(error) or (str(error) if isinstance(error, PassingError) else f"{type(error).__name__}: {error}")
+
+
+def _unreachable(error: BaseException) -> str | None:
+    """The reason, if the error says that a name does not resolve or that connections are refused; None: it says neither.
+
+    A resolver that says "try again" is none of these.
+    """
+    for cause in _causes(error):
+        if isinstance(cause, socket.gaierror) and cause.errno != socket.EAI_AGAIN:
+            return f"the name does not resolve ({cause.strerror})"
+        if isinstance(cause, ConnectionRefusedError):
+            return "connections are refused"
+    return None
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error, the error that it was raised for, and so on; an error may be its own cause."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 def storage_retries() -> int:

@@ -7,6 +7,9 @@ S3 accepts `If-Match` on DeleteObject, too
 (https://docs.aws.amazon.com/AmazonS3/latest/userguide/conditional-deletes.html). Some compatible services ignore
 the header and delete the object all the same. So each bucket is tested once per process: an object of our own is deleted with a
 condition that is false.
+
+Keys in a file may be rotated by another program: each request goes by the file as it is now. A request that was refused because its
+keys had expired is sent again if the file has changed since (`_EXPIRED`).
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import secrets
-from functools import cache
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
 from botocore.exceptions import BotoCoreError, ClientError, HTTPClientError, IncompleteReadError
@@ -26,7 +29,7 @@ from urllib3.exceptions import HTTPError
 from shardckpt.io.buckets import cloud
 from shardckpt.io.buckets.bucket import ABSENT, Body, Bucket, Listed, Page, pieces, range_header
 from shardckpt.io.buckets.listing import PROBE
-from shardckpt.io.buckets.retry import PassingError, Retry
+from shardckpt.io.buckets.retry import NoBucketError, PassingError, Retry, note_answer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -37,6 +40,8 @@ _PASSING = {*cloud.PASSING, 409}
 """Statuses of temporary refusals; 409 is a conflict of two conditional writes."""
 _PASSING_CODES = {"RequestTimeout", "BadDigest", "XAmzContentChecksumMismatch", "XAmzContentSHA256Mismatch", "SlowDown", "InternalError"}
 """Codes of temporary errors, some of which come with status 400."""
+_EXPIRED = {"ExpiredToken", "ExpiredTokenException", "InvalidAccessKeyId", "InvalidToken", "SignatureDoesNotMatch", "400", "403"}
+"""Error codes of keys that are valid no longer; the response to a HEAD request has no code but its status."""
 _KNOWS_NO_CHECKSUM = {"NotImplemented", "XNotImplemented", "InvalidArgument", "InvalidRequest"}
 """Error codes of services that do not know a header."""
 _CONNECTIONS = 64
@@ -73,6 +78,11 @@ class S3Bucket(Bucket):
         if isinstance(error, RefusedError):
             return error.status in _PASSING or error.code in _PASSING_CODES
         return isinstance(error, (PassingError, HTTPError, HTTPClientError, NoConnection, ResponseParserError, IncompleteReadError))
+
+    @property
+    def service(self) -> str:
+        """The endpoint; AWS has one for each region."""
+        return cloud.endpoint_of("s3") or "https://s3.amazonaws.com"
 
     def delete_if(self, name: str, generation: bytes) -> bool:
         """Delete an object if it has this ETag; whether this call did. False also where the service ignores the condition."""
@@ -134,6 +144,8 @@ class S3Bucket(Bucket):
         except RefusedError as e:
             if e.status == _CHANGED or (generation is not None and e.code == "NoSuchKey"):
                 return b""
+            if e.code == "NoSuchBucket":
+                raise NoBucketError(f"{self.service}/{self.name}", e) from e
             if endpoint in _md5_only or not e.knows_no_checksum:
                 raise
             _md5_only.add(endpoint)
@@ -149,7 +161,7 @@ class S3Bucket(Bucket):
         try:
             page = self.once("list_objects_v2", None, MaxKeys=self.page, **{key: value for key, value in options.items() if value})
         except RefusedError as e:
-            raise (OSError(f"there is no such bucket ({e})") if e.status == _MISSING else e) from e
+            raise (NoBucketError(f"{self.service}/{self.name}", e) if e.status == _MISSING else e) from e
         objects = [Listed(item["Key"], item["LastModified"].timestamp(), item["Size"]) for item in page.get("Contents", ())]
         prefixes = [item["Prefix"] for item in page.get("CommonPrefixes", ())]
         return Page(objects, prefixes, page.get("NextContinuationToken") if page.get("IsTruncated") else None)
@@ -190,21 +202,30 @@ class S3Bucket(Bucket):
             return self.once(operation, name, **({} if body is None else {"Body": body()}), **parameters)
 
         cloud.wait_for_rate(kind)
-        return retry.call(once, self.is_passing)
+        return retry.call(once, self.is_passing, self.service)
 
     def once(self, operation: str, name: str | None, **parameters: Any) -> dict[str, Any]:
         """The response to one attempt at a request."""
-        client = _client(cloud.endpoint_of("s3"), cloud.region_of_s3(), cloud.is_anonymous(), cloud.stalled_seconds())
+        stamp = cloud.aws_stamp()
+        client = _client(cloud.endpoint_of("s3"), cloud.region_of_s3(), cloud.is_anonymous(), cloud.stalled_seconds(), stamp)
         named = {} if name is None else {"Key": name}
+        if cloud.requester_pays():
+            named["RequestPayer"] = "requester"
         try:
             answer: dict[str, Any] = getattr(client, operation)(Bucket=self.name, **named, **parameters)
         except ClientError as e:
-            raise RefusedError(e) from e
+            note_answer(self.service)
+            refused = RefusedError(e)
+            if refused.code in _EXPIRED and cloud.aws_stamp() != stamp:
+                raise PassingError(f"the keys were rotated meanwhile ({e})") from e
+            raise refused from e
         except (HTTPClientError, NoConnection, ResponseParserError) as e:
             final = "CERTIFICATE_VERIFY_FAILED" in str(e)
             raise (OSError if final else PassingError)(f"{type(e).__name__}: {e}") from e
         except BotoCoreError as e:  # for example no credentials; it is not an OSError
             raise OSError(f"{type(e).__name__}: {e}") from e
+        note_answer(self.service)
+        note_answer(f"{self.service}/{self.name}")
         return answer
 
 
@@ -279,9 +300,9 @@ class RequestBody:
         return self._at
 
 
-@cache
-def _client(endpoint: str | None, region: str | None, anonymous: bool, stalled: float) -> Any:
-    """A client for all threads. Credentials are found as AWS documents it."""
+@lru_cache(maxsize=4)
+def _client(endpoint: str | None, region: str | None, anonymous: bool, stalled: float, _stamp: object) -> Any:
+    """A client for all threads. Credentials are found as AWS documents it; keys are read once for each stamp."""
     from botocore import UNSIGNED
     from botocore.config import Config
     from botocore.session import Session as Botocore

@@ -19,7 +19,7 @@ import urllib3
 
 from shardckpt.io.buckets import cloud
 from shardckpt.io.buckets.bucket import ABSENT, Body, Bucket, range_header
-from shardckpt.io.buckets.retry import PassingError
+from shardckpt.io.buckets.retry import PassingError, note_answer
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -48,6 +48,11 @@ class HttpServer(Bucket):
         """Make requests to the host of that name, which may end in a port."""
         super().__init__(name)
         self._origin = f"{self.scheme}://{name}"
+
+    @property
+    def service(self) -> str:
+        """The origin of the urls."""
+        return self._origin
 
     def delete_if(self, name: str, generation: bytes) -> NoReturn:
         """Refuse."""
@@ -83,7 +88,7 @@ class HttpServer(Bucket):
         """The response after redirects; None if there is no such file."""
         url = f"{self._origin}/{quote(name)}"
         for _ in range(_REDIRECTS + 1):
-            origin = _origin_of(url)
+            origin = origin_of(url)
             given = {**headers, "Accept-Encoding": "identity", **cloud.web_headers(origin)}
             answer = send(_connections(origin), method, url, given, cloud.stalled_seconds(), stream=True)
             if answer.status in (404, 410):
@@ -131,7 +136,8 @@ def _connections(origin: str) -> urllib3.PoolManager:
     return open_pool(origin)
 
 
-def _origin_of(url: str) -> str:
+def origin_of(url: str) -> str:
+    """The scheme, host and port of a url."""
     parts = urlsplit(url)
     return f"{parts.scheme}://{parts.netloc}"
 
@@ -174,7 +180,7 @@ def send(pool: urllib3.PoolManager, method: str, url: str, headers: Headers, sta
         OSError: the server's certificate is not valid.
     """
     try:
-        return pool.urlopen(
+        answer = pool.urlopen(
             method,
             url,
             body=body,
@@ -188,6 +194,8 @@ def send(pool: urllib3.PoolManager, method: str, url: str, headers: Headers, sta
     except urllib3.exceptions.HTTPError as e:
         final = "CERTIFICATE_VERIFY_FAILED" in str(e)
         raise (OSError if final else PassingError)(f"{type(e).__name__}: {e}") from e
+    note_answer(origin_of(url))
+    return answer
 
 
 def body_of(answer: Response, generation: bytes) -> Body:

@@ -22,7 +22,7 @@ from s3fs import S3FileSystem
 import shardckpt
 from shardckpt.errors import MissingExtraError, OptionError, StorageError
 from shardckpt.io.buckets import cloud as settings
-from shardckpt.io.store import Store, shared_context
+from shardckpt.io.store import Store
 
 STATE = {
     "w": np.random.default_rng(0).standard_normal((300, 500), np.float32),
@@ -199,14 +199,11 @@ def test_opening_a_local_place_loads_no_client_of_an_object_store(tmp_path):
 @pytest.mark.parametrize("value", ["soon", "0", "-1", "inf", "nan"])
 @pytest.mark.parametrize("variable", ["SHARDCKPT_RETRY_SECONDS", "SHARDCKPT_READS_PER_SECOND", "SHARDCKPT_WRITES_PER_SECOND"])
 def test_a_number_that_is_none_is_refused_by_name(variable, value):
-    caches = (shared_context, settings._limiter)
     with environment({variable: value, "TENSORSTORE_GCS_HTTP_URL": "http://127.0.0.1:1"}):
-        for cached in caches:
-            cached.cache_clear()
+        settings._limiter.cache_clear()
         with pytest.raises(OptionError, match=f"{variable}={value}"):
             Store.open("gs://bucket/run")
-    for cached in caches:
-        cached.cache_clear()
+    settings._limiter.cache_clear()
 
 
 # --- retries and rates ----------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from shardckpt.commit.collect import delete
 from shardckpt.commit.publish import RECORD
 from shardckpt.io.buckets import s3_client
 from shardckpt.io.buckets.s3_client import S3Bucket
-from shardckpt.io.store import Store, shared_context
+from shardckpt.io.store import Store
 
 
 def test_an_object_is_removed_only_if_it_is_still_that_version(store):
@@ -49,7 +49,6 @@ def test_a_service_that_ignores_the_condition_keeps_the_tombstone(s3_server, mon
     monkeypatch.setattr(s3_client, "_honours", {})
     url = s3_server.url("ignores", "c")
     with environment(s3_server.env()):
-        shared_context.cache_clear()
         shardckpt.save(url, {"w": 1})
         assert delete(Store.open(url), reason="test", grace=0) == []
         assert Store.open(url).list() == [RECORD]

@@ -184,7 +184,7 @@ def test_a_server_that_says_nothing_is_given_up_at_the_deadline(gcs_server, monk
     with serving(connections.append) as port, environment({**gcs_server.env(f"http://127.0.0.1:{port}"), **silent}):
         store = Store.open(gcs_server.url("silent"))
         for use in (lambda: store.read("key"), lambda: store.write("key", bytes(2 * MiB)), store.list, lambda: store.exists("key")):
-            with pytest.raises(StorageError, match=r"attempts failed, the last one with .*timed out.*SHARDCKPT_RETRY_SECONDS"):
+            with pytest.raises(StorageError, match=r"attempts failed, the last one because .*timed out.*SHARDCKPT_RETRY_SECONDS"):
                 use()
             assert len(connections) <= 2, "after the deadline nothing is tried again"
             while connections:

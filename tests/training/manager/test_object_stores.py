@@ -16,7 +16,7 @@ from shardckpt import errors
 from shardckpt.format.documents import seal
 from shardckpt.format.record import Tombstone
 from shardckpt.frameworks.coordination.base import SingleProcess
-from shardckpt.io.store import Store, shared_context
+from shardckpt.io.store import Store
 
 
 @pytest.fixture(params=["gs", "s3"])
@@ -24,7 +24,6 @@ def cloud(request):
     """A place in a bucket, and the proxy before it, which sees to it that conditions hold."""
     emulator = request.getfixturevalue("gcs_server" if request.param == "gs" else "s3_server")
     with FaultProxy(emulator.endpoint) as proxy, environment(emulator.env(proxy.url) | {"SHARDCKPT_RETRY_SECONDS": "2"}):
-        shared_context.cache_clear()  # credentials are read once
         yield f"{emulator.scheme}://{emulator.new_bucket(f'b-{uuid.uuid4().hex}')}/run", proxy
 
 
