@@ -189,7 +189,9 @@ def read_values(attempt: Store, keys: Iterable[str]) -> Iterator[bytes | None]:
         StorageError: the index cannot be read.
     """
     with storage_errors("read the index of", attempt):
-        database = _database(attempt, context=ts.Context(ts.Context.Spec({"cache_pool": {"total_bytes_limit": _NODES}}), shared_context()))
+        database = _database(
+            attempt, context=ts.Context(ts.Context.Spec({"cache_pool": {"total_bytes_limit": _NODES}}), shared_context(attempt.location))
+        )
         keys = iter(keys)
         while some := list(islice(keys, _AT_ONCE)):
             pending = [database.read(key) for key in some]
@@ -243,7 +245,7 @@ def _database(place: Store, config: Mapping[str, Any] | None = None, context: ts
     spec: dict[str, Any] = {"driver": "ocdbt", "base": place.location.kvstore()}
     if config is not None:
         spec["config"] = config
-    return ts.KvStore.open(spec, context=context or shared_context()).result()
+    return ts.KvStore.open(spec, context=context or shared_context(place.location)).result()
 
 
 def _versions(place: Store) -> list[Version]:

@@ -104,7 +104,7 @@ def open_arrays(
             check_key(name, place)
             values = place.sub(name).kvstore() if database is None else database / f"{name}/"
             spec = {"driver": driver, "fill_missing_data_reads": fill_missing, "recheck_cached_metadata": False}
-            under_way.append((name, where, ts.open(spec, kvstore=values, open=True, read=True, context=shared_context())))
+            under_way.append((name, where, ts.open(spec, kvstore=values, open=True, read=True, context=shared_context(place.location))))
     while under_way:
         _finish(found, *under_way.popleft())
     return found
@@ -115,7 +115,7 @@ def _database(place: Store) -> Any:
     place.read("manifest.ocdbt")  # its error message is clearer than TensorStore's if the file is missing
     spec = {"driver": "ocdbt", "base": place.location.kvstore(), "cache_pool": {"total_bytes_limit": _INDEX_BYTES}}
     with _typed_errors("open", place):
-        return ts.KvStore.open(spec, context=shared_context()).result()
+        return ts.KvStore.open(spec, context=shared_context(place.location)).result()
 
 
 def _finish(found: dict[str, ForeignArray], name: str, where: str, opening: Any) -> None:

@@ -8,13 +8,14 @@ A `Store` uses `files` on disk, `buckets` on object stores, and a TensorStore ke
    a lost race the store reads the object, and counts the write as successful if the bytes are its own.
 2. *Typed errors.* A message has the url, then the text of the storage or the system, then what to do.
 
-TensorStore itself (`kvstore`) reads and writes the OCDBT indexes everywhere. All stores of a process share one `ts.Context`, until
-settings or keys change. So `memory://` is one memory, and OCDBT databases can be merged by reference.
+TensorStore itself (`kvstore`) reads and writes the OCDBT indexes everywhere. All stores of a process share one `ts.Context`; those in
+buckets have another one, until settings or keys change. So `memory://` is one memory, and OCDBT databases can be merged by reference.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache, lru_cache, wraps
@@ -51,23 +52,25 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 T = TypeVar("T")
 _contexts = count()
+_stamps: deque[object] = deque(maxlen=1)
+"""The stamp of the newest context for buckets."""
 Data = bytes | bytearray | memoryview | NDArray[np.uint8]
 """Contiguous bytes of any kind."""
 
 
-def shared_context() -> ts.Context:
-    """The TensorStore context of this process. Other settings, or keys that were rotated, make a new one with the same memory."""
-    return _context(cloud.context_stamp())
+def shared_context(location: Location) -> ts.Context:
+    """The TensorStore context of this process for a location. In buckets, other settings, or keys that were rotated, make a new one."""
+    return _common_context() if location.bucket is None else _context(cloud.context_stamp())
 
 
 @lru_cache(maxsize=4)
-def _context(_stamp: object) -> ts.Context:
-    return ts.Context(ts.Context.Spec(cloud.context(next(_contexts))), _memory())
+def _context(stamp: object) -> ts.Context:
+    _stamps.append(stamp)
+    return ts.Context(cloud.context(next(_contexts)))
 
 
 @cache
-def _memory() -> ts.Context:
-    """The context that all others of the process share `memory://` with."""
+def _common_context() -> ts.Context:
     return ts.Context()
 
 
@@ -76,11 +79,10 @@ def with_new_keys(operation: Callable[P, T]) -> Callable[P, T]:
 
     @wraps(operation)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
-        stamp = cloud.aws_stamp()
         try:
             return operation(*args, **kwargs)
         except StorageError:
-            if cloud.aws_stamp() == stamp:
+            if not _stamps or cloud.context_stamp() == _stamps[-1]:
                 raise
             return operation(*args, **kwargs)
 
@@ -126,7 +128,7 @@ class Store:
         """The location as a `ts.KvStore`: for memory, and for operations that only TensorStore has (OCDBT)."""
         begin_use(self.location)
         with storage_errors("open", self.location):
-            return ts.KvStore.open(self.location.kvstore(), context=shared_context()).result()
+            return ts.KvStore.open(self.location.kvstore(), context=shared_context(self.location)).result()
 
     def __str__(self) -> str:
         """The location, as a user recognises it."""

@@ -181,7 +181,7 @@ def _restore_tree(
         own = _all_values(checkpoint, per_process_names(checkpoint.parsed_tree, wanted))
         read = run(restore_jobs(checkpoint, _sinks(checkpoint, leaves), cast=False), in_place=False)
         return unflatten(checkpoint.parsed_tree, {**read, **own}, wanted)
-    tree = _own_tree(checkpoint, tree, selector(only), coordinator)
+    tree = _own_tree(checkpoint, tree, only, coordinator)
     if isinstance(like, StateOwner):
         wanted = selector(only)
         tree = like.arranged(tree, wanted)
@@ -231,7 +231,7 @@ def _sink_of_number(name: str, leaf: object, number: object) -> tuple[Sink, Arra
     return sink, array_of_number(number, sink.dtype.numpy, name)
 
 
-def _own_tree(checkpoint: Checkpoint, tree: Node, wanted: Callable[[str], bool], coordinator: Coordinator | None) -> Node:
+def _own_tree(checkpoint: Checkpoint, tree: Node, only: Only | None, coordinator: Coordinator | None) -> Node:
     """The stored state as this process has it.
 
     Raises:
@@ -241,7 +241,7 @@ def _own_tree(checkpoint: Checkpoint, tree: Node, wanted: Callable[[str], bool],
     if not local:
         return tree
     world = (Coordinator.current() if coordinator is None else coordinator).world
-    saved = checkpoint.record.processes
+    saved, wanted = checkpoint.record.processes, selector(only)
     asked = next((node.name for node in local if any(wanted(leaf.name) for leaf in leaves_of(node))), None)
     if asked is not None and saved != world.processes:
         raise MismatchError(

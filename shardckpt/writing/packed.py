@@ -339,14 +339,14 @@ class _Lane:
         base = self.store.kvstore()
         if _places_seen.is_set():
             with storage_errors("read back", self.store):
-                database = ts.KvStore.open({"driver": "ocdbt", "base": base.spec()}, context=shared_context()).result()
+                database = ts.KvStore.open({"driver": "ocdbt", "base": base.spec()}, context=shared_context(self.store.location)).result()
                 listed = database.list().result()
             if listed != keys:
                 raise CommitError(f"{self.store}: TensorStore finds {len(listed)} chunks where {len(keys)} were put.")
             return
         with storage_errors("read back", self.store):
-            root = ts.ocdbt.dump(base, context=shared_context()).result()["versions"][-1]["root"]
-            entries = ts.ocdbt.dump(base, root["location"], context=shared_context()).result()["entries"]
+            root = ts.ocdbt.dump(base, context=shared_context(self.store.location)).result()["versions"][-1]["root"]
+            entries = ts.ocdbt.dump(base, root["location"], context=shared_context(self.store.location)).result()["entries"]
         found = [(e["key"], e.get("indirect_value")) for e in entries]
         wanted = [
             (key, f"value::{self._files[file]}:{offset}:{length}")

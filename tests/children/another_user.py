@@ -16,7 +16,6 @@ from typer.testing import CliRunner
 
 import shardckpt
 from shardckpt.cli.app import app
-from shardckpt.io.store import shared_context
 
 USER = 12345
 _CAPABILITIES_3 = 0x20080522
@@ -35,7 +34,6 @@ def become_nobody():
 
     shardckpt.save("warm", {"w": np.ones(3)})
     shardckpt.restore("warm")
-    shared_context.cache_clear()
     del os.environ["HOME"]
     os.setgroups([])
     os.setgid(USER)

@@ -84,7 +84,7 @@ def test_stock_tensorstore_reads_from_memory(write, random_array, layout):
     array = random_array((5, 7), np.float32)
     root = f"memory://{uuid.uuid4().hex}/ünï 100%25"
     write(root, "attempt", layout, {"model/w": (array, (2, 4))})
-    assert_stock_tensorstore_reads(Store.open(root).location, layout, "model/w", array, context=shared_context())
+    assert_stock_tensorstore_reads(Store.open(root).location, layout, "model/w", array, context=shared_context(Store.open(root).location))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

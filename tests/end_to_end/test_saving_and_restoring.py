@@ -406,7 +406,7 @@ def test_stock_tensorstore_and_zarr_read_the_same_values(tmp_path, layout, compr
     shardckpt.save(tmp_path / "c", state, options=options)
     checkpoint = shardckpt.open(tmp_path / "c")
     for name, value in state.items():
-        array = ts.open(checkpoint.stock_spec(name), context=shared_context()).result()
+        array = ts.open(checkpoint.stock_spec(name), context=shared_context(checkpoint.location)).result()
         np.testing.assert_array_equal(array.read().result(), value)
         by_url = ts.open(checkpoint.stock_url(name)).result()
         np.testing.assert_array_equal(by_url.read().result(), value)

@@ -23,7 +23,9 @@ chunks = st.dictionaries(st.text("abc/12", min_size=1, max_size=8), st.binary(mi
 
 
 def as_tensorstore_reads_it(store, lane):
-    database = ts.KvStore.open({"driver": "ocdbt", "base": store.sub(lane).location.kvstore()}, context=shared_context()).result()
+    database = ts.KvStore.open(
+        {"driver": "ocdbt", "base": store.sub(lane).location.kvstore()}, context=shared_context(store.location)
+    ).result()
     return {key.decode(): bytes(database[key]) for key in database.list().result()}
 
 

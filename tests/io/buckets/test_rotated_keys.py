@@ -7,7 +7,6 @@ import uuid
 import botocore.session
 import numpy as np
 import pytest
-import tensorstore as ts
 from emulators import environment
 from moto.server import DomainDispatcherApplication, create_backend_app
 from werkzeug.serving import WSGIRequestHandler, make_server
@@ -15,7 +14,7 @@ from werkzeug.serving import WSGIRequestHandler, make_server
 import shardckpt
 from shardckpt.errors import StorageError
 from shardckpt.io.failures import storage_errors
-from shardckpt.io.store import Store, shared_context, with_new_keys
+from shardckpt.io.store import Store, with_new_keys
 
 _EXPIRED = b"<Error><Code>ExpiredToken</Code><Message>The provided token has expired.</Message></Error>"
 
@@ -107,15 +106,6 @@ def test_tensorstore_repeats_an_operation_whose_keys_were_rotated(sidecar):
 
     sidecar.before[len(sidecar.keys_of_requests) + 1] = lambda: sidecar.rotate("AKIASECOND")
     assert read() == b"value"
-
-
-def test_new_keys_leave_what_is_in_memory_where_it_is(sidecar):
-    before = shared_context()
-    Store.open("memory://rotated/").write("x", b"1")
-    sidecar.rotate("AKIASECOND")
-    assert shared_context() is not before
-    assert Store.open("memory://rotated/").read("x") == b"1"
-    assert isinstance(shared_context(), ts.Context)
 
 
 def test_the_account_that_reads_pays_if_the_environment_says_so(sidecar, monkeypatch):
