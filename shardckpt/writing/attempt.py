@@ -214,7 +214,7 @@ class Attempt:
         if self.name == _UNNAMED:
             assert self.turns is not None
             self._meets = True
-            self.name = self.turns.meet(str(self.store), self.options.commit_timeout, lambda: self._stopped or None)
+            self.name = self.turns.meet(str(self.store), self.options.commit_timeout, lambda: self._stopped or None, self._goes_on)
         us = self.world.process, self.world.processes
         store, place = (self.store, self.place) if self.alone else (self.store.among(*us), self.place.among(*us))
         prior = read_prior(store, overwrite=self.options.overwrite)
@@ -310,7 +310,7 @@ class Attempt:
         try:
             self._await_word(self.turns)
         except BaseException:
-            self.turns.failed = True
+            self._remember_failure()
             raise
 
     def _await_word(self, turns: Turns) -> None:
@@ -380,9 +380,23 @@ class Attempt:
             self._tell(_WORD if self.commits else _FAILURE, error)
         elif not self.commits and not self._meets:
             self.turns.report(_in_words(error))
-        self.turns.failed = True
+        self._remember_failure()
         if self.commits:
             self.turns.close(_in_words(error))
+
+    def _remember_failure(self) -> None:
+        assert self.turns is not None
+        if self.name != _UNNAMED:  # else the failed attempt of an earlier call may still be open
+            self.turns.failed = self.name
+
+    def _goes_on(self, failed: str) -> bool:
+        """Whether the committer published an attempt that failed here, or has not begun it in time for another process."""
+        with suppress(ShardckptError):
+            word = self._heard(_WORD, failed)
+            if word is not None:
+                return word["error"] is None or word["process"] != COMMITTER
+            return published_attempt(self.store) == failed
+        return False
 
     @property
     def _base(self) -> Location:
@@ -442,20 +456,22 @@ class Attempt:
         if not self.alone:
             with suppress(ShardckptError):
                 said = {"error": None if error is None else _in_words(error), "code": getattr(error, "code", None)}
-                self.coordinator.announce(self._key(what), {"save": self._save, "process": self.world.process, **said})
+                save = self._save(self.name)
+                self.coordinator.announce(_key(what, save), {"save": save, "process": self.world.process, **said})
 
-    def _heard(self, what: str) -> dict[str, Any] | None:
-        """The announcement of that kind about this attempt, or None."""
-        said: Any = self.coordinator.peek(self._key(what))
-        return said if isinstance(said, dict) and said.get("save") == self._save else None
+    def _heard(self, what: str, attempt: str | None = None) -> dict[str, Any] | None:
+        """The announcement of that kind about an attempt, by default this one, or None."""
+        save = self._save(attempt or self.name)
+        said: Any = self.coordinator.peek(_key(what, save))
+        return said if isinstance(said, dict) and said.get("save") == save else None
 
-    @property
-    def _save(self) -> str:
-        """A key that distinguishes this save from all others of the job."""
-        return f"{self.store.location.name}/{self.name}"
+    def _save(self, attempt: str) -> str:
+        """A key that distinguishes the save with that attempt from all others of the job."""
+        return f"{self.store.location.name}/{attempt}"
 
-    def _key(self, what: str) -> str:
-        return f"{what}/{crc32(self._save.encode()) % _WORDS}"
+
+def _key(what: str, save: str) -> str:
+    return f"{what}/{crc32(save.encode()) % _WORDS}"
 
 
 def _failed_host(heard: Mapping[str, Any]) -> str:

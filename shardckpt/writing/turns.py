@@ -5,7 +5,8 @@ call, its counter is behind for ever. So the processes begin to count anew after
 
 1. Process 0 announces that it has given up an attempt. This closes the *series* of attempts that were counted together.
 2. In its next call, each process of that attempt meets the others (`Coordinator.meet`). This gives them the name of a new series, which
-   has no attempt of any earlier call. From then on they count again.
+   has no attempt of any earlier call. From then on they count again. A process whose own part has failed may begin that call before
+   process 0 has heard of the failure. It waits until process 0 has given up the attempt, or has published it without that part.
 3. A process that finds its series closed, although its own last call did not fail, has missed a call or is late. Its data may belong
    to an attempt that the others have left behind, so its call fails. It announces this; then process 0 gives up the call in
    which it waits, and names that process. All of them meet in the call after that. If the process was only late, it comes to the meeting
@@ -24,7 +25,9 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
+from shardckpt.commit.assemble import pause
 from shardckpt.errors import CommitError, CoordinationError, ShardckptError
+from shardckpt.frameworks.coordination import ALL_MUST_CALL, WaitNotice
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -32,6 +35,8 @@ if TYPE_CHECKING:
     from shardckpt.frameworks.coordination import Coordinator
     from shardckpt.io.store import Store
 
+_FIRST_LOOK, _LAST_LOOK = 0.01, 1.0
+"""Seconds between two checks whether process 0 has ended an attempt: least and most."""
 _GRACE = 10.0
 """Seconds that process 0 waits, in a meeting, for a process that is out of step: one that was only late comes within them."""
 LEADER = 0
@@ -48,8 +53,8 @@ class Turns:
     series: str = ""
     calls: int = 0
     """Number of this process's calls in this series."""
-    failed: bool = False
-    """Whether this process's last call failed."""
+    failed: str | None = None
+    """Name of the attempt in which this process's last call failed; None if it did not fail."""
     closings: int = 0
     """Number of announcements by process 0 that it has given up an attempt here."""
     lock: Lock = field(default_factory=Lock)
@@ -57,7 +62,7 @@ class Turns:
     def next_name(self) -> str | None:
         """Name of the next attempt; None if the process may have to meet the others first."""
         with self.lock:
-            if self.failed:
+            if self.failed is not None:
                 return None
             self.calls += 1
             return self._name(self.calls)
@@ -89,20 +94,21 @@ class Turns:
             return None
         return f"process {heard['process']} is out of step with process {LEADER}: {heard['why']}"
 
-    def meet(self, where: str, timeout: float, stopped: Callable[[], str | None]) -> str:
+    def meet(self, where: str, timeout: float, stopped: Callable[[], str | None], goes_on: Callable[[str], bool]) -> str:
         """Meet the other processes after a failed call, and return the name of the next attempt.
 
         Args:
             where: the place, for messages.
             timeout: seconds to wait for the others.
             stopped: returns why this process stops waiting, if it does.
+            goes_on: whether process 0 counts on after that attempt.
 
         Raises:
             CommitError: the others do not come, or one of them is out of step.
         """
         leads = self.coordinator.world.process == LEADER
-        if not leads and self.why_closed() is None:  # the call failed on this process alone, and process 0 counts on
-            self.failed = False
+        if not leads and not self._await_close(where, timeout, stopped, goes_on):  # the call failed on this process alone
+            self.failed = None
             name = self.next_name()
             assert name is not None
             return name
@@ -124,8 +130,30 @@ class Turns:
         except CoordinationError as e:
             raise CommitError(f"{where}: the save before this one failed, so all processes meet in this one. {e}") from e
         with self.lock:
-            self.series, self.calls, self.failed = series, 1, False
+            self.series, self.calls, self.failed = series, 1, None
             return self._name(1)
+
+    def _await_close(self, where: str, timeout: float, stopped: Callable[[], str | None], goes_on: Callable[[str], bool]) -> bool:
+        """Wait until process 0 has ended the attempt in which this process failed; whether it has given it up.
+
+        Raises:
+            CommitError: process 0 has not ended it in time.
+        """
+        began, notice = time.monotonic(), WaitNotice(where)
+        while self.why_closed() is None:
+            waited = time.monotonic() - began
+            if (reason := stopped()) is not None:
+                raise CommitError(f"{where}: {reason} Nothing was published.")
+            if self.failed and goes_on(self.failed):
+                return False
+            if waited > timeout:
+                raise CommitError(
+                    f"{where}: the save before this one failed on this process, and process {LEADER} has not ended that save "
+                    f"within {timeout:g} s. {ALL_MUST_CALL} Nothing was published."
+                )
+            notice.look(lambda: f"process {LEADER} to end the save before this one")
+            time.sleep(pause(waited, _FIRST_LOOK, _LAST_LOOK))
+        return True
 
     def _closings(self) -> int:
         return int((self._peek("closed") or {}).get("closings", 0))
