@@ -164,7 +164,8 @@ def memory_key(tensor: Any) -> tuple[Hashable, ...] | None:
     if _without_memory(tensor) is not None:
         return None
     seen = (tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg())
-    return str(tensor.device), tensor.data_ptr(), *seen
+    address = tensor.data_ptr() or ("storage", tensor.untyped_storage()._cdata)  # XLA's tensors tell no address
+    return str(tensor.device), address, *seen
 
 
 def sources(leaves: dict[str, Any], world: World) -> dict[str, Source]:  # noqa: ARG001 - every adapter has the same signatures
