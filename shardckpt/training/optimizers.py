@@ -26,6 +26,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from shardckpt import frameworks
 from shardckpt.errors import LeafError, NamesMismatchError, StructureMismatchError
@@ -251,15 +252,21 @@ class NamedOptimizer:
     def _as_stored(self, state: Mapping[Any, Any]) -> None:
         """Undo the conversions of `load_state_dict`, also in containers inside of a parameter's state.
 
+        A class may unpack a key: bitsandbytes stores its quantized moments in a dict and keeps its entries beside the others.
+
         Raises:
-            NamesMismatchError: the optimizer's class has not loaded a part of the state.
+            NamesMismatchError: the optimizer's class has not loaded a part of the state: it has neither the key nor the values.
         """
         lost = []
         for number, (parameter_name, parameter) in enumerate(self.parameters.items()):
             loaded = self.optimizer.state[parameter] if number in state else {}
-            for name, value in state.get(number, {}).items():
+            part = state.get(number, {})
+            unpacked = tree_leaves([value for name, value in loaded.items() if name not in part]) if part.keys() - loaded else []
+            for name, value in part.items():
                 if name in loaded:
                     loaded[name] = _unconverted(value, loaded[name], parameter.device)
+                elif all(any(_same(item, other) for other in unpacked) for item in tree_leaves(value)):
+                    loaded |= _unconverted(value, loaded, parameter.device) if isinstance(value, dict) else {}
                 else:
                     lost.append(f"{parameter_name}/{name}")
         if lost:
@@ -267,6 +274,17 @@ class NamedOptimizer:
                 f"{shown(self.key)}: load_state_dict() of {type(self.optimizer).__qualname__} has not loaded {few(lost)}; change that, "
                 f"leave the names out with only=, or pass strict=False to go on without them."
             )
+
+
+def _same(value: Any, loaded: Any) -> bool:
+    """Whether an optimizer has a value, be it converted to another dtype or moved to another device."""
+    if not isinstance(value, torch.Tensor) or not isinstance(loaded, torch.Tensor):
+        return type(value) is type(loaded) and bool(value == loaded)
+    one, other = (getattr(tensor, "_local_tensor", tensor) for tensor in (value, loaded))
+    if one.shape != other.shape:
+        return False
+    one = one.to(other.device, other.dtype)
+    return bool(((one == other) | (one.isnan() & other.isnan())).all())
 
 
 def _unconverted(value: Any, loaded: Any, device: torch.device) -> Any:

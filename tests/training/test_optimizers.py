@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 from trained import groups, net, steps
 
 import shardckpt
@@ -175,6 +177,58 @@ def test_state_that_an_optimizer_does_not_load_is_named(tmp_path):
     restored = shardckpt.restore(tmp_path / "c", state_of(fresh, Preconditioned(fresh.parameters())))
     assert restored is not None
     with pytest.raises(NamesMismatchError, match=r"load_state_dict\(\) of .*Forgetful has not loaded weight/Q;"):
+        shardckpt.restore(tmp_path / "c", state_of(fresh, Forgetful(fresh.parameters())))
+
+
+class Packing(Preconditioned):
+    """Wraps state in a dict of its own in `state_dict` and unwraps it to load it, as bitsandbytes' 8-bit optimizers do."""
+
+    _KEY = "__packed__"
+
+    def state_dict(self):
+        packed = super().state_dict()
+        packed["state"] = {number: {**of, self._KEY: {"Q": of["Q"]}} for number, of in packed["state"].items()}
+        for of_one in packed["state"].values():
+            del of_one["Q"]
+        return packed
+
+    def load_state_dict(self, state):
+        state = copy.deepcopy(state)
+        for of_one in state["state"].values():
+            of_one.update(self.unpacked(of_one.pop(self._KEY)))
+        super().load_state_dict(state)
+
+    def unpacked(self, packed):
+        return packed
+
+
+@pytest.mark.parametrize("steps_before", [0, 1], ids=["without a step", "after a step"])
+def test_state_that_an_optimizer_unpacks_is_loaded_with_its_dtypes(tmp_path, steps_before):
+    model, fresh = net(torch.bfloat16), net(torch.bfloat16)
+    optimizer, other = Packing(model.parameters()), Packing(fresh.parameters())
+    optimizer.step()
+    optimizer.state[next(model.parameters())]["Q"][0][0] = float("nan")
+    shardckpt.save(tmp_path / "c", state_of(model, optimizer))
+    for _ in range(steps_before):
+        other.step()
+    shardckpt.restore(tmp_path / "c", state_of(fresh, other))
+    for one, two in zip(model.parameters(), fresh.parameters(), strict=True):
+        assert optimizer.state[one].keys() == other.state[two].keys()
+        state = tree_map_only(torch.Tensor, torch.nan_to_num, [optimizer.state[one], other.state[two]])
+        assert equal(*state)
+
+
+def test_packed_state_of_which_an_optimizer_drops_a_part_is_named(tmp_path):
+    class Forgetful(Packing):
+        def unpacked(self, packed):
+            return {"Q": packed["Q"][:1]}
+
+    model, fresh = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
+    optimizer = Packing(model.parameters())
+    optimizer.step()
+    optimizer.state[model.weight]["Q"][1][0] = 7.0
+    shardckpt.save(tmp_path / "c", state_of(model, optimizer))
+    with pytest.raises(NamesMismatchError, match=r"load_state_dict\(\) of .*Forgetful has not loaded weight/__packed__;"):
         shardckpt.restore(tmp_path / "c", state_of(fresh, Forgetful(fresh.parameters())))
 
 
