@@ -21,3 +21,11 @@ def save_local(coordinator, path):
     state = shardckpt.train_state(rng=False, step=7, local=["q", "nested/*"], **more)
     shardckpt.save(path, state, coordinator=coordinator)
     return "saved"
+
+
+def save_axis(coordinator, path):
+    position = coordinator.world.process // 2
+    read = shardckpt.PerProcess({"at": 10 * position, "seen": make_golden.elements(f"seen {position}", "int16", (3,))}, axis=(position, 2))
+    state = {"loader": read, "rng": shardckpt.PerProcess(coordinator.world.process), "w": make_golden.elements("w", "float32", (9,))}
+    shardckpt.save(path, state, coordinator=coordinator)
+    return "saved"

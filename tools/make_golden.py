@@ -1,4 +1,4 @@
-"""Write the golden checkpoints: tests/golden/v1/{one-host,three-hosts}/{packed,zarr}, v2/bases/{0,1,2}, v4/local, v5/composite.
+"""Write the golden checkpoints: tests/golden/v1/{one-host,three-hosts}/{packed,zarr}, v2/bases/{0,1,2}, v3/axis, v4/local, v5/composite.
 
     python tools/make_golden.py [directory for v1, v2, …]
 
@@ -24,7 +24,7 @@ from golden_facts import Interval, facts, layout_facts
 
 import shardckpt
 from shardckpt import Mesh, OpSharding, PartitionSpec, PerProcess, Sharding
-from shardckpt.format.documents import BASES_VERSION, COMPOSITE_VERSION, FORMAT_VERSION, LOCAL_VERSION
+from shardckpt.format.documents import AXIS_VERSION, BASES_VERSION, COMPOSITE_VERSION, FORMAT_VERSION, LOCAL_VERSION
 from shardckpt.layout.dtypes import DTYPES
 from shardckpt.plan import chunks
 from shardckpt.state.composites import CompositeTensor
@@ -252,6 +252,18 @@ def write_bases(directory: Path) -> None:
     (directory / "expected.json").write_text(json.dumps(said) + "\n")
 
 
+def write_axis(directory: Path) -> None:
+    """Values by the position on an axis of size 2, from four processes: two at each position."""
+    from processes import Processes
+
+    shutil.rmtree(directory, ignore_errors=True)
+    with Processes("golden_hosts") as processes:
+        answers = processes.run("save_axis", 4, directory / "packed")
+        if answers != ["saved"] * 4:
+            sys.exit(str(answers))
+    (directory / "expected.json").write_text(json.dumps(facts(shardckpt.restore(directory / "packed"))) + "\n")
+
+
 def write_local(directory: Path) -> None:
     """A state with values that belong to each process alone, and with a tensor of all processes."""
     from processes import Processes
@@ -289,6 +301,7 @@ def main() -> None:
     directory = golden / f"v{FORMAT_VERSION[0]}"
     make_small()
     write_bases(golden / f"v{BASES_VERSION[0]}" / "bases")
+    write_axis(golden / f"v{AXIS_VERSION[0]}" / "axis")
     write_local(golden / f"v{LOCAL_VERSION[0]}" / "local")
     write_composite(golden / f"v{COMPOSITE_VERSION[0]}" / "composite")
     one, three = directory / "one-host", directory / "three-hosts"

@@ -31,6 +31,8 @@ FORMAT_VERSION = (1, 0)
 """Major and minor version of all other documents. Readers refuse a newer major version; a newer minor only adds fields to ignore."""
 BASES_VERSION = (2, 0)
 """Version of contents and commit records with tensors that lie in other checkpoints."""
+AXIS_VERSION = (3, 0)
+"""Version of a host's values with positions on an axis of the mesh."""
 LOCAL_VERSION = (4, 0)
 """Version of contents and commit records with values that belong to one process each."""
 COMPOSITE_VERSION = (5, 0)

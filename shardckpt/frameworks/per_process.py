@@ -2,13 +2,15 @@
 
 A process stores its values in its own file, each as a JSON document:
 
-    {"tree": tree document, "arrays": {name: {"kind", "dtype", "shape", "data"}, …}}
+    {"tree": tree document, "arrays": {name: {"kind", "dtype", "shape", "data"}, …}, "axis": [position, size]}
 
 1. The tree has the same form as for any state (`shardckpt.state`). All names in it begin with the value's own name.
 2. Its tensors are host arrays, stored in the document: `data` is base64 of the elements in row-major order, little-endian.
    `kind` is the type that they are restored as: `numpy`, `torch`, or `jax`. JAX arrays become numpy arrays if the program has not
    imported jax; for key arrays (`jax.random.key`) these have the words of the keys.
-3. All values of a process take at most 64 MiB. They are meant for small state that cannot be shared; other state is tensors.
+3. `axis` is the position of the process on an axis of the mesh; it is absent if the value goes by the number of the process. A file
+   with such a value has version 3.0, because a reader that ignored it would restore the value of another position.
+4. All values of a process take at most 64 MiB. They are meant for small state that cannot be shared; other state is tensors.
 
 The decoder trusts no part of the document, and takes memory in proportion to its size.
 """
@@ -20,13 +22,14 @@ import binascii
 import json
 import sys
 from math import prod
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from shardckpt import frameworks
 from shardckpt.errors import DtypeError, DtypeMismatchError, FormatError, LeafError, MismatchError, MissingExtraError
-from shardckpt.format.documents import Fields
+from shardckpt.format.documents import AXIS_VERSION, FORMAT_VERSION, Fields, seal
 from shardckpt.layout.dtypes import DType, by_name
 from shardckpt.layout.world import World
 from shardckpt.state import PerProcess, flatten
@@ -50,7 +53,15 @@ _KEY = "jax.key:"
 # --- choice of the value --------------------------------------------------------------------------------------------
 
 
-def choose_value(values: Mapping[int, object], leaf: PerProcess, name: str, *, saved: int, world: World) -> object:
+def choose_value(
+    values: Mapping[int, object],
+    leaf: PerProcess,
+    name: str,
+    *,
+    saved: int,
+    world: World,
+    axes: Mapping[int, tuple[int, int]] = MappingProxyType({}),
+) -> object:
     """The value that this process restores.
 
     Args:
@@ -59,10 +70,14 @@ def choose_value(values: Mapping[int, object], leaf: PerProcess, name: str, *, s
         name: the name of the value.
         saved: the number of processes that saved the checkpoint.
         world: the number of this process, and of all processes.
+        axes: the recorded positions of the values, and the size of the axis.
 
     Raises:
-        MismatchError: another number of processes saved, or this process saved no value; and `leaf` has no `choose`.
+        MismatchError: the axis has another size, or no position is known here;
+            or another number of processes saved, or this process saved no value; and `leaf` has no `choose`.
     """
+    if axes and (leaf.axis is not None or any(axis != (p, world.processes) for p, axis in axes.items())):
+        return _choose_by_axis(values, leaf, name, axes)
     if saved == world.processes and world.process in values:
         return values[world.process]
     if leaf.choose is not None:
@@ -78,32 +93,75 @@ def choose_value(values: Mapping[int, object], leaf: PerProcess, name: str, *, s
     )
 
 
+def _choose_by_axis(values: Mapping[int, object], leaf: PerProcess, name: str, axes: Mapping[int, tuple[int, int]]) -> object:
+    """The value at this process's position on the axis along which the stored values differ."""
+    at: dict[int, object] = {}
+    for process in sorted(axes.keys() & values.keys()):
+        at.setdefault(axes[process][0], values[process])
+    sizes = sorted({size for _, size in axes.values()})
+    if leaf.axis is not None and sizes == [leaf.axis[1]] and leaf.axis[0] in at:
+        return at[leaf.axis[0]]
+    if leaf.choose is not None:
+        return leaf.choose([at[position] for position in sorted(at)])
+    here = "this process has not said its position" if leaf.axis is None else f"this process is at {leaf.axis[0]} of {leaf.axis[1]}"
+    raise MismatchError(
+        f"{shown(name)} has one value per position on an axis of size {' and '.join(map(str, sizes))}, and {here}. "
+        f"Give the position, as in PerProcess(value, axis=(data_rank, data_size)); if the size has changed, choose a value with "
+        f"PerProcess(value, choose=lambda values: values[0]), or leave it out with only=."
+    )
+
+
+def recorded_axis(document: JSON, name: str) -> tuple[int, int] | None:
+    """The position that a stored value has on an axis, and the axis's size; None if it goes by the number of the process.
+
+    Raises:
+        FormatError: the document is invalid.
+    """
+    read = Fields(document, f"The per-process value of {shown(name)}")
+    if "axis" not in read.doc:
+        return None
+    axis = read.dimensions("axis", least=0)
+    if len(axis) != 2 or axis[0] >= axis[1]:
+        read.fail(f"'axis' is {axis}, a position and a size are expected")
+    return axis[0], axis[1]
+
+
 # --- encoding -------------------------------------------------------------------------------------------------------
 
 
-def encode_values(values: Mapping[str, object]) -> dict[str, JSON]:
+def encode_values(values: Mapping[str, object], axes: Mapping[str, tuple[int, int]] = MappingProxyType({})) -> dict[str, JSON]:
     """All values of this process as JSON documents.
 
     Args:
         values: the values by name (`Flat.per_process`).
+        axes: their positions on axes (`Flat.axes`).
 
     Raises:
         LeafError: a value cannot be stored, by name; or all values together are too large.
     """
-    documents: dict[str, JSON] = {}
+    documents: dict[str, Any] = {}
     room = LARGEST_VALUES
     for name, value in values.items():
         documents[name], size = _encode(value, name, room)
+        if name in axes:
+            documents[name]["axis"] = [*axes[name]]
         room -= size
     return documents
 
 
+def values_file(values: Mapping[str, JSON]) -> bytes | None:
+    """A host's file of values; None if there are none. It has the lowest version that covers them."""
+    has_axes = any("axis" in value for value in values.values() if isinstance(value, dict))
+    return seal({"values": values}, AXIS_VERSION if has_axes else FORMAT_VERSION) if values else None
+
+
 def encode_value(value: object, name: str) -> JSON:
     """One value as a JSON document; see `encode_values`."""
-    return _encode(value, name, LARGEST_VALUES)[0]
+    document: JSON = _encode(value, name, LARGEST_VALUES)[0]
+    return document
 
 
-def _encode(value: object, name: str, room: int) -> tuple[JSON, int]:
+def _encode(value: object, name: str, room: int) -> tuple[Any, int]:
     """The document, and its bytes, at most `room`."""
     flat = flatten(value, frameworks.is_tensor, frameworks.identity, frameworks.meaning, root=name)
     for inner in flat.per_process:

@@ -32,7 +32,7 @@ from shardckpt.errors import (
     out_of_memory,
 )
 from shardckpt.frameworks.coordination import Coordinator, check_coordinator
-from shardckpt.frameworks.per_process import choose_value, decode_value
+from shardckpt.frameworks.per_process import choose_value, decode_value, recorded_axis
 from shardckpt.io.buffers import Arena, BufferPool, Lease
 from shardckpt.io.failures import reading_takes_threads
 from shardckpt.io.threads import collector_paused, read_ahead, run_on_threads
@@ -283,10 +283,13 @@ def chosen_values(checkpoint: Checkpoint, wanted: Mapping[str, PerProcess], coor
     stored = {p: checkpoint.process_values(p) for p in ([world.process] if same else range(saved))}
     chosen = {}
     for name, leaf in wanted.items():
-        if same and leaf.choose is not None and name not in stored[world.process]:
+        own = stored.get(world.process, {}).get(name)
+        by_axis = leaf.axis is not None or (own is not None and recorded_axis(own, name) is not None)
+        if len(stored) < saved and (by_axis or (leaf.choose is not None and own is None)):
             stored = {p: checkpoint.process_values(p) for p in range(saved)}
+        axes = {p: axis for p, documents in stored.items() if name in documents and (axis := recorded_axis(documents[name], name))}
         values = {p: decode_value(documents[name], name) for p, documents in stored.items() if name in documents}
-        chosen[name] = choose_value(values, leaf, name, saved=saved, world=world)
+        chosen[name] = choose_value(values, leaf, name, saved=saved, world=world, axes=axes)
     return chosen
 
 

@@ -129,7 +129,7 @@ class _Verification:
         self.lock = Lock()
         self.lanes: list[str] = []
         self.versions: list[tuple[int, int]] = []
-        """Format versions in the hosts' files."""
+        """Format versions in the hosts' files, except those of their values."""
 
     def run(self) -> VerifyReport:
         """Check the metadata first, then all chunks, then the metadata for stock readers."""
@@ -246,19 +246,22 @@ class _Verification:
         """Merge all hosts' readable chunk tables and the committer's table of small tensors; damage to hosts' files is reported."""
         own = [] if self.record.small_table is None else [self.record.small_table]
         others: dict[FileReference, None] = {}  # each once, because hosts with the same contents share a file
+        own_version: set[FileReference | None] = set()  # the record need not have the version of hosts' values
         for reference in self.record.hosts:
             with self._reporting(reference.key):
                 host = read_host_files(self.place, reference)
                 self.lanes += host.lanes
                 own.append(host.table)
                 others |= dict.fromkeys(host.plain)
+                own_version.add(host.values)
         if self.record.fingerprint is not None:
             others[self.record.fingerprint] = None
         for part in others:
             with self._reporting(part.key):
                 data = self.place.read(part.key)
                 part.check(data, f"{self.place}/{part.key}")
-                self.versions.append(format_version(data, part.key))
+                if part not in own_version:
+                    self.versions.append(format_version(data, part.key))
         tables = []
         for table in own:
             with self._reporting(table.key):

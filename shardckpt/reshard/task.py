@@ -21,8 +21,8 @@ from threading import local
 from typing import TYPE_CHECKING
 
 from shardckpt.errors import CommitError, CorruptionError, ShardckptError
-from shardckpt.format.documents import seal
 from shardckpt.format.record import host_record_key
+from shardckpt.frameworks.per_process import values_file
 from shardckpt.reshard.assembling import assembled
 from shardckpt.reshard.batches import BatchMemory
 from shardckpt.reshard.job import OpenJob
@@ -150,4 +150,4 @@ def _process_values(opened: OpenJob, process: int) -> bytes | None:
     if not opened.plan.values or process >= opened.plan.source.processes:
         return None
     values = {name: value for name, value in opened.checkpoint.process_values(process).items() if name in opened.plan.values}
-    return seal({"values": values}) if values else None
+    return values_file(values)

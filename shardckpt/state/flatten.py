@@ -47,6 +47,8 @@ class Flat:
     """This process's values of the `PerProcess` leaves by name, in tree order. The tree contains none of them."""
     local: frozenset[str] | set[str] = frozenset()
     """Names of the tensors that belong to this process alone."""
+    axes: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Positions of those values on an axis of the mesh, and the size of the axis, where they have any."""
 
 
 def flatten(
@@ -79,7 +81,7 @@ def flatten(
     """
     walk = _Walk(is_tensor, identity, meaning, composite, local, process)
     tree = walk.visit(state, root, 0)
-    return Flat(walk.tensors, tree, walk.aliases, walk.per_process, walk.local_tensors)
+    return Flat(walk.tensors, tree, walk.aliases, walk.per_process, walk.local_tensors, walk.axes)
 
 
 NEVER_LEAVES = frozenset({dict, list, tuple})
@@ -108,6 +110,7 @@ class _Walk:
         self.meaning = meaning
         self.tensors: dict[str, Any] = {}
         self.per_process: dict[str, Any] = {}
+        self.axes: dict[str, tuple[int, int]] = {}
         self.aliases: dict[str, str] = {}
         self.first_names: dict[Hashable, str] = {}
         self.inside: set[int] = set()
@@ -128,6 +131,8 @@ class _Walk:
         if isinstance(value, PerProcess):
             self.refuse_in_leaf(value)
             self.per_process[name] = value.value
+            if value.axis is not None:
+                self.axes[name] = value.axis
             return {"$per_process": None}
         if type(value) not in NEVER_LEAVES:
             registered = leaves.leaf_type(value)

@@ -34,8 +34,22 @@ class PerProcess:
     tuples."""
     choose: Callable[[list[Any]], Any] | None = None
     """Function that chooses among the saved values when restoring; never stored."""
+    axis: tuple[int, int] | None = None
+    """Position of this process on the axis of the mesh along which the values differ, and the size of that axis: `(data_rank, data_size)`.
+    It is stored. A restore goes by the position and not by the number of the process, and refuses another size without `choose`, which
+    then gets one value for each position. Processes at one position have equal values; the one with the lowest number counts."""
 
     def __post_init__(self) -> None:
         """Refuse a `choose` that could only fail when restoring."""
         if self.choose is not None and not callable(self.choose):
             raise OptionError(f"PerProcess(choose=…) takes a function of the list of all values, not a {type(self.choose).__qualname__}.")
+        if self.axis is not None and not _is_axis(self.axis):
+            raise OptionError(f"PerProcess(axis={self.axis!r:.60}): give the position and the size, such as (data_rank, data_size).")
+
+
+def _is_axis(axis: object) -> bool:
+    """Whether a value is a position on an axis, and the axis's size."""
+    if not isinstance(axis, tuple | list) or len(axis) != 2 or any(isinstance(n, bool) or not isinstance(n, int) for n in axis):
+        return False
+    position, size = axis
+    return 0 <= int(position) < int(size)

@@ -14,11 +14,12 @@ This module is imported only for programs that have torch.
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from shardckpt.state.names import is_key
+from shardckpt.state.names import imported_module, is_key
 from shardckpt.training.likeness import LEFT_OUT, mirror
 from shardckpt.training.modules import NamedModule
 from shardckpt.training.optimizer_forms import keyed_by_ints
@@ -26,11 +27,14 @@ from shardckpt.training.optimizers import NamedOptimizer
 from shardckpt.training.schedulers import NamedScheduler
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from shardckpt.state.document import Node
     from shardckpt.training.likeness import StoredLeaves
 
+_DATA = frozenset({"batch", "data", "ddp", "dp", "fsdp", "hsdp"})
+_OTHER = frozenset({"context", "cp", "ep", "expert", "model", "pipe", "pipeline", "pp", "seq", "sequence", "sp", "tensor", "tp"})
+_UNKNOWN = (-1, -1)
 _KEYS, _VALUES = "keys of pairs", "values of pairs"
 
 
@@ -119,3 +123,39 @@ def _paired(value: dict[Any, Any]) -> dict[Any, Any]:
 
 def _unpaired(value: dict[Any, Any]) -> dict[Any, Any]:
     return dict(zip(value[_KEYS], value[_VALUES], strict=True)) if value.keys() == {_KEYS, _VALUES} else value
+
+
+def data_axis(objects: Iterable[object]) -> tuple[int, int] | None:
+    """Position of this process on the data axis, and the size of that axis, where the meshes of all modules agree; otherwise None.
+
+    All axes with a name such as `data`, `dp_replicate` or `fsdp` together are the data axis. Without such names nothing is known:
+    a mesh axis without a name may be one of model parallelism.
+    """
+    tensors = imported_module("torch.distributed.tensor")
+    if tensors is None:
+        return None
+    modules = [of for of in objects if isinstance(of, torch.nn.Module)]
+    meshes = {
+        id(parameter.device_mesh): parameter.device_mesh
+        for module in modules
+        for parameter in module.parameters()
+        if isinstance(parameter, tensors.DTensor)
+    }
+    found = {axis for mesh in meshes.values() for axis in _axes_of(mesh)}
+    axis = found.pop() if len(found) == 1 else None
+    return axis if axis != _UNKNOWN else None
+
+
+def _axes_of(mesh: Any) -> list[tuple[int, int]]:
+    """The data axis of a mesh: none, one, or the unknown one."""
+    words = [set(re.findall("[a-z]+", name.lower())) for name in mesh.mesh_dim_names or ()]
+    if any(some & _DATA and some & _OTHER for some in words):  # one axis for both
+        return [_UNKNOWN]
+    coordinate = mesh.get_coordinate()
+    dims = [dim for dim, some in enumerate(words) if some & _DATA]
+    if not dims or coordinate is None:
+        return []
+    position, size = 0, 1
+    for dim in dims:
+        position, size = position * mesh.size(dim) + coordinate[dim], size * mesh.size(dim)
+    return [(position, size)]

@@ -83,7 +83,9 @@ def train_state(
         ema: averaged weights: `torch.optim.swa_utils.AveragedModel`, or anything with a `state_dict`.
         loader: a data loader with a `state_dict`, such as torchdata's `StatefulDataLoader`. Every process stores its own state. If the
             number of processes changes, choose the state of each process:
-            `loader=PerProcess(loader, choose=lambda states: states[0])`.
+            `loader=PerProcess(loader, choose=lambda states: states[0])`. Under model parallelism, say which data the process reads:
+            `loader=PerProcess(loader, axis=(data_rank, data_size))`; by default taken from the names of the axes of the modules' DTensors
+            (`data`, `dp`, `fsdp`, …). A restore goes by it, and refuses another size of the axis.
         rng: whether to include the random number generators of Python, numpy, torch (CPU and CUDA) and torch_xla. Every process stores
             its own. If more processes restore than saved, each additional process derives its generators from process 0's
             generators and its own number, and logs a warning. A generator that was equal on all saving processes stays equal. With
@@ -239,14 +241,17 @@ class TrainState(StateOwner):
     def _parts(self, world: Callable[[], World] | None = None) -> dict[str, _Part]:
         """Every object, wrapped by its kind."""
         parts: dict[str, _Part] = {}
+        known_axis = None
         if "torch" in sys.modules:
-            from shardckpt.training.of_torch import of_torch
+            from shardckpt.training.of_torch import data_axis, of_torch
 
+            known_axis = data_axis(self._objects.values())
             parts.update(of_torch(self._objects, self.is_local))
         for key, of in self._objects.items():
             if isinstance(of, PerProcess):
                 choose = _chosen(world) if isinstance(of.value, Generators) and self._derives and world else of.choose
-                parts[key] = _Own(of.value, choose, last=isinstance(of.value, Generators), draws=key == "loader")
+                axis = known_axis if key == "loader" and of.axis is None else of.axis
+                parts[key] = _Own(of.value, choose, last=isinstance(of.value, Generators), draws=key == "loader", axis=axis)
             elif key not in parts:
                 parts[key] = _Whole(of)
         return {key: parts[key] for key in self._objects}
@@ -312,19 +317,21 @@ class _Own:
     """Whether it is restored after all others, because they may draw random numbers."""
     draws: bool
     """Whether it draws random numbers when it resumes, which it does when its `state_dict` is called."""
+    axis: tuple[int, int] | None
+    """The position of this process on the data axis, and the size of the axis, where they are known."""
 
     @property
     def turn(self) -> int:
         return 3 if self.last else 2
 
     def collect(self) -> Any:
-        return PerProcess(self.of.state_dict(), self.choose)
+        return PerProcess(self.of.state_dict(), self.choose, self.axis)
 
     def arranged(self, node: Node, _state: Node) -> Node:
         return node
 
     def like(self, stored: StoredLeaves, node: Node) -> Any:
-        return PerProcess(None, self.choose) if stored.all_or_nothing(node) else LEFT_OUT
+        return PerProcess(None, self.choose, self.axis) if stored.all_or_nothing(node) else LEFT_OUT
 
     def put_back(self, restored: Any) -> None:
         self.of.load_state_dict(restored.value if isinstance(restored, PerProcess) else restored)

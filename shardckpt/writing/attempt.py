@@ -37,11 +37,10 @@ from shardckpt.commit.publish import (
 )
 from shardckpt.commit.rollback import Rollback
 from shardckpt.errors import CommitError, CoordinationError, OptionError, OtherJobError, ShardckptError
-from shardckpt.format.documents import FileReference, seal
 from shardckpt.format.record import CheckpointRecord, Contents, HostRecord
 from shardckpt.format.structure import Structure
 from shardckpt.frameworks.coordination import ALL_MUST_CALL, SilentStoreError, WaitNotice
-from shardckpt.frameworks.per_process import encode_values
+from shardckpt.frameworks.per_process import encode_values, values_file
 from shardckpt.io.datafile import check_space
 from shardckpt.io.failures import is_shutting_down
 from shardckpt.io.threads import collector_paused
@@ -60,6 +59,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from shardckpt.format.documents import FileReference
     from shardckpt.format.structure import TensorRecord
     from shardckpt.frameworks.base import Source
     from shardckpt.frameworks.coordination import Coordinator
@@ -179,7 +179,7 @@ class Attempt:
         self._nbytes, self._skipped = planned.nbytes, planned.skipped
         if self._skipped:
             check_base(self.store.location, self._base)
-        values = encode_values(flat.per_process) if flat.per_process else {}
+        values = encode_values(flat.per_process, flat.axes) if flat.per_process else {}
         structure, metadata = Structure(flat.tree, planned.tensors), json.loads(json.dumps(self.options.metadata))
         late = [] if waits or not planned.small else [*{*frameworks.names_on_devices(sources)}.intersection(planned.small)]
         contents = Contents(structure, small_elements(planned, sources, late), metadata)
@@ -189,7 +189,7 @@ class Attempt:
             replicas = ReplicaChecksums(planned, sources, wholly=self.options.check_replicas is True or self.options.fingerprint)
             if waits:
                 replicas.fetch_late()
-        return StateShare(planned, written, contents, seal({"values": values}) if values else None, late, replicas)
+        return StateShare(planned, written, contents, values_file(values), late, replicas)
 
     def write(
         self,

@@ -171,3 +171,18 @@ def test_composite_tensors_are_restored_as_parts_and_into_places_of_their_class(
     assert equal(found[0], whole["w"]["data"])
     assert equal(found[1], whole["w"]["scale"])
     assert shardckpt.open(path).verify().damage == []
+
+
+def test_values_by_the_position_on_an_axis_are_restored_by_position():
+    path = GOLDEN / "v3" / "axis" / "packed"
+    whole = shardckpt.restore(path)
+    assert facts(whole) == json.loads((path.parent / "expected.json").read_text())
+    for processes in (2, 4):
+        for process in range(processes):
+            position = process * 2 // processes
+            like = {"loader": shardckpt.PerProcess(None, axis=(position, 2))}
+            read = shardckpt.restore(path, like, only="loader", coordinator=OneOfSeveral(process, processes))["loader"].value
+            assert facts(read) == facts(whole["loader"][2 * position])
+    with pytest.raises(shardckpt.errors.MismatchError, match="an axis of size 2, and this process is at 0 of 4"):
+        shardckpt.restore(path, {"loader": shardckpt.PerProcess(None, axis=(0, 4))}, only="loader", coordinator=OneOfSeveral(0, 4))
+    assert shardckpt.open(path).verify().damage == []
