@@ -101,14 +101,20 @@ class Catalogue:
         self._readers: list[sqlite3.Connection] = []
         self._generation = 0
         self._damaged = False
+        self._fd = -1
         self._writer = self._make()
 
     def close(self) -> None:
         """Close the database and let the directory go."""
         for db in (*self._readers, self._writer):  # the last one cleans up, and must be able to write
             db.close()
-        os.close(self._fd)
+        self._close_file()
         os.close(self._lock)
+
+    def _close_file(self) -> None:
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
 
     # --- writing, by one thread
 
@@ -121,7 +127,7 @@ class Catalogue:
             pass  # it was deleted
         with suppress(sqlite3.Error):
             self._writer.close()
-        os.close(self._fd)
+        self._close_file()
         self._writer, self._readers = self._make(), []
         return True
 

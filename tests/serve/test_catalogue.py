@@ -214,6 +214,21 @@ def test_a_state_directory_has_one_writer(tmp_path):
     Catalogue(tmp_path).close()
 
 
+def test_a_catalogue_that_could_not_be_made_anew_is_made_at_the_next_scan(tmp_path):
+    state = tmp_path / "state"
+    catalogue = Catalogue(state)
+    for file in state.glob("catalogue*"):
+        file.unlink()
+    state.rename(tmp_path / "away")
+    for _ in range(2):
+        with pytest.raises(StorageError, match="cannot be made"):
+            catalogue.renewed()
+    (tmp_path / "away").rename(state)
+    assert catalogue.renewed()
+    assert not catalogue.renewed()
+    catalogue.close()
+
+
 def test_new_checkpoints_are_seen_within_seconds_and_announced_ones_at_once(tmp_path, monkeypatch):
     root = tmp_path / "root"
     root.mkdir()
