@@ -42,8 +42,11 @@ def remove_tree(path: Path) -> None:
             if not exists(path):
                 return
             time.sleep(_PAUSE)
-        if not all(HIDDEN.fullmatch(name) for _, _, names in os.walk(path) for name in names):
+        left = [name for _, _, names in os.walk(path) for name in names]
+        if not all(map(HIDDEN.fullmatch, left)):
             raise
+        if not left:  # the last file is gone by now; or an empty directory cannot be removed, because it is a mount
+            shutil.rmtree(path)
 
 
 def delete_objects(keys: Iterable[str], delete: Callable[[str], object]) -> None:
