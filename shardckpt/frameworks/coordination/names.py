@@ -10,9 +10,12 @@ from __future__ import annotations
 import base64
 import hashlib
 import zlib
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
+
+from shardckpt.errors import CoordinationError
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -59,11 +62,12 @@ class Agreement:
         """The agreement itself."""
         return self
 
-    def __exit__(self, _kind: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None) -> None:
-        """Tell the others if this process has failed before its call."""
+    def __exit__(self, _kind: type[BaseException] | None, error: BaseException | None, _trace: TracebackType | None) -> None:
+        """Tell the others if this process leaves the block without a call; its own error stays the one that is raised."""
         if self._open:
             self._open = False
-            self._shared(None)
+            with suppress(*(() if error is None else (CoordinationError,))):
+                self._shared(None)
 
 
 def _bits(text: str) -> Any:
