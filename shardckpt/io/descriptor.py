@@ -19,10 +19,10 @@ class OpenFile:
 
     __slots__ = ("__weakref__", "_held")
 
-    def __init__(self, path: str | Path, flags: int, mode: int = 0o666) -> None:
-        """Open as `os.open` does; a process that is started does not inherit it."""
+    def __init__(self, path: str | Path, flags: int) -> None:
+        """Open as `os.open` does; a new file gets the mode 0o666, and started processes do not inherit the descriptor."""
         self._held: list[int] = []
-        self._held.extend(map(os.open, (path,), (flags | os.O_CLOEXEC,), (mode,)))  # C code alone, which no signal interrupts
+        self._held.extend(map(os.open, (path,), (flags | os.O_CLOEXEC,), (0o666,)))  # C code alone, which no signal interrupts
 
     def fileno(self) -> int:
         """The descriptor; -1 if the file is closed."""

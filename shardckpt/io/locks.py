@@ -46,10 +46,10 @@ def lock_file(fd: int, path: Path) -> None:
     lock_whole(fd, path)
 
 
-def lock_whole(fd: int, path: Path, how: int = fcntl.LOCK_EX | fcntl.LOCK_NB) -> None:
+def lock_whole(fd: int, path: Path) -> None:
     """Lock an open file or directory with flock(2); raises the errors of `lock_file`."""
     try:
-        fcntl.flock(fd, how)
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as e:
         if e.errno not in _NO_LOCKS:
             raise
