@@ -72,7 +72,7 @@ def rm(
     if not yes:
         check_exists(url)
         if not is_terminal(sys.stdin):
-            raise OptionError("rm asks before it deletes, and standard input is no terminal to ask at; give --yes.")
+            raise OptionError("rm asks before it deletes, and standard input is not a terminal; give --yes.")
         if not typer.confirm(f"Delete {visible(url)}?", err=True):
             raise typer.Exit(1)
     found = delete(url, grace=seconds)

@@ -59,7 +59,7 @@ class _Neighbour:
 
 
 class Dependants:
-    """The checkpoints beside one that store tensors in it. Each look reads only what has changed since the one before."""
+    """The checkpoints beside one that store tensors in it. Each look reads only what has changed since the last look."""
 
     def __init__(self, store: Store, superseded: Mapping[str, str | None] = MappingProxyType({})) -> None:
         """Look beside a place; nothing is read yet.
@@ -151,6 +151,6 @@ def _look(place: Store, known: _Neighbour | None) -> _Neighbour:
             for name in names_beside([base]):
                 bases[name] = bases.get(name, frozenset()) | {base.attempt}
         attempt = Fields(document, where).string("attempt") if bases else ""
-    except FormatError:  # one that cannot be read without deleting anything
+    except FormatError:  # it cannot be read, with or without its bases
         return _Neighbour(token)
     return _Neighbour(token, attempt, bases)

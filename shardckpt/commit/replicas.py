@@ -27,7 +27,7 @@ def check_replicas(place: Store, hosts: Sequence[HostRecord], tensors: Mapping[s
         tensors: the tensors by name.
 
     Raises:
-        CommitError: two hosts have different elements; names the tensor and all its holders with either.
+        CommitError: hosts have different elements; the message names the tensor, and hosts on both sides.
     """
     said: dict[str, dict[str, list[HostRecord]]] = {}
     for host in hosts:

@@ -305,7 +305,8 @@ class Contents:
             [(processes, part.small) for processes, part in parts],
             lambda name, one, other: (
                 f"{shown(name)}: this small plain tensor has other elements on {one} than on {other}; make them equal "
-                f"(a BatchNorm's statistics are, with SyncBatchNorm), wrap it in shardckpt.PerProcess, or name it in train_state(local=…)."
+                f"(SyncBatchNorm does that for a BatchNorm's statistics), wrap it in shardckpt.PerProcess, or name it in "
+                f"train_state(local=…)."
             ),
         )
         samples = _agreed(

@@ -73,7 +73,7 @@ def as_text(group: Sequence[int]) -> str:
 
 
 def difference(said: Iterable[tuple[Sequence[int], Mapping[str, int]]]) -> tuple[str, str] | None:
-    """The first tensor of which processes have different checksums, and a text that names those; None if there is none.
+    """The first tensor with different checksums, and a text that names processes on both sides; None if all are equal.
 
     Args:
         said: the checksums of one group, each with the processes that have them.
@@ -85,6 +85,6 @@ def difference(said: Iterable[tuple[Sequence[int], Mapping[str, int]]]) -> tuple
     for name, by_crc in sorted(by_name.items()):
         if len(by_crc) > 1:
             one, other, *more = sorted(sorted(processes) for processes in by_crc.values())
-            yet = " (and on others yet others)" if more else ""
+            yet = ", and others on further processes" if more else ""
             return name, f"has other elements on {numbered('process', one)} than on {numbered('process', other)}{yet}"
     return None

@@ -28,14 +28,14 @@ if TYPE_CHECKING:
     from shardckpt.state.leaves import JSON
 
 _EXCLUDED = ("torch.distributed.", "torch.nested.", "torch._subclasses.", "torch_xla.")
-"""Modules whose subclasses are no composites, although they have `__tensor_flatten__`."""
+"""Modules whose subclasses are not composite, although they have `__tensor_flatten__`."""
 
 
 def split(name: str, leaf: Any) -> CompositeTensor | None:
     """The parts of a torch tensor; None if it is not composite.
 
     Raises:
-        LeafError: the context is not plain data, or an attribute is no tensor.
+        LeafError: the context is not plain data, or an attribute is not a tensor.
         ShardingError: a part of a DTensor is not sharded as the tensor is.
     """
     local = getattr(leaf, "_local_tensor", None)

@@ -330,7 +330,8 @@ def _check_placeable(name: str, dtype: DType, shards: JaxShards) -> None:
 
 
 _made: dict[tuple[DType, bool, Any], str | None] = {}
-"""JAX's dtype for elements of a dtype, with 64 bits enabled or not, on a device. It has no answer that another call may not get."""
+"""JAX's dtype for elements of a dtype, with 64 bits enabled or not, on a device. An answer that may change, such as a full
+device, is not kept."""
 
 
 def _made_of(dtype: DType, device: Any, what: str) -> str | None:

@@ -76,7 +76,7 @@ def read(path: Path, start: int = 0, stop: int | None = None) -> bytes | None:
 
 
 def generation_of(data: bytes | None) -> bytes:
-    """The generation of a file with these bytes; None: of a missing file."""
+    """The generation of a file with these bytes; `data=None` stands for a missing file."""
     return _ABSENT if data is None else hashlib.sha256(data).hexdigest().encode()
 
 

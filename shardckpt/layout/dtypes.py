@@ -158,7 +158,7 @@ def with_plain_bools(array: NDArray[Any]) -> NDArray[Any]:
 
 
 def make_bools_plain(array: NDArray[Any]) -> None:
-    """Do the same to an array where it is."""
+    """Rewrite an array of bools in place, so that its bytes are 0 and 1; other arrays stay."""
     if array.dtype == np.bool_ and (plain := with_plain_bools(array)) is not array:
         array[...] = plain
 

@@ -127,7 +127,7 @@ class _Walk:
         return self.tensor(value, name) if self.is_tensor(value) else self.other(value, name, depth)
 
     def other(self, value: object, name: str, depth: int) -> JSON:
-        """A value that is no tensor."""
+        """A value that is not a tensor."""
         if isinstance(value, PerProcess):
             self.refuse_in_leaf(value)
             self.per_process[name] = value.value

@@ -1,10 +1,10 @@
 """Patterns of names, matched in one pass over a name.
 
-A pattern becomes a nondeterministic automaton with one state for each of its tokens. A set of states is an integer with one bit a
-state, so that one character of a name costs a few operations on integers as long as the pattern: matching takes at most
-(length of the pattern x length of the name) steps, whatever the wildcards are. A regular expression with several wildcards needs
-time exponential in their number. Transitions that were taken once are kept (`_Row`): names resemble each other, and most
-characters then cost one look-up.
+A pattern becomes a nondeterministic automaton with one state for each of its tokens. A set of states is an integer with one bit for
+each state. So each character of a name costs a few operations on integers that have as many bits as the pattern has tokens. Matching
+takes at most (length of the pattern x length of the name) steps, with any wildcards. A regular expression with several wildcards needs
+time exponential in their number. Computed transitions are kept (`_Row`): names resemble each other, and most characters then cost one
+look-up.
 """
 
 from __future__ import annotations

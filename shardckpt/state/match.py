@@ -1,7 +1,7 @@
 """Match a stored tree with `like`: which stored tensor goes into which leaf, and the state that comes out.
 
 Both trees are walked side by side, paired by typed key (0 and "0" are two keys) and in sequences by index, before
-anything is read. Some formats write every key as text, so a stored text that is no key of `like` matches the key of
+anything is read. Some formats write every key as text, so a stored text that is not a key of `like` matches the key of
 another type that has this text (`names.match_keys`).
 
 1. A tensor in `like` receives the stored tensor at its place, under whatever name that is stored.
@@ -167,7 +167,7 @@ class _Walk:
         return self.tensor(value, node) if self.is_tensor(value) else self.other(value, node, depth)
 
     def other(self, value: object, node: Node, depth: int) -> _Step:
-        """A value of `like` that is no tensor."""
+        """A value of `like` that is not a tensor."""
         if isinstance(value, PerProcess):
             return self.own(value, node)
         container = _container_of(value, node.name)

@@ -57,7 +57,7 @@ class Lineage:
         return step in self.later
 
     def protects(self, step: int) -> bool:
-        """Whether the old step was pinned, tagged or a base that others need at the restore; the save itself finds later changes."""
+        """Whether, at the restore, the old step was pinned, tagged, or a base of others. The save itself finds later changes."""
         return step in self._kept
 
     def tell_storage(self, step: int) -> None:

@@ -1,7 +1,7 @@
 """A `torch.nn.Module` as named tensors whose names do not depend on its wrappers.
 
 1. Names are the names in the unwrapped module. `_WRAPPERS` lists the classes of wrappers (DDP, `torch.compile`, activation
-   checkpointing, …); the attribute in which each keeps the wrapped module is no part of a name. So a checkpoint of a wrapped
+   checkpointing, …); the attribute in which each keeps the wrapped module is not a part of a name. So a checkpoint of a wrapped
    module fits any other wrapping, and a child of another class keeps its name, whatever that is.
 2. Values are the module's own Parameters and buffers, DTensors under FSDP2. They are restored in place. Tensors of torch_xla
    and of a module on the meta device are restored as new tensors, which go into the same Parameters, because an optimizer may
@@ -291,7 +291,7 @@ class NamedModule:
             try:
                 self.module.load_state_dict(loaded, strict=True)
             except RuntimeError:
-                pass  # lists the same names among others, which are right
+                pass  # the error below names only what is wrong; this one names more
             else:
                 return  # a hook or the class itself declares that this is all
         parts = [f"{few(lost)} keep the values from before the restore"] if lost else []
@@ -390,7 +390,7 @@ def _allocate(own: Any) -> torch.Tensor:
 
 
 def _version(tensor: torch.Tensor) -> int:
-    """A number that changes when a tensor is written; one that never does where torch keeps none."""
+    """A number that changes when a tensor is written; of inference tensors, whose writes torch does not count, always -1."""
     return -1 if tensor.is_inference() else tensor._version  # noqa: SLF001  (torch's own documents it)
 
 

@@ -201,7 +201,7 @@ def _choose(root: Store, step: int | None, below: int | None, rolled_back: dict[
         return {"error": f"{root}: there is no step {step}; there are: {there}."}
     later = [s for s in steps if s.step > chosen_step]
     kept = {step for s in steps if s.protected for step in (s.step, *s.bases) if step > chosen_step}
-    if later:  # a base of a checkpoint that training has not gone back behind stays, too
+    if later:  # a base of the chosen step, or of a live step before it, stays, too
         kept |= {
             base for s in steps if s.step == chosen_step or (s.step < chosen_step and s.live) for base in s.bases if base > chosen_step
         }

@@ -390,7 +390,7 @@ class Attempt:
             self.turns.failed = self.name
 
     def _goes_on(self, failed: str) -> bool:
-        """Whether the committer published an attempt that failed here, or has not begun it in time for another process."""
+        """Whether the committer published an attempt that failed here, or another process has waited for it in vain."""
         with suppress(ShardckptError):
             word = self._heard(_WORD, failed)
             if word is not None:

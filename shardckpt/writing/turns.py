@@ -100,8 +100,8 @@ class Turns:
         Args:
             where: the place, for messages.
             timeout: seconds to wait for the others.
-            stopped: returns why this process stops waiting, if it does.
-            goes_on: whether process 0 counts on after that attempt.
+            stopped: returns the reason for which this process stops waiting; None if it does not.
+            goes_on: returns whether process 0 continues to count after an attempt, by its name.
 
         Raises:
             CommitError: the others do not come, or one of them is out of step.
@@ -134,7 +134,7 @@ class Turns:
             return self._name(1)
 
     def _await_close(self, where: str, timeout: float, stopped: Callable[[], str | None], goes_on: Callable[[str], bool]) -> bool:
-        """Wait until process 0 has ended the attempt in which this process failed; whether it has given it up.
+        """Wait until process 0 has ended the attempt in which this process failed, and return whether it has given that up.
 
         Raises:
             CommitError: process 0 has not ended it in time.

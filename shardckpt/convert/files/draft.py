@@ -141,7 +141,7 @@ class Draft:
             raise already_exists(self.final)
         if self._marks is None:
             if not is_file(self.final):
-                raise AlreadyExistsError(f"{self.final} is no file, and overwrite=True replaces files only; choose another place.")
+                raise AlreadyExistsError(f"{self.final} is not a file, and overwrite=True replaces files only; choose another place.")
         elif not is_directory(self.final) or is_link(self.final) or not _holds_any(self.final, self._marks):
             raise AlreadyExistsError(
                 f"{self.final} is not an earlier export (it has no {' or '.join(sorted(self._marks))}), so overwrite=True does not "
@@ -149,7 +149,7 @@ class Draft:
             )
 
     def _settle_leftovers(self) -> None:
-        """Remove what dead writers have left; a directory that they finished takes the final name first if nothing has it."""
+        """Remove the drafts of killed exports. If the final name is free, a finished directory among them gets it first."""
         named = re.compile(re.escape(f".{self.final.name}.") + f"[0-9a-f]{{{2 * _RANDOM_BYTES}}}")
         with storage_errors("look into", self.final.parent):
             try:

@@ -201,7 +201,7 @@ class Coordinator(ABC):
         return self._run(listen(f"{self.run_id}/announce/{key}", self.world.process, processes), timeout)
 
     def meet(self, key: str, *, timeout: float, check: Callable[[], None]) -> str:
-        """A new id, the same on all processes that meet. Blocks until all have called it; calls before that have ended do not count.
+        """A new id, the same on all processes that meet. Blocks until all have called it; earlier calls that have ended do not count.
 
         Args:
             key: the name of the meeting; it may be used again.

@@ -130,8 +130,8 @@ def context(number: int = 0) -> dict[str, Any]:
     """Spec of the TensorStore context that all of a process's stores share.
 
     Args:
-        number: of the contexts that this process made before. Those that follow each other have different specs, because TensorStore
-            gives equal specs the keys that it has read already.
+        number: count of the contexts that this process made before. The spec differs from the last one's, because TensorStore
+            reads keys once for each spec.
 
     Raises:
         OptionError: a number of seconds is invalid.
@@ -141,7 +141,7 @@ def context(number: int = 0) -> dict[str, Any]:
     retries = {"max_retries": len(tries), "initial_delay": f"{tries[0]}s", "max_delay": f"{tries[-1]}s"}
     try:
         credentials = _aws_credentials(number)
-    except (OptionError, StorageError):  # `prepare` raises it for S3; other storages work without
+    except (OptionError, StorageError):  # for S3 `prepare` raises it; other storages need no such credentials
         credentials = {"type": "default"}
     project = os.environ.get("GOOGLE_CLOUD_QUOTA_PROJECT")
     payer = {"gcs_user_project": {"project_id": project}} if project else {}
@@ -222,7 +222,7 @@ def _state(file: Path | None) -> tuple[int, int, int] | None:
 
 
 def aws_files() -> tuple[Path | None, Path | None]:
-    """The files of AWS profiles: credentials and configuration; None: it is in a home, and this user has none."""
+    """The files of AWS profiles: credentials and configuration; None: it lies in a home directory, and this user has none."""
     return _settings_file("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials"), _settings_file("AWS_CONFIG_FILE", "~/.aws/config")
 
 
@@ -292,7 +292,7 @@ def _aws_credentials(number: int = 0) -> dict[str, str]:
 
 
 def _settings_file(variable: str, default: str) -> Path | None:
-    """The file that an environment variable names, or the default; None: it is in a home, and this user has none."""
+    """The file that an environment variable names, or the default; None: it lies in a home directory, and this user has none."""
     try:
         return Path(os.environ.get(variable) or default).expanduser()
     except RuntimeError:  # HOME is not set, and the user has no entry in the list of users

@@ -7,8 +7,9 @@ requests by a similar rule.
 
 A service that has never answered this process is probably misspelt, or the machine is offline: if its name does not resolve, or it
 refuses connections, the request fails after `_FIRST_SECONDS`. Once a service has answered, such failures are retried like all others,
-because resolvers fail for a while and proxies restart. The same holds for a bucket that the service does not know. If a retry begins
-more than `_SAY_SECONDS` after the first attempt, the log says so, once until the service answers again.
+because resolvers fail for a while and proxies restart. A bucket that the service does not know is an error at once, unless that bucket
+has answered this process before. If a retry begins more than `_SAY_SECONDS` after the first attempt, the log says so, once until the
+service answers again.
 """
 
 from __future__ import annotations
@@ -122,7 +123,7 @@ def _reason(error: Exception) -> str:
 def _unreachable(error: BaseException) -> str | None:
     """The reason, if the error says that a name does not resolve or that connections are refused; None: it says neither.
 
-    A resolver that says "try again" is none of these.
+    A resolver's temporary failure (EAI_AGAIN) does not count.
     """
     for cause in _causes(error):
         if isinstance(cause, socket.gaierror) and cause.errno != socket.EAI_AGAIN:

@@ -31,7 +31,7 @@ _PART = re.compile(r"(.+)-(\d{5,6})-of-(\d{5,6})(\.safetensors|\.bin)")
 
 
 def parts_of(name: str, names: Sequence[str], where: object) -> list[str]:
-    """All files of the split model that a file belongs to, in order; the file alone if its name is not of a part.
+    """All files of the split model that a file belongs to, in order; the file alone if its name is not the name of a part.
 
     Args:
         name: name of the file.
