@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from shardckpt.commit.publish import RECORD
 from shardckpt.convert.files.file_version import file_at
+from shardckpt.convert.formats.torch.deepspeed import refuse_directory
 from shardckpt.errors import FormatError, NotFoundError, OptionError
 from shardckpt.excerpt import excerpt, few
 from shardckpt.io.store import Store
@@ -87,7 +88,8 @@ def detect(location: Location) -> Detected:
 
     Raises:
         NotFoundError: there is nothing at the location.
-        FormatError: no known format; the message lists the known formats and the names that are there.
+        FormatError: no known format; the message lists the known formats and the names that are there. Or it is a checkpoint of
+            DeepSpeed; the message says how to convert it.
         OptionError: the location is a checkpoint of shardckpt, or could be of two formats.
         StorageError: the storage failed or refused.
     """
@@ -104,6 +106,8 @@ def detect(location: Location) -> Detected:
     if seen:
         found = "; ".join(f"{name}: {what}" for name, what in seen.items())
         raise OptionError(f"{location} could have several formats ({found}); choose one with from_=.")
+    if file is None:
+        refuse_directory(Store.open(location), names)
     there = "a file that begins like none of these" if file is not None else few(names, _NAMED)
     looked_for = "; ".join(FORMATS.values())
     raise FormatError(f"{location} holds no checkpoint of a known format. Looked for: {looked_for}. Found: {there}.")

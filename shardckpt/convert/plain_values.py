@@ -7,6 +7,8 @@ calls. `plain` visits them once.
    become dicts, numpy's scalars and arrays and torch's dtypes and devices become themselves, an `io.BytesIO` becomes its bytes.
 2. Everything else is left behind, with a note: an enumeration, a user's class, a function, a set.
    A dict then lacks that key; in a list or tuple None takes its place.
+3. `whole` leaves no tensor behind: it refuses a state with a tensor that cannot be stored, or with an object that has a tensor which is
+   nowhere else in the state.
 
 A pickle can refer to one list from many places, so a short pickle can describe a state of any size. Such a state is left behind.
 """
@@ -14,13 +16,13 @@ A pickle can refer to one list from many places, so a short pickle can describe 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from shardckpt.convert.formats.torch.objects import Dtype, PickledTensor
-from shardckpt.convert.formats.torch.unpickling import Instance, Name
+from shardckpt.convert.formats.torch.objects import Dtype, PickledTensor, Storage, StorageKind
+from shardckpt.convert.formats.torch.unpickling import Build, Instance, Name
 from shardckpt.convert.placed import place_array, place_pickled
 from shardckpt.errors import CorruptionError, DtypeError, FormatError
 from shardckpt.excerpt import excerpt, shortened
@@ -29,7 +31,7 @@ from shardckpt.state.document import MAX_DEPTH
 from shardckpt.state.names import child_name, component_names, shown
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from shardckpt.convert.formats.torch.file import TorchFile
 
@@ -37,6 +39,7 @@ LEFT = object()
 """Marks a value that is left behind."""
 MOST_PER_BYTE = 4
 """Most values per byte of the pickle: more values mean that some are shared again and again."""
+_MOST_NOTES = 100
 _NUMPY = re.compile(r"numpy\.(_core|core)\.multiarray\.(scalar|_reconstruct)")
 _NUMBERS = re.compile(r"[biufc][0-9]{1,2}")
 """Dtypes of numbers, as numpy pickles them."""
@@ -56,43 +59,65 @@ def plain(file: TorchFile, name: str) -> tuple[Any, list[str]]:
         Plain containers, small leaves and `PlacedTensor`s, or `LEFT`; and a line for each value that is left behind.
     """
     walk = _Walk(file, {})
-    return walk.visit(file.state, name, 0), [f"{left or 'the state'} is left behind: it {why}." for left, why in walk.left]
+    return walk.visit(file.state, name, 0), _notes(walk.left)
 
 
-def whole(file: TorchFile, known: Mapping[str, Callable[[Instance], object]]) -> Any:
-    """The complete state that was passed to `torch.save`.
+def _notes(left: Sequence[_Left]) -> list[str]:
+    notes = [f"{one.name or 'the state'} is left behind: it {one.why}." for one in left[:_MOST_NOTES]]
+    return [*notes, f"{len(left) - _MOST_NOTES:,} more values are left behind."] if len(left) > _MOST_NOTES else notes
+
+
+def whole(file: TorchFile, known: Mapping[str, Callable[[Instance], object]]) -> tuple[Any, list[str]]:
+    """The state that was passed to `torch.save`, with all its tensors.
 
     Args:
         file: a file of `torch.save`.
         known: name of an `Instance` → function that returns its small leaf or tensor, or raises FormatError ("is a …") with the reason
             why it cannot be stored.
 
+    Returns:
+        The state, and a line for each object that is left behind.
+
     Raises:
-        FormatError: a part of the state cannot be stored; the message names it.
+        FormatError: a tensor of the state cannot be stored, nor can the state itself; the message names it.
     """
     walk = _Walk(file, known)
     state = walk.visit(file.state, "", 0)
-    if walk.left:
-        (name, why), *others = walk.left
+    refused = [one for one in walk.left if one.refused] or list(walk.with_tensors()) or [one for one in walk.left if state is LEFT]
+    if refused:
+        first, *others = refused
         raise FormatError(
-            f"{file.span.file}: {shown(name)} {why}. It cannot be stored{f', nor can {len(others)} others' if others else ''}. If you "
-            f"trust the file, load it with torch, and save its state without that."
+            f"{file.span.file}: {shown(first.name) if first.name else 'the state'} {first.why}. It cannot be stored"
+            f"{f', nor can {len(others)} others' if others else ''}. If you trust the file, load it with torch, and save its state "
+            f"without that, or with a state_dict() in its place."
         )
-    return state
+    return state, _notes(walk.left)
+
+
+@dataclass(frozen=True, slots=True)
+class _Left:
+    """A value that is left behind."""
+
+    name: str
+    why: str
+    """Its problem, such as "is a set"."""
+    value: object
+    refused: bool
+    """Whether it is, or may have, a tensor that cannot be stored."""
 
 
 @dataclass(slots=True)
 class _Walk:
     file: TorchFile
     known: Mapping[str, Callable[[Instance], object]]
-    left: list[tuple[str, str]] = field(default_factory=list)
-    """Name and problem of each value that is left behind, such as "is a set"."""
+    left: list[_Left] = field(default_factory=list)
+    kept: set[PickledTensor] = field(default_factory=set)
     seen: int = 0
 
     def visit(self, value: object, name: str, depth: int) -> Any:
         self.seen += 1
         if depth > MAX_DEPTH or self.seen > 1000 + MOST_PER_BYTE * self.file.pickle_bytes:
-            return self.leave(name, "is nested too deep, or has too many shared parts")
+            return self.leave(name, "is nested too deep, or has too many shared parts", value, refused=True)
         visitor = _VISITORS.get(type(value))
         try:
             if isinstance(value, Instance) and value.name in self.known:
@@ -100,31 +125,56 @@ class _Walk:
             if visitor is not None:
                 return visitor(self, value, name, depth)
         except FormatError as e:
-            return self.leave(name, str(e))
+            return self.leave(name, str(e), value, refused=self.is_tensor(value))
         except CorruptionError:
             raise  # a storable value is missing or damaged
         except (DtypeError, ImportError, ValueError, TypeError, IndexError) as e:  # TypeError, IndexError: malformed arguments or state
-            return self.leave(name, f"cannot be stored: {shortened(str(e), 300)}")
-        return value if leaves.is_small(value) else self.leave(name, f"is a {type(value).__name__}")
+            why = f"cannot be stored: {shortened(str(e), 300)}"
+            return self.leave(name, why, value, refused=isinstance(e, DtypeError) or self.is_tensor(value))
+        return value if leaves.is_small(value) else self.leave(name, f"is a {type(value).__name__}", value)
+
+    def is_tensor(self, value: object) -> bool:
+        return isinstance(value, PickledTensor | Storage) or (isinstance(value, Instance) and value.name in self.known)
+
+    def with_tensors(self) -> Iterator[_Left]:
+        """The objects left behind that have a tensor which is not kept."""
+        seen: set[int] = set()
+        for one in self.left:
+            values = [one.value]
+            while values:
+                value = values.pop()
+                if self.is_tensor(value):
+                    if value not in self.kept:
+                        yield replace(one, why=f"{one.why} with a tensor that is nowhere else in the file")
+                        break
+                elif isinstance(value, Instance | dict | list | tuple) and id(value) not in seen:
+                    seen.add(id(value))
+                    values.extend(_parts(value))
 
     def tensor(self, value: PickledTensor, _name: str, _depth: int) -> object:
-        return place_pickled(self.file, value)
+        placed = place_pickled(self.file, value)
+        self.kept.add(value)
+        return placed
 
     def dtype(self, value: Dtype, _name: str, _depth: int) -> object:
         return _torch(lambda torch: getattr(torch, value.name))
 
     def name(self, value: Name, name: str, _depth: int) -> object:
-        return self.leave(name, f"is {shortened(value.text)}")
+        return self.leave(name, f"is {shortened(value.text)}", value)
 
-    def leave(self, name: str, why: str) -> object:
-        self.left.append((name, why))
+    def function(self, value: Build | StorageKind, name: str, _depth: int) -> object:
+        return self.leave(name, "is a class or function", value)
+
+    def leave(self, name: str, why: str, value: object, *, refused: bool = False) -> object:
+        self.left.append(_Left(name, why, value, refused))
         return LEFT
 
     def dictionary(self, value: dict[Any, object], name: str, depth: int) -> object:
         kept = {key: child for key, child in value.items() if type(key) in (str, int, bool, type(None))}
         if len(kept) < len(value):
-            odd = next(key for key in value if key not in kept)
-            self.leave(f"{name}[{excerpt(odd)}]", f"has a key that cannot be stored, as have {len(value) - len(kept)} values of {name!r}")
+            odd = [(key, child) for key, child in value.items() if key not in kept]
+            why = f"has a key that cannot be stored, as have {len(odd)} values of {name!r}"
+            self.leave(f"{name}[{excerpt(odd[0][0])}]", why, odd)
         components = component_names(list(kept))
         found = {
             key: self.visit(child, child_name(name, component), depth + 1)
@@ -148,7 +198,14 @@ class _Walk:
             return _torch(lambda torch: torch.device(*value.arguments))
         if _NUMPY.fullmatch(value.name) or value.name in _COMPLEX:
             return place_array(_array(value)) if value.name.endswith("_reconstruct") else _scalar(value)
-        return self.leave(name, f"is a {shortened(value.name)}")
+        return self.leave(name, f"is a {shortened(value.name)}", value)
+
+
+def _parts(value: object) -> Iterable[object]:
+    """The values that a container or an object has."""
+    if isinstance(value, Instance):
+        return (*value.arguments, value.state, value.items, value.appended)
+    return (*value, *value.values()) if isinstance(value, dict) else cast("Iterable[object]", value)
 
 
 _VISITORS: dict[type, Callable[[_Walk, Any, str, int], Any]] = {
@@ -157,6 +214,8 @@ _VISITORS: dict[type, Callable[[_Walk, Any, str, int], Any]] = {
     tuple: _Walk.sequence,
     Instance: _Walk.instance,
     Name: _Walk.name,
+    Build: _Walk.function,
+    StorageKind: _Walk.function,
     Dtype: _Walk.dtype,
     PickledTensor: _Walk.tensor,
 }

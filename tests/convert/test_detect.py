@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import save_file
 
 import shardckpt
@@ -98,3 +99,58 @@ def test_a_format_that_there_is_not_is_refused_with_those_that_there_are(tmp_pat
     with pytest.raises(errors.OptionError, match=r"from_='gguf': use 'auto', 'safetensors'"):
         shardckpt.import_checkpoint(tmp_path, tmp_path / "out", from_="gguf")
     assert "safetensors" in FORMATS
+
+
+@pytest.fixture
+def deepspeed(tmp_path: Path) -> Path:
+    """A directory of DeepSpeed's, as 0.19 writes it with ZeRO 3 on two processes."""
+    step = tmp_path / "run/global_step5"
+    step.mkdir(parents=True)
+    (tmp_path / "run/latest").write_text("global_step5")
+    for rank in range(2):
+        torch.save({"module": {"w": torch.empty(0)}}, step / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt")
+        flat = {"fp32_flat_groups": [torch.ones(5)]}
+        torch.save({"optimizer_state_dict": flat}, step / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
+    return tmp_path / "run"
+
+
+def test_a_checkpoint_of_deepspeed_is_refused_with_what_to_do(deepspeed: Path) -> None:
+    step = deepspeed / "global_step5"
+    for path in (deepspeed, step):
+        for options in ({}, {"from_": "torch"}):
+            with pytest.raises(errors.FormatError, match=rf"^{path} is a checkpoint of DeepSpeed .*zero_to_fp32\.py.*import `joined`"):
+                shardckpt.import_checkpoint(path, deepspeed.parent / "new", **options)
+    for path in step.iterdir():
+        with pytest.raises(errors.FormatError, match=rf"^{path} has one process's part .*zero_to_fp32\.py"):
+            shardckpt.import_checkpoint(path, deepspeed.parent / "new")
+    (deepspeed / "latest").unlink()
+    step.rename(deepspeed / "a_tag_of_the_users")
+    (deepspeed / "zero_to_fp32.py").touch()
+    with pytest.raises(errors.FormatError, match="is a checkpoint of DeepSpeed"):
+        detect(parse(str(deepspeed)))
+
+
+def test_a_universal_checkpoint_of_deepspeed_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    step = tmp_path / "run/global_step5_universal"
+    (step / "zero/a.weight").mkdir(parents=True)
+    torch.save({"param": torch.ones(2)}, step / "zero/a.weight/fp32.pt")
+    torch.save({}, step / "zero/optimizer_state.pt")
+    torch.save({}, step / "mp_rank_00_model_states.pt")
+    for path in (step, step.parent):
+        with pytest.raises(errors.FormatError, match=rf"^{path} \w+ a universal checkpoint of DeepSpeed.*under DeepSpeed"):
+            detect(parse(str(path)))
+    shardckpt.import_checkpoint(step / "zero/a.weight/fp32.pt", tmp_path / "new")
+    assert shardckpt.open(tmp_path / "new").names() == ["param"]
+
+
+def test_a_file_of_deepspeed_with_complete_tensors_is_read_with_a_note(tmp_path: Path) -> None:
+    for name in ("mp_rank_00_model_states.pt", "layer_00-model_states.pt"):
+        torch.save({"module": {"w": torch.ones(2)}, "args": Other(".x")}, tmp_path / name)
+        report = shardckpt.import_checkpoint(tmp_path / name, tmp_path / "new", overwrite=True)
+        assert report.notes[1] == f"{name} is one file of a checkpoint of DeepSpeed; only it is read."
+        assert report.notes[2].startswith("args is left behind: it is a ")
+
+
+def test_weights_beside_deepspeeds_own_files_are_imported(deepspeed: Path) -> None:
+    save_file(ARRAYS, deepspeed / "model.safetensors")
+    assert detect(parse(str(deepspeed))).format == "safetensors"

@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 
 from shardckpt.convert.formats.dcp.metadata import CLASSES, parse_metadata
 from shardckpt.convert.formats.torch.file import open_torch_file
-from shardckpt.convert.formats.torch.objects import TABLE
+from shardckpt.convert.formats.torch.objects import TABLE, storage_of
 from shardckpt.convert.formats.torch.unpickling import Build, Instance, Name, unpickle
-from shardckpt.convert.plain_values import plain
+from shardckpt.convert.plain_values import plain, whole
 from shardckpt.convert.span import LoadedFile, Span
 from shardckpt.errors import CorruptionError, FormatError
 
@@ -111,8 +111,10 @@ def test_a_pickle_that_is_cut_off_or_nested_without_end_is_an_error_and_no_crash
             unpickle(data[:end], "file")
     deep = b"N" + b"\x85" * 100_000
     unpickle(deep + b".", "file")
-    with pytest.raises(FormatError, match="a tuple is a key"):
-        unpickle(b"}" + deep + b"Ns.", "file")
+    ((key, value),) = unpickle(b"}" + deep + b"Ns.", "file").items()
+    assert (repr(key), value) == ("a tuple", None)
+    with pytest.raises(FormatError, match="a list is a key"):
+        unpickle(b"}]Ns.", "file")
 
 
 @given(st.binary(max_size=60), st.data())
@@ -136,6 +138,96 @@ def test_names_that_dcp_metadata_may_contain_are_data_alone():
     assert not any(
         name.startswith(("os.", "posix.", "builtins.", "__builtin__.")) for name in CLASSES - {"builtins.bytes", "__builtin__.bytes"}
     )
+
+
+class Listed(list):
+    """A list with attributes."""
+
+
+class Outer:
+    class Inner:
+        def method(self):
+            pass
+
+
+class ByKeywords:
+    def __new__(cls, *, rate):
+        del rate
+        return super().__new__(cls)
+
+    def __getnewargs_ex__(self):
+        return (), {"rate": 2}
+
+
+@pytest.mark.parametrize("protocol", [2, 4, 5])
+def test_calls_states_and_items_of_objects_are_recorded_alone(protocol):
+    listed = Listed([1, 2])
+    listed.note = "x"
+    inner = Outer.Inner()
+    objects = [listed, {1, 2}, frozenset([3]), bytearray(b"ab"), Outer.Inner, inner, inner.method, ByKeywords(rate=2), {inner: 1}]
+    found = unpickle(pickle.dumps(objects, protocol), "file")
+    assert (found[0].name, found[0].appended, found[0].state) == (f"{__name__}.Listed", [1, 2], {"note": "x"})
+    assert (found[1].appended or found[1].arguments[0]) == [1, 2]
+    assert found[2].arguments == ([3],)
+    assert found[3].name in ("builtins.bytearray", "__builtin__.bytearray")
+    assert found[4] == Name(f"{__name__}.Outer.Inner")
+    assert found[5].name == f"{__name__}.Outer.Inner"
+    assert found[6].arguments[0] is found[5]
+    assert isinstance(found[7], Instance)
+    assert list(found[8]) == [found[5]]
+
+
+HOSTILE = {
+    "a call of what a call returned": b"cposix\nsystem\n)R)R",
+    "an attribute of an attribute": b"cbuiltins\ngetattr\n(cbuiltins\ngetattr\n(cos\npath\nX\x01\x00\x00\x00atRX\x01\x00\x00\x00btR",
+    "an attribute of a call": b"cbuiltins\ngetattr\n(cos\npath\n)RX\x01\x00\x00\x00atR)R",
+    "a state of a call": b"cposix\nsystem\n)R}X\x01\x00\x00\x00aNsb",
+    "items of a call": b"cposix\nsystem\n)R(NNu(Ne",
+    "an object in itself": b"cposix\nsystem\n)Rq\x00h\x00b(h\x00h\x00u(h\x00e",
+    "a state that is nested without end": b"cposix\nsystem\n)R" + b"N" + b"\x85" * 100_000 + b"b",
+    "an argument that is nested without end": b"cposix\nsystem\nN" + b"\x85" * 100_000 + b"\x85R",
+    "calls that are nested without end": b"cposix\nsystem\n" + b")R" * 100_000,
+    "a key that is nested without end": b"cposix\nsystem\n)R(N" + b"\x85" * 100_000 + b"Nu",
+    "an object as a key": b"cposix\nsystem\n)R(cposix\nsystem\n)RNu",
+    "a call with keywords": b"cposix\nsystem\n)}\x92",
+}
+
+
+@pytest.mark.parametrize("hostile", HOSTILE)
+def test_a_hostile_object_is_left_behind_and_named(hostile):
+    @dataclass
+    class File:
+        state: object
+        pickle_bytes: int = 1000
+
+    found = unpickle(b"}(X\x01\x00\x00\x00x" + HOSTILE[hostile] + b"X\x01\x00\x00\x00yK\x01u.", "file", TABLE)
+    state, notes = whole(File(found), {})
+    assert state == {"y": 1}
+    assert len(notes) == 1
+    assert notes[0].startswith("x is left behind: it is ")
+
+
+def test_shared_lists_in_objects_are_searched_for_tensors_once():
+    shared = Instance("a.B", ())
+    for _ in range(60):
+        shared = [shared, shared]
+
+    @dataclass
+    class File:
+        state: object
+        pickle_bytes: int = 1000
+
+    state, notes = whole(File({"x": [Instance("a.B", (shared,)) for _ in range(50)], "y": 1}), {})
+    assert state == {"x": [None] * 50, "y": 1}
+    assert len(notes) == 50
+
+
+def test_a_reference_to_anything_but_a_storage_is_an_error():
+    for reference in (b"N", b"K\x01", b"(X\x07\x00\x00\x00storagecposix\nsystem\nX\x01\x00\x00\x000NK\x01t", b"cposix\nsystem\n)R"):
+        with pytest.raises(FormatError, match="a reference does not name a storage"):
+            unpickle(reference + b"Q.", "file", TABLE, persistent=storage_of)
+        with pytest.raises(FormatError, match="refers to something outside"):
+            unpickle(reference + b"Q.", "file", TABLE)
 
 
 # --- what torch.save was given -----------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardckpt.convert.files.file_version import FileVersion, file_at, identity_of
 from shardckpt.convert.formats.safetensors.hf_index import note_of_part, parts_of
+from shardckpt.convert.formats.torch.deepspeed import note_of_file, refuse_directory
 from shardckpt.convert.formats.torch.file import is_torch_file
 from shardckpt.convert.formats.torch.states import open_state_file, state_in
 from shardckpt.convert.placed import place_tensors
@@ -76,20 +77,28 @@ def open_foreign(location: Location, *, trust_pickle: bool = False) -> Foreign:
         if file is None and (some := _parts(names)):
             return _split(location, [FileVersion(store, name) for name in parts_of(some[0], names, store)])
         if file is None:
+            refuse_directory(store, names)
             raise NotFoundError(f"{location}: there is no {_BIN} in this directory, and no index of split files; give the path of a file.")
     if not file.key.endswith(_INDEX_SUFFIX):
-        opened = _opened(file)
-        return place_tensors(state_in(opened), "torch", location, identity_of(location, [file]), note_of_part(file.key))
+        notes = note_of_part(file.key) or note_of_file(str(file))
+        state, left = state_in(_opened(file))
+        return place_tensors(state, "torch", location, identity_of(location, [file]), (*notes, *left))
     weight_map = _weight_map(file)
     versions = [FileVersion(file.store, name) for name in sorted(set(weight_map.values()))]
-    states = dict(
-        zip((version.key for version in versions), map_on_threads(lambda version: state_in(_opened(version)), versions), strict=True)
-    )
+    states, left = _states(versions)
     state = {name: _named(states[key], name, key, file) for name, key in weight_map.items()}
     unnamed = next((f"{shown(name)} in {key}" for key, part in states.items() for name in part if weight_map.get(name) != key), None)
     if unnamed is not None:
         raise FormatError(f"{file} does not name {unnamed}; get new copies of all files.")
-    return place_tensors(state, "torch", location, identity_of(location, [file, *versions]), (f"{len(versions)} files, by {file.key}",))
+    notes = [f"{len(versions)} files, by {file.key}", *left]
+    return place_tensors(state, "torch", location, identity_of(location, [file, *versions]), notes)
+
+
+def _states(versions: Sequence[FileVersion]) -> tuple[dict[str, Any], list[str]]:
+    """File → its state; and the notes on all files."""
+    found = map_on_threads(lambda version: state_in(_opened(version)), versions)
+    notes = [f"{version.key}: {line}" for version, (_, left) in zip(versions, found, strict=True) for line in left]
+    return {version.key: state for version, (state, _) in zip(versions, found, strict=True)}, notes
 
 
 def _parts(names: Sequence[str]) -> list[str]:
@@ -100,12 +109,14 @@ def _parts(names: Sequence[str]) -> list[str]:
 def _split(location: Location, versions: Sequence[FileVersion]) -> Foreign:
     """All files of a split model without an index, as one dict of their tensors."""
     state: dict[str, Any] = {}
-    for version, part in zip(versions, map_on_threads(lambda version: state_in(_opened(version)), versions), strict=True):
+    states, left = _states(versions)
+    for version, part in zip(versions, states.values(), strict=True):
         again = next((name for name in part if name in state), None)
         if again is not None:
             raise FormatError(f"{version}: {shown(again)} is in another file of the model, too; get new copies of all files.")
         state |= part
-    return place_tensors(state, "torch", location, identity_of(location, versions), (f"{len(versions)} files of a split model",))
+    notes = [f"{len(versions)} files of a split model", *left]
+    return place_tensors(state, "torch", location, identity_of(location, versions), notes)
 
 
 def span_of(file: FileVersion, nbytes: int | None = None) -> Span:

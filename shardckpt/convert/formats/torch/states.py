@@ -1,8 +1,7 @@
-"""The state in a file of `torch.save`, and the check whether it may be read.
+"""The state in a file of `torch.save`.
 
-A file may contain the names that `torch.load(weights_only=True)` accepts; they are checked in the same way, but nothing in the
-pickle is ever run (`unpickling`). A file with any other name is refused, and so is a file with a tensor that cannot be stored:
-no part of a state is left out.
+Nothing in the pickle is ever run (`unpickling`), so a file may contain any name. An object of a class that is not known here is left
+behind with a note. A tensor never is: a file with a tensor that cannot be stored is refused.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardckpt.convert.formats.torch.file import open_torch_file
 from shardckpt.convert.formats.torch.objects import TABLE
-from shardckpt.convert.formats.torch.unpickling import Build, Instance
+from shardckpt.convert.formats.torch.unpickling import Build, Instance, Name
 from shardckpt.convert.plain_values import whole
 from shardckpt.errors import FormatError
 
@@ -27,11 +26,17 @@ _BUILTINS = ("builtins", "__builtin__")
 """Names of Python's module of built-in types in pickles of protocol 3 and later, and of earlier ones."""
 
 
-def _of_type(rebuild: object, _type: object, arguments: object, _attributes: object) -> object:
+_TENSORS = ("torch.Tensor", "torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer")
+
+
+def _of_type(rebuild: object, kind: object, arguments: object, attributes: object) -> object:
     """A tensor with Python attributes: torch._tensor._rebuild_from_type_v2."""
-    if type(rebuild) is not Build or type(arguments) is not tuple:
-        raise TypeError("a tensor is made by an unknown function")
-    return rebuild.function(*arguments)
+    if type(arguments) is not tuple or not isinstance(rebuild, Build | Name):
+        raise TypeError("a tensor is made by something else than a function")
+    tensor = Instance(rebuild.text, arguments) if isinstance(rebuild, Name) else rebuild.function(*arguments)
+    if isinstance(kind, Name) and kind.text not in _TENSORS and attributes:
+        return Instance(kind.text, (tensor,), attributes)  # its elements may mean nothing without the attributes: scales, an index
+    return tensor
 
 
 def _first(tensor: object, *_others: object) -> object:
@@ -79,47 +84,33 @@ _UNSTORABLE = {
     "torch._utils._rebuild_device_tensor_from_numpy": "a tensor of a device that torch saves through numpy: move it to the CPU first",
 }
 """Kinds of tensors that cannot be stored, with advice for messages."""
-_NAMES = frozenset(
-    {
-        *_TABLE,
-        *_UNSTORABLE,
-        *(f"torch.{name}" for name in ("Tensor", "device", "nn.parameter.Parameter", "nn.parameter.Buffer")),
-        *(f"torch.per_{of}" for of in ("tensor_affine", "tensor_symmetric", "channel_affine", "channel_symmetric")),
-        *("argparse.Namespace", "types.SimpleNamespace", "collections.defaultdict", "collections.Counter", "_io.BytesIO"),
-        *(f"numpy.{core}.multiarray.{name}" for core in ("core", "_core") for name in ("scalar", "_reconstruct")),
-        *("numpy.dtype", "numpy.ndarray"),
-        *(f"{module}.{name}" for module in _BUILTINS for name in ("dict", "float", "int", "list")),  # of a defaultdict
-    }
-)
-"""Names that a pickle may contain: of values that `plain` knows, and of values that are refused with a better message."""
 
 
 def _unstorable(value: Instance) -> object:
     raise FormatError(f"is {_UNSTORABLE[value.name]}")
 
 
-def open_state_file(span: Span, names: frozenset[str] = frozenset()) -> TorchFile:
+def open_state_file(span: Span) -> TorchFile:
     """Open a file of `torch.save`.
 
-    Args:
-        span: the file.
-        names: further names that its pickle may contain.
-
     Raises:
-        FormatError: it is not such a file, is damaged, or its pickle contains another name.
+        FormatError: it is not such a file, or is damaged.
         CorruptionError, MissingDataError, StorageError: it cannot be read.
     """
-    return open_torch_file(span, _TABLE, _NAMES | names)
+    return open_torch_file(span, _TABLE)
 
 
-def state_in(file: TorchFile, known: Mapping[str, Callable[[Instance], object]] | None = None) -> Any:
-    """The state: plain containers, small leaves and `PlacedTensor`s.
+def state_in(file: TorchFile, known: Mapping[str, Callable[[Instance], object]] | None = None) -> tuple[Any, list[str]]:
+    """The state, and a line for each object that is left behind.
 
     Args:
         file: a file from `open_state_file`.
         known: name in the pickle → function that returns the small leaf or tensor for an instance of that name.
 
+    Returns:
+        Plain containers, small leaves and `PlacedTensor`s; and the notes.
+
     Raises:
-        FormatError: a part of the state cannot be stored; the message names it.
+        FormatError: a tensor of the state cannot be stored; the message names it.
     """
     return whole(file, {**dict.fromkeys(_UNSTORABLE, _unstorable), **(known or {})})

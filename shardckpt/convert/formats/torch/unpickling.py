@@ -6,7 +6,8 @@ any module, which is imported, and another calls it. `unpickle` is another machi
 1. Numbers, texts, bytes, tuples, lists and dicts are built as usual.
 2. A name in the program is never looked up in a module. It becomes a `Name`, which is a text, or its entry in the caller's table.
 3. A call in the program is not executed, unless the caller's table has a `Build`, a function of this package, under that name. Any other
-   call becomes an `Instance`, a record of the name and the arguments. The state of an object is recorded there as well, and nowhere else.
+   call becomes an `Instance`, a record of the name and the arguments. The state and the items of an object are recorded there as well,
+   and nowhere else. Sets become such records, too.
 4. `only` limits the names that a program may contain. A program is refused as soon as it uses another name.
 
 So no pickle can import, call or change anything; at worst it wastes time and memory in proportion to its size.
@@ -49,7 +50,7 @@ class Build:
     """Receives the pickle's arguments. Any exception that it raises counts as an error in the pickle."""
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class Instance:
     """A record of a call in a pickle; mostly of a class."""
 
@@ -60,6 +61,11 @@ class Instance:
     """State that the pickle gives the object: mostly its attributes by name."""
     items: dict[object, object] = field(default_factory=dict)
     """Items, if the object is a dict of its own class."""
+    appended: list[object] = field(default_factory=list)
+    """Items, if the object is a list or set of its own class."""
+
+    def __repr__(self) -> str:
+        return f"a {self.name}"  # arguments and state may be nested without end
 
 
 def unpickle(
@@ -116,7 +122,7 @@ _FLOAT = struct.Struct(">d")
 
 
 _KEYS = frozenset((str, int, bool, float, bytes, type(None), Name, Instance))
-"""Types that a key of a dict may have, or an item of a tuple that is a key."""
+"""Types that a key of a dict may have, or an item of a tuple that is a key. A key of another type becomes an `Instance`."""
 
 
 class _Machine:
@@ -221,7 +227,9 @@ class _Machine:
         if type(function) is Build:
             self.stack.append(function.function(*arguments))
         elif type(function) is Name:
-            self.stack.append(Instance(function.text, arguments))
+            self.stack.append(_member(function.text, arguments) or Instance(function.text, arguments))
+        elif type(function) is Instance:  # a method, or what another call returns
+            self.stack.append(Instance(function.name, (function, *arguments)))
         else:
             raise TypeError(f"a {type(function).__name__} is called")
 
@@ -233,21 +241,26 @@ class _Machine:
             raise TypeError(f"a {type(instance).__name__} is given a state")
         instance.state = state
 
+    def call_with_keywords(self) -> None:
+        keywords, arguments = self.pop(), self.pop()
+        if type(arguments) is not tuple:
+            raise TypeError("arguments are no tuple")
+        self.stack.append((*arguments, keywords))
+        self.call()
+
     def append(self, values: list[Any]) -> None:
         target = self.top()
-        if type(target) is not list:
+        items = target.appended if type(target) is Instance else target
+        if type(items) is not list:
             raise TypeError(f"something is appended to a {type(target).__name__}")
-        target.extend(values)
+        items.extend(values)
 
     def set_items(self, pairs: list[Any]) -> None:
         target = self.top()
         items = target.items if type(target) is Instance else target
         if type(items) is not dict or len(pairs) % 2:
             raise TypeError(f"a {type(target).__name__} is given items")
-        for key in pairs[::2]:
-            if type(key) not in _KEYS and not (type(key) is tuple and all(type(part) in _KEYS for part in key)):
-                raise TypeError(f"a {type(key).__name__} is a key")  # the hash of a nested tuple recurses as deep as its nesting
-        items.update(zip(pairs[::2], pairs[1::2], strict=True))
+        items.update(zip(map(_key, pairs[::2]), pairs[1::2], strict=True))
 
     def persistent_object(self) -> None:
         if self.persistent is None:
@@ -258,6 +271,28 @@ class _Machine:
         protocol = self.byte()
         if protocol > NEWEST_PROTOCOL:
             raise ValueError(f"protocol {protocol} is newer than {NEWEST_PROTOCOL}")
+
+
+_GETATTR = ("builtins.getattr", "__builtin__.getattr")
+_LONGEST_NAME = 1000
+
+
+def _member(function: str, arguments: tuple[object, ...]) -> Name | None:
+    """The name of a class in a class, or of a member of an enumeration, if a call asks for one; nothing is looked up."""
+    if function in _GETATTR and len(arguments) == 2:
+        owner, name = arguments
+        if type(owner) is Name and type(name) is str and len(owner.text) + len(name) < _LONGEST_NAME:
+            return Name(f"{owner.text}.{name}")
+    return None
+
+
+def _key(key: object) -> Any:
+    """A key that can be hashed in little time and is equal to no other object's."""
+    if type(key) in _KEYS or (type(key) is tuple and all(type(part) in _KEYS for part in key)):
+        return key
+    if isinstance(key, list | dict):
+        raise TypeError(f"a {type(key).__name__} is a key")
+    return Instance(type(key).__name__, (key,))  # the hash of a nested tuple recurses as deep as its nesting
 
 
 def _push(value: object) -> Callable[[_Machine], None]:
@@ -298,6 +333,10 @@ _INSTRUCTIONS: dict[int, Callable[[_Machine], object]] = {
     ord("a"): lambda m: m.append([m.pop()]),
     ord("e"): lambda m: m.append(m.since_mark()),
     ord("}"): lambda m: m.stack.append({}),
+    0x8F: lambda m: m.stack.append(Instance("builtins.set", ())),
+    0x90: lambda m: m.append(m.since_mark()),
+    0x91: lambda m: m.stack.append(Instance("builtins.frozenset", (m.since_mark(),))),
+    0x96: lambda m: m.stack.append(Instance("builtins.bytearray", (bytes(m.take(m.number(_UINT8))),))),
     ord("s"): lambda m: m.set_items(list(reversed((m.pop(), m.pop())))),
     ord("u"): lambda m: m.set_items(m.since_mark()),
     ord("q"): lambda m: m.remember(m.byte()),
@@ -309,6 +348,7 @@ _INSTRUCTIONS: dict[int, Callable[[_Machine], object]] = {
     0x93: lambda m: m.name(*cast("tuple[object, object]", tuple(reversed((m.pop(), m.pop()))))),
     ord("R"): _Machine.call,
     0x81: _Machine.call,
+    0x92: _Machine.call_with_keywords,
     ord("b"): _Machine.state,
     ord("Q"): _Machine.persistent_object,
 }

@@ -68,8 +68,8 @@ def open_foreign(location: Location, *, trust_pickle: bool = False) -> Foreign:
     def tensor(reference: Instance) -> object:
         return _referred(reference, tensors, file, folder)
 
-    state = state_in(open_state_file(span_of(file), frozenset({_REFERENCE})), {_REFERENCE: tensor})
-    return place_tensors(state, "xser", location, identity_of(location, [file, *versions]), (f"{len(tensors)} tensors in {folder}",))
+    state, left = state_in(open_state_file(span_of(file)), {_REFERENCE: tensor})
+    return place_tensors(state, "xser", location, identity_of(location, [file, *versions]), (f"{len(tensors)} tensors in {folder}", *left))
 
 
 def _referred(reference: Instance, tensors: dict[str, TorchFile], file: FileVersion, folder: str) -> object:
