@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
-from functools import cache
+from functools import cache, lru_cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -97,13 +97,19 @@ def composite(leaf: object, name: str) -> CompositeTensor | None:
         return None
     if kind is CompositeTensor:
         return leaf  # type: ignore[return-value]
-    torch: Any = sys.modules.get("torch")
-    plain = getattr(torch, "Tensor", None)
-    if plain is None or kind is plain or not isinstance(leaf, plain) or kind is torch.nn.Parameter:
+    if not _may_be_composite(kind):  # type: ignore[arg-type]
         return None
     from shardckpt.frameworks import composites
 
     return composites.split(name, leaf)
+
+
+@lru_cache(maxsize=1024)
+def _may_be_composite(kind: type) -> bool:
+    """Whether a class is a subclass of torch's tensor other than torch's own."""
+    torch: Any = sys.modules.get("torch")
+    plain = getattr(torch, "Tensor", None)
+    return plain is not None and issubclass(kind, plain) and kind not in (plain, torch.nn.Parameter)
 
 
 def composite_place(name: str, of: Composite, parts: Mapping[str, Any], beside: object = None) -> CompositeTensor:

@@ -7,6 +7,7 @@ copied, in both directions: all other code uses the machine's own order.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -119,7 +120,17 @@ def identity(leaf: Array) -> Hashable | None:
     """A key that is equal for arrays over the same bytes in the same form; None for arrays without elements."""
     if leaf.size == 0:
         return None
-    return "numpy", _address(leaf), leaf.shape, leaf.strides, leaf.dtype.str, leaf.dtype.name
+    return memory_identity(_address(leaf), leaf.shape, leaf.strides, leaf.dtype)
+
+
+def memory_identity(address: int, shape: tuple[int, ...], strides: tuple[int, ...], dtype: np.dtype[Any]) -> Hashable:
+    """The identity of an array over this memory."""
+    return "numpy", address, shape, strides, *_names(dtype)
+
+
+@lru_cache(maxsize=256)
+def _names(dtype: np.dtype[Any]) -> tuple[str, str]:
+    return dtype.str, dtype.name
 
 
 def sources(leaves: dict[str, Any], world: World) -> dict[str, Source]:  # noqa: ARG001 - every adapter has the same signatures

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from functools import cache
 from math import prod
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -18,8 +19,7 @@ from numpy.lib.stride_tricks import as_strided
 
 from shardckpt.errors import BudgetError, DtypeError, LeafError
 from shardckpt.frameworks.base import Array, InPlace, Sink, Source, Target, whole
-from shardckpt.frameworks.numpy import identity as array_identity
-from shardckpt.frameworks.numpy import overlaps_itself
+from shardckpt.frameworks.numpy import memory_identity, overlaps_itself
 from shardckpt.layout.dtypes import DType, by_name
 from shardckpt.state.leaves import is_small
 from shardckpt.state.names import shown
@@ -154,7 +154,8 @@ def identity(leaf: Any) -> Hashable | None:
     memory = memory_key(leaf)
     if memory is None or not is_host_memory(leaf) or (leaf.dtype not in _SAME_IN_NUMPY and leaf.dtype not in _AS_BITS):
         return None if memory is None else ("torch", *memory)
-    return array_identity(array_of(leaf.detach(), dtype_of_tensor("", leaf)))
+    itemsize = leaf.itemsize
+    return memory_identity(leaf.data_ptr(), tuple(leaf.shape), tuple([itemsize * n for n in leaf.stride()]), _in_numpy(leaf.dtype))
 
 
 def memory_key(tensor: Any) -> tuple[Hashable, ...] | None:
@@ -301,6 +302,12 @@ def dtype_of_tensor(name: str, tensor: Any) -> DType:
     if tensor.dtype not in _SAME_IN_NUMPY and tensor.dtype not in _AS_BITS:
         raise DtypeError(f"{shown(name)}: {tensor.dtype} cannot be stored; convert the tensor to a dtype that numpy or ml_dtypes has.")
     return by_name(str(tensor.dtype).removeprefix("torch."))
+
+
+@cache
+def _in_numpy(kind: Any) -> np.dtype[Any]:
+    """The numpy dtype of a torch dtype that can be stored."""
+    return by_name(str(kind).removeprefix("torch.")).numpy
 
 
 def torch_dtype(dtype: DType) -> Any:
