@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardckpt.errors import OptionError, StorageError
 from shardckpt.excerpt import excerpt
+from shardckpt.io.failures import storage_errors
 from shardckpt.io.locks import lock_whole, seems_at
 
 if TYPE_CHECKING:
@@ -167,7 +168,9 @@ class Catalogue:
                     self._path.with_name(self._path.name + suffix).unlink(missing_ok=True)
             else:
                 break
-        self._fd, self._damaged = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC), False
+        with storage_errors("open", self._path):
+            self._fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+        self._damaged = False
         self._generation += 1
         return db
 

@@ -180,7 +180,8 @@ class LocalFiles:
         if written is None or named is None:  # the draft was renamed
             return True
         # Two links may have different inode numbers; naming a file twice does no harm where it may replace another one.
-        return os.path.samestat(written, named) or (not self._overwrite and filecmp.cmp(draft, path, shallow=False))
+        with storage_errors("compare with its draft", path):
+            return os.path.samestat(written, named) or (not self._overwrite and filecmp.cmp(draft, path, shallow=False))
 
     def _written(self, number: int) -> Path:
         """The file that has the written bytes."""

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardckpt.errors import NotFoundError, OptionError, StorageError
 from shardckpt.format.documents import utc_now
+from shardckpt.io.failures import storage_errors
 from shardckpt.io.locks import seems_at
 from shardckpt.serve.jobs.rows import JobRow, Verification
 
@@ -85,8 +86,9 @@ class Journal:
                 ended = "UPDATE jobs SET state = 'cancelled', ended = ? WHERE state IN ('queued', 'running') AND cancelling"
                 db.execute(ended, (utc_now(),))
                 db.execute("UPDATE jobs SET state = 'queued' WHERE state = 'running'")
-            self._fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
-            """The file in use. Closing it before the database would end SQLite's locks."""
+            with storage_errors("open", self._path):
+                self._fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+                """The file in use. Closing it before the database would end SQLite's locks."""
         except sqlite3.Error as e:
             raise StorageError(
                 f"the journal {self._path} cannot be used ({e}). Jobs and the history of verifications are in it; checkpoints are not: "
