@@ -58,6 +58,7 @@ HOST_FILES = {
     "host record": r"records/\d{5}\.json",
     "contents": r"contents/[0-9a-f]{64}\.json",
     "values": r"hosts/\d{5}/values\.json",
+    "checksums of replicas": r"hosts/\d{5}/replicas\.json",
     "commit record": r"checkpoint\.json",
 }
 KINDS = {
@@ -77,7 +78,7 @@ KINDS = {
     },
 }
 """Layout → kind of file → its path, relative to the attempt (or, of the commit record, to the checkpoint)."""
-SEVERAL_HOSTS = {"small tensors", "small tensors' table"}
+SEVERAL_HOSTS = {"small tensors", "checksums of replicas", "small tensors' table"}
 """Kinds of files that a checkpoint of one host does not have."""
 
 

@@ -13,7 +13,7 @@ CHUNKS = {"packed": "data file", "zarr": "chunk"}
 DATA = {*CHUNKS.values(), "small tensors"}
 INDEXES = {"merged index: manifest", "merged index: nodes", "lane: manifest", "lane: node", "zarr.json"}
 """Kinds of files that only other tools read."""
-SPARE = {"chunk table", "a host's chunk table", "small tensors' table", "contents"}
+SPARE = {"checksums of replicas", "chunk table", "a host's chunk table", "small tensors' table", "contents"}
 """Kinds of files that a reader can do without: the table of all by itself, or the hosts' and that of small tensors."""
 KINDS = [
     (layout, hosts, kind)
