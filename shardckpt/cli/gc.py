@@ -31,7 +31,7 @@ def gc(
     dry_run: Annotated[bool, typer.Option("--dry-run", "-n", help="Only show what would be removed.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Remove files of unfinished saves; publish those that are complete.
+    """Publish complete saves; remove unfinished ones.
 
     Checkpoints stay. A complete save that was never published becomes the checkpoint, as with `shardckpt commit`. If several saves to one
     directory are unfinished and one of them has written within --grace, all of them stay. A removed save can never be committed. With

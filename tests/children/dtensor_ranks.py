@@ -334,7 +334,8 @@ def refusals(_):
     cut = distribute_tensor(numbered((4, 2)), mesh, [Shard(0)])
     flat = distribute_tensor(torch.tensor([1 + 2j, 3 - 4j]), mesh, [Shard(0)])
     shared = DTensor.from_local(torch.zeros(1, 2).expand(2, 2), mesh, [Shard(0)], run_check=False)
-    odd = DTensor.from_local(torch.zeros(2, 2).as_subclass(Other), mesh, [Shard(0)], run_check=False)
+    odd = DTensor.from_local(torch.zeros(2, 2), mesh, [Shard(0)], run_check=False)
+    odd._local_tensor = torch.zeros(2, 2).as_subclass(Other)
     sub = distribute_tensor(numbered((4, 2)), mesh, [Shard(0)])
     sub.__class__ = Sub
     meta = DTensor.from_local(torch.empty(2, 2, device="meta"), mesh, [Shard(0)], run_check=False)

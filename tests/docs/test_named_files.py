@@ -17,7 +17,7 @@ FILES = {
 }
 PACKAGES = "commit|convert|format|frameworks|io|plan|reading|reshard|writing"
 """The packages by whose names nothing else in the documentation begins, such as a state's `training.values`."""
-ELSEWHERE = {"train.py", "testbench/rest_server.py", "reshard.sbatch", "format.schema.json"}
+ELSEWHERE = {"train.py", "testbench/rest_server.py", "reshard.sbatch", "format.schema.json", "zero_to_fp32.py", "ds_to_universal.py"}
 """Files of users and of other projects, and what looks like a module."""
 
 

@@ -17,6 +17,7 @@ from placeholders import undo_commit
 
 import shardckpt
 from shardckpt import Mesh, OpSharding, PartitionSpec, SaveOptions, Sharding, Target, errors
+from shardckpt.commit.collecting import collect
 from shardckpt.io.store import shared_context
 
 LAYOUTS = ["packed", "zarr"]
@@ -341,7 +342,7 @@ def test_an_unreadable_record_is_replaced_on_request_only(tmp_path, damaged):
 def test_a_newer_version_s_checkpoint_is_never_replaced(tmp_path):
     shardckpt.save(tmp_path / "c", {"w": np.zeros(3)})
     record = tmp_path / "c" / "checkpoint.json"
-    record.write_bytes(record.read_bytes().replace(b'"version":[1,', b'"version":[3,'))
+    record.write_bytes(record.read_bytes().replace(b'"version":[1,', b'"version":[6,'))
     with pytest.raises(errors.VersionError, match="newer"):
         shardckpt.save(tmp_path / "c", {"w": np.ones(3)}, options=SaveOptions(overwrite=True))
 
@@ -467,7 +468,9 @@ def test_an_attempt_that_no_reader_would_accept_is_not_published_and_the_checkpo
     with pytest.raises(errors.CommitError, match=r"nothing was published.*its shardings have more than 16777216 devices together"):
         shardckpt.save(tmp_path / "c", {name: np.ones(3) for name in layouts}, options=SaveOptions(shardings=layouts, overwrite=True))
     assert list(shardckpt.restore(tmp_path / "c")) == ["before"]
-    assert len([path for path in (tmp_path / "c").iterdir() if path.is_dir()]) == 1  # nothing is left of it
+    (left,) = collect(tmp_path / "c", grace=0)  # its data was complete: a collection tries once more to publish it
+    assert left.outcome == "removed"
+    assert len([path for path in (tmp_path / "c").iterdir() if path.is_dir()]) == 1
 
 
 def test_a_layout_that_does_not_fit_names_the_tensor(tmp_path):

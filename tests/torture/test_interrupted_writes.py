@@ -181,9 +181,9 @@ def test_a_fork_holds_no_lock(tmp_path):
     lock = files._open_locked(tmp_path / "key.__lock")
     child = os.fork()
     if child == 0:
-        os._exit(0 if not files._held else 1)
+        os._exit(0 if all(file.fileno() < 0 for file in files._held) else 1)
     assert os.waitpid(child, 0)[1] == 0
-    assert {lock.fd} == files._held
+    assert {file.fileno() for file in files._held} == {lock.fd}
     files._release(lock, delete=True)
     assert not files._held
     assert names(tmp_path) == []

@@ -17,7 +17,7 @@ from processes import Processes
 
 import shardckpt
 from shardckpt import Mesh, OpSharding, PartitionSpec, SaveOptions, Sharding, errors
-from shardckpt.commit.collecting import delete
+from shardckpt.commit.collecting import collect, delete
 from shardckpt.format.documents import BASES_VERSION, seal
 from shardckpt.state.names import array_path
 from shardckpt.state.select import matches
@@ -273,19 +273,21 @@ def test_a_base_beside_is_named_without_links_so_that_it_is_known_what_must_stay
 
 
 def test_a_checkpoint_is_not_its_own_base_by_any_other_name(root, tmp_path_factory):
+    shardckpt.save(root / "2", model(2))
     links = [root / "latest", tmp_path_factory.mktemp("links") / "latest"]
     for link in links:
-        link.symlink_to(root / "0")
+        link.symlink_to(root / "2")
         with pytest.raises(errors.OptionError, match="cannot be its own base"):
-            shardckpt.save(link, model(), options=SaveOptions(base=root / "0", overwrite=True), skip="model/embed")
-    assert equal(shardckpt.restore(root / "1"), model(1))
+            shardckpt.save(link, model(), options=SaveOptions(base=root / "2", overwrite=True), skip="model/embed")
+    assert equal(shardckpt.restore(root / "2"), model(2))
 
 
 def test_a_checkpoint_is_no_base_of_its_own_replacement_not_even_as_a_copy(root):
-    shutil.copytree(root / "0", root / "copy")
+    shardckpt.save(root / "2", model(2))
+    shutil.copytree(root / "2", root / "copy")
     with pytest.raises(errors.CommitError, match="but this save would replace that base"):
-        shardckpt.save(root / "0", model(), options=SaveOptions(base=root / "copy", overwrite=True), skip="model/embed")
-    assert equal(shardckpt.restore(root / "1"), model(1))
+        shardckpt.save(root / "2", model(), options=SaveOptions(base=root / "copy", overwrite=True), skip="model/embed")
+    assert equal(shardckpt.restore(root / "2"), model(2))
 
 
 def test_a_base_that_is_gone_is_named_before_anything_is_read(root):
@@ -310,7 +312,8 @@ def test_a_base_that_is_deleted_while_it_is_read_is_named(root):
 
 
 def test_another_checkpoint_in_the_bases_place_is_never_read_for_it(root):
-    shardckpt.save(root / "0", {"model": {"embed": EMBED * 2}}, options=SaveOptions(overwrite=True))
+    shutil.rmtree(root / "0")
+    shardckpt.save(root / "0", {"model": {"embed": EMBED * 2}})
 
     with pytest.raises(errors.MissingDataError, match=r"'model/embed': .*/1 stores it in its base .*/0 .*another checkpoint"):
         shardckpt.restore(root / "1")
@@ -384,7 +387,9 @@ def test_a_base_that_goes_while_the_save_runs_is_noticed_before_it_is_published(
     handle = Saver().begin(root / "2", model(2), SaveOptions(base=root / "9", skip="model/*"), progress=lambda _done, _all: goes())
     with pytest.raises(errors.CommitError, match=r"'model/.*': .*/2 stores it in its base .*/9.*Nothing was published"):
         handle.wait()
-    assert [*(root / "2").glob("*")] == []
+    with pytest.raises(errors.NotFoundError):
+        shardckpt.open(root / "2")
+    assert [left.outcome for left in collect(root / "2", grace=0)] == ["removed"]  # its data was complete
 
 
 def test_a_base_is_not_deleted_by_a_link_either(root):

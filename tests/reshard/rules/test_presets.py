@@ -102,9 +102,7 @@ def test_state_of_optimizers_and_averaged_weights_go_like_the_model(transformers
     decided = rules.decide_all(adam, MESH)
     followed = 0
     for name, shape in adam.items():
-        path = name.removeprefix("optimizer/state/").removeprefix("ema/module.").rpartition("/exp_avg")[0] or name.removeprefix(
-            "ema/module."
-        )
+        path = name.removeprefix("optimizer/state/").rpartition("/exp_avg")[0] or name.removeprefix("ema/")
         parameter = f"model/{path.removeprefix('model/')}"
         if parameter in adam and shape:
             assert decided[name].layout == decided[parameter].layout, name
