@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal
 from shardckpt.commit.attempts import places
 from shardckpt.commit.markers import is_superseded, protection
 from shardckpt.commit.publish import RECORD
-from shardckpt.errors import FormatError, OptionError
+from shardckpt.errors import FormatError, OptionError, VersionError
 from shardckpt.format.documents import Fields, open_envelope
 from shardckpt.format.structure import bases_of, names_beside
 from shardckpt.io.failures import reading_takes_threads
@@ -56,6 +56,8 @@ class _Neighbour:
     attempt: str = ""
     bases: Mapping[str, frozenset[str]] = field(default_factory=dict)
     """Names of its bases in the same directory → the attempts there."""
+    unread: bytes = b""
+    """Its record, if a newer version has written it: a record contains the names of the attempts of its bases."""
 
 
 class Dependants:
@@ -110,7 +112,7 @@ class Dependants:
         with reading_takes_threads(root):
             found = map_on_threads(lambda name: _look(root.sub(name), self._known.get(name)), others)
         self._known = dict(zip(others, found, strict=True))
-        return [name for name in others if any(attempt in (None, base) for base in self._known[name].bases.get(own, ()))]
+        return [name for name in others if _stores_in(self._known[name], own, attempt)]
 
     def _is_superseded(self, name: str) -> bool:
         attempt = self._known[name].attempt
@@ -118,6 +120,13 @@ class Dependants:
             return True
         assert self._location.parent is not None
         return is_superseded(Store.open(self._location.parent).sub(name), attempt)
+
+
+def _stores_in(neighbour: _Neighbour, name: str, attempt: str | None) -> bool:
+    """Whether a neighbour stores tensors in the checkpoint of this name and attempt; None: in any attempt there."""
+    if neighbour.unread:
+        return (attempt or f"../{name}").encode() in neighbour.unread
+    return any(attempt in (None, base) for base in neighbour.bases.get(name, ()))
 
 
 def used_beside(root: Store, names: Iterable[str]) -> set[tuple[str, str]]:
@@ -151,6 +160,8 @@ def _look(place: Store, known: _Neighbour | None) -> _Neighbour:
             for name in names_beside([base]):
                 bases[name] = bases.get(name, frozenset()) | {base.attempt}
         attempt = Fields(document, where).string("attempt") if bases else ""
+    except VersionError:
+        return _Neighbour(token, unread=data or b"")
     except FormatError:  # it cannot be read, with or without its bases
         return _Neighbour(token)
     return _Neighbour(token, attempt, bases)

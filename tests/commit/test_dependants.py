@@ -123,6 +123,18 @@ def test_a_checkpoint_with_an_unreadable_record_is_a_base_whatever_its_attempt(r
         save(root)
 
 
+def test_a_neighbour_of_a_newer_version_is_believed_to_need_the_base_that_it_names(root):
+    save_with_base(root / "lora", root / "c")
+    record = root / "lora" / "checkpoint.json"
+    record.write_bytes(record.read_bytes().replace(b'"version":[2,', b'"version":[99,', 1))
+    with pytest.raises(errors.OptionError, match=r"/c is the base of checkpoints beside it, .*: lora; so it is not deleted"):
+        delete(root / "c")
+    with pytest.raises(errors.OptionError, match="so it is not replaced"):
+        save(root)
+    shardckpt.save(root / "alone", STATE)
+    assert delete(root / "alone") == []
+
+
 def test_a_neighbour_that_is_superseded_does_not_count(root):
     RELIED_ON["a base"](root)
     lora = Store.open(root / "lora")
