@@ -35,7 +35,6 @@ import tensorstore  # noqa: F401  (imported before the forks)
 from fork_server import DirectoryCoordinator
 
 import shardckpt
-from shardckpt import training as manager
 from shardckpt.commit import collecting
 from shardckpt.training import events, policies, retention
 from shardckpt.writing import (
@@ -102,7 +101,7 @@ def expected(log: Log, run: int, step: int) -> dict[str, Any]:
     return next(line for line in log.lines() if line.get("made") == [run, step])
 
 
-def compare(log: Log, restored: manager.Restored, process: int) -> None:
+def compare(log: Log, restored: shardckpt.Restored, process: int) -> None:
     """Compare a restored state with the log; AssertionError."""
     run, state = restored.metadata["run"], restored.state
     wanted = expected(log, run, restored.step)
@@ -211,7 +210,7 @@ def look_at_what_is_left(root: Path, log: Log) -> int:
     for step in steps:
         checkpoint = shardckpt.open(root / str(step))
         assert checkpoint.verify().ok, step
-        compare(log, manager.Restored(shardckpt.restore(checkpoint), step, checkpoint.metadata), 0)
+        compare(log, shardckpt.Restored(shardckpt.restore(checkpoint), step, checkpoint.metadata), 0)
     assert all(one.outcome == "removed" for one in collecting.collect(root, grace=0))
     for step in steps:
         named = shardckpt.open(root / str(step)).record.attempt

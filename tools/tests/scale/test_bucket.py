@@ -50,6 +50,7 @@ def test_what_a_host_asks_besides_its_data_depends_on_neither_hosts_nor_tensors(
                 ("read", "hosts/#/#/d/tree"): 1,
                 ("stat", "contents/#"): 1,
                 ("upload", "hosts/#/table"): 1,
+                ("upload", "hosts/#/replicas.json"): 1,
                 ("upload", "records/#.json"): 1,
             }
 
@@ -62,6 +63,7 @@ def test_a_host_of_the_plain_layout_asks_for_little_but_its_chunks(plain):
     assert found == {
         ("stat", "contents/#"): 1,
         ("upload", "hosts/#/table"): 1,
+        ("upload", "hosts/#/replicas.json"): 1,
         ("upload", "records/#.json"): 1,
     }
 
