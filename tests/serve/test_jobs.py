@@ -141,7 +141,7 @@ def test_a_key_makes_a_request_that_is_sent_twice_one_job(lab):
 
 def test_places_outside_of_the_roots_are_refused(lab, tmp_path):
     (lab.root / "out").symlink_to(tmp_path)
-    torch.save({"w": Evil(str(tmp_path / "harm"))}, lab.root / "pickled.pt")
+    torch.save(Evil(str(tmp_path / "harm")), lab.root / "pickled.pt")
     save_file({"w": np.ones(3)}, tmp_path / "secret.safetensors")
     (lab.root / "linked").mkdir()
     (lab.root / "linked" / "model.safetensors").symlink_to(tmp_path / "secret.safetensors")

@@ -177,6 +177,7 @@ def test_of_what_is_not_there_nothing_is_removed_and_nothing_left(tmp_path):
     assert names(tmp_path) == []
 
 
+@pytest.mark.filterwarnings("ignore:os.fork")  # where another test has imported JAX
 def test_a_fork_holds_no_lock(tmp_path):
     lock = files._open_locked(tmp_path / "key.__lock")
     child = os.fork()
