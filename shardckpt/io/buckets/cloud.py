@@ -47,7 +47,7 @@ from __future__ import annotations
 import os
 import re
 from configparser import ConfigParser, ParsingError
-from functools import cache
+from functools import cache, lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
@@ -99,7 +99,7 @@ def prepare(scheme: str) -> None:
         _limiter(kind, ALONE)
     os.environ.setdefault("TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS", str(round(stalled_seconds())))
     if scheme == "s3":
-        _aws_credentials()
+        _check_aws_credentials(aws_stamp())
     endpoint = endpoint_of(scheme)
     if scheme == "gs" and endpoint is not None:
         # TensorStore's driver for GCS accepts these settings only from the environment.
@@ -212,13 +212,13 @@ def google_stamp() -> tuple[object, ...]:
 
 def _state(file: Path | None) -> tuple[int, int, int] | None:
     """Time of change, bytes and inode number; None for a file that cannot be seen, which its readers report."""
+    if file is None:
+        return None
     try:
-        found = None if file is None else file.stat()
+        state = file.stat()
     except OSError:
         return None
-    if found is None:
-        return None
-    return found.st_mtime_ns, found.st_size, found.st_ino
+    return state.st_mtime_ns, state.st_size, state.st_ino
 
 
 def aws_files() -> tuple[Path | None, Path | None]:
@@ -289,6 +289,12 @@ def _aws_credentials(number: int = 0) -> dict[str, str]:
             f"name with keys or a role; name another one, or set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY."
         )
     return {"type": "default"}
+
+
+@lru_cache(maxsize=4)
+def _check_aws_credentials(_stamp: object) -> None:
+    """Raise what `_aws_credentials` raises; the files are parsed once for each stamp."""
+    _aws_credentials()
 
 
 def _settings_file(variable: str, default: str) -> Path | None:

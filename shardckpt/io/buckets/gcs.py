@@ -54,6 +54,7 @@ class GcsConnection:
     def __init__(self, endpoint: str | None, stalled: float) -> None:
         """Connect to an endpoint (None: Google's) when the first request is made; give up a connection without traffic."""
         self.service = endpoint or _SERVICE
+        self.origin = origin_of(self.service)
         self._http = open_pool(self.service)
         self._stalled = stalled
         self._lock = threading.Lock()
@@ -167,7 +168,7 @@ class GcsBucket(Bucket):
     @property
     def service(self) -> str:
         """The origin of the service's urls."""
-        return origin_of(self._http.service)
+        return self._http.origin
 
     def delete_if(self, name: str, generation: bytes) -> bool:
         """Delete an object if it has this generation; whether this call did."""

@@ -29,7 +29,6 @@ from shardckpt.io.buckets.bucket import pieces
 from shardckpt.io.buckets.gcs import GcsBucket, checked, connection, refused
 from shardckpt.io.buckets.retry import PassingError, Retry
 from shardckpt.io.buckets.upload_session import TOKEN, UploadState, already_exists, bucket_and_name, new_token, vanished
-from shardckpt.io.buckets.web import origin_of
 
 if TYPE_CHECKING:
     from urllib3 import BaseHTTPResponse
@@ -55,7 +54,6 @@ class GcsSession:
         self._place = place
         bucket, self._name = bucket_and_name(place)
         self._http = connection()
-        self._service = origin_of(self._http.service)
         self._uploads = f"{self._http.service}/upload/storage/v1/b/{quote(bucket, safe='')}/o"
         self._object = f"{self._http.service}/storage/v1/b/{quote(bucket, safe='')}/o/{quote(self._name, safe='')}"
         self._retry = Retry()
@@ -98,7 +96,7 @@ class GcsSession:
             raise already_exists(place)
         if not session._is_ours_to_ask() or state.part_bytes % QUANTUM:
             return None
-        answer = session._retry.call(session._query, GcsBucket.is_passing, session._service)
+        answer = session._retry.call(session._query, GcsBucket.is_passing, session._http.origin)
         if answer.status in _GONE:
             return None
         session._take(answer)
@@ -182,7 +180,7 @@ class GcsSession:
                 raise PassingError(f"the service has confirmed {before} bytes and does not accept more")
 
         while not self.published and (last or self.durable < end):
-            self._retry.call(once, GcsBucket.is_passing, self._service)
+            self._retry.call(once, GcsBucket.is_passing, self._http.origin)
 
     def _query(self) -> BaseHTTPResponse:
         """Query how many bytes the session has."""
@@ -217,7 +215,7 @@ class GcsSession:
 
     def _ask(self, method: str, url: str, **given: Any) -> BaseHTTPResponse:
         """The response to a request, with retries."""
-        return self._retry.call(lambda: self._once(method, url, **given), GcsBucket.is_passing, self._service)
+        return self._retry.call(lambda: self._once(method, url, **given), GcsBucket.is_passing, self._http.origin)
 
     def _once(self, method: str, url: str, **given: Any) -> BaseHTTPResponse:
         """The response to one attempt at a request, read to its end."""
