@@ -254,24 +254,21 @@ def write_bases(directory: Path) -> None:
 
 def write_axis(directory: Path) -> None:
     """Values by the position on an axis of size 2, from four processes: two at each position."""
-    from processes import Processes
-
-    shutil.rmtree(directory, ignore_errors=True)
-    with Processes("golden_hosts") as processes:
-        answers = processes.run("save_axis", 4, directory / "packed")
-        if answers != ["saved"] * 4:
-            sys.exit(str(answers))
-    (directory / "expected.json").write_text(json.dumps(facts(shardckpt.restore(directory / "packed"))) + "\n")
+    _write_from_hosts(directory, "save_axis", 4)
 
 
 def write_local(directory: Path) -> None:
     """A state with values that belong to each process alone, and with a tensor of all processes."""
+    _write_from_hosts(directory, "save_local", 2)
+
+
+def _write_from_hosts(directory: Path, save: str, count: int) -> None:
     from processes import Processes
 
     shutil.rmtree(directory, ignore_errors=True)
     with Processes("golden_hosts") as processes:
-        answers = processes.run("save_local", 2, directory / "packed")
-        if answers != ["saved"] * 2:
+        answers = processes.run(save, count, directory / "packed")
+        if answers != ["saved"] * count:
             sys.exit(str(answers))
     (directory / "expected.json").write_text(json.dumps(facts(shardckpt.restore(directory / "packed"))) + "\n")
 
