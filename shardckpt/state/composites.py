@@ -93,14 +93,7 @@ def register_tensor(
         raise OptionError(
             f"register_tensor({type.__qualname__}): name= takes 1 to {_LONGEST_NAME} printable characters, not {name!r:.300}."
         )
-    registered = _BY_NAME.get(name)
-    if registered is not None and (registered.type.__module__, registered.type.__qualname__) != (type.__module__, type.__qualname__):
-        other = f"{registered.type.__module__}.{registered.type.__qualname__}"
-        raise OptionError(f"register_tensor({type.__qualname__}): the name {name!r} belongs to {other}; choose another.")
-    previous = _BY_TYPE.pop(type, None)
-    if previous is not None:
-        _BY_NAME.pop(previous.name, None)
-    _BY_TYPE[type] = _BY_NAME[name] = TensorType(type, name, split, make, frozenset(shared))
+    leaves.register(TensorType(type, name, split, make, frozenset(shared)), _BY_TYPE, _BY_NAME, "register_tensor")
 
 
 _LONGEST_NAME = 256

@@ -29,7 +29,7 @@ import struct
 import warnings
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -71,6 +71,32 @@ _BY_TYPE: dict[type, LeafType] = {}
 _BY_NAME: dict[str, LeafType] = {}
 
 
+class _Named(Protocol):
+    @property
+    def type(self) -> type: ...
+    @property
+    def name(self) -> str: ...
+
+
+R = TypeVar("R", bound=_Named)
+
+
+def register(entry: R, by_type: dict[type, R], by_name: dict[str, R], function: str) -> None:
+    """Add a class to a registry. A new definition of the same class, and a new name of it, replace the earlier entry.
+
+    Raises:
+        OptionError: the name belongs to another class; the message names the public `function`.
+    """
+    kind, registered = entry.type, by_name.get(entry.name)
+    if registered is not None and (registered.type.__module__, registered.type.__qualname__) != (kind.__module__, kind.__qualname__):
+        other = f"{registered.type.__module__}.{registered.type.__qualname__}"
+        raise OptionError(f"{function}({kind.__qualname__}): the name {entry.name!r} belongs to {other}; choose another.")
+    previous = by_type.pop(kind, None)
+    if previous is not None:
+        by_name.pop(previous.name, None)
+    by_type[kind] = by_name[entry.name] = entry
+
+
 def register_leaf(type: type[T], *, name: str, encode: Callable[[T], object], decode: Callable[[Any], T]) -> None:  # noqa: A002
     """Let objects of exactly this type be leaves of a state.
 
@@ -89,14 +115,7 @@ def register_leaf(type: type[T], *, name: str, encode: Callable[[T], object], de
         raise OptionError(f"register_leaf({type.__qualname__}): name= takes a text that is not empty, not {name!r}.")
     if type in {*_ENCODERS, tuple, list, dict} or issubclass(type, np.generic):
         raise OptionError(f"register_leaf({type.__qualname__}): this type is supported already; register a class of your own.")
-    registered = _BY_NAME.get(name)
-    if registered is not None and (registered.type.__module__, registered.type.__qualname__) != (type.__module__, type.__qualname__):
-        other = f"{registered.type.__module__}.{registered.type.__qualname__}"
-        raise OptionError(f"register_leaf({type.__qualname__}): the name {name!r} belongs to {other}; choose another.")
-    previous = _BY_TYPE.pop(type, None)
-    if previous is not None:
-        _BY_NAME.pop(previous.name, None)
-    _BY_TYPE[type] = _BY_NAME[name] = LeafType(type, name, encode, decode)
+    register(LeafType(type, name, encode, decode), _BY_TYPE, _BY_NAME, "register_leaf")
 
 
 def leaf_type(value: object) -> LeafType | None:
