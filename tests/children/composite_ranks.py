@@ -2,7 +2,7 @@
 
 import torch
 import torch.distributed as dist
-from composites import Code, CodedSGD, Scaled, register_code, scaled
+from composites import Code, CodedSGD, Scaled, register_code, scaled, train
 from e2e_torch import join, leave
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -80,18 +80,6 @@ def net():
         if isinstance(part, nn.Linear):
             fully_shard(part, mesh=mesh(dist.get_world_size()))
     return fully_shard(model, mesh=mesh(dist.get_world_size()))
-
-
-def train(model, optimizer, start, stop):
-    losses = []
-    for i in range(start, stop):
-        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(i))
-        loss = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
 
 
 def train_8_bit(coordinator, url, save):

@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from composites import Code, CodedSGD, Preference, Scaled, register_code, scaled
+from composites import Code, CodedSGD, Preference, Scaled, register_code, scaled, train
 from torch import nn
 
 import shardckpt
@@ -121,18 +121,6 @@ def test_a_module_with_quantized_parameters_resumes_also_on_the_meta_device(tmp_
     shardckpt.restore(tmp_path / "c", shardckpt.train_state(model=empty, step=0))
     assert isinstance(empty.weight, nn.Parameter)
     assert same(empty.weight, model.weight)
-
-
-def train(model, optimizer, start, stop):
-    losses = []
-    for i in range(start, stop):
-        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(i))
-        loss = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
 
 
 def net():

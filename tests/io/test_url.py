@@ -210,7 +210,7 @@ class PathLike:
     [
         PathLike("gs://bucket/run%201"),
         epath.Path("gs://bucket/run%201"),
-        PathLike("/root/.cache/bucket/run 1", shown="gs://bucket/run%201"),  # `os.fspath` gives the path of a local copy
+        PathLike("/home/me/.cache/bucket/run 1", shown="gs://bucket/run%201"),  # `os.fspath` gives the path of a local copy
     ],
 )
 def test_a_path_object_that_stands_for_a_url_is_this_url(given):

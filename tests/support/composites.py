@@ -136,3 +136,16 @@ def scaled(seed=0, shape=(8, 4), **more):
     """A `Scaled` with random bits."""
     g = torch.Generator().manual_seed(seed)
     return Scaled(torch.randint(-127, 127, shape, dtype=torch.int8, generator=g), torch.rand(shape[0], 1, generator=g), **more)
+
+
+def train(model, optimizer, start, stop):
+    """The losses of the steps from `start` to `stop`."""
+    losses = []
+    for i in range(start, stop):
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(i))
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses

@@ -10,7 +10,7 @@ import json
 import numpy as np
 import pytest
 from composites import scaled
-from processes import Processes
+from ranks import asked
 
 import shardckpt
 from shardckpt.errors import MismatchError
@@ -18,14 +18,7 @@ from shardckpt.errors import MismatchError
 
 @pytest.fixture(scope="module")
 def ranks():
-    with Processes("composite_ranks", env={"PYTHONWARNINGS": "ignore"}) as processes:
-
-        def run(function, count, *arguments):
-            answers = processes.run(function, count, *arguments, timeout=100)
-            failed = [answer for answer in answers if isinstance(answer, dict) and "error" in answer]
-            assert not failed, failed
-            return answers
-
+    with asked("composite_ranks") as run:
         yield run
 
 

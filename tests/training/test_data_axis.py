@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
-from paths import CHILDREN
+from ranks import run_ranks
 
 
 @pytest.fixture
@@ -18,16 +15,7 @@ def job(tmp_path):
 
     def run(ranks, *arguments):
         server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
-        started = []
-        for rank in range(ranks):
-            command = [sys.executable, "-W", "ignore", CHILDREN / "loader_axis.py", server.port, rank, ranks, tmp_path / "c", *arguments]
-            started.append(subprocess.Popen([*map(str, command)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
-        answers = []
-        for process in started:
-            out, err = process.communicate(timeout=100)
-            assert process.returncode == 0, err
-            answers.append(json.loads(out.splitlines()[-1]))
-        return answers
+        return run_ranks("loader_axis.py", server, ranks, tmp_path / "c", *arguments)
 
     return run
 

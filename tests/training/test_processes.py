@@ -6,11 +6,10 @@ What is trained: `tests/children/training_ranks.py`.
 from __future__ import annotations
 
 import pytest
-from processes import Processes
+from ranks import asked
 
 import shardckpt
 
-QUIET = {"PYTHONWARNINGS": "ignore"}
 LAST = 12
 NEVER = 10**9
 """No step."""
@@ -19,14 +18,7 @@ NEVER = 10**9
 @pytest.fixture(scope="module")
 def ranks():
     """Runs functions in ranks of a gloo job."""
-    with Processes("training_ranks", env=QUIET) as processes:
-
-        def run(function, processes_, *arguments):
-            answers = processes.run(function, processes_, *arguments, timeout=100)
-            failed = [answer for answer in answers if isinstance(answer, dict) and "error" in answer]
-            assert not failed, failed
-            return answers
-
+    with asked("training_ranks") as run:
         yield run
 
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
-from paths import CHILDREN
+from ranks import run_ranks
 
 RANKS, SAVES = 3, 7
 
@@ -20,17 +17,7 @@ def job(tmp_path):
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
 
     def run(misses, how):
-        started = []
-        for rank in range(RANKS):
-            command = [sys.executable, "-W", "ignore", CHILDREN / "out_of_step.py", server.port, rank, RANKS, tmp_path / "c", misses, how]
-            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-            started.append(subprocess.Popen([*map(str, command)], **pipes, text=True))
-        answers = []
-        for process in started:
-            out, err = process.communicate(timeout=100)
-            assert process.returncode == 0, err
-            answers.append(json.loads(out.splitlines()[-1]))
-        return answers
+        return run_ranks("out_of_step.py", server, RANKS, tmp_path / "c", misses, how)
 
     return run
 
