@@ -48,10 +48,8 @@ def run(tmp_path):
                 lines.append(line.rstrip("\n"))
                 if len(losses(lines)) == kill_at:
                     kill(program)
-            if kill_at is not None:
-                assert program.wait(SECONDS) == -signal.SIGKILL
-                return lines
-            assert program.wait(SECONDS) == 0, (tmp_path / "stderr").read_text()[-3000:]
+            expected = 0 if kill_at is None else -signal.SIGKILL
+            assert program.wait(SECONDS) == expected, (tmp_path / "stderr").read_text()[-3000:]
             return lines
         finally:
             kill(program)
