@@ -32,6 +32,11 @@ def pytest_configure(config):
     os.environ["PYTHONPATH"] = os.pathsep.join(str(config.rootpath / folder) for folder in config.getini("pythonpath"))
 
 
+def pytest_runtest_setup():
+    """Keep JAX's import from deciding for programs that tests start: where it finds no TPU, Lightning's look for one then fails."""
+    os.environ.pop("TPU_SKIP_MDS_QUERY", None)
+
+
 @pytest.fixture(scope="session")
 def gcs_server():
     """A fake-gcs-server for this worker's whole run; its environment variables are not set."""
