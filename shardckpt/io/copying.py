@@ -1,6 +1,6 @@
 """Copies of many arrays from one place in a host's memory to another.
 
-One core rarely uses all of the memory bandwidth. So arrays are cut into parts, and a few threads copy the parts:
+One core rarely uses all of the memory bandwidth. So arrays are cut into parts, and several threads copy the parts:
 numpy releases the interpreter lock while it copies. The calling thread copies small arrays itself, because threads cost more.
 """
 
@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from shardckpt.io.threads import cores, run_on_threads
+from shardckpt.io.cores import cores
+from shardckpt.io.threads import run_on_threads
 from shardckpt.plan.pieces import large_parts
 
 if TYPE_CHECKING:
@@ -21,8 +22,6 @@ _Pair: TypeAlias = "tuple[NDArray[Any], NDArray[Any]]"
 
 _PART_BYTES = 4 << 20
 """Bytes per part: takes a millisecond to copy, hundreds of times as long as getting the next part."""
-_MOST_THREADS = 4
-"""Most threads: more hardly help one process, and other processes on the host may be saving at the same time."""
 
 
 def copy_all(pairs: Sequence[_Pair]) -> None:
@@ -30,7 +29,7 @@ def copy_all(pairs: Sequence[_Pair]) -> None:
 
     No thread uses the arrays when this returns or raises; after Ctrl-C it first waits for the parts in progress.
     """
-    threads = min(_MOST_THREADS, cores(), sum(target.nbytes for target, _ in pairs) // _PART_BYTES)
+    threads = min(cores(), sum(target.nbytes for target, _ in pairs) // _PART_BYTES)
     if threads < 2:
         for pair in pairs:
             _copy(pair)

@@ -1,4 +1,4 @@
-"""Threads: their number, and how work is handed to them.
+"""Threads, and how work is handed to them.
 
 `run_on_threads` processes items on new threads and the calling one, `Workers` on threads that are kept, `map_on_threads` returns the
 results of small reads, and `read_ahead` reads one batch while another one is used.
@@ -30,11 +30,6 @@ AT_ONCE = 16
 
 T = TypeVar("T")
 R = TypeVar("R")
-
-
-def cores() -> int:
-    """CPU cores on which the operating system lets this process run, at least one; a job may have only a part of a machine."""
-    return len(os.sched_getaffinity(0))
 
 
 class _Pauses:

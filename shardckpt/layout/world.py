@@ -71,6 +71,8 @@ class World:
     devices: Mapping[str, DeviceOwners] = field(default_factory=dict)
     """Owners by framework, `jax` or `torch_xla`. For a framework that is missing, every process has its own devices, and all processes
     use the same ids for them."""
+    sharing: int = 1
+    """Number of processes on this one's host that may run on a core of its own, itself included."""
 
     def __post_init__(self) -> None:
         """Check that the process number is in range."""

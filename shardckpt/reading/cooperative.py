@@ -29,6 +29,7 @@ from shardckpt.errors import CoordinationError, OptionError, ShardckptError
 from shardckpt.excerpt import excerpt, file_size
 from shardckpt.frameworks.coordination import Coordinator
 from shardckpt.frameworks.interconnect import Interconnect, interconnect_of
+from shardckpt.io.cores import note_local_processes
 from shardckpt.plan.bandwidths import Bandwidths, Estimate
 from shardckpt.plan.shares import peers_sharing_reads
 from shardckpt.reading.shared_reading import SharedReading, error_document
@@ -156,6 +157,7 @@ class Meeting:
         if self._choice == "auto" and (self.location is None or self.location.local is not None):
             return "the speed of a file system is not known; to read together, give cooperative=True or shardckpt.Bandwidths(…)"
         coordinator = Coordinator.current() if self._given is None else self._given
+        note_local_processes(coordinator.world.sharing)
         link = interconnect_of(coordinator) if coordinator.world.processes > 1 else "the job has one process"
         return link if isinstance(link, str) else (coordinator, link)
 

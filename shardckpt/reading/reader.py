@@ -27,8 +27,9 @@ import numpy as np
 from shardckpt.commit.assemble import merge_tables, read_host_files, read_table
 from shardckpt.errors import CorruptionError, FormatError, ShardckptError, StorageError, of_one_tensor
 from shardckpt.format.zarr_arrays import decompress, largest_chunk
+from shardckpt.io.cores import cores
 from shardckpt.io.status import is_directory
-from shardckpt.io.threads import Workers, clocks, cores, map_on_threads
+from shardckpt.io.threads import Workers, clocks, map_on_threads
 from shardckpt.layout.box import BoxArray
 from shardckpt.layout.dtypes import make_bools_plain
 from shardckpt.reading.based_reader import BasedReader
@@ -108,7 +109,7 @@ def reading_limits(*, local: bool, threads: int | None, memory: int) -> tuple[Ru
     """Limits for joining chunks into one read or request, and the number of reads at a time; for arguments see `ChunkReader`."""
     least, most = LOCAL_RUN if local else OBJECT_RUN
     if local:
-        threads = threads or max(2, min(8, cores()))
+        threads = threads or max(2, min(cores(), memory // least))
         return RunLimits(max(least, min(most, memory // threads)), gap=0, chunks=LOCAL_CHUNKS, runs=TASK_RUNS), threads
     wished = threads or OBJECT_THREADS
     run = max(least, min(most, memory // wished))
@@ -136,8 +137,8 @@ class ChunkReader:
             table: the chunk table.
             stats: counts the reads; None: a new one.
             compression: None or "zstd".
-            threads: number of concurrent reads; by default the number of cores, from 2 to 8. On object stores up to 32, or fewer if they
-                are near.
+            threads: number of concurrent reads; by default `cores()`, but at least two, and no more than `memory` allows. On object
+                stores up to 32, or fewer if they are near.
             memory: bytes in flight; less means smaller reads, and fewer threads on object stores.
             workers: the threads, if other readers share them, as many as `reading_limits` says. None: its own.
         """

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from shardckpt.errors import BudgetError
 from shardckpt.excerpt import file_size, mebibytes_above
-from shardckpt.io.threads import cores
+from shardckpt.io.cores import cores
 
 if TYPE_CHECKING:
     from shardckpt.io.url import Location
@@ -45,8 +45,6 @@ _BATCH = 32 << 20
 costs as much as copying it a few times, and no write starts before the first batch is read."""
 _WORTHWHILE = 512 << 20
 """Bytes of a job per worker below which another worker costs more than it saves: its start takes as long as about 200 MiB."""
-_MOST_LOCAL = 8
-"""Default maximum of workers on one machine: more of them only wait for the same disk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +119,7 @@ def share(limit: int, workers: int | None, tasks: int, length: int, sizes: Sizes
         BudgetError: the limit is too small; names the need and a sufficient limit.
     """
     useful = min(tasks, tasks * length // _WORTHWHILE)
-    wished = workers or max(1, min(cores(), _MOST_LOCAL, useful, limit // max(_COMFORTABLE, sizes.least)))
+    wished = workers or max(1, min(cores(), useful, limit // max(_COMFORTABLE, sizes.least)))
     check_limit(limit, wished, sizes, where)
     mine = limit // wished
     spare = mine - sizes.least

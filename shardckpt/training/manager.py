@@ -14,6 +14,7 @@ from shardckpt.errors import OptionError
 from shardckpt.excerpt import excerpt
 from shardckpt.frameworks.coordination import Coordinator, check_coordinator, coordinator_of
 from shardckpt.frameworks.coordination.names import Agreement
+from shardckpt.io.cores import note_local_processes
 from shardckpt.io.failures import check_fork
 from shardckpt.io.store import Store
 from shardckpt.io.url import parse
@@ -149,6 +150,7 @@ class CheckpointManager(RunSteps):
     def _join(self, coordinator: Coordinator) -> None:
         """Make the parts that depend on the processes of the job; nothing was saved or restored before."""
         self._coordinator = coordinator
+        note_local_processes(coordinator.world.sharing)
         self._leads = coordinator.world.process == LEADER
         self._line = events.progress_line(self._progress, alone=self._leads)
         self._events = events.Events(self._on_event, self._line, announcer(leads=self._leads))

@@ -19,9 +19,10 @@ from shardckpt.commit.publish import data_stays
 from shardckpt.errors import out_of_memory
 from shardckpt.frameworks.coordination import Coordinator, check_coordinator, coordinator_of
 from shardckpt.io.buffers import BufferPool, round_up
+from shardckpt.io.cores import cores, note_local_processes
 from shardckpt.io.failures import saving_takes_threads
 from shardckpt.io.store import Store
-from shardckpt.io.threads import collector_paused, cores
+from shardckpt.io.threads import collector_paused
 from shardckpt.io.url import parse
 from shardckpt.options import SaveOptions, checked_options
 from shardckpt.plan.blocks import parts_of, smaller
@@ -52,8 +53,6 @@ _AT_A_TIME = 4 << 20
 """Bytes of elements that a thread of `save` lays out and writes at a time."""
 _COPIES = {None: 1, "zstd": 3}
 """Copies of these bytes that a thread holds, by compression: laid out; with zstd also the compressed chunks, and their joined bytes."""
-_MOST_THREADS = 4
-"""Most threads that write, if the process has as many cores: more threads than cores gain nothing."""
 _LEAST_SHARE = 32 << 20
 """Least bytes that each thread writes on average: less does not justify data files of its own."""
 _LEAST_MEAN = 512 << 10
@@ -101,7 +100,9 @@ def save(
     options = checked_options(options, skip)
     check_coordinator(coordinator)
     try:
-        attempt = Attempt(Store.open(parse(url)), coordinator_of(coordinator, options.commit_timeout), options)
+        coordinator = coordinator_of(coordinator, options.commit_timeout)
+        note_local_processes(coordinator.world.sharing)
+        attempt = Attempt(Store.open(parse(url)), coordinator, options)
         with saving_takes_threads(attempt.store):
             return _save(attempt, state, began)
     except MemoryError as e:
@@ -215,7 +216,7 @@ def _writing_threads(plan: SavePlan, memory: int) -> int:
     if plan.nbytes < len(blocks) * _LEAST_MEAN:
         return 1
     room = max((_AT_A_TIME, *(block.chunk_bytes for block in blocks)))
-    return max(1, min(_MOST_THREADS, cores(), plan.nbytes // _LEAST_SHARE, memory // room))
+    return max(1, min(cores(), plan.nbytes // _LEAST_SHARE, memory // room))
 
 
 class BlockElements(NamedTuple):

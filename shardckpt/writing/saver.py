@@ -23,6 +23,7 @@ from shardckpt.errors import CommitError, OptionError, out_of_memory_is_typed
 from shardckpt.excerpt import file_size
 from shardckpt.frameworks.coordination import Coordinator, check_coordinator, coordinator_of
 from shardckpt.io.buffers import BufferPool
+from shardckpt.io.cores import note_local_processes
 from shardckpt.io.failures import is_shutting_down, saving_takes_threads
 from shardckpt.io.shutdown import start_background
 from shardckpt.io.store import Store
@@ -108,6 +109,7 @@ class Saver:
         options = checked_options(options)
         check_coordinator(coordinator)
         coordinator = coordinator_of(coordinator or self._coordinator, options.commit_timeout)
+        note_local_processes(coordinator.world.sharing)
         if os.getpid() != self._process:
             self._renew()
         save = _Save(self.pool, Attempt(Store.open(parse(url)), coordinator, options), began, before_publish, progress)

@@ -53,7 +53,7 @@ def everything():
     answers = {
         "kind": type(ours).__name__,
         "same object": all(c is ours for c in found) and Coordinator.current() is ours,
-        "world": [ours.world.process, ours.world.processes, dict(ours.world.devices)],
+        "world": [ours.world.process, ours.world.processes, dict(ours.world.devices), ours.world.sharing],
         "run_id": ours.run_id,
         "shared": ours.share("word", {"rank": rank, "large": "x" * 100_000 * rank})[-1]["rank"],
         "agreed": ours.agree("resume", lambda: [7, rank]),

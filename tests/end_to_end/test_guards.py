@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 
 import shardckpt
 from shardckpt import Box, Mesh, PartitionSpec, SaveOptions, Sharding
-from shardckpt.io.threads import cores
+from shardckpt.io.cores import cores
 
 KiB, MiB = 1 << 10, 1 << 20
 SIDE, MATRICES, CHUNK = 1024, 16, 128

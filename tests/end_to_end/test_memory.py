@@ -7,7 +7,7 @@ import sys
 import pytest
 from paths import CHILDREN
 
-from shardckpt.io.threads import cores
+from shardckpt.io.cores import cores
 
 CHILD = CHILDREN / "memory_use.py"
 MiB = 1 << 20

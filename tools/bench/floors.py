@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from shardckpt.io.threads import cores
+from shardckpt.io.cores import cores
 from shardckpt.reading.reader import OBJECT_MEMORY, reading_limits
 from shardckpt.writing.save import _LEAST_MEAN, _LEAST_SHARE, _MOST_THREADS
 from tools.bench.bucket import Folder, http_floors

@@ -21,7 +21,7 @@ def _tools(monkeypatch):
 
 
 def threads_to_save(nbytes):
-    from shardckpt.io.threads import cores
+    from shardckpt.io.cores import cores
 
     count = max(1, min(4, cores(), nbytes >> 25))
     return "1 thread" if count == 1 else f"{count} threads"

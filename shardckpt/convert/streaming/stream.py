@@ -26,7 +26,7 @@ from shardckpt.errors import BudgetError
 from shardckpt.excerpt import file_size, mebibytes_above
 from shardckpt.format.zarr_arrays import largest_chunk
 from shardckpt.io.buffers import round_up
-from shardckpt.io.threads import cores
+from shardckpt.io.cores import cores
 from shardckpt.layout.box import Box
 from shardckpt.plan.pieces import Piece
 from shardckpt.reshard.assembling import assembled

@@ -36,7 +36,7 @@ from shardckpt.frameworks.coordination.agreement import (
     listen,
 )
 from shardckpt.frameworks.coordination.calls import SilentStoreError
-from shardckpt.frameworks.coordination.devices import found_devices, given_devices, owners
+from shardckpt.frameworks.coordination.devices import cores_of_host, found_devices, given_devices, owners, sharing
 from shardckpt.frameworks.coordination.waiting import ALL_MUST_CALL, WaitNotice
 from shardckpt.layout.world import World
 
@@ -89,14 +89,14 @@ class Coordinator(ABC):
         self._asked: Counter[tuple[str, str]] = Counter()
         # A single process owns all its devices.
         found = found_devices() if processes > 1 else {}
-        own = encode({"told": given_devices(devices), "found": found})
+        own = encode({"told": given_devices(devices), "found": found, "cores": cores_of_host()})
         if process:
             self.run_id, said = self._run(join(process, own, secrets.token_hex(8)), timeout)
         else:
             self.run_id = time.strftime("%Y%m%dT%H%M%S-", time.gmtime()) + secrets.token_hex(4)
             said = self._run(lead(processes, own, self.run_id), timeout)
         whole = owners([s["told"] for s in said], [s["found"] for s in said])
-        self.world = World(process, processes, whole)
+        self.world = World(process, processes, whole, sharing(process, [s["cores"] for s in said]))
 
     @staticmethod
     def current(*, devices: Mapping[str, Iterable[int]] | None = None, timeout: float = 600) -> Coordinator:

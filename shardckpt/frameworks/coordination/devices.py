@@ -1,4 +1,4 @@
-"""The owner of each device: what each process reports at the start of a job, and the result of all reports.
+"""The owner of each device, and the processes that share cores: what each process reports at the start of a job, and the results.
 
 Devices that are numbered across the complete job belong to the one process that has them. Where every process has a framework's
 devices for itself, the same numbers occur in every process, so these devices are in no common map.
@@ -6,6 +6,7 @@ devices for itself, the same numbers occur in every process, so these devices ar
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -91,3 +92,18 @@ def owners(given: Sequence[Mapping[str, Any]], found: Sequence[Mapping[str, Any]
                 f"devices= and the processes; give every process devices={{'{framework}': …}} with ids that no other has."
             )
     return whole
+
+
+def cores_of_host() -> list[str]:
+    """The name of this process's host, and the mask of the cores on which it may run, as hex digits."""
+    return [os.uname().nodename, f"{sum(1 << core for core in os.sched_getaffinity(0)):x}"]
+
+
+def sharing(process: int, reports: Sequence[Sequence[str]]) -> int:
+    """The number of processes that may run on a core of a process, itself included; for each process, what `cores_of_host` returned.
+
+    >>> sharing(0, [["a", "3"], ["a", "2"], ["a", "4"], ["b", "3"]])
+    2
+    """
+    host, own = reports[process]
+    return sum(name == host and bool(int(mask, 16) & int(own, 16)) for name, mask in reports)

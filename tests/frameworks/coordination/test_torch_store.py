@@ -12,7 +12,7 @@ def test_ranks_agree_share_and_announce_through_their_groups_store(run_job, port
     for rank, answer in enumerate(answers):
         assert answer["kind"] == "TorchStore"
         assert answer["same object"]
-        assert answer["world"] == [rank, 4, {}]
+        assert answer["world"] == [rank, 4, {}, 4]
         assert answer["run_id"] == answers[0]["run_id"]
         assert answer["shared"] == 3
         assert answer["agreed"] == [7, 0]

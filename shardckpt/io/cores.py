@@ -1,0 +1,101 @@
+"""Cores that this process may keep busy: what the operating system allows it, shared among the job's processes on this host.
+
+The operating system allows a process the least of its affinity and the quotas of its control groups (`cpu.max`, or `cpu.cfs_quota_us` in
+version 1), each of which also holds for all groups below. The processes of a job tell each other when they agree (`World.sharing`). Until
+then a launcher's variable counts. `SHARDCKPT_THREADS` replaces all of this.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+from pathlib import Path
+
+from shardckpt.errors import OptionError
+from shardckpt.excerpt import excerpt
+
+_VARIABLE = "SHARDCKPT_THREADS"
+_LOCAL_PROCESSES = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_NTASKS_PER_NODE")
+"""Variables of torchrun, Open MPI and Slurm: the number of the job's processes on this host."""
+_MOST = 1024
+"""Most threads that a user can ask for."""
+
+_known_processes: int | None = None
+
+
+def cores() -> int:
+    """Threads that this process may keep busy at a time, at least one.
+
+    Raises:
+        OptionError: `SHARDCKPT_THREADS` is not a whole number from 1.
+    """
+    given = os.environ.get(_VARIABLE)
+    if given is not None:
+        if not given.strip().isdecimal() or not 0 < int(given) <= _MOST:
+            raise OptionError(f"{_VARIABLE}={excerpt(given)}: give a number of threads from 1 to {_MOST}, or remove the variable.")
+        return int(given)
+    return max(1, _allowed() // _local_processes())
+
+
+def note_local_processes(processes: int) -> None:
+    """Note how many processes of the job may use the cores of this one, itself included. From then on no variable counts.
+
+    One process says nothing, because it may be one that saves by itself among others.
+    """
+    global _known_processes  # noqa: PLW0603  (one number for the process)
+    if processes > 1:
+        _known_processes = processes
+
+
+def _local_processes() -> int:
+    if _known_processes is not None:
+        return _known_processes
+    for variable in _LOCAL_PROCESSES:
+        said = os.environ.get(variable, "")
+        if said.isdecimal() and int(said):
+            return int(said)
+    return 1
+
+
+def _allowed() -> int:
+    """Cores of the affinity, or of the least quota, rounded up."""
+    allowed = len(os.sched_getaffinity(0))
+    quota = quota_of_groups()
+    return allowed if quota is None else max(1, min(allowed, -int(-quota // 1)))
+
+
+@cache
+def quota_of_groups(root: Path = Path("/")) -> float | None:
+    """The least quota of the control groups of this process, in cores; None: there is none. Read once.
+
+    A container often sees its own group as the root of the file system, but is told the path that it has on the host. Then the groups
+    that can be found are those along the path that exist, the root among them.
+    """
+    quotas = []
+    for line in _text(root / "proc/self/cgroup").splitlines():
+        number, controllers, path = line.split(":", 2)
+        if number != "0" and "cpu" not in controllers.split(","):
+            continue
+        for mount in ("sys/fs/cgroup", "sys/fs/cgroup/unified") if number == "0" else ("sys/fs/cgroup/cpu", "sys/fs/cgroup/cpu,cpuacct"):
+            group = (root / mount).joinpath(path.lstrip("/"))
+            for folder in (group, *group.parents):
+                if not folder.is_relative_to(root / mount):
+                    break
+                quotas.append(_quota(folder))
+    return min((quota for quota in quotas if quota is not None), default=None)
+
+
+def _quota(folder: Path) -> float | None:
+    """The quota of one group, in cores; None: it has none."""
+    match (_text(folder / "cpu.max") or f"{_text(folder / 'cpu.cfs_quota_us')} {_text(folder / 'cpu.cfs_period_us')}").split():
+        case [quota, period] if quota.isdecimal() and period.isdecimal() and int(period):
+            return int(quota) / int(period)
+    return None
+
+
+def _text(file: Path) -> str:
+    """A short file of the kernel; empty if it cannot be read."""
+    try:
+        return file.read_text()
+    except OSError:
+        return ""
