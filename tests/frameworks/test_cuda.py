@@ -80,6 +80,7 @@ def test_what_a_running_training_saves_is_the_state_at_each_save(tmp_path_factor
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(420)
 @trainings
 @settings(max_examples=400)
 def test_what_any_running_training_saves_is_the_state_at_each_save(tmp_path_factory, case, mode, saves, turns, layout):
