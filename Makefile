@@ -14,7 +14,7 @@ NOT_ON_FUSE := not may_not_be_written and not one_place_that_cannot_be_collected
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test sweeps browser fuse ray vllm latest cuda cuda-wheels torture soak bench bench-quick scale scale-quick check format lint types layers examples docs release clean
+.PHONY: help setup demo test sweeps browser fuse ray vllm latest cuda cores cuda-wheels torture soak bench bench-quick scale scale-quick check format lint types layers examples docs release clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -78,6 +78,9 @@ latest: .latest/.installed ## tests of torch, DTensor, JAX, training, integratio
 
 cuda: ## tests/cuda and the bench on a GPU, with any python3 that has torch; needs no setup and no network
 	python3 tools/cuda.py
+
+cores: ## rates on 1, 2, 4 … all cores and beside busy threads, with any python3 that has torch, as `make cuda`
+	python3 tools/cuda.py --cores
 
 cuda-wheels: ## the packages that a bare machine with torch lacks for `make cuda`, gathered beforehand
 	python3 tools/cuda_wheels.py

@@ -15,7 +15,7 @@ import numpy as np
 
 from shardckpt.io.cores import cores
 from shardckpt.reading.reader import OBJECT_MEMORY, reading_limits
-from shardckpt.writing.save import _LEAST_MEAN, _LEAST_SHARE, _MOST_THREADS
+from shardckpt.writing.save import _LEAST_MEAN, _LEAST_SHARE
 from tools.bench.bucket import Folder, http_floors
 from tools.bench.measure import MEMCPY, READ, WRITE, Run, Subject
 from tools.bench.pieces import pieces_of
@@ -50,7 +50,7 @@ def floors(
     nbytes = sum(s.nbytes for s in sources)
     eighths = [place[: place.nbytes // 8] if array.ndim > 1 else place for place, array in zip(places, arrays.values(), strict=True)]
     blocks = sum(devices if array.ndim > 1 else 1 for array in arrays.values())
-    writers, readers, copiers = _writing_threads(nbytes, blocks), _reading_threads(), min(_MOST_THREADS, cores())
+    writers, readers, copiers = _writing_threads(nbytes, blocks), _reading_threads(), cores()
     out, kept, file = directory / "floor-out", directory / "floor", directory / "floor-file"
     pool = ThreadPoolExecutor(max(writers, readers, copiers))
 
@@ -87,7 +87,7 @@ def _writing_threads(nbytes: int, blocks: int) -> int:
     """Threads that shardckpt saves so many bytes with."""
     if nbytes < blocks * _LEAST_MEAN:
         return 1
-    return max(1, min(_MOST_THREADS, cores(), nbytes // _LEAST_SHARE))
+    return max(1, min(cores(), nbytes // _LEAST_SHARE))
 
 
 def _reading_threads() -> int:

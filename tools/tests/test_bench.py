@@ -1,6 +1,7 @@
 """The bench measures what it says, on a small state; that figures are good is not a test."""
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -23,7 +24,7 @@ def _tools(monkeypatch):
 def threads_to_save(nbytes):
     from shardckpt.io.cores import cores
 
-    count = max(1, min(4, cores(), nbytes >> 25))
+    count = max(1, min(cores(), nbytes >> 25))
     return "1 thread" if count == 1 else f"{count} threads"
 
 
@@ -299,3 +300,14 @@ def test_the_bench_of_a_gpu_measures_everything_in_its_file(tmp_path, monkeypatc
     found = json.loads((tmp_path / "cuda.json").read_text())
     assert {key.partition(":")[0] for key in found} >= {"wait", "overlap", "restore in place", "DCP", "safetensors"}
     assert found["bytes"] == 6 * 64 * 65 * 4
+
+
+def test_a_row_of_the_bench_on_all_cores_has_rates_and_what_a_busy_loop_beside_kept():
+    asked = {"cores": [min(os.sched_getaffinity(0))], "bytes": 64 << 20, "beside": "Python"}
+    command = [sys.executable, "-m", "tools.bench.on_cores", json.dumps(asked)]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=True, input="begin\n")
+    rates = json.loads(run.stdout.splitlines()[1])
+    operations = {"save", "background save", "restore", "verify", "export"}
+    peers = {"write(2)", "readv(2)", "DCP save", "DCP load", "safetensors save", "safetensors load"}
+    assert rates.keys() == operations | peers | {f"{what} beside {name}" for what in ("loop", "gap") for name in operations}
+    assert all(rate > 0 for rate in rates.values())
