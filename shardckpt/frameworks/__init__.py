@@ -63,6 +63,8 @@ _MARKS = {"dcp_protocol": ("__create_write_items__", "global_offsets")}
 """Attributes of an adapter's leaves, which have one of them. Programs without such leaves do not import the adapter."""
 _NO_LEAVES = frozenset((dict, list, tuple, str, int, float, bool, type(None)))
 """Types whose values are no tensors, so that no adapter is asked."""
+_BY_CLASS: dict[type, tuple[str, Callable[[Any], bool]]] = {}
+"""The adapter of a class in its `CLASSES`, and its function `owns`, which decides for one instance. Others are not asked then."""
 
 
 class _Adapter(Protocol):
@@ -99,9 +101,11 @@ def composite(leaf: object, name: str) -> CompositeTensor | None:
         return leaf  # type: ignore[return-value]
     if not _may_be_composite(kind):  # type: ignore[arg-type]
         return None
-    from shardckpt.frameworks import composites
-
-    return composites.split(name, leaf)
+    known = _BY_CLASS.get(kind)
+    if known is not None and known[1](leaf):  # a DTensor of a plain tensor
+        return None
+    composites: Any = _module("composites")
+    return composites.split(name, leaf)  # type: ignore[no-any-return]
 
 
 @lru_cache(maxsize=1024)
@@ -128,8 +132,8 @@ def meaning(leaf: object) -> str | EllipsisType | None:
     """
     if isinstance(leaf, Target):
         return ...
-    adapter = _adapter(leaf)
-    return None if adapter is None else getattr(adapter, "meaning", lambda _leaf: None)(leaf)
+    meaning_of = getattr(_adapter(leaf), "meaning", None)
+    return None if meaning_of is None else meaning_of(leaf)
 
 
 def settle(leaves: Iterable[object]) -> None:
@@ -280,9 +284,20 @@ def _framework(leaf: object) -> str | None:
     kind = type(leaf)
     if kind in _NO_LEAVES:
         return None
-    for framework, needed in _ADAPTERS.items():  # not a generator, for speed: every leaf is looked up several times
+    known = _BY_CLASS.get(kind)
+    return known[0] if known is not None and known[1](leaf) else _first_match(leaf)
+
+
+def _first_match(leaf: object) -> str | None:
+    """The first adapter that a leaf matches."""
+    for framework, needed in _ADAPTERS.items():
         marks = _MARKS.get(framework)
-        if needed in sys.modules and (marks is None or any(hasattr(leaf, mark) for mark in marks)) and _module(framework).matches(leaf):
+        if needed not in sys.modules or (marks is not None and not any(hasattr(leaf, mark) for mark in marks)):
+            continue
+        adapter: Any = _module(framework)
+        if adapter.matches(leaf):
+            if type(leaf) in getattr(adapter, "CLASSES", ()):
+                _BY_CLASS[type(leaf)] = framework, adapter.owns
             return framework
     return None
 

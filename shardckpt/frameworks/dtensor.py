@@ -22,6 +22,7 @@ communicates with other ranks.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import compress
@@ -61,6 +62,14 @@ if TYPE_CHECKING:
     from shardckpt.layout.dtypes import DType
     from shardckpt.layout.sharding import Sharding
     from shardckpt.layout.world import World
+
+CLASSES = frozenset((DTensor,))
+"""Classes for which `owns` decides."""
+
+
+def owns(leaf: Any) -> bool:
+    """Whether an instance of `CLASSES` is a leaf of this adapter, in a program without torch_xla."""
+    return type(leaf._local_tensor) is torch.Tensor and "torch_xla" not in sys.modules
 
 
 def matches(leaf: object) -> bool:

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from shardckpt.layout.box import BoxArray
     from shardckpt.layout.world import World
 
+CLASSES = frozenset((np.ndarray,))
+"""Classes for which `owns` decides."""
+
 
 @dataclass(frozen=True, slots=True)
 class ArraySource:
@@ -102,6 +105,11 @@ class ArraySink:
         return self.leaf
 
 
+def owns(_leaf: object) -> bool:
+    """True: every instance of `CLASSES` is a leaf of this adapter."""
+    return True
+
+
 def matches(leaf: object) -> bool:
     """Whether the leaf is an array. numpy scalars are small leaves instead."""
     return isinstance(leaf, np.ndarray)
@@ -120,16 +128,12 @@ def identity(leaf: Array) -> Hashable | None:
     """A key that is equal for arrays over the same bytes in the same form; None for arrays without elements."""
     if leaf.size == 0:
         return None
-    return memory_identity(_address(leaf), leaf.shape, leaf.strides, leaf.dtype)
-
-
-def memory_identity(address: int, shape: tuple[int, ...], strides: tuple[int, ...], dtype: np.dtype[Any]) -> Hashable:
-    """The identity of an array over this memory."""
-    return "numpy", address, shape, strides, *_names(dtype)
+    return "numpy", _address(leaf), leaf.shape, leaf.strides, *dtype_names(leaf.dtype)
 
 
 @lru_cache(maxsize=256)
-def _names(dtype: np.dtype[Any]) -> tuple[str, str]:
+def dtype_names(dtype: np.dtype[Any]) -> tuple[str, str]:
+    """A dtype as a part of identities."""
     return dtype.str, dtype.name
 
 

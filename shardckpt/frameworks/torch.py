@@ -7,6 +7,7 @@ are copied to the host when they are fetched, and filled from the host when they
 
 from __future__ import annotations
 
+import sys
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import cache
@@ -19,7 +20,7 @@ from numpy.lib.stride_tricks import as_strided
 
 from shardckpt.errors import BudgetError, DtypeError, LeafError
 from shardckpt.frameworks.base import Array, InPlace, Sink, Source, Target, whole
-from shardckpt.frameworks.numpy import memory_identity, overlaps_itself
+from shardckpt.frameworks.numpy import dtype_names, overlaps_itself
 from shardckpt.layout.dtypes import DType, by_name
 from shardckpt.state.leaves import is_small
 from shardckpt.state.names import shown
@@ -42,6 +43,9 @@ _AS_BITS = {torch.bfloat16: torch.int16} | {
     if hasattr(torch, name)
 }
 """dtypes that numpy has only through ml_dtypes, and the integers of their width."""
+
+CLASSES = frozenset((torch.Tensor, torch.nn.Parameter))
+"""Classes for which `owns` decides."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +133,11 @@ class TensorSink:
                 torch.autograd.graph.increment_version(tensor)
 
 
+def owns(leaf: object) -> bool:
+    """Whether an instance of `CLASSES` is a leaf of this adapter: it may describe itself as a shard, or be on torch_xla's device."""
+    return not hasattr(leaf, "global_offsets") and "torch_xla" not in sys.modules
+
+
 def matches(leaf: object) -> bool:
     """Whether the leaf is a tensor of any kind; `sources` and `target` refuse kinds that cannot be stored."""
     return isinstance(leaf, torch.Tensor)
@@ -151,19 +160,29 @@ def identity(leaf: Any) -> Hashable | None:
     None for tensors without memory: without elements, meta tensors, freed storages, and kinds that cannot be stored.
     """
     leaf = _elements(leaf) if _is_elements(leaf) else leaf
-    memory = memory_key(leaf)
-    if memory is None or not is_host_memory(leaf) or (leaf.dtype not in _SAME_IN_NUMPY and leaf.dtype not in _AS_BITS):
-        return None if memory is None else ("torch", *memory)
+    if not _has_memory(leaf):
+        return None
+    dtype = _stored_dtype(leaf.dtype)
+    if dtype is None or not leaf.is_cpu or leaf.is_conj() or leaf.is_neg():
+        return "torch", *_memory(leaf)
     itemsize = leaf.itemsize
-    return memory_identity(leaf.data_ptr(), tuple(leaf.shape), tuple([itemsize * n for n in leaf.stride()]), _in_numpy(leaf.dtype))
+    strides = tuple([itemsize * n for n in leaf.stride()])
+    return "numpy", leaf.data_ptr(), tuple(leaf.shape), strides, *dtype_names(dtype.numpy)
 
 
 def memory_key(tensor: Any) -> tuple[Hashable, ...] | None:
     """A key that is equal for tensors over the same memory in the same form; None for tensors without memory."""
-    if type(tensor) not in _KINDS or _unstorable(tensor) is not None or tensor.is_meta or tensor.numel() == 0:
-        return None
-    if _without_memory(tensor) is not None:
-        return None
+    return _memory(tensor) if _has_memory(tensor) else None
+
+
+def _has_memory(tensor: Any) -> bool:
+    """Whether a tensor is a plain one, and has elements that are in memory."""
+    if type(tensor) not in CLASSES or _unstorable(tensor) is not None or tensor.is_meta or tensor.numel() == 0:
+        return False
+    return _without_memory(tensor) is None
+
+
+def _memory(tensor: Any) -> tuple[Hashable, ...]:
     seen = (tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg())
     address = tensor.data_ptr() or ("storage", tensor.untyped_storage()._cdata)  # XLA's tensors tell no address
     return str(tensor.device), address, *seen
@@ -211,7 +230,7 @@ def target(name: str, leaf: Any, shape: tuple[int, ...], dtype: DType) -> Sink:
         with device_memory(name, device):
             new = torch.empty(shape, dtype=kind, device=device)
         tie_key = "torch", type(leaf), shape, dtype.name, str(device)
-        leaf = new if isinstance(leaf, Target) or type(leaf) in _KINDS else new.as_subclass(type(leaf))
+        leaf = new if isinstance(leaf, Target) or type(leaf) in CLASSES else new.as_subclass(type(leaf))
     check_fillable(name, leaf)
     boxes = whole(shape)
     return sink_of(TensorSink(leaf, shape, dtype, boxes, (_elements(leaf).detach(),) * len(boxes), tie_key, (leaf,), "all"))
@@ -299,15 +318,16 @@ def dtype_of_tensor(name: str, tensor: Any) -> DType:
     Raises:
         DtypeError: it cannot be stored; names the leaf.
     """
-    if tensor.dtype not in _SAME_IN_NUMPY and tensor.dtype not in _AS_BITS:
+    dtype = _stored_dtype(tensor.dtype)
+    if dtype is None:
         raise DtypeError(f"{shown(name)}: {tensor.dtype} cannot be stored; convert the tensor to a dtype that numpy or ml_dtypes has.")
-    return by_name(str(tensor.dtype).removeprefix("torch."))
+    return dtype
 
 
 @cache
-def _in_numpy(kind: Any) -> np.dtype[Any]:
-    """The numpy dtype of a torch dtype that can be stored."""
-    return by_name(str(kind).removeprefix("torch.")).numpy
+def _stored_dtype(kind: Any) -> DType | None:
+    """The dtype that elements of a torch dtype are stored as; None if they cannot be stored."""
+    return by_name(str(kind).removeprefix("torch.")) if kind in _SAME_IN_NUMPY or kind in _AS_BITS else None
 
 
 def torch_dtype(dtype: DType) -> Any:
@@ -372,9 +392,6 @@ def tensor_of(array: Array, dtype: DType) -> Any:
     return torch.from_numpy(array)
 
 
-_KINDS = (torch.Tensor, torch.nn.Parameter)
-
-
 def _unstorable(leaf: Any) -> str | None:
     """The reason why a kind of tensor cannot be stored, and what to do; None if it can."""
     if leaf.is_nested:
@@ -396,7 +413,10 @@ def _without_memory(leaf: Any) -> str | None:
         return f"this tensor has no memory of its own ({e}); pass it outside of torch.func transforms"
     if leaf.numel() == 0:
         return None
-    last = leaf.storage_offset() + sum((n - 1) * stride for n, stride in zip(leaf.shape, leaf.stride(), strict=True))
+    if leaf.is_contiguous():
+        last = leaf.storage_offset() + leaf.numel() - 1
+    else:
+        last = leaf.storage_offset() + sum((n - 1) * stride for n, stride in zip(leaf.shape, leaf.stride(), strict=True))
     needed = (last + 1) * leaf.itemsize
     if needed <= held:
         return None
@@ -419,12 +439,12 @@ def _more_than_elements(leaf: Any) -> str | None:
 
 def _is_elements(leaf: Any) -> bool:
     """Whether a tensor is of a subclass that leaves all operations to torch."""
-    return type(leaf) not in _KINDS and type(leaf).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+    return type(leaf) not in CLASSES and type(leaf).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
 
 
 def _elements(leaf: Any) -> Any:
     """A tensor of a subclass as a plain tensor over the same memory; any other unchanged."""
-    if type(leaf) in _KINDS:
+    if type(leaf) in CLASSES:
         return leaf
     with torch._C.DisableTorchFunctionSubclass():
         return leaf.as_subclass(torch.Tensor)
@@ -433,7 +453,7 @@ def _elements(leaf: Any) -> Any:
 def check_kind(name: str, leaf: Any) -> None:
     """Raise LeafError unless the leaf is no more than its elements, and these are all in memory or all missing (meta)."""
     reason = _unstorable(leaf)
-    if reason is None and type(leaf) not in _KINDS:
+    if reason is None and type(leaf) not in CLASSES:
         if isinstance(leaf, torch.nn.parameter.UninitializedTensorMixin):
             reason = "this parameter has no shape and no data yet; run its module once"
         else:

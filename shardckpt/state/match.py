@@ -199,9 +199,10 @@ class _Walk:
     def tensor(self, value: object, node: Node) -> _Step:
         if not self.any_selected(node):
             return _keep(value)
-        number = decode_leaf(node) if isinstance(node, Small) and _is_scalar(value) else None
-        if leaves.is_number(number):
-            return self.fill(value, node.name, number)
+        if isinstance(node, Small) and _is_scalar(value):
+            number = decode_leaf(node)
+            if leaves.is_number(number):
+                return self.fill(value, node.name, number)
         if not isinstance(node, Tensor | Tied):
             advice = _WRAP if isinstance(node, Owned) else "pass a value of the stored kind there"
             raise _structure(node, f"a tensor ({type(value).__qualname__}); {advice}")

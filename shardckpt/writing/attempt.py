@@ -179,7 +179,7 @@ class Attempt:
         self._nbytes, self._skipped = planned.nbytes, planned.skipped
         if self._skipped:
             check_base(self.store.location, self._base)
-        values = encode_values(flat.per_process, flat.axes) if flat.per_process else {}
+        values = values_file(encode_values(flat.per_process, flat.axes)) if flat.per_process else None
         structure, metadata = Structure(flat.tree, planned.tensors), json.loads(json.dumps(self.options.metadata))
         late = [] if waits or not planned.small else [*{*frameworks.names_on_devices(sources)}.intersection(planned.small)]
         contents = Contents(structure, small_elements(planned, sources, late), metadata)
@@ -189,7 +189,7 @@ class Attempt:
             replicas = ReplicaChecksums(planned, sources, wholly=self.options.check_replicas is True or self.options.fingerprint)
             if waits:
                 replicas.fetch_late()
-        return StateShare(planned, written, contents, values_file(values), late, replicas)
+        return StateShare(planned, written, contents, values, late, replicas)
 
     def write(
         self,

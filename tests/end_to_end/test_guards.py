@@ -12,12 +12,14 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from counting import counted, steps
 from safetensors.numpy import save_file
 
 import shardckpt
-from shardckpt import Box, Mesh, PartitionSpec, SaveOptions, Sharding
+from shardckpt import Box, Mesh, PartitionSpec, SaveOptions, Sharding, frameworks
 from shardckpt.io.cores import cores
+from shardckpt.state.flatten import flatten
 
 KiB, MiB = 1 << 10, 1 << 20
 SIDE, MATRICES, CHUNK = 1024, 16, 128
@@ -77,6 +79,18 @@ def test_a_small_tensor_costs_a_save_few_steps(tmp_path, save):
         return steps(lambda: save(tmp_path / f"counted{tensors}", state))
 
     assert saving(300) - saving(100) <= 350 * 200, "of which 17 are for reading the record as every reader will, before it is published"
+
+
+@pytest.mark.parametrize(
+    "make", [np.ones, torch.ones, lambda shape: torch.nn.Parameter(torch.ones(shape))], ids=["numpy", "torch", "parameter"]
+)
+def test_a_tensor_of_a_common_class_costs_the_walk_of_a_state_few_steps(make):
+    def walking(tensors):
+        state = {f"block{i}": make((8, 8)) for i in range(tensors)}
+        return steps(lambda: flatten(state, frameworks.is_tensor, frameworks.identity, frameworks.meaning, composite=frameworks.composite))
+
+    walking(1)  # finds the adapter of the class
+    assert walking(300) - walking(100) <= 30 * 200, "its class says which adapter it has, so that no adapter is asked"
 
 
 def test_a_restore_in_place_reads_its_bytes_once_in_large_reads_and_copies_none_twice(place):
