@@ -9,6 +9,7 @@ import argparse
 import socket
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -58,25 +59,35 @@ def sharded_state(rank: int) -> dict[str, Any]:
 
 def save(rank: int, directory: Path, port: int) -> None:
     """One process."""
-    warnings.simplefilter("ignore")
-    torch.cuda.synchronize = lambda *_: None
-    torch.cuda.current_device = lambda: "cpu"
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=RANKS)
+    join(rank, RANKS, port)
     from megatron.core import dist_checkpointing
 
     dist_checkpointing.save(sharded_state(rank), str(directory))
+    leave()
+
+
+def join(rank: int, ranks: int, port: int) -> None:
+    """Make this process a rank of a job on the CPU."""
+    warnings.simplefilter("ignore")
+    torch.cuda.synchronize = lambda *_: None
+    torch.cuda.current_device = lambda: "cpu"
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
+
+
+def leave() -> None:
+    """End this process's part in the job."""
     dist.barrier()
     dist.destroy_process_group()
 
 
-def main() -> None:
+def main(rank: Callable[[int, Path, int], None] = save, ranks: int = RANKS) -> None:
     """Make the directory, and start the processes."""
     directory = Path(sys.argv[1])
     directory.mkdir(parents=True)
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
-    torch.multiprocessing.spawn(save, (directory, port), nprocs=RANKS)
+    torch.multiprocessing.spawn(rank, (directory, port), nprocs=ranks)
 
 
 if __name__ == "__main__":

@@ -53,7 +53,7 @@ def test_the_code_joins_a_universal_checkpoint_of_deepspeed() -> None:
             torch.save({"param": torch.full((2, 3), value), "cat_dim": 0}, Path("universal/zero", name, f"{kind}.pt"))
     with pytest.raises(FormatError, match=r"universal checkpoint of DeepSpeed.*docs/import\.md"):
         shardckpt.import_checkpoint("universal", "run/universal")
-    exec(compile(BLOCKS[1], "docs/import.md", "exec"), {"shardckpt": shardckpt})
+    exec(compile(BLOCKS[2], "docs/import.md", "exec"), {"shardckpt": shardckpt})
     state = shardckpt.restore("run/universal")
     assert {kind: {name: int(array.max()) for name, array in tensors.items()} for kind, tensors in state.items()} == {
         "model": {"a.weight": 1, "b.weight": 1},

@@ -5,6 +5,9 @@ Lightning's trainings are in tests/training/integrations/test_lightning.py, whol
 
 from __future__ import annotations
 
+import json
+import re
+import shlex
 from typing import Any, NamedTuple
 
 import jax
@@ -14,9 +17,13 @@ import orbax.checkpoint as ocp
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from paths import DOCS, GOLDEN
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.nn import functional
+from typer.testing import CliRunner
 
 import shardckpt
+from shardckpt.cli.app import app
 
 BEFORE, AFTER = 5, 10
 """Steps before the checkpoint, and after it."""
@@ -200,3 +207,96 @@ def test_several_items_of_orbax_go_on_as_one_state(tmp_path):
     resumed = shardckpt.restore(tmp_path / "new", like)
     assert resumed["loader"] == {"epoch": 3}
     assert losses_of(resumed["state"], optimizer, AFTER)[1] == losses_of(state, optimizer, AFTER)[1]
+
+
+# --- Megatron ---
+
+HIDDEN, HEADS, LAYERS, VOCABULARY, LENGTH = 16, 2, 2, 32, 8
+"""Sizes of the model of tools/megatron_training.py."""
+LR, LAST = 0.02, 20
+PAGE = (DOCS / "import.md").read_text().partition("**Megatron-Core.**")[2].partition("**Orbax.**")[0]
+
+
+class NormAndLinear(torch.nn.Linear):
+    """A linear layer that normalizes its input, with the names of Megatron's keys."""
+
+    def __init__(self, before: int, after: int) -> None:
+        super().__init__(before, after, bias=False)
+        self.layer_norm_weight = torch.nn.Parameter(torch.ones(before))
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        return super().forward(functional.rms_norm(values, values.shape[-1:], self.layer_norm_weight, 1e-5))
+
+
+class Layer(torch.nn.Module):
+    """A layer of a decoder, with the names of Megatron's keys."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        back = {"linear_proj": torch.nn.Linear(HIDDEN, HIDDEN, bias=False)}
+        self.self_attention = torch.nn.ModuleDict({"linear_qkv": NormAndLinear(HIDDEN, 3 * HIDDEN), **back})
+        back = {"linear_fc2": torch.nn.Linear(2 * HIDDEN, HIDDEN, bias=False)}
+        self.mlp = torch.nn.ModuleDict({"linear_fc1": NormAndLinear(HIDDEN, 2 * HIDDEN), **back})
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        heads = self.self_attention["linear_qkv"](values).unflatten(-1, (HEADS, 3, HIDDEN // HEADS)).transpose(1, 2)
+        mixed = functional.scaled_dot_product_attention(*heads.unbind(3), is_causal=True)
+        values = values + self.self_attention["linear_proj"](mixed.transpose(1, 2).flatten(2))
+        return values + self.mlp["linear_fc2"](functional.gelu(self.mlp["linear_fc1"](values)))
+
+
+class PlainGPT(torch.nn.Module):
+    """The model that Megatron trained, in plain torch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        embedding = {"word_embeddings": torch.nn.Embedding(VOCABULARY, HIDDEN), "position_embeddings": torch.nn.Embedding(LENGTH, HIDDEN)}
+        self.embedding = torch.nn.ModuleDict(embedding)
+        layers = torch.nn.ModuleList(Layer() for _ in range(LAYERS))
+        self.decoder = torch.nn.ModuleDict({"layers": layers, "final_layernorm": torch.nn.RMSNorm(HIDDEN, 1e-5)})
+        self.output_layer = torch.nn.Linear(HIDDEN, VOCABULARY, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        values = self.embedding["word_embeddings"](tokens) + self.embedding["position_embeddings"].weight
+        for layer in self.decoder["layers"]:
+            values = layer(values)
+        return self.output_layer(self.decoder["final_layernorm"](values))
+
+
+def losses_of_plain_gpt(model, optimizer, done):
+    for group in optimizer.param_groups:
+        group["initial_lr"] = LR
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / LAST, last_epoch=done - 1)
+    found = []
+    for step in range(done, done + AFTER):
+        tokens = torch.randint(VOCABULARY, (4, LENGTH + 1), generator=torch.Generator().manual_seed(step % 2))
+        optimizer.zero_grad()
+        loss = functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        scheduler.step()
+        found.append(loss.item())
+    return found
+
+
+def test_a_training_of_megatron_goes_on_in_plain_torch_as_after_its_own_resume(tmp_path, monkeypatch):
+    """Losses agree within the rounding of other sums: Megatron had two tensor-parallel ranks, and another release of torch."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "checkpoints").symlink_to(GOLDEN / "megatron_training")
+    (mapping,), (command,), (program,) = (re.findall(rf"```{kind}\n(.*?)```", PAGE, re.DOTALL) for kind in ("toml", "bash", "python"))
+    (tmp_path / "layers.toml").write_text(mapping)
+    done = CliRunner().invoke(app, shlex.split(command)[1:])
+    assert done.exit_code == 0, done.output
+
+    model = PlainGPT()
+    decayed = [[p for p in model.parameters() if (p.ndim > 1) is large] for large in (True, False)]
+    groups = [{"params": some, "weight_decay": decay} for some, decay in zip(decayed, (0.1, 0.0), strict=True)]
+    optimizer = torch.optim.AdamW(groups, lr=LR)
+    names = {"shardckpt": shardckpt, "model": model, "optimizer": optimizer}
+    exec(compile(program, "docs/import.md", "exec"), names)
+
+    steps = names["common"]["opt_param_scheduler"]["num_steps"]
+    expected = json.loads((GOLDEN / "megatron_training/losses.json").read_text())["after"]
+    assert len(expected) == AFTER
+    assert losses_of_plain_gpt(model, optimizer, steps) == pytest.approx(expected, rel=1e-5)
