@@ -17,7 +17,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from shardckpt.errors import CoordinationError, OptionError
@@ -135,6 +135,19 @@ class Coordinator(ABC):
         self._asked["share", key] += 1
         return said
 
+    def decline(self, key: str) -> None:
+        """Take part in `share` without a value, because this process has failed, and wait for nobody.
+
+        The others get None as its value. If it is process 0, which collects them, they get None as all values.
+
+        Raises:
+            CoordinationError: the store is gone, or silent.
+        """
+        question, world = self._question("share", key), self.world
+        whose, value = (world.process, encode(None)) if world.process else ("all", encode([None] * world.processes))
+        self._asked["share", key] += 1
+        self._set(f"{_PREFIX}{question}/{whose}", value)
+
     def agree(self, key: str, propose: Callable[[], Any], *, timeout: float | None = None) -> Any:
         """The value that process 0 proposes. The others block until it has: for the start of a job.
 
@@ -163,6 +176,11 @@ class Coordinator(ABC):
         if "failure" in answer:
             raise CoordinationError(f"process 0 could not decide on {key!r}: {answer['failure']}; see its log.")
         return answer["value"]
+
+    @cached_property
+    def notes(self) -> dict[str, Any]:
+        """Values that other modules keep for this round of the job, by names of their own. They go with the coordinator."""
+        return {}
 
     def announce(self, key: str, value: Any) -> None:
         """Set a value that every process of this round sees when it peeks at the key; it replaces an earlier value.

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from shardckpt.frameworks.coordination.base import Coordinator
 
 
+_KEY = "restored names"
+
+
 class Agreement:
     """One agreement; a process that leaves the block without a call has failed, and the others do not wait for it."""
 
@@ -56,18 +59,25 @@ class Agreement:
         return [name for name in unexpected if name in lacking]
 
     def _shared(self, value: object) -> list[Any]:
-        return self._coordinator.share("restored names", value)
+        try:
+            return self._coordinator.share(_KEY, value)
+        except CoordinationError:
+            raise
+        except BaseException:  # Ctrl-C: the others would wait for process 0
+            with suppress(CoordinationError):
+                self._coordinator.decline(_KEY)
+            raise
 
     def __enter__(self) -> Self:
         """The agreement itself."""
         return self
 
     def __exit__(self, _kind: type[BaseException] | None, error: BaseException | None, _trace: TracebackType | None) -> None:
-        """Tell the others if this process leaves the block without a call; its own error stays the one that is raised."""
+        """Tell the others if this process leaves the block without a call; its own error stays the one that is raised, at once."""
         if self._open:
             self._open = False
             with suppress(*(() if error is None else (CoordinationError,))):
-                self._shared(None)
+                self._coordinator.decline(_KEY)
 
 
 def _bits(text: str) -> Any:
