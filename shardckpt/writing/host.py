@@ -14,6 +14,7 @@ So the cost of Python code is per portion or block and not per chunk, except for
 
 from __future__ import annotations
 
+import os
 from array import array
 from contextlib import suppress
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ from shardckpt.format.record import HostFiles, HostRecord
 from shardckpt.format.replicas import ReplicasReference, seal_checksums
 from shardckpt.format.table import OWN_OBJECT, ArrayChunks, Table
 from shardckpt.format.zarr_arrays import chunk_object_key, close, lay_out_all, room_for
+from shardckpt.io.failures import storage_errors
 from shardckpt.io.store import byte_view
 from shardckpt.io.threads import map_on_threads, run_on_threads
 from shardckpt.layout.dtypes import with_plain_bools
@@ -63,8 +65,8 @@ def describe(place: Store, contents: Contents, *, always: bool = False) -> FileR
 def write_record(place: Store, record: HostRecord, *, first: bool = False) -> bool:
     """Write a host's record, after everything that it refers to is durable.
 
-    On a disk, a file may be visible although making it durable failed. Such a record is removed, so that nobody commits what it
-    refers to.
+    On a disk, a file may be visible although making it durable failed. Such a record is removed, or else emptied, so that nobody commits
+    what it refers to.
 
     Args:
         place: the attempt.
@@ -80,13 +82,24 @@ def write_record(place: Store, record: HostRecord, *, first: bool = False) -> bo
             return place.create(record.key, data)
         place.write(record.key, data)
     except BaseException:
-        if place.location.local is not None:
-            with suppress(ShardckptError):
-                there, generation = place.read_versioned(record.key)
-                if there == data:
-                    place.remove(record.key, generation)
+        _take_back(place, record.key, data)
         raise
     return True
+
+
+def _take_back(place: Store, key: str, data: bytes) -> None:
+    """Remove a record from a disk, or empty it where nothing can be removed; if it is durable, a crash may bring it back."""
+    if (path := place.local_path(key)) is None:
+        return
+    with suppress(ShardckptError):
+        there, generation = place.read_versioned(key)
+        if there != data:
+            return
+        try:
+            place.remove(key, generation)
+        except ShardckptError:
+            with storage_errors("empty", path):
+                os.truncate(path, 0)
 
 
 class HostWriter:

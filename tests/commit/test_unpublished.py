@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from failing import STAYS, record_refused, save, save_without_commit, state, sync_refused, value_of
+from failing import STAYS, record_refused, removal_refused, save, save_without_commit, state, sync_refused, value_of
 from typer.testing import CliRunner
 
 import shardckpt
@@ -61,6 +61,20 @@ def test_a_record_of_one_host_of_several_that_could_not_be_synced_is_removed(tmp
         save(tmp_path / "c", 2)
     (left,) = attempts(tmp_path / "c")
     assert finished_hosts(Store.open(tmp_path / "c" / left)) == []
+
+
+def test_a_record_that_could_be_neither_synced_nor_removed_is_never_published(tmp_path):
+    with sync_refused("records"), removal_refused("records"), pytest.raises(errors.StorageError) as raised:
+        save(tmp_path / "c", 2)
+    assert STAYS not in str(raised.value)
+    (left,) = attempts(tmp_path / "c")
+    (outcome,) = shardckpt.commit(tmp_path / "c")
+    assert (outcome.attempt, outcome.state) == (left, "refused")
+    assert "records/00000.json" in outcome.reason
+    with manager(tmp_path) as run:
+        assert run.restore(state(0)) is None
+    assert [one.outcome for one in collecting.collect(tmp_path / "c", grace=0)] == ["removed"]
+    assert value_of(tmp_path / "c") is None
 
 
 def test_unpublished_data_goes_when_another_checkpoint_is_published_there(tmp_path):

@@ -29,7 +29,18 @@ from shardckpt.writing import attempt
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-__all__ = ["SCENARIOS", "STAYS", "Scenario", "failing", "record_refused", "save", "save_without_commit", "sync_refused", "value_of"]
+__all__ = [
+    "SCENARIOS",
+    "STAYS",
+    "Scenario",
+    "failing",
+    "record_refused",
+    "removal_refused",
+    "save",
+    "save_without_commit",
+    "sync_refused",
+    "value_of",
+]
 
 _BY_PATH = ("mkdir", "rename", "replace", "link", "unlink", "rmdir", "open", "scandir")
 _BY_FILE = ("write", "writev", "pread", "fsync", "ftruncate")
@@ -117,6 +128,22 @@ def sync_refused(name: str, when: Callable[[], bool] = lambda: True) -> Iterator
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", refused)
+        yield
+
+
+@contextmanager
+def removal_refused(folder: str) -> Iterator[None]:
+    """Let every removal of a file from a directory of that name fail with a device error."""
+    unlink = os.unlink
+
+    def refused(path: Any, *, dir_fd: int | None = None) -> None:
+        above = Path(path).parent if dir_fd is None else Path(_path_of(dir_fd), path).parent
+        if above.name == folder:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        unlink(path, dir_fd=dir_fd)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "unlink", refused)
         yield
 
 
