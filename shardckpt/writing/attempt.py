@@ -3,8 +3,8 @@
 1. Take: flatten the state. Every tensor leaf becomes a source that knows its shape, dtype, layout, the distinct boxes
    that this process holds, and the other processes that hold them. Plan (`save_plan`) each tensor's chunks, and the chunks that
    this process writes. Copy everything that is small. No process communicates with another one or with the storage.
-2. Find the tensors that this process skips in the base (`skipping`). Write its chunks, in grid order, until all are durable;
-   then write the chunk table and the host's record.
+2. In the job's first save to a storage, prove that all processes share it (`shared_storage`). Find the tensors that this process skips
+   in the base (`skipping`). Write its chunks, in grid order, until all are durable; then write the chunk table and the host's record.
 3. Process 0 waits for the records of all hosts and commits. The others check from time to time whether it has.
 
 The first step runs on the thread that saves. The others may run on another thread, and need nothing of the state.
@@ -17,7 +17,6 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
-from zlib import crc32
 
 from shardckpt import frameworks
 from shardckpt.commit.assemble import assemble, pause, wait_for_hosts
@@ -45,22 +44,19 @@ from shardckpt.io.datafile import check_space
 from shardckpt.io.failures import is_shutting_down
 from shardckpt.io.threads import collector_paused
 from shardckpt.io.url import parse
-from shardckpt.layout.dtypes import with_plain_bools
 from shardckpt.state import flatten
 from shardckpt.state.flatten import local_names, plain_state
+from shardckpt.writing.announcements import FAILURE, WORD, Announcements, in_words
 from shardckpt.writing.host import HostWriter
 from shardckpt.writing.replicas import ReplicaChecksums
-from shardckpt.writing.save_plan import SavePlan, plan_save, skipped_names
+from shardckpt.writing.save_plan import SavePlan, plan_save, skipped_names, small_elements
+from shardckpt.writing.shared_storage import StorageProof
 from shardckpt.writing.turns import turns_at
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    import numpy as np
-    from numpy.typing import NDArray
-
     from shardckpt.format.documents import FileReference
-    from shardckpt.format.structure import TensorRecord
     from shardckpt.frameworks.base import Source
     from shardckpt.frameworks.coordination import Coordinator
     from shardckpt.io.store import Store
@@ -79,13 +75,8 @@ _PLACEHOLDER = 4.0
 """Seconds that a process waits for the committer's placeholder on an object store before it writes one itself."""
 _COMMITTING = 60.0
 """Seconds that the committer may take after the last host has finished."""
-_WORD, _FAILURE = "word", "failure"
-"""Kinds of announcements: the committer's word on an attempt (or the word of a process that gave up waiting for it), and the failure
-of a process that could not write its share."""
 _UNNAMED = ""
 """Name of an attempt that the processes have not agreed on yet."""
-_WORDS = 64
-"""Number of keys per kind of announcement; a job of any length keeps no more keys."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +107,8 @@ class Attempt:
         self.commits = self.world.process == COMMITTER
         self.turns = None if self.alone else turns_at(coordinator, store)
         """This process's calls to this place."""
+        self._announcements = None if self.alone else Announcements(coordinator, store)
+        self._proof: StorageProof | None = None
         self.name = (new_attempt() if self.turns is None else self.turns.next_name()) or _UNNAMED
         """Name of the attempt; after a failed save the processes find it when they write."""
         self.prior: Prior | None = None
@@ -132,6 +125,8 @@ class Attempt:
         """Reason for which this process stops waiting for others; "" if it does not."""
         self._meets = False
         """Whether this process has begun to meet the others, after a failed save."""
+        self._late = False
+        """Whether the others had given up the attempt before this process began it."""
         self._vouches = False
         """Whether this process's record may exist, which lets other processes commit the attempt."""
         self._dependants: Dependants | None = None
@@ -225,6 +220,13 @@ class Attempt:
             check_space(self.store, self._nbytes)
         contents = self._with_bases(contents)
         wait_seconds = 0.0 if self.commits or store.location.bucket is None else _PLACEHOLDER
+        if self.turns is not None:
+            self._proof = StorageProof(self.turns, store, self.name, self.options.commit_timeout)
+            if not self.commits:
+                try:
+                    self._proof.await_verdict(self._why_given_up)
+                finally:
+                    self._tell_in_vain(self._proof.in_vain)
         self.prior = hold_place(store, prior, overwrite=self.options.overwrite, wait_seconds=wait_seconds)
         self._wrote = True
         writer = HostWriter(
@@ -238,8 +240,9 @@ class Attempt:
             summed=contents.structure.tensors.values() if self.options.fingerprint else None,
         )
         try:
-            if not self.alone and self.commits:
-                writer.describe(contents)  # early, so that the others find the same contents written already
+            if self._proof is not None and self.commits:
+                described = writer.describe(contents)  # early, so that the others find the same contents written already
+                self._prove_storage(described.key)
             fill(writer)
             checksums = None if replicas is None else replicas.complete()
             record = writer.finish(contents, hosts=self.world.processes, prior=self.prior.digest, values=values, replicas=checksums)
@@ -253,16 +256,24 @@ class Attempt:
             self._said[record.files.contents] = contents
         return record
 
+    def _prove_storage(self, key: str) -> None:
+        """Let all other processes look for a file that this one has written, if they have not done so in an earlier save."""
+        assert self._proof is not None
+        assert self.prior is not None
+        try:
+            self._proof.ask(key, self._failure)
+        except BaseException:
+            discard_unfit(self.store, self.name, self.prior, complete=False)
+            raise
+
     def await_hosts(self) -> None:
         """Wait until all hosts have written their share."""
-        if not self.alone:
-            wait_for_hosts(self.place, self.world.processes, self.options.commit_timeout, self._failure)
-        if not self.alone and self.store.location.local is not None:  # a record may be visible for a moment that is not durable
-            heard = None
-            with suppress(CoordinationError):
-                heard = self._heard(_FAILURE)
-            if heard is not None:
-                raise CommitError(f"{self.place}: {_failed_host(heard)} Nothing was published.")
+        if self.alone:
+            return
+        wait_for_hosts(self.place, self.world.processes, self.options.commit_timeout, self._failure)
+        # On a disk, a record may be visible for a moment that is not durable.
+        if self.store.location.local is not None and (failed := self._failed_host()) is not None:
+            raise CommitError(f"{self.place}: {failed} Nothing was published.")
 
     def assemble_record(self) -> CheckpointRecord:
         """The commit record, with everything that it refers to in place; only publishing remains."""
@@ -296,7 +307,7 @@ class Attempt:
             if not self.alone:
                 self._fail(e)
             raise
-        self._tell(_WORD, None)
+        self._tell(WORD, None)
         if published and self.prior.attempt is not None:
             remove_replaced(self.store, self.prior.attempt)
 
@@ -310,7 +321,7 @@ class Attempt:
         try:
             self._await_word(self.turns)
         except BaseException:
-            self._remember_failure()
+            self.turns.fail(self.name)
             raise
 
     def _await_word(self, turns: Turns) -> None:
@@ -320,34 +331,49 @@ class Attempt:
             if (reason := self._why_no_word(turns, waited)) is not None:
                 raise CommitError(f"{self.store}: process {COMMITTER} has not committed yet, and {reason}")
             try:
-                word, silent = self._heard(_WORD), ""
+                word, silent = self._committer_word(), ""
             except SilentStoreError as e:  # the committer may have stopped, or only the store: the storage shows which
-                word, silent = None, f" ({str(e).rstrip('.')})"
+                word, silent = False, f" ({str(e).rstrip('.')})"
             except CoordinationError as e:  # the committer's process has ended, perhaps after the commit: the storage shows which
                 why = f"and does not answer ({str(e).rstrip('.')})"
                 break
-            if word is not None and word["error"] is None:
+            if word:
                 return
-            if word is not None and word["process"] == COMMITTER:  # another process's word only says that it has waited in vain
-                kind = next((kind for kind in (OtherJobError, OptionError) if word.get("code") == kind.code), CommitError)
-                raise kind(f"{self.store}: process {COMMITTER} did not commit the save: {word['error']}")
             if (now := time.monotonic()) > look:
                 # A later save overwrites the word, and a process that reaches the place by another name than the committer gets none.
                 with suppress(ShardckptError):
                     if published_attempt(self.store) == self.name:
                         return
                 look = now + (now - began)
+            if waited > _LAST_LOOK and self._proof is not None:
+                self._proof.answer_late()
             notice.look(lambda: f"process {COMMITTER} to commit the save")
             time.sleep(pause(waited, _FIRST_LOOK, _LAST_LOOK))
         else:
             why = f"within {timeout:g} s{silent}"
         if published_attempt(self.store) != self.name:
-            # For processes that come too late, or have missed this save and would complete it with the data of their next save.
-            self._tell(_WORD, CommitError(f"process {self.world.process} does not wait for it any more."))
+            self._tell_in_vain(True)
             raise CommitError(
                 f"{self.store}: this process has written its share, and process {COMMITTER} has not committed {why}. {ALL_MUST_CALL} "
                 f"If process {COMMITTER} is gone, `shardckpt commit` publishes the save."
             )
+
+    def _committer_word(self) -> bool:
+        """Whether the committer has announced the commit; raises its error if it has given up the attempt."""
+        assert self._announcements is not None
+        word = self._announcements.heard(WORD, self.name)
+        if word is None or (word["error"] is not None and word["process"] != COMMITTER):  # that process has only waited in vain
+            return False
+        if word["error"] is not None:
+            kind = next((kind for kind in (OtherJobError, OptionError) if word.get("code") == kind.code), CommitError)
+            raise kind(f"{self.store}: process {COMMITTER} did not commit the save: {word['error']}")
+        return True
+
+    def _why_given_up(self) -> str | None:
+        """The reason for which this process does not begin to write; raises the committer's error. None: there is none."""
+        with suppress(CoordinationError):
+            self._committer_word()
+        return self._stopped or (None if self.turns is None else self.turns.why_closed())
 
     def _why_no_word(self, turns: Turns, waited: float) -> str | None:
         """The reason for which no announcement will come, or is not awaited; None if there is none."""
@@ -355,6 +381,11 @@ class Attempt:
             return self._stopped
         closed = turns.why_closed() if waited > _LAST_LOOK else None
         return None if closed is None else f"it has given up another save to this place: {closed}"
+
+    def _tell_in_vain(self, in_vain: bool) -> None:
+        """Announce the end of a wait to processes that are late, or have missed this save and would complete it with later data."""
+        if in_vain:
+            self._tell(WORD, CommitError(f"process {self.world.process} does not wait for it any more."))
 
     def stop_waiting(self, why: str) -> None:
         """Stop waiting for other processes, on all threads; `why` completes a sentence."""
@@ -377,22 +408,19 @@ class Attempt:
         """Announce the failure of this process's part, or of the commit."""
         assert self.turns is not None
         if self.name != _UNNAMED:
-            self._tell(_WORD if self.commits else _FAILURE, error)
+            self._tell(WORD if self.commits else FAILURE, error)
         elif not self.commits and not self._meets:
-            self.turns.report(_in_words(error))
-        self._remember_failure()
-        if self.commits:
-            self.turns.close(_in_words(error))
-
-    def _remember_failure(self) -> None:
-        assert self.turns is not None
+            self.turns.report(in_words(error))
         if self.name != _UNNAMED:  # else the failed attempt of an earlier call may still be open
-            self.turns.failed = self.name
+            self.turns.fail(self.name)
+        if self.commits:
+            self.turns.close(in_words(error), late=self._late)
 
     def _goes_on(self, failed: str) -> bool:
         """Whether the committer published an attempt that failed here, or another process has waited for it in vain."""
         with suppress(ShardckptError):
-            word = self._heard(_WORD, failed)
+            assert self._announcements is not None
+            word = self._announcements.heard(WORD, failed)
             if word is not None:
                 return word["error"] is None or word["process"] != COMMITTER
             return published_attempt(self.store) == failed
@@ -419,17 +447,17 @@ class Attempt:
         The attempt's name comes from a counter. A process that has missed a save gets the name of an attempt that the others have left
         behind, perhaps with all their records. Its own record would complete that attempt with the values of another save.
         """
-        if self.turns is None:
+        if self.turns is None or self._announcements is None:
             return
         why, refused = None, False
         with suppress(CoordinationError):  # no process can be asked, so none has left it behind and gone on
-            word = self._heard(_WORD)
+            word = self._announcements.heard(WORD, self.name)
             why = None if word is None else word["error"]
             refused = word is not None and word.get("code") == OptionError.code
         if why is None and not self.commits:
             why = self.turns.why_closed()
         if why is not None:
-            us = f"process {self.world.process}"
+            us, self._late = f"process {self.world.process}", True
             if not self.commits:
                 self.turns.report("it has missed a save to this place, or began it after the others had given it up")
             if refused:
@@ -445,56 +473,15 @@ class Attempt:
         assert self.turns is not None
         if (out_of_step := self.turns.out_of_step()) is not None:
             return f"{out_of_step}. All processes must make the same saves; the next save that all of them make here is a new attempt."
-        try:
-            heard = self._heard(_FAILURE)
-        except CoordinationError:  # no announcement can be read; the records show which hosts have finished
-            return None
-        return None if heard is None else _failed_host(heard)
+        return self._failed_host()
+
+    def _failed_host(self) -> str | None:
+        """A sentence on a process that could not write its share; None also if no announcement can be read: the records show the rest."""
+        assert self._announcements is not None
+        with suppress(CoordinationError):
+            return self._announcements.failed_host(self.name)
+        return None
 
     def _tell(self, what: str, error: BaseException | None) -> None:
-        """Announce an event without waiting; an unreachable coordination store changes nothing."""
-        if not self.alone:
-            with suppress(ShardckptError):
-                said = {"error": None if error is None else _in_words(error), "code": getattr(error, "code", None)}
-                save = self._save(self.name)
-                self.coordinator.announce(_key(what, save), {"save": save, "process": self.world.process, **said})
-
-    def _heard(self, what: str, attempt: str | None = None) -> dict[str, Any] | None:
-        """The announcement of that kind about an attempt, by default this one, or None."""
-        save = self._save(attempt or self.name)
-        said: Any = self.coordinator.peek(_key(what, save))
-        return said if isinstance(said, dict) and said.get("save") == save else None
-
-    def _save(self, attempt: str) -> str:
-        """A key that distinguishes the save with that attempt from all others of the job."""
-        return f"{self.store.location.name}/{attempt}"
-
-
-def _key(what: str, save: str) -> str:
-    return f"{what}/{crc32(save.encode()) % _WORDS}"
-
-
-def _failed_host(heard: Mapping[str, Any]) -> str:
-    return f"process {heard['process']} could not write its share: {heard['error']}"
-
-
-def _in_words(error: BaseException) -> str:
-    """An error as text for the announcement to other processes."""
-    if isinstance(error, ShardckptError):
-        return str(error)
-    return f"{type(error).__name__}{f': {error}' if str(error) else ''}."
-
-
-def stored(array: NDArray[np.generic], tensor: TensorRecord) -> NDArray[np.generic]:
-    """Elements viewed in the dtype in which they are stored, without a copy."""
-    return array.view(tensor.dtype.storage) if array.dtype != tensor.dtype.storage else array
-
-
-def small_elements(plan: SavePlan, sources: Mapping[str, Source], without: Sequence[str] = ()) -> dict[str, bytes]:
-    """The elements of small plain tensors, as stored."""
-    names = [name for name in plan.small if name not in without] if without else plan.small
-    fetched = frameworks.fetch([sources[name] for name in names])
-    found = {}
-    for name, arrays in zip(names, fetched, strict=True):
-        found[name] = b"".join(with_plain_bools(stored(array, plan.tensors[name])).tobytes() for array in arrays)
-    return found
+        if self._announcements is not None:
+            self._announcements.tell(what, self.name, error)

@@ -27,8 +27,9 @@ from shardckpt.io.url import parse
 from shardckpt.options import SaveOptions, checked_options
 from shardckpt.plan.blocks import parts_of, smaller
 from shardckpt.plan.pieces import batches
-from shardckpt.writing.attempt import Attempt, stored
+from shardckpt.writing.attempt import Attempt
 from shardckpt.writing.save_handle import SaveReport
+from shardckpt.writing.save_plan import stored
 
 if TYPE_CHECKING:
     import os
@@ -73,7 +74,7 @@ def save(
     """Save `state` as one checkpoint. It is committed and durable when the call returns.
 
     In a job of several processes, all processes call it with the same url, each with its own part of the state. Their only
-    communication is one announcement of the commit.
+    communication is one announcement of the commit. In the first save to a storage, they also prove that all of them see it.
 
     Args:
         url: destination: a path, `file://…`, `gs://…`, `s3://…` or `memory://…`. The checkpoint is a directory.
@@ -92,7 +93,8 @@ def save(
         NotFoundError, MismatchError: the base does not exist, or lacks skipped tensors; nothing was published.
         AlreadyExistsError: there is a checkpoint at `url`, and `overwrite` is not set.
         OptionError: `overwrite` would replace a checkpoint that is pinned, tagged, or the base of checkpoints beside it.
-        CommitError: processes saved different states, did not finish in time, or Python is shutting down; nothing was published.
+        CommitError: processes saved different states, did not finish in time, have storages of their own at `url`, or Python is
+            shutting down; nothing was published.
         StorageError: the storage failed. The checkpoint at `url` is the old one or the new one. If all data was written, it stays, and the
             message says how to publish it.
     """

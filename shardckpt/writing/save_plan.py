@@ -25,10 +25,12 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
+from shardckpt import frameworks
 from shardckpt.errors import LeafError, OptionError, ShardingError
 from shardckpt.format.documents import LARGEST_DIMENSION, MOST_DIMENSIONS
 from shardckpt.format.structure import StoredLayout, TensorRecord
 from shardckpt.layout.box import BoxArray
+from shardckpt.layout.dtypes import with_plain_bools
 from shardckpt.layout.placements import Placements
 from shardckpt.plan.blocks import Block, blocks_of
 from shardckpt.plan.chunks import Floor, chunking, even_runs, smallest_chunk
@@ -39,6 +41,8 @@ from shardckpt.state.select import matches
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+
+    from numpy.typing import NDArray
 
     from shardckpt.frameworks.base import Source
     from shardckpt.layout.box import Box
@@ -361,3 +365,18 @@ def _blocks(shape: tuple[int, ...], layout: StoredLayout | None, own_boxes: BoxA
             yield starts, lengths, parts
     else:
         yield (0,) * len(shape), shape, undivided if layout is None else layout.parts(len(shape))
+
+
+def stored(array: NDArray[np.generic], tensor: TensorRecord) -> NDArray[np.generic]:
+    """Elements viewed in the dtype in which they are stored, without a copy."""
+    return array.view(tensor.dtype.storage) if array.dtype != tensor.dtype.storage else array
+
+
+def small_elements(plan: SavePlan, sources: Mapping[str, Source], without: Sequence[str] = ()) -> dict[str, bytes]:
+    """The elements of small plain tensors, as stored."""
+    names = [name for name in plan.small if name not in without] if without else plan.small
+    fetched = frameworks.fetch([sources[name] for name in names])
+    found = {}
+    for name, arrays in zip(names, fetched, strict=True):
+        found[name] = b"".join(with_plain_bools(stored(array, plan.tensors[name])).tobytes() for array in arrays)
+    return found

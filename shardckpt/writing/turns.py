@@ -11,6 +11,8 @@ call, its counter is behind for ever. So the processes begin to count anew after
    to an attempt that the others have left behind, so its call fails. It announces this; then process 0 gives up the call in
    which it waits, and names that process. All of them meet in the call after that. If the process was only late, it comes to the meeting
    of the present call within seconds, and this call succeeds.
+4. Process 0 itself may have missed a call. Then the calls that the others make at the same moment fail with its own, so that no process
+   meets the others in a call of which process 0 knows nothing.
 
 A failed save costs this one meeting at its place. All other saves have none.
 """
@@ -23,7 +25,7 @@ from dataclasses import dataclass, field
 from hashlib import sha256
 from threading import Lock
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
+from weakref import WeakValueDictionary
 
 from shardckpt.commit.assemble import pause
 from shardckpt.errors import CommitError, CoordinationError, ShardckptError
@@ -44,17 +46,35 @@ LEADER = 0
 
 
 @dataclass(slots=True)
+class CallCounts:
+    """One process's calls to all places of a job; a place without a failed save costs one number."""
+
+    calls: dict[str, int] = field(default_factory=dict)
+    """Number of calls in a place's first series."""
+    in_use: WeakValueDictionary[str, Turns] = field(default_factory=WeakValueDictionary)
+    """The places with a save in flight."""
+    failed: dict[str, Turns] = field(default_factory=dict)
+    """The places at which a save has failed."""
+    proven: set[object] = field(default_factory=set)
+    """The storages that all processes of the job are known to share (`shared_storage`)."""
+
+
+@dataclass(slots=True, weakref_slot=True)
 class Turns:
     """One process's calls to one place."""
 
     coordinator: Coordinator
     key: str
     """Names the place: the first hex digits of the digest of its name."""
+    places: CallCounts
+    """The calls to all places."""
     series: str = ""
     calls: int = 0
     """Number of this process's calls in this series."""
     failed: str | None = None
     """Name of the attempt in which this process's last call failed; None if it did not fail."""
+    closed_before: bool = False
+    """Whether process 0 had closed this process's series when this process began its call after a failed one."""
     closings: int = 0
     """Number of announcements by process 0 that it has given up an attempt here."""
     lock: Lock = field(default_factory=Lock)
@@ -63,18 +83,30 @@ class Turns:
         """Name of the next attempt; None if the process may have to meet the others first."""
         with self.lock:
             if self.failed is not None:
+                self.closed_before = self.why_closed() is not None
                 return None
-            self.calls += 1
-            return self._name(self.calls)
+            return self._next_name()
+
+    def _next_name(self) -> str:
+        self.calls += 1
+        if not self.series:
+            self.places.calls[self.key] = self.calls
+        return self._name(self.calls)
 
     def _name(self, call: int) -> str:
         series = f"{self.series}." if self.series else ""
         return f"{self.coordinator.run_id}-{self.key}-{series}{call}"
 
-    def close(self, why: str) -> None:
-        """Announce, as process 0, that it has given up an attempt."""
+    def fail(self, attempt: str) -> None:
+        """Note that this process's call has failed in an attempt."""
+        self.failed = attempt
+        self.places.failed[self.key] = self
+
+    def close(self, why: str, *, late: bool) -> None:
+        """Announce, as process 0, that it has given up an attempt; `late`: the others had given it up before process 0 began it."""
         self.closings += 1
-        self._announce("closed", {"series": self.series, "closings": self.closings, "why": why})
+        self.places.failed[self.key] = self
+        self._announce("closed", {"series": self.series, "closings": self.closings, "why": why, "late": late})
 
     def report(self, why: str) -> None:
         """Announce, as another process, that its call fails before process 0 could know its attempt."""
@@ -84,8 +116,12 @@ class Turns:
 
     def why_closed(self) -> str | None:
         """The reason for which process 0 has closed this process's series; None if it has not."""
+        closed = self._closed()
+        return None if closed is None else str(closed["why"])
+
+    def _closed(self) -> dict[str, Any] | None:
         closed = self._peek("closed")
-        return str(closed["why"]) if closed is not None and closed["series"] == self.series else None
+        return closed if closed is not None and closed["series"] == self.series else None
 
     def out_of_step(self) -> str | None:
         """The report of a process that is out of step with process 0; None if there is none."""
@@ -108,10 +144,9 @@ class Turns:
         """
         leads = self.coordinator.world.process == LEADER
         if not leads and not self._await_close(where, timeout, stopped, goes_on):  # the call failed on this process alone
-            self.failed = None
-            name = self.next_name()
-            assert name is not None
-            return name
+            with self.lock:
+                self.failed = None
+                return self._next_name()
         seen, heard_at, grace = self._closings(), 0.0, min(_GRACE, timeout / 4)
 
         def out_of_step() -> str | None:
@@ -137,10 +172,10 @@ class Turns:
         """Wait until process 0 has ended the attempt in which this process failed, and return whether it has given that up.
 
         Raises:
-            CommitError: process 0 has not ended it in time.
+            CommitError: process 0 has not ended it in time, or has missed a call and gives up the present one.
         """
         began, notice = time.monotonic(), WaitNotice(where)
-        while self.why_closed() is None:
+        while (closed := self._closed()) is None:
             waited = time.monotonic() - began
             if (reason := stopped()) is not None:
                 raise CommitError(f"{where}: {reason} Nothing was published.")
@@ -153,6 +188,8 @@ class Turns:
                 )
             notice.look(lambda: f"process {LEADER} to end the save before this one")
             time.sleep(pause(waited, _FIRST_LOOK, _LAST_LOOK))
+        if closed.get("late") and not self.closed_before:
+            raise CommitError(f"{where}: process {LEADER} gave up this save: {closed['why']} Nothing was published.")
         return True
 
     def _closings(self) -> int:
@@ -175,7 +212,6 @@ class Turns:
         return None
 
 
-_turns: WeakKeyDictionary[Coordinator, dict[str, Turns]] = WeakKeyDictionary()
 _lock = Lock()
 
 
@@ -188,4 +224,8 @@ def turns_at(coordinator: Coordinator, store: Store) -> Turns:
     name = store.location.resolved.name  # on a disk this resolves links in the path, and reads nothing else
     key = sha256(name.encode()).hexdigest()[:12]
     with _lock:
-        return _turns.setdefault(coordinator, {}).setdefault(key, Turns(coordinator, key))
+        places: CallCounts = coordinator.notes.setdefault("places", CallCounts())
+        turns = places.failed.get(key) or places.in_use.get(key)
+        if turns is None:
+            turns = places.in_use[key] = Turns(coordinator, key, places, calls=places.calls.get(key, 0))
+        return turns

@@ -90,7 +90,7 @@ def save_many(coordinator, url, saves):
 
 
 def save_without_committing(coordinator, url, options=None, shift=0, leave_out=()):
-    """All hosts write, and the committer dies before it publishes; those of `leave_out` never write."""
+    """All hosts write, and the committer dies before it publishes; those of `leave_out` die before they write."""
     from shardckpt.writing import attempt
 
     def die(*_arguments):
@@ -100,7 +100,7 @@ def save_without_committing(coordinator, url, options=None, shift=0, leave_out=(
     attempt.assemble = lambda *_: die()
     attempt._COMMITTING = 0.2
     if coordinator.world.process in leave_out:
-        return "absent"
+        attempt.hold_place, attempt.Attempt.give_up = die, die
     try:
         shardckpt.save(url, state(shift), options=SaveOptions(**{"commit_timeout": 5.0, **(options or {})}), coordinator=coordinator)
     except (KeyboardInterrupt, shardckpt.ShardckptError) as e:
@@ -134,3 +134,11 @@ def save_then_differ(coordinator, root):
     save(coordinator, f"{root}/same")
     mine = {"leaf": coordinator.world.process}
     shardckpt.save(f"{root}/different", mine, options=SaveOptions(commit_timeout=10), coordinator=coordinator)
+
+
+def save_and_forget(coordinator, url):
+    """Two saves to each of several places; the number of places whose calls are still more than a number, and the names of attempts."""
+    options = SaveOptions(overwrite=True)
+    reports = [shardckpt.save(f"{url}/{i % 3}", {"w": np.arange(9)}, options=options, coordinator=coordinator) for i in range(6)]
+    counts = coordinator.notes["places"]
+    return [len(counts.in_use) + len(counts.failed), [report.attempt for report in reports]]

@@ -1,6 +1,6 @@
 """A rank of a gloo job that saves to one place again and again; one rank misses a save. Prints JSON.
 
-python out_of_step.py <port> <rank> <ranks> <place> <rank that misses a save> <how: skips, raises or lags>
+python out_of_step.py <port> <rank> <ranks> <place> <rank that misses a save> <how: skips, raises, lags, or skips while another raises>
 """
 
 import json
@@ -22,7 +22,8 @@ options = shardckpt.SaveOptions(overwrite=True, commit_timeout=4)
 
 def saved(i, leaf=None):
     try:
-        report = shardckpt.save(place, {"w": torch.full((10,), float(i)), "leaf": leaf}, options=options)
+        state = {"w": torch.full((10,), float(i)), "leaf": leaf, "own": shardckpt.PerProcess(i)}
+        report = shardckpt.save(place, state, options=options)
     except shardckpt.ShardckptError as e:
         return f"{type(e).__name__}: {e}"
     return report.attempt
@@ -31,9 +32,10 @@ def saved(i, leaf=None):
 came, names = [], []
 for i in range(7):
     missed = i == 2 and rank == misses
-    if missed and how == "skips":
+    fails_beside = i == 2 and rank == 1 and how == "skips while another raises"
+    if missed and how.startswith("skips"):
         came.append("")
-    elif missed and how == "raises":
+    elif fails_beside or (missed and how == "raises"):
         came.append(saved(i, leaf=object()))
     else:
         if missed:
@@ -44,7 +46,10 @@ for i in range(7):
     dist.barrier()
     if came[-1] and "Error" not in came[-1]:
         names.append(came[-1])
-        assert float(shardckpt.restore(place)["w"][0]) == i
+        own = shardckpt.PerProcess(None, choose=list)
+        restored = shardckpt.restore(place, like={"w": torch.zeros(10), "own": own}, strict=False, coordinator=shardckpt.SingleProcess())
+        assert float(restored["w"][0]) == i
+        assert restored["own"].value == [i] * ranks, restored["own"]
     dist.barrier()
 print(json.dumps({"came": ["saved" if c in names else c for c in came], "names": names}))
 dist.destroy_process_group()

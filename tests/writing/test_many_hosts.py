@@ -273,7 +273,7 @@ def test_an_attempt_that_lacks_a_host_is_not_committed_and_names_it(tmp_path, jo
 
 
 def test_a_retry_never_mixes_with_what_was_left(tmp_path, job):
-    job.run("save_without_committing", 3, tmp_path / "c", {"commit_timeout": 0.3}, 100, [2])
+    job.run("save_without_committing", 3, tmp_path / "c", {"commit_timeout": 5}, 100, [2])
     assert job.run("save", 2, tmp_path / "c", None, 1) == ["saved"] * 2
     assert_holds(tmp_path / "c", 1)
     (outcome,) = shardckpt.commit(tmp_path / "c")
@@ -296,6 +296,13 @@ def test_the_newest_of_several_complete_attempts_is_committed(tmp_path, job):
     assert sorted([newest.state, older.state]) == ["committed", "overtaken"]
     committed = next(o for o in (newest, older) if o.state == "committed")
     assert shardckpt.open(tmp_path / "c").record.attempt == committed.attempt
+
+
+def test_places_whose_saves_have_succeeded_cost_a_number_and_no_name_returns(tmp_path, job):
+    (kept, names), other = job.run("save_and_forget", 2, tmp_path)
+    assert other == [kept, names]
+    assert kept == 0
+    assert len({*names}) == 6
 
 
 def test_saving_alone_needs_no_coordinator(tmp_path):

@@ -53,3 +53,11 @@ def test_a_late_process_never_adds_its_share_to_an_attempt_of_another_save(job):
     for answer in answers:
         assert answer["came"][4:] == ["saved"] * 3
         assert answer["names"] == answers[0]["names"]
+
+
+def test_processes_that_fail_while_process_0_misses_a_save_meet_in_one_and_the_same_save(job):
+    answers = job(0, "skips while another raises")
+    assert "'leaf'" in answers[1]["came"][2]
+    for answer in answers:
+        assert answer["came"][5:] == ["saved"] * 2
+        assert answer["names"] == answers[0]["names"]
