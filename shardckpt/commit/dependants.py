@@ -8,6 +8,7 @@ have changed. Bases elsewhere are not found. A neighbour that is superseded (`ma
 from __future__ import annotations
 
 import os
+import stat
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal
@@ -15,15 +16,17 @@ from typing import TYPE_CHECKING, Literal
 from shardckpt.commit.attempts import places
 from shardckpt.commit.markers import is_superseded, protection
 from shardckpt.commit.publish import RECORD
-from shardckpt.errors import FormatError, OptionError, VersionError
+from shardckpt.errors import FormatError, OptionError, StorageError, VersionError
 from shardckpt.format.documents import Fields, open_envelope
 from shardckpt.format.structure import bases_of, names_beside
 from shardckpt.io.failures import reading_takes_threads
+from shardckpt.io.status import status
 from shardckpt.io.store import Store
 from shardckpt.io.threads import map_on_threads
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
+    from pathlib import Path
 
     Verb = Literal["deleted", "replaced"]
 
@@ -58,6 +61,8 @@ class _Neighbour:
     """Names of its bases in the same directory → the attempts there."""
     unread: bytes = b""
     """Its record, if a newer version has written it: a record contains the names of the attempts of its bases."""
+    closed: bool = False
+    """Whether this user may not enter it, so that nothing is known of it."""
 
 
 class Dependants:
@@ -84,9 +89,15 @@ class Dependants:
 
         Raises:
             OptionError: checkpoints beside it have left tensors in it; the message names them.
-            StorageError: the storage failed.
+            StorageError: the storage failed, or this user may not enter a directory beside it, which may be such a checkpoint.
         """
         naming = self._naming(attempt)
+        closed = [name for name, neighbour in self._known.items() if neighbour.closed]
+        if closed:
+            raise StorageError(
+                f"{self._location} may be the base of {', '.join(closed[:_NAMED])}{', …' if len(closed) > _NAMED else ''} beside it, which "
+                f"this user may not enter; so it is not {verb}. Allow this user to enter that directory (chmod +x), or move it elsewhere."
+            )
         if verb == "replaced":
             naming = [name for name in naming if not self._is_superseded(name)]
         if naming:
@@ -144,7 +155,7 @@ def used_beside(root: Store, names: Iterable[str]) -> set[tuple[str, str]]:
 def _look(place: Store, known: _Neighbour | None) -> _Neighbour:
     """A neighbour as it is now; `known` is its state at the last look."""
     if place.location.local is not None and not os.access(place.location.local, os.X_OK):
-        return _Neighbour(None)  # another user's directory inside a shared one
+        return _Neighbour(None, closed=not _is_foreign(place.location.local))
     where, on_disk = place.path_of(RECORD), place.location.local is not None
     token = place.change_token(RECORD) if on_disk or known is not None else None
     if known is not None and token == known.token:
@@ -165,3 +176,11 @@ def _look(place: Store, known: _Neighbour | None) -> _Neighbour:
     except FormatError:  # it cannot be read, with or without its bases
         return _Neighbour(token)
     return _Neighbour(token, attempt, bases)
+
+
+def _is_foreign(path: Path) -> bool:
+    """Whether a directory belongs to the system (`lost+found`), or to another user of a public directory like `/tmp`."""
+    own, above = status(path), status(path.parent)
+    if own is None or above is None:
+        return True
+    return own.st_uid != os.geteuid() and (own.st_uid == 0 or bool(above.st_mode & stat.S_ISVTX))

@@ -18,7 +18,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from shardckpt.commit import collect as at_one_place
@@ -64,6 +64,8 @@ class Cleaner:
         self._one_at_a_time = threading.Lock()
         self._collected: float | None = None
         self._warned = False
+        self._uncollected: set[str] = set()
+        """Places whose leftovers could not be collected; each is named in the log once."""
         self.failure: StorageError | None = None
         """The last error that kept the latest round from deleting everything due."""
 
@@ -152,19 +154,34 @@ class Cleaner:
         Steps after the newest are from before a rollback. If a complete one was published now, a restart would continue from it, so it
         stays as it is.
         """
-        with suppress(StorageError):
+        try:
             if self._root.location.local is None:
                 self._root.delete(_DELETED)
             for step in step_numbers(self._root):
-                place = self._root.sub(str(step))
-                with suppress(FormatError):
-                    found = at_one_place.collect(place, grace=self._grace, publishes=step <= newest)
-                    removed, published = (sum(one.outcome == outcome for one in found) for outcome in ("removed", "published"))
-                    if removed or published:
-                        _log.info("%s: unfinished saves: %d removed, %d published", place, removed, published)
-                    if published:
-                        self.forget()
-                place.remove_empty()  # a deletion was killed just before it removed the directory
+                self._collect_step(self._root.sub(str(step)), publishes=step <= newest)
+        except StorageError as e:
+            self._warn_once(self._root, str(e))
+
+    def _collect_step(self, place: Store, *, publishes: bool) -> None:
+        try:
+            found = at_one_place.collect(place, grace=self._grace, publishes=publishes)
+        except FormatError as e:
+            self._warn_once(place, str(e))
+            found = []
+        for failed in (one.reason for one in found if one.outcome == "failed"):
+            self._warn_once(place, str(failed))
+        removed, published = (sum(one.outcome == outcome for one in found) for outcome in ("removed", "published"))
+        if removed or published:
+            _log.info("%s: unfinished saves: %d removed, %d published", place, removed, published)
+        if published:
+            self.forget()
+        place.remove_empty()  # a deletion was killed just before it removed the directory
+
+    def _warn_once(self, place: Store, why: str) -> None:
+        """Say once that leftovers at a place cannot be collected; the next rounds try again."""
+        if str(place) not in self._uncollected:
+            self._uncollected.add(str(place))
+            _log.warning("%s: the leftovers of unfinished saves there cannot be collected, and take space: %s", place, why)
 
 
 def doomed(

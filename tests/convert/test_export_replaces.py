@@ -45,6 +45,10 @@ def check(fate, *, atomic):
     assert not atomic or then["out"] in COMPLETE, fate
     assert refused.startswith("AlreadyExistsError"), fate
     assert after["out"] in COMPLETE, fate
+    if then["out"] in COMPLETE:  # the refused call has removed no finished directory
+        finished = {name for name, what in complete.items() if name.endswith(".complete")}
+        assert finished <= after.keys(), fate
+        assert all(name in refused for name in finished), fate
     if then["out"] not in COMPLETE and len(complete) == 2:
         (replaced,) = (name for name in after if name.endswith(".replaced"))
         assert replaced in refused, fate

@@ -146,3 +146,21 @@ def test_a_user_without_a_home_saves_and_restores_on_a_disk(places):
     assert (saved, restored, left) == (None, None, None)
     assert tilde[0] == "UrlError"
     assert "this user has no home directory; set HOME, or give an absolute path" in tilde[1]
+
+
+def test_a_checkpoint_beside_a_directory_that_may_not_be_entered_is_neither_replaced_nor_removed(places):
+    """The directory may be a checkpoint that stores tensors in this one."""
+    save = f"import numpy; shardckpt.save({str(places / 'ok')!r}, {{'w': numpy.ones(3)}}, options=shardckpt.SaveOptions(overwrite=True))"
+    (code, removed), (kind, replaced) = as_another_user(places, [["rm", "--yes", str(places / "ok")], save])
+    assert (code, kind) == (6, "StorageError")
+    for text in (removed, replaced):
+        assert "may be the base of closed beside it, which this user may not enter" in " ".join(text.split())
+    (places / "closed").chmod(0o700)
+    shardckpt.save(places / "ok", {"w": np.ones(3)}, options=shardckpt.SaveOptions(overwrite=True))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="a directory of another user is needed, which root can make")
+def test_directories_of_others_in_a_public_directory_do_not_count(places):
+    places.chmod(0o1777)
+    save = f"import numpy; shardckpt.save({str(places / 'own')!r}, {{'w': numpy.ones(3)}}, options=shardckpt.SaveOptions(overwrite=True))"
+    assert as_another_user(places, [save, save]) == [None, None]

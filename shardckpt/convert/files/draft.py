@@ -78,9 +78,14 @@ class Draft:
         self._overwrite = overwrite
         self._replacing = False
         """Whether the draft takes the name of an old directory: from then on both are complete."""
-        self._settle_leftovers()
+        leftovers = self._settle_leftovers()
+        self._finished = [path for path in (draft.with_suffix(COMPLETE) for draft in leftovers) if exists(path, follow=False)]
+        """Finished directories of killed exports beside the final one; they stay until this draft has the name."""
         self._check_final()
         check_export_space(Store.open(location), self.final, nbytes)
+        for draft in leftovers:
+            for suffix in (PARTIAL, REPLACED, COPY):
+                self._remove(draft.with_suffix(suffix))
         with storage_errors("make a directory for", self.final):
             DurableDirectories(self.final.parent).make(self.final.parent)
         self.path: Path = self.final.with_name(f".{self.final.name}.{secrets.token_hex(_RANDOM_BYTES)}{PARTIAL}")
@@ -123,6 +128,8 @@ class Draft:
                 self.path.unlink(missing_ok=True)
             sync_directory(self.final.parent)
             self._open.close()
+        for finished in self._finished:
+            self._remove(finished)
 
     def abandon(self) -> None:
         """Remove the draft. If it could not take the name of an old directory, both stay, for the next export to settle."""
@@ -138,7 +145,12 @@ class Draft:
         if not exists(self.final, follow=False):
             return
         if not self._overwrite:
-            raise already_exists(self.final)
+            if not self._finished:
+                raise already_exists(self.final)
+            raise AlreadyExistsError(
+                f"{already_exists(self.final)} An export that was to replace it was killed just before that; it is finished, in "
+                f"{self._finished[0]}."
+            )
         if self._marks is None:
             if not is_file(self.final):
                 raise AlreadyExistsError(f"{self.final} is not a file, and overwrite=True replaces files only; choose another place.")
@@ -148,21 +160,20 @@ class Draft:
                 f"replace it; remove it, or choose another place."
             )
 
-    def _settle_leftovers(self) -> None:
-        """Remove the drafts of killed exports. If the final name is free, a finished directory among them gets it first."""
+    def _settle_leftovers(self) -> list[Path]:
+        """The drafts of killed exports. If the final name is free, a finished directory among them gets it first."""
         named = re.compile(re.escape(f".{self.final.name}.") + f"[0-9a-f]{{{2 * _RANDOM_BYTES}}}")
         with storage_errors("look into", self.final.parent):
             try:
                 entries = sorted(self.final.parent.iterdir())
             except (FileNotFoundError, NotADirectoryError):
-                return
+                return []
         stems = dict.fromkeys(entry.stem for entry in entries if named.fullmatch(entry.stem) and entry.suffix in SUFFIXES)
-        for draft in (self.final.with_name(stem + PARTIAL) for stem in stems):
-            if _is_locked(draft) or _is_locked(draft.with_suffix(COMPLETE)):
-                continue
+        drafts = [self.final.with_name(stem + PARTIAL) for stem in stems]
+        ended = [draft for draft in drafts if not _is_locked(draft) and not _is_locked(draft.with_suffix(COMPLETE))]
+        for draft in ended:
             self._settle(draft)
-            for suffix in SUFFIXES:
-                self._remove(draft.with_suffix(suffix))
+        return ended
 
     def _settle(self, draft: Path) -> None:
         if self._marks is None:

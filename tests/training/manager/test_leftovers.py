@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from failing import removal_refused
 from placeholders import undo_commit
 from training_runs import state
 
@@ -63,3 +64,18 @@ def test_a_run_that_goes_on_while_its_steps_are_listed_is_not_taken_for_a_new_on
 
     monkeypatch.setattr(steps, "read_step", late)
     assert run.manager().latest_step() == 2
+
+
+def test_leftovers_that_can_never_be_collected_are_named_in_the_log_once(run, caplog):
+    run.train(1)
+    left = run.root / "1" / "20200101T000000-0000000a" / "hosts" / "00000"
+    left.mkdir(parents=True)
+    (left / "table").write_bytes(b"of a killed save")
+    with removal_refused("00000"), run.manager(options=shardckpt.SaveOptions(commit_timeout=0.05)) as manager:
+        manager.restore()
+        for step in (2, 3, 4):
+            manager.save(step, state(step))
+            manager.wait()
+    (said,) = [record.getMessage() for record in caplog.records if "cannot be collected" in record.getMessage()]
+    assert str(run.root / "1") in said
+    assert "Input/output error" in said
