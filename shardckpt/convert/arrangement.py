@@ -23,7 +23,7 @@ from shardckpt.state.names import array_path, piece_path, shown
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from shardckpt.convert.streaming.outputs import OutputTensor
+    from shardckpt.reading.naming.outputs import OutputTensor
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,11 +27,11 @@ if TYPE_CHECKING:
     from concurrent.futures import Executor
 
     from shardckpt.convert.naming.choose import Patterns, Ties
-    from shardckpt.convert.naming.mapping import TensorMapping
     from shardckpt.io.url import Location
     from shardckpt.layout.mesh import Mesh
     from shardckpt.layout.partition_spec import PartitionSpec
     from shardckpt.reading.checkpoint import Checkpoint
+    from shardckpt.reading.naming.mapping import TensorMapping
     from shardckpt.reshard.rules import Rules
 
 

@@ -19,7 +19,7 @@ from shardckpt.training.optimizer_forms import FORMS, map_schedules, read_optimi
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from shardckpt.convert.streaming.outputs import OutputTensor
+    from shardckpt.reading.naming.outputs import OutputTensor
     from shardckpt.state.document import Node
     from shardckpt.training.optimizer_forms import OptimizerNodes
 

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
     from shardckpt.convert.files.draft import Draft
     from shardckpt.convert.files.read_back import WrittenBlock
-    from shardckpt.convert.streaming.outputs import OutputTensor
     from shardckpt.layout.box import Box
     from shardckpt.plan.pieces import Piece
+    from shardckpt.reading.naming.outputs import OutputTensor
 
 
 class StateWriter(ABC):

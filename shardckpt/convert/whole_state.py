@@ -15,11 +15,11 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.convert.optimizer_states import with_optimizers_as
-from shardckpt.convert.streaming.outputs import identity
 from shardckpt.convert.streaming.stream import Stream
 from shardckpt.errors import NamesMismatchError, OptionError
 from shardckpt.excerpt import excerpt, given
 from shardckpt.format.structure import Structure
+from shardckpt.reading.naming.outputs import identity
 from shardckpt.reshard.dtype_rules import plan_dtypes
 from shardckpt.reshard.optimizer_state import optimizer_state
 from shardckpt.state import meanings, select
@@ -28,9 +28,9 @@ from shardckpt.state.select import check_selection, selector
 if TYPE_CHECKING:
     from shardckpt.convert.export_options import StateOptions
     from shardckpt.convert.state_writer import StateWriter
-    from shardckpt.convert.streaming.outputs import OutputTensor
     from shardckpt.io.url import Location
     from shardckpt.reading.checkpoint import Checkpoint
+    from shardckpt.reading.naming.outputs import OutputTensor
     from shardckpt.reshard.dtype_rules import ConvertedSubtree
 
 FORMATS = {"torch": ("torch", "TorchFileWriter"), "dcp": ("dcp", "DcpDirectory"), "orbax": ("orbax", "OrbaxDirectory")}

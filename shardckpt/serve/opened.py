@@ -14,11 +14,11 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.commit.publish import RECORD
-from shardckpt.convert.naming.mapping_file import PRESETS
 from shardckpt.errors import NotFoundError
 from shardckpt.excerpt import excerpt
 from shardckpt.io.store import Store
 from shardckpt.reading.checkpoint import Checkpoint
+from shardckpt.reading.naming.mapping_file import PRESETS
 from shardckpt.reading.zarr_keys import ZarrKeys
 from shardckpt.serve.openapi import Parameter
 from shardckpt.views.model_view import ModelView

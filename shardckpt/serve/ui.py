@@ -13,10 +13,10 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from shardckpt.commit.ended import ended
-from shardckpt.convert.naming.mapping_file import PRESETS
 from shardckpt.errors import FormatError, NamesMismatchError, NotFoundError, OptionError, ShardckptError
 from shardckpt.io.store import Store
 from shardckpt.reading.documents import find_node
+from shardckpt.reading.naming.mapping_file import PRESETS
 from shardckpt.reshard.forecast.document import document as forecast_document
 from shardckpt.serve import api, forms
 from shardckpt.serve.catalogue import MOST_ROWS, CheckpointQuery

@@ -21,18 +21,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shardckpt.convert.streaming.chunking import cut_into_slabs
-from shardckpt.convert.streaming.outputs import check
 from shardckpt.layout.box import Box, BoxArray
 from shardckpt.plan.pieces import chunk_boxes
 from shardckpt.reading.locate import TensorBoxes
+from shardckpt.reading.naming.outputs import check
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
-    from shardckpt.convert.streaming.outputs import OutputTensor
     from shardckpt.reading.checkpoint import Checkpoint
+    from shardckpt.reading.naming.outputs import OutputTensor
 
     Bytes = NDArray[np.uint8]
     Key = tuple[int, int]

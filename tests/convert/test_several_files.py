@@ -16,7 +16,7 @@ from shardckpt import errors
 from shardckpt.convert.files.local_files import LocalFiles
 from shardckpt.convert.formats.safetensors.layout import lay_out
 from shardckpt.convert.formats.safetensors.target import write_safetensors
-from shardckpt.convert.streaming.outputs import identity
+from shardckpt.reading.naming.outputs import identity
 
 NAMES = ["a.safetensors", "b.safetensors", "index.json"]
 INDEX = b'{"weight_map": {}}'

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from shardckpt import Box, errors
 from shardckpt.convert.streaming.chunking import cut_into_blocks, cut_into_rows, cut_regularly
-from shardckpt.convert.streaming.outputs import OutputTensor, identity
 from shardckpt.convert.streaming.stream import Stream, stream
 from shardckpt.layout.dtypes import by_name
 from shardckpt.plan.views import View
+from shardckpt.reading.naming.outputs import OutputTensor, identity
 
 
 def made(checkpoint, outputs, how=cut_into_rows, limit=64 * MiB, **options):

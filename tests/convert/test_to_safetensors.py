@@ -19,9 +19,9 @@ from shardckpt import errors
 from shardckpt.convert.formats.safetensors import layout as safetensors_layout
 from shardckpt.convert.formats.safetensors.layout import DTYPES, lay_out
 from shardckpt.convert.streaming import chunking
-from shardckpt.convert.streaming.outputs import OutputTensor
 from shardckpt.layout.dtypes import DTYPES as ALL
 from shardckpt.layout.dtypes import by_name
+from shardckpt.reading.naming.outputs import OutputTensor
 
 
 def as_torch(array):

@@ -12,8 +12,8 @@ from forgery import seal, use_in_every_way
 
 import shardckpt
 from shardckpt import errors
-from shardckpt.convert.naming.mapping_file import read_mapping
-from shardckpt.convert.naming.renaming import read_names
+from shardckpt.reading.naming.mapping_file import read_mapping
+from shardckpt.reading.naming.renaming import read_names
 
 PACKAGE = Path(shardckpt.__file__).parent
 FORBIDDEN_MODULES = {

@@ -17,8 +17,8 @@ from serve_kills import ServiceProcess
 from serving import save_run, state
 
 import shardckpt
-from shardckpt.convert.naming.mapping_file import PRESETS
 from shardckpt.errors import OptionError, StorageError
+from shardckpt.reading.naming.mapping_file import PRESETS
 from shardckpt.serve.jobs import journal, runner
 from shardckpt.serve.jobs.journal import Journal
 from shardckpt.serve.jobs.operations import OPERATIONS

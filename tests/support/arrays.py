@@ -12,7 +12,7 @@ from shardckpt.layout.dtypes import of_numpy
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from shardckpt.convert.streaming.outputs import OutputTensor
+    from shardckpt.reading.naming.outputs import OutputTensor
 
 Arrays = dict[str, np.ndarray[Any, Any]]
 

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 
 from shardckpt.convert.naming.choose import read_naming
 from shardckpt.convert.naming.renamed_state import end_names
-from shardckpt.convert.naming.renaming import dotted, rename
 from shardckpt.convert.naming.ties import first_names
 from shardckpt.errors import NamesMismatchError
 from shardckpt.excerpt import few, given
+from shardckpt.reading.naming.renaming import dotted, rename
 from shardckpt.reshard.dtype_rules import plan_dtypes
 from shardckpt.reshard.optimizer_state import optimizer_state
 from shardckpt.state import alias_map, leaf_names, meanings
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from typing import NoReturn
 
     from shardckpt.convert.naming.choose import NameOptions
-    from shardckpt.convert.streaming.outputs import OutputTensor
     from shardckpt.format.structure import Structure
+    from shardckpt.reading.naming.outputs import OutputTensor
     from shardckpt.reshard.dtype_rules import ConvertedSubtree
 
 

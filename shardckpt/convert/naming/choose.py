@@ -6,22 +6,22 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from shardckpt.convert.naming.mapping import TensorMapping
-from shardckpt.convert.naming.mapping_file import config_values, read_mapping
-from shardckpt.convert.naming.renaming import read_names
-from shardckpt.convert.naming.substitution import parse_substitution, without_prefix
 from shardckpt.errors import OptionError
 from shardckpt.excerpt import excerpt
 from shardckpt.options import check_flag
+from shardckpt.reading.naming.mapping import TensorMapping
+from shardckpt.reading.naming.mapping_file import read_mapping
+from shardckpt.reading.naming.renaming import read_names
+from shardckpt.reading.naming.substitution import parse_substitution, without_prefix
 from shardckpt.reshard.dtype_rules import check_dtypes
-from shardckpt.reshard.rules.hf_config import read_config
+from shardckpt.reshard.rules.hf_config import head_counts, read_config
 from shardckpt.state.select import selector
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from shardckpt.convert.naming.renaming import NameTable
-    from shardckpt.convert.naming.substitution import Substitution
+    from shardckpt.reading.naming.renaming import NameTable
+    from shardckpt.reading.naming.substitution import Substitution
 
 Patterns: TypeAlias = "str | Sequence[str] | None"
 """Patterns of names: one, or several; None: all."""
@@ -125,3 +125,20 @@ def read_naming(options: NameOptions) -> Naming:
         add_prefix=options.add_prefix,
         dtype=options.dtype,
     )
+
+
+def config_values(path: str | os.PathLike[str]) -> dict[str, int]:
+    """The integers in a model's configuration; the numbers of heads have the same names for all models.
+
+    Args:
+        path: `config.json`, or the directory that has it.
+
+    Raises:
+        OptionError: it cannot be read.
+    """
+    _, config = read_config(path)
+    text = config.get("text_config")  # of a multimodal model
+    config = {**config, **text} if isinstance(text, dict) else config
+    heads = head_counts(config)
+    named = {} if heads is None else {"num_attention_heads": heads.query, "num_key_value_heads": heads.key_value}
+    return {key: value for key, value in config.items() if type(value) is int} | named

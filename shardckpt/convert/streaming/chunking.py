@@ -38,9 +38,9 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from shardckpt.convert.streaming.outputs import OutputTensor
     from shardckpt.format.structure import StoredLayout, TensorRecord
     from shardckpt.layout.box import Box
+    from shardckpt.reading.naming.outputs import OutputTensor
 
 BLOCK_BYTES = 4 << 20
 """Bytes to which rows are joined for one write."""

@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shardckpt.convert.streaming.outputs import OutputTensor, check
 from shardckpt.errors import BudgetError
 from shardckpt.excerpt import file_size, mebibytes_above
 from shardckpt.format.zarr_arrays import largest_chunk
@@ -29,6 +28,7 @@ from shardckpt.io.buffers import round_up
 from shardckpt.io.cores import cores
 from shardckpt.layout.box import Box
 from shardckpt.plan.pieces import Piece
+from shardckpt.reading.naming.outputs import OutputTensor, check
 from shardckpt.reshard.assembling import assembled
 from shardckpt.reshard.batches import BatchMemory, ChunkTarget, PlannedStep
 from shardckpt.reshard.cells import Step, cut, steps, steps_in_order

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 from shardckpt.errors import OptionError, ShardingError
 from shardckpt.excerpt import excerpt, shortened
+from shardckpt.io.config_files import read_file
 from shardckpt.layout.partition_spec import PartitionSpec
-from shardckpt.reshard.config_files import read_file
 from shardckpt.reshard.rules.mesh_text import mesh_of
 from shardckpt.reshard.rules.preset import Preset
 from shardckpt.reshard.rules.rule import Rule

@@ -15,12 +15,12 @@ from shardckpt.commit.markers import protection
 from shardckpt.commit.publish import RECORD, published_attempt, record_digest
 from shardckpt.convert.export import export_safetensors
 from shardckpt.convert.importing import import_checkpoint
-from shardckpt.convert.naming.mapping_file import PRESETS
 from shardckpt.errors import AlreadyExistsError, CorruptionError, FormatError, NotFoundError, OptionError, ReplacedError, VersionError
 from shardckpt.excerpt import excerpt
 from shardckpt.io.status import is_file
 from shardckpt.io.store import Store
 from shardckpt.reading.checkpoint import Checkpoint
+from shardckpt.reading.naming.mapping_file import PRESETS
 from shardckpt.reshard.execute import reshard
 from shardckpt.reshard.rules import parse_mesh
 from shardckpt.reshard.rules.rules import combined_rules

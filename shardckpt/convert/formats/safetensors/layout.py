@@ -27,7 +27,7 @@ from shardckpt.state.names import shown
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from shardckpt.convert.streaming.outputs import OutputTensor
+    from shardckpt.reading.naming.outputs import OutputTensor
 
 DTYPES = {
     "bool": "BOOL",

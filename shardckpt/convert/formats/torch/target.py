@@ -46,11 +46,11 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from shardckpt.convert.streaming.outputs import OutputTensor
     from shardckpt.format.structure import Structure
     from shardckpt.io.url import Location
     from shardckpt.layout.box import Box
     from shardckpt.plan.pieces import Piece
+    from shardckpt.reading.naming.outputs import OutputTensor
     from shardckpt.state.document import Node
 
 _RECORD_BYTES = 512

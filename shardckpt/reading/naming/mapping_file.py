@@ -24,14 +24,13 @@ from collections.abc import Mapping
 from importlib import resources
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from shardckpt.convert.naming.mapping import TensorMapping
-from shardckpt.convert.naming.mapping_rule import MappingRule
-from shardckpt.convert.naming.name_pattern import NamePattern
-from shardckpt.convert.naming.part_layout import Rotary, Unfold
 from shardckpt.errors import OptionError
 from shardckpt.excerpt import excerpt
-from shardckpt.reshard.config_files import parse_text, read_file
-from shardckpt.reshard.rules.hf_config import head_counts, read_config
+from shardckpt.io.config_files import parse_text, read_file
+from shardckpt.reading.naming.mapping import TensorMapping
+from shardckpt.reading.naming.mapping_rule import MappingRule
+from shardckpt.reading.naming.name_pattern import NamePattern
+from shardckpt.reading.naming.part_layout import Rotary, Unfold
 from shardckpt.state.names import did_you_mean
 
 if TYPE_CHECKING:
@@ -40,7 +39,7 @@ if TYPE_CHECKING:
 _TOP = ("map", "values")
 _KEYS = ("from", "to", "axis", "stack", "sizes", "ratio", "interleave", "transpose", "rotary", "unfold", "optional")
 _ENDINGS = (".toml", ".yaml", ".yml")
-_FOLDER = resources.files("shardckpt.convert.naming") / "mappings"
+_FOLDER = resources.files("shardckpt.reading.naming") / "mappings"
 PRESETS = tuple(sorted(entry.name.removesuffix(".toml") for entry in _FOLDER.iterdir() if entry.name.endswith(".toml")))
 """Mappings that come with shardckpt, by name."""
 
@@ -52,7 +51,7 @@ def read_mapping(source: str | os.PathLike[str], values: Values | None = None) -
 
     Args:
         source: a file whose name ends with .toml, .yaml or .yml; or one of `PRESETS`.
-        values: numbers that its rules use by name, as from `config_values`.
+        values: numbers that its rules use by name, such as those of a model's configuration.
 
     Raises:
         OptionError: it cannot be read or is invalid; the message names the file and the rule.
@@ -69,23 +68,6 @@ def read_mapping(source: str | os.PathLike[str], values: Values | None = None) -
                 f"there is no mapping {excerpt(source)}{did_you_mean(source, PRESETS)}: give a TOML or YAML file, or one of {listed}."
             ) from error
         raise
-
-
-def config_values(path: str | os.PathLike[str]) -> dict[str, int]:
-    """The integers in a model's configuration; the numbers of heads have the same names for all models.
-
-    Args:
-        path: `config.json`, or the directory that has it.
-
-    Raises:
-        OptionError: it cannot be read.
-    """
-    _, config = read_config(path)
-    text = config.get("text_config")  # of a multimodal model
-    config = {**config, **text} if isinstance(text, dict) else config
-    heads = head_counts(config)
-    named = {} if heads is None else {"num_attention_heads": heads.query, "num_key_value_heads": heads.key_value}
-    return {key: value for key, value in config.items() if type(value) is int} | named
 
 
 def parse_mapping(doc: Any, where: str, values: Values | None = None) -> TensorMapping:

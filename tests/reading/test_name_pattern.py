@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from shardckpt.convert.naming.name_pattern import NamePattern
+from shardckpt.reading.naming.name_pattern import NamePattern
 
 PARTS = ["a", "b", ".", "/", "*", "**", "{x}", "{y}", "w.", "\n"]
 

@@ -13,16 +13,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from shardckpt.convert.streaming.outputs import OutputTensor, identity
 from shardckpt.errors import NamesMismatchError, OptionError
+from shardckpt.reading.naming.outputs import OutputTensor, identity
 from shardckpt.state.names import did_you_mean, shown
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from shardckpt.convert.naming.mapping_rule import MappingRule
-    from shardckpt.convert.naming.name_pattern import Captures
     from shardckpt.format.structure import TensorRecord
+    from shardckpt.reading.naming.mapping_rule import MappingRule
+    from shardckpt.reading.naming.name_pattern import Captures
 
 
 @dataclass(frozen=True, slots=True)

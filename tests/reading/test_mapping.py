@@ -10,12 +10,13 @@ from arrays import Arrays, made, records
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardckpt.convert.naming.mapping_file import PRESETS, config_values, parse_mapping, read_mapping
+from shardckpt.convert.naming.choose import config_values
 from shardckpt.errors import DtypeMismatchError, NamesMismatchError, OptionError, ShapeMismatchError
-from shardckpt.reshard.config_files import parse_text
+from shardckpt.io.config_files import parse_text
+from shardckpt.reading.naming.mapping_file import PRESETS, parse_mapping, read_mapping
 
 if TYPE_CHECKING:
-    from shardckpt.convert.naming.mapping import TensorMapping
+    from shardckpt.reading.naming.mapping import TensorMapping
 
 
 def mapping(text: str, **values: int) -> TensorMapping:

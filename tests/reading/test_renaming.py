@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardckpt.convert.naming.renaming import NameTable, dotted, read_names, rename
-from shardckpt.convert.naming.substitution import parse_substitution, without_prefix
 from shardckpt.errors import NamesMismatchError, OptionError
+from shardckpt.reading.naming.renaming import NameTable, dotted, read_names, rename
+from shardckpt.reading.naming.substitution import parse_substitution, without_prefix
 from shardckpt.state import flatten
 
 NAMES = ["model/layers.0/w", "model/layers.1/w", "model/norm", "step"]

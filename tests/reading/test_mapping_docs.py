@@ -15,10 +15,10 @@ from typer.testing import CliRunner
 import shardckpt
 from shardckpt.cli.app import app
 from shardckpt.convert.naming.choose import NameOptions
-from shardckpt.convert.naming.mapping_file import _KEYS, PRESETS, parse_mapping
-from shardckpt.convert.naming.renaming import read_names
-from shardckpt.convert.naming.substitution import parse_substitution
-from shardckpt.reshard.config_files import parse_text
+from shardckpt.io.config_files import parse_text
+from shardckpt.reading.naming.mapping_file import _KEYS, PRESETS, parse_mapping
+from shardckpt.reading.naming.renaming import read_names
+from shardckpt.reading.naming.substitution import parse_substitution
 
 DOCUMENT = (DOCS / "mapping.md").read_text()
 

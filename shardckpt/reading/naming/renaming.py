@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING
 
 from shardckpt.errors import NamesMismatchError, OptionError
 from shardckpt.excerpt import excerpt
-from shardckpt.reshard.config_files import read_file
+from shardckpt.io.config_files import read_file
 from shardckpt.state.names import did_you_mean, shown
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Iterable
 
-    from shardckpt.convert.naming.substitution import Substitution
+    from shardckpt.reading.naming.substitution import Substitution
 
 _ESCAPED = re.compile(r"~[01e]|~$")
 _PLAIN = {"~0": "~", "~1": "/"}

@@ -16,17 +16,17 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, NoReturn, TypeVar
 
-from shardckpt.convert.naming.part_layout import ElementRun, PartLayout, Rotary, Unfold, interleaved_runs
-from shardckpt.convert.streaming.outputs import OutputTensor
 from shardckpt.errors import DtypeMismatchError, OptionError, ShapeMismatchError
 from shardckpt.plan.views import View
+from shardckpt.reading.naming.outputs import OutputTensor
+from shardckpt.reading.naming.part_layout import ElementRun, PartLayout, Rotary, Unfold, interleaved_runs
 from shardckpt.state.names import shown
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from shardckpt.convert.naming.name_pattern import NamePattern
     from shardckpt.format.structure import TensorRecord
+    from shardckpt.reading.naming.name_pattern import NamePattern
 
 _Part = TypeVar("_Part")
 _UNCUT = [ElementRun(0, 0, 0, 0)]
