@@ -77,7 +77,7 @@ class StateOptions(ExportOptions):
     dtype: str | Mapping[str, str] | None = None
     """The dtype to convert tensors to, or pattern → dtype (`dtype_rules`)."""
     optimizer: str | None = None
-    """Form of optimizers, one of `training.optimizer_forms.FORMS`; None: the format's default."""
+    """Form of optimizers, one of `training.optimizer_state.forms.FORMS`; None: the format's default."""
 
     def __post_init__(self) -> None:
         """Check everything that needs no files."""

@@ -1,6 +1,6 @@
 """Optimizers of an exported state, in the forms that torch loads.
 
-`train_state` stores an optimizer by the names of its parameters, in its own form (`training.optimizer_forms`), which no other program
+`train_state` stores an optimizer by the names of its parameters, in its own form (`training.optimizer_state.forms`), which no other program
 loads. Each optimizer in the state is rewritten in the requested form; schedulers get lists in the order of the optimizer's groups.
 """
 
@@ -14,14 +14,14 @@ from shardckpt.excerpt import excerpt
 from shardckpt.format.structure import Structure
 from shardckpt.state.document import Branch, Tensor, Tied, child, meanings, parse, write
 from shardckpt.state.names import child_name, component_names, shown
-from shardckpt.training.optimizer_forms import FORMS, map_schedules, read_optimizer
+from shardckpt.training.optimizer_state.forms import FORMS, map_schedules, read_optimizer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from shardckpt.reading.naming.outputs import OutputTensor
     from shardckpt.state.document import Node
-    from shardckpt.training.optimizer_forms import OptimizerNodes
+    from shardckpt.training.optimizer_state.forms import OptimizerNodes
 
 
 def check_form(form: object) -> None:

@@ -32,6 +32,7 @@ from shardckpt.frameworks.interconnect import Interconnect, interconnect_of
 from shardckpt.io.cores import note_local_processes
 from shardckpt.plan.bandwidths import Bandwidths, Estimate
 from shardckpt.plan.shares import peers_sharing_reads
+from shardckpt.reading.landing import MadeTensor
 from shardckpt.reading.shared_reading import SharedReading, error_document
 
 if TYPE_CHECKING:
@@ -181,7 +182,8 @@ def _groups(checkpoint: Checkpoint, jobs: Sequence[RestoreJob], world: World, li
     """The tensors that this process needs together with others, grouped by those processes; in the same order on all of them."""
     found: dict[tuple[int, ...], list[RestoreJob]] = {}
     for job in jobs:
-        sharers = job.landings[0].sink.sharers(world) if len(job.landings) == 1 and job.nbytes else None
+        alone = len(job.landings) > 1 or not job.nbytes or isinstance(job.tensor, MadeTensor)
+        sharers = None if alone else job.landings[0].sink.sharers(world)
         if sharers is not None and len(sharers) > 1 and world.process in sharers:
             found.setdefault(peers_sharing_reads(sharers, world.process), []).append(job)
     groups = [_Group(members, sorted(found[members], key=lambda job: job.tensor.name)) for members in sorted(found)]

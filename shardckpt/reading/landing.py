@@ -2,34 +2,42 @@
 
 A `RestoreJob` is one stored tensor with a `Landing` for every place that it goes to. A landing has the needed boxes and provides memory
 for them. At the end it hands the elements to its sink.
+
+With `naming.adapt` a job may also be a tensor that is made of several stored ones, and a landing may have another size than the
+tensor: it needs what both have, and the rest of it is zero.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from math import prod
+from operator import gt
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.lib.array_utils import byte_bounds
 from numpy.typing import NDArray
 
+from shardckpt import frameworks
 from shardckpt.errors import DtypeMismatchError, ShapeMismatchError, StructureMismatchError
+from shardckpt.format.structure import TensorRecord
 from shardckpt.frameworks.base import InPlace
 from shardckpt.io.buffers import round_up
 from shardckpt.io.threads import collector_paused
 from shardckpt.layout.box import Box, BoxArray
-from shardckpt.layout.dtypes import castable
+from shardckpt.layout.dtypes import by_name, castable, of_numpy
 from shardckpt.plan.cuts import cut_at_chunks
-from shardckpt.reading.locate import Request
+from shardckpt.reading.locate import Request, TensorBoxes
+from shardckpt.state.leaves import array_of_number
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterable, Sequence
+    from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 
-    from shardckpt.format.structure import TensorRecord
     from shardckpt.frameworks.base import Sink
     from shardckpt.io.buffers import Arena, Lease
+    from shardckpt.plan.views import View
     from shardckpt.reading.checkpoint import Checkpoint
+    from shardckpt.reading.naming.adapt import Adaptation
 
 Array = NDArray[np.generic]
 
@@ -45,7 +53,13 @@ class Landing:
         self.boxes = sink.boxes
         self.destinations = sink.destinations
         self.buffers: list[Array] = self.destinations or []
-        """One buffer per box that the chunks are read into: the leaf's own memory, or what `prepare` provides."""
+        """One buffer per box of the sink: the leaf's own memory, or what `prepare` provides."""
+        self.filled: list[int] | None = None
+        """The sink's boxes that have elements of the tensor, if the sink is larger than that: those that `boxes` has, cut. None: all."""
+        if any(map(gt, sink.shape, tensor.shape)):
+            stop = np.minimum(sink.boxes.stop, tensor.shape)
+            self.filled = np.flatnonzero((sink.boxes.start < stop).all(axis=1)).tolist()
+            self.boxes = BoxArray(sink.boxes.start[self.filled], stop[self.filled])
         self.memory: Sequence[Array] = getattr(sink, "memory", ()) if self.destinations is None else self.destinations
         """The leaf's own memory: only to compare addresses, as it may be on a device."""
         self.converts = sink.dtype != tensor.dtype or any(not v.dtype.isnative for v in self.destinations or ())
@@ -57,7 +71,12 @@ class Landing:
     @property
     def fills_leaf(self) -> bool:
         """Whether it changes memory that the leaf of `like` already has."""
-        return isinstance(self.sink.tie_key, InPlace) and len(self.boxes) > 0
+        return isinstance(self.sink.tie_key, InPlace) and len(self.sink.boxes) > 0
+
+    @property
+    def targets(self) -> list[Array]:
+        """One buffer per box that the chunks are read into."""
+        return self.buffers if self.filled is None else [self.buffers[i] for i in self.filled]
 
     @property
     def view(self) -> list[object]:
@@ -81,6 +100,11 @@ class Landing:
 
     def finish(self) -> object:
         """Hand the elements to the sink; return the restored leaf."""
+        if self.filled is not None:
+            extents = np.clip(np.array(self.tensor.shape) - self.sink.boxes.start, 0, None).tolist()
+            for buffer, inside in zip(self.buffers, extents, strict=True):
+                for d, n in enumerate(inside):
+                    buffer[(*[slice(None)] * d, slice(n, None))] = 0
         return self.sink.place(self.buffers)
 
 
@@ -118,7 +142,7 @@ class RestoreJob:
 
         A part needs more if its chunks do, or if pieces of the tensor divide each other.
         """
-        if self.staged_bytes <= room or not all(hasattr(landing.sink, "within") for landing in self.landings):
+        if self.staged_bytes <= room or not all(hasattr(one.sink, "within") and one.filled is None for one in self.landings):
             return [self]
         boxes = [landing.boxes for landing in self.landings]
         start, stop = np.concatenate([b.start for b in boxes]).min(axis=0), np.concatenate([b.stop for b in boxes]).max(axis=0)
@@ -136,33 +160,83 @@ class RestoreJob:
             needed += sum(map(round_up, sizes.tolist()))
         return needed
 
-    def request(self) -> Request:
-        """A request for all boxes of all landings, so that a chunk that several of them need is read once."""
+    @property
+    def stored(self) -> tuple[TensorRecord, ...]:
+        """The stored tensors that are read."""
+        return tuple(record for _, record in self.tensor.sources) if isinstance(self.tensor, MadeTensor) else (self.tensor,)
+
+    def requests(self) -> list[Request]:
+        """Requests for all boxes of all landings, so that a chunk that several of them need is read once."""
+        converts = any(landing.converts for landing in self.landings)
         boxes = BoxArray.concatenate([landing.boxes for landing in self.landings])
-        buffers = [buffer for landing in self.landings for buffer in landing.buffers]
-        return Request.of(self.tensor, boxes, buffers, converts=any(landing.converts for landing in self.landings))
+        buffers = [buffer for landing in self.landings for buffer in landing.targets]
+        if isinstance(self.tensor, MadeTensor):
+            return self.tensor.requests(boxes, buffers, converts=converts)
+        return [Request.of(self.tensor, boxes, buffers, converts=converts)]
+
+
+@dataclass(frozen=True, slots=True)
+class MadeTensor(TensorRecord):
+    """A tensor that is made of stored ones, which no checkpoint has by itself; its pieces are those of these, in its own indices."""
+
+    sources: tuple[tuple[View, TensorRecord], ...] = ()
+    """The stored tensors, and which of its elements each has."""
+
+    def requests(self, boxes: BoxArray, buffers: Sequence[Array], *, converts: bool) -> list[Request]:
+        """Requests for the stored elements of boxes; for the arguments see `Request.of`."""
+        found: dict[str, tuple[TensorRecord, TensorBoxes]] = {}
+        for view, stored in self.sources:
+            _, some = found.setdefault(stored.name, (stored, TensorBoxes()))
+            for i, buffer in enumerate(buffers):
+                some.add(view, boxes[i], buffer)
+        return [some.request(stored, converts=converts) for stored, some in found.values() if some.boxes]
+
+
+def sinks_of(
+    leaves: Mapping[str, Sequence[tuple[str, object]]], record: Callable[[str], TensorRecord]
+) -> Iterator[tuple[str, list[tuple[str, Sink]]]]:
+    """Per stored name, the sinks of the leaves that get the tensor, with their names in `like`."""
+    frameworks.settle(leaf for wanted in leaves.values() for _, leaf in wanted)
+    for stored, wanted in leaves.items():
+        tensor = record(stored)
+        yield stored, [(name, frameworks.target(name, leaf, tensor.shape, tensor.dtype)) for name, leaf in wanted]
+
+
+def sink_of_number(name: str, leaf: object, number: object) -> tuple[Sink, Array]:
+    """The place of a tensor for which a number is stored, and what goes there."""
+    natural = np.asarray(number).dtype
+    sink = frameworks.target(name, leaf, (), by_name("int64") if natural.kind == "O" else of_numpy(natural))
+    return sink, array_of_number(number, sink.dtype.numpy, name)
 
 
 @collector_paused()
-def restore_jobs(checkpoint: Checkpoint, places: Iterable[tuple[str, Iterable[tuple[str, Sink]]]], *, cast: bool) -> list[RestoreJob]:
+def restore_jobs(
+    checkpoint: Checkpoint,
+    places: Iterable[tuple[str, Iterable[tuple[str, Sink]]]],
+    *,
+    cast: bool,
+    adaptation: Adaptation | None = None,
+) -> list[RestoreJob]:
     """The restore jobs for some tensors, after a check of every shape and dtype.
 
     Args:
         checkpoint: the source.
         places: stored name, and (name for messages, sink) of every destination of the tensor.
         cast: whether dtypes may differ.
+        adaptation: has the tensors that are made, and says which sinks may have another size.
     """
     jobs = []
+    record = checkpoint.tensor if adaptation is None else adaptation.tensor
     for stored, wanted in places:
-        tensor = checkpoint.tensor(stored)
+        tensor = record(stored)
         landings: dict[Hashable, Landing] = {}
         for name, sink in wanted:
-            if sink.shape != tensor.shape:
+            if sink.shape != tensor.shape and not (adaptation is not None and adaptation.fits(name, tensor, sink)):
                 words = getattr(sink, "word_dims", 0)  # of JAX keys, whose own shape has no dimensions of words
                 stored_shape, own_shape = (shape[: len(shape) - words] for shape in (tensor.shape, sink.shape))
                 raise ShapeMismatchError(
                     f"{name}: {checkpoint.location} has shape {stored_shape}, the leaf to restore into has {own_shape}; "
-                    f"make them equal, or leave the tensor out with only=."
+                    f"make them equal, {_offered(tensor.shape, sink.shape, words)}or leave the tensor out with only=."
                 )
             if sink.dtype != tensor.dtype and not cast:
                 raise DtypeMismatchError(
@@ -179,6 +253,15 @@ def restore_jobs(checkpoint: Checkpoint, places: Iterable[tuple[str, Iterable[tu
         jobs.append(RestoreJob(tensor, list(landings.values())))
     _refuse_shared_memory(jobs)
     return jobs
+
+
+def _offered(stored: Sequence[int], own: Sequence[int], words: int) -> str:
+    """The advice to fit a tensor of another size, where that is possible."""
+    if len(stored) != len(own) or words:
+        return ""
+    if all(a <= b for a, b in zip(stored, own, strict=True)):
+        return 'pass fit={name: "pad"} to fill the rest with zeros, '
+    return 'pass fit={name: "slice"} to restore its first part, ' if all(a >= b for a, b in zip(stored, own, strict=True)) else ""
 
 
 def _refuse_shared_memory(jobs: Sequence[RestoreJob]) -> None:

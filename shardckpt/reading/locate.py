@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 from types import EllipsisType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from shardckpt.io.store import Store
     from shardckpt.layout.box import Box
     from shardckpt.plan.pieces import Piece
+    from shardckpt.plan.views import View
     from shardckpt.reading.lookup import Lookup
 
     Damaged = Callable[[str, Box, str, ShardckptError], None]
@@ -84,6 +85,22 @@ class TensorBoxes:
     def __init__(self) -> None:
         self.boxes: list[BoxArray] = []
         self.buffers: list[Array] = []
+
+    def add(self, view: View, box: Box, elements: Array) -> None:
+        """Add what a view of the tensor has of a box.
+
+        Args:
+            view: places a box of the tensor in an output.
+            box: a box of the output.
+            elements: an array with the box at its start.
+        """
+        common = view.inside.overlap(box)
+        if common is None:
+            return
+        sides = zip(common.start, common.stop, box.start, strict=True)
+        inside: Any = (*(slice(a - first, b - first) for a, b, first in sides), ...)
+        self.boxes.append(view.back(BoxArray.of([common], common.ndim)))
+        self.buffers.append(view.part(elements[inside]))
 
     def request(self, tensor: TensorRecord, *, converts: bool) -> Request:
         """A request for all of them, as `Request.of` makes it."""

@@ -37,26 +37,28 @@ from shardckpt.io.buffers import Arena, BufferPool, Lease
 from shardckpt.io.failures import reading_takes_threads
 from shardckpt.io.threads import collector_paused, read_ahead, run_on_threads
 from shardckpt.io.url import parse
-from shardckpt.layout.dtypes import by_name, of_numpy
 from shardckpt.options import DEFAULT_MEMORY_LIMIT, check_flag, parse_bytes
 from shardckpt.plan.pieces import batches
 from shardckpt.reading.checkpoint import Checkpoint, empty
 from shardckpt.reading.cooperative import Choice, Meeting, check_choice, exchange_bytes
-from shardckpt.reading.landing import RestoreJob, restore_jobs
+from shardckpt.reading.landing import RestoreJob, restore_jobs, sink_of_number, sinks_of
 from shardckpt.state import match, per_process_names, stored_names, unflatten
 from shardckpt.state.document import Branch, leaves_of, local_branches, of_process
 from shardckpt.state.flatten import StateOwner
-from shardckpt.state.leaves import array_of_number, number_like
+from shardckpt.state.leaves import number_like
 from shardckpt.state.names import shown
 from shardckpt.state.select import Only, check_selection, selector
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from typing_extensions import TypeVar
 
-    from shardckpt.frameworks.base import Array, Sink
+    from shardckpt.format.structure import TensorRecord
+    from shardckpt.frameworks.base import Sink
+    from shardckpt.reading.naming.adapt import Adaptation, Fit
+    from shardckpt.reading.naming.mapping import TensorMapping
     from shardckpt.state.document import Node
     from shardckpt.state.match import Matched, Strict
     from shardckpt.state.per_process import PerProcess
@@ -78,6 +80,10 @@ def restore(
     like: T | None = None,
     *,
     only: Only | None = None,
+    rename: str | Sequence[str] = (),
+    mapping: str | os.PathLike[str] | TensorMapping | None = None,
+    invert_mapping: bool = False,
+    fit: Mapping[str, Fit] | None = None,
     strict: bool | Literal["like"] = True,
     cast: bool = False,
     memory_limit: int | str = DEFAULT_MEMORY_LIMIT,
@@ -94,6 +100,15 @@ def restore(
             JAX arrays, `jax.ShapeDtypeStruct`s and `shardckpt.Target`s give new device tensors with the same sharding. A `train_state`
             loads the state into its objects. None gives numpy arrays of all complete tensors in dicts, lists and tuples.
         only: name patterns (`"model/**"`), or a function of a name, for the leaves to restore. All others keep their value in `like`.
+            The names are those of the checkpoint.
+        rename: `s/regex/replacement/`, one or several: names in the checkpoint become names in `like`, as in `export_safetensors`. In a
+            `train_state`, the optimizer's state follows the names of the parameters.
+        mapping: rules that join, split or transpose tensors: a file, or the name of a built-in mapping (docs/mapping.md). It applies after
+            `rename`; in a `train_state` to the names inside of each module (`layers.0.w`), and the optimizer's state follows.
+        invert_mapping: apply the mapping from its `to` to its `from`.
+        fit: pattern of names → "pad" or "slice", for tensors of another size in `like`. "pad": the stored tensor is restored into the
+            first part, and the rest becomes zero. "slice": the first part of the stored tensor is restored. In a `train_state`, a
+            pattern that selects a parameter selects its optimizer state of the same shape, too. The log names every such tensor.
         strict: True: it is an error if only the checkpoint or only `like` has a name, or if a pattern of `only` selects no stored name.
             "like": further names in the checkpoint are skipped, so that `like` may be a part of it, such as a pipeline stage.
             False: names and patterns of one side are skipped, and one warning in the log lists the names. It is an error if both have
@@ -124,6 +139,42 @@ def restore(
         CoordinationError: with `cooperative`, another process failed or does not answer. If a process cannot read, all processes that share
             its reads raise its error.
     """
+    adaptation = adaptation_of(rename, mapping, invert_mapping=invert_mapping, fit=fit)
+    options: dict[str, Any] = {"only": only, "strict": strict, "cast": cast, "cooperative": cooperative, "coordinator": coordinator}
+    state: T = restore_adapted(source, like, adaptation, memory_limit=memory_limit, progress=progress, **options)
+    return state
+
+
+def adaptation_of(
+    rename: str | Sequence[str],
+    mapping: str | os.PathLike[str] | TensorMapping | None,
+    *,
+    invert_mapping: bool,
+    fit: Mapping[str, Fit] | None,
+) -> Adaptation | None:
+    """The changes that options of `restore` ask for; None: the options are those by default."""
+    if rename == () and mapping is None and invert_mapping is False and fit is None:
+        return None
+    from shardckpt.reading.naming.adapt import Adaptation
+
+    return Adaptation(rename=rename, mapping=mapping, invert_mapping=invert_mapping, fit=fit)
+
+
+@leaves_out_with("only=")
+def restore_adapted(
+    source: str | os.PathLike[str] | Checkpoint,
+    like: Any,
+    adaptation: Adaptation | None,
+    *,
+    only: Only | None,
+    strict: Strict,
+    cast: bool,
+    cooperative: Choice,
+    coordinator: Coordinator | None,
+    progress: Callable[[int, int], None] | None,
+    memory_limit: int | str = DEFAULT_MEMORY_LIMIT,
+) -> Any:
+    """Restore a state; see `restore`. `adaptation` has its options for names and sizes, and afterwards what was done."""
     if coordinator is not None:
         check_coordinator(coordinator)  # before the meeting: without a coordinator no other process can learn of the error
     place = source.location if isinstance(source, Checkpoint) else source
@@ -140,10 +191,14 @@ def restore(
             if limit <= 0:
                 raise OptionError(f"restore(memory_limit={limit}): must be positive.")
             checkpoint = source if isinstance(source, Checkpoint) else Checkpoint(source)
-            if only is not None:
+            if adaptation is not None:
+                adaptation.begin(checkpoint)
+            elif only is not None:
                 check_selection(only, checkpoint.parsed_tree, str(checkpoint.location), each=strict is not False)
             tree, run = checkpoint.parsed_tree, partial(_read_all, checkpoint, limit=limit, meeting=meeting, progress=progress)
-            state: T = _restore_tree(checkpoint, tree, like, run, only=only, strict=strict, cast=cast, coordinator=coordinator)
+            state = _restore_tree(checkpoint, tree, like, run, adaptation, only=only, strict=strict, cast=cast, coordinator=coordinator)
+            if adaptation is not None and (notes := adaptation.notes()):
+                _log.warning("%s: restore(): %s", checkpoint.location, "\n".join(notes))
             return state
     except MemoryError as e:
         raise out_of_memory(str(place), e) from e
@@ -154,6 +209,7 @@ def _restore_tree(
     tree: Node,
     like: Any,
     run: Callable[..., dict[str, object]],
+    adaptation: Adaptation | None,
     *,
     only: Only | None,
     strict: Strict,
@@ -167,26 +223,37 @@ def _restore_tree(
         tree: its state's tree, in the form that `like` has.
         like: see `restore`.
         run: reads and places jobs (`_read_all`).
+        adaptation: the options for names and sizes; None: everything stays as it is.
         only: see `restore`.
         strict: see `state.match`.
         cast: see `restore`.
         coordinator: see `restore`.
     """
     wanted = None if only is None else selector(only)
+    record = checkpoint.tensor if adaptation is None else adaptation.tensor
+    if adaptation is not None and not isinstance(like, StateOwner) and not adaptation.places:
+        tree = tree if like is None else _own_tree(checkpoint, tree, only, coordinator)
+        tree = adaptation.settle(adaptation.rearranged(tree), only, each=strict is not False)
     if like is None:
-        stored = stored_names(checkpoint.parsed_tree, wanted)
+        stored = stored_names(tree, wanted)
         leaves: dict[str, list[tuple[str, object]]] = {
-            name: [(name, empty(name, t.shape, t.dtype.numpy))] for name, t in ((name, checkpoint.tensor(name)) for name in stored)
+            name: [(name, empty(name, t.shape, t.dtype.numpy))] for name, t in ((name, record(name)) for name in stored)
         }
-        own = _all_values(checkpoint, per_process_names(checkpoint.parsed_tree, wanted))
-        read = run(restore_jobs(checkpoint, _sinks(checkpoint, leaves), cast=False), in_place=False)
-        return unflatten(checkpoint.parsed_tree, {**read, **own}, wanted)
+        own = _all_values(checkpoint, per_process_names(tree, wanted))
+        read = run(restore_jobs(checkpoint, sinks_of(leaves, record), cast=False, adaptation=adaptation), in_place=False)
+        if adaptation is not None:
+            adaptation.restored(read)
+        return unflatten(tree, {**read, **own}, wanted)
     tree = _own_tree(checkpoint, tree, only, coordinator)
     if isinstance(like, StateOwner):
         wanted = selector(only)
-        tree = like.arranged(tree, wanted)
-        into = [like.like(tree, checkpoint.tensor, wanted, lambda: (coordinator or Coordinator.current()).world)]
-        restored = _restore_tree(checkpoint, tree, into.pop(), run, only=only, strict=strict, cast=cast, coordinator=coordinator)
+        tree = like.arranged(tree, wanted, adaptation)
+        if adaptation is not None:
+            adaptation.settle(tree, only, each=strict is not False)
+        into = [like.like(tree, record, wanted, lambda: (coordinator or Coordinator.current()).world, adaptation)]
+        restored = _restore_tree(
+            checkpoint, tree, into.pop(), run, adaptation, only=only, strict=strict, cast=cast, coordinator=coordinator
+        )
         like.load_state_dict(restored, strict=strict is not False)
         return like
     try:
@@ -199,21 +266,23 @@ def _restore_tree(
         raise type(e)(f"{checkpoint.location}: {e}") from None
     if matched.missing or matched.unexpected:
         _log.warning("%s: restore(strict=False): %s", checkpoint.location, matched.skipped())
-    numbers = _numbers(checkpoint, matched)
-    filled = {name: _sink_of_number(name, leaf, number) for name, (leaf, number) in matched.filled.items()}
+    numbers = _numbers(checkpoint, matched, record)
+    filled = {name: sink_of_number(name, leaf, number) for name, (leaf, number) in matched.filled.items()}
     places = {stored: [*matched.tensors.get(stored, ()), *numbers.get(stored, ())] for stored in {**matched.tensors, **numbers}}
-    restored = run(restore_jobs(checkpoint, _sinks(checkpoint, places), cast=cast), in_place=True)
+    restored = run(restore_jobs(checkpoint, sinks_of(places, record), cast=cast, adaptation=adaptation), in_place=True)
+    if adaptation is not None:
+        adaptation.restored(restored)
     for name, number in chain.from_iterable(matched.numbers.values()):
         restored[name] = number_like(np.asarray(restored[name]), number)
     placed = {name: sink.place([array] if len(sink.boxes) else []) for name, (sink, array) in filled.items()}
     return matched.build({**restored, **placed, **chosen})
 
 
-def _numbers(checkpoint: Checkpoint, matched: Matched) -> dict[str, list[tuple[str, object]]]:
+def _numbers(checkpoint: Checkpoint, matched: Matched, record: Callable[[str], TensorRecord]) -> dict[str, list[tuple[str, object]]]:
     """Arrays to read stored tensors into where `like` has numbers."""
     found: dict[str, list[tuple[str, object]]] = {}
     for stored, names in matched.numbers.items():
-        tensor = checkpoint.tensor(stored)
+        tensor = record(stored)
         for name, number in names:
             if tensor.shape:
                 raise StructureMismatchError(
@@ -222,13 +291,6 @@ def _numbers(checkpoint: Checkpoint, matched: Matched) -> dict[str, list[tuple[s
                 )
             found.setdefault(stored, []).append((name, empty(name, (), tensor.dtype.numpy)))
     return found
-
-
-def _sink_of_number(name: str, leaf: object, number: object) -> tuple[Sink, Array]:
-    """The place of a tensor for which a number is stored, and what goes there."""
-    natural = np.asarray(number).dtype
-    sink = frameworks.target(name, leaf, (), by_name("int64") if natural.kind == "O" else of_numpy(natural))
-    return sink, array_of_number(number, sink.dtype.numpy, name)
 
 
 def _own_tree(checkpoint: Checkpoint, tree: Node, only: Only | None, coordinator: Coordinator | None) -> Node:
@@ -293,14 +355,6 @@ def chosen_values(checkpoint: Checkpoint, wanted: Mapping[str, PerProcess], coor
     return chosen
 
 
-def _sinks(checkpoint: Checkpoint, leaves: Mapping[str, Sequence[tuple[str, object]]]) -> Iterator[tuple[str, list[tuple[str, Sink]]]]:
-    """Per stored name, the sinks of the leaves that get the tensor, with their names in `like`."""
-    frameworks.settle(leaf for wanted in leaves.values() for _, leaf in wanted)
-    for stored, wanted in leaves.items():
-        tensor = checkpoint.tensor(stored)
-        yield stored, [(name, frameworks.target(name, leaf, tensor.shape, tensor.dtype)) for name, leaf in wanted]
-
-
 def _read_all(
     checkpoint: Checkpoint,
     jobs: Sequence[RestoreJob],
@@ -330,7 +384,7 @@ def _read_all(
 
     def read_alone(batch: Sequence[RestoreJob]) -> None:
         with checkpoint.reading():
-            checkpoint.reader.read([job.request() for job in batch])
+            checkpoint.reader.read([request for job in batch for request in job.requests()])
 
     def fetch(read: Callable[[Sequence[RestoreJob]], None], batch: Sequence[RestoreJob]) -> None:
         try:
@@ -341,7 +395,7 @@ def _read_all(
             raise
 
     staged = STAGED_BATCH if checkpoint.location.scheme == "file" else LARGEST_BATCH
-    checkpoint.open_bases(job.tensor for job in jobs)
+    checkpoint.open_bases(tensor for job in jobs for tensor in job.stored)
     in_place = in_place and any(landing.fills_leaf for job in jobs for landing in job.landings)
     alone, shared = (list(jobs), []) if meeting is None else meeting.divide(checkpoint, jobs, limit)
     if all(job.is_in_place for job in jobs):  # nothing is staged

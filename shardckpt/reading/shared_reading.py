@@ -166,7 +166,7 @@ def _view(landing: Landing, region: Region) -> Array:
     """The part of a landing's buffer for a region."""
     origin = landing.boxes[region.box].start
     inside: tuple[Any, ...] = tuple(slice(a - o, b - o) for a, b, o in zip(region.part.start, region.part.stop, origin, strict=True))
-    view: Array = landing.buffers[region.box][(*inside, ...)]
+    view: Array = landing.targets[region.box][(*inside, ...)]
     return view
 
 

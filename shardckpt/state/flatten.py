@@ -280,16 +280,24 @@ class StateOwner(ABC):
         """The state as plain containers, for saving."""
 
     @abstractmethod
-    def arranged(self, tree: Node, wanted: Callable[[str], bool]) -> Node:
+    def arranged(self, tree: Node, wanted: Callable[[str], bool], adaptation: Any = None) -> Node:
         """Convert a stored state to the form that `state_dict` returns.
 
         Args:
             tree: the stored state.
             wanted: whether a name is to be restored.
+            adaptation: the `Adaptation` of a restore that renames or joins tensors; the owner applies it.
         """
 
     @abstractmethod
-    def like(self, tree: Node, tensor: Callable[[str], Any], wanted: Callable[[str], bool], world: Callable[[], World]) -> dict[str, Any]:
+    def like(
+        self,
+        tree: Node,
+        tensor: Callable[[str], Any],
+        wanted: Callable[[str], bool],
+        world: Callable[[], World],
+        adaptation: Any = None,
+    ) -> dict[str, Any]:
         """The state to restore a stored one into, so that `load_state_dict` accepts the result.
 
         Args:
@@ -297,6 +305,7 @@ class StateOwner(ABC):
             tensor: returns the record of a stored tensor, by its name.
             wanted: whether a name is to be restored.
             world: returns this process's number and the number of processes; called if other processes saved.
+            adaptation: as for `arranged`.
         """
 
     @abstractmethod

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from shardckpt.format.structure import TensorRecord
+    from shardckpt.reading.naming.adapt import Adaptation
     from shardckpt.state.names import PathKey
 
 LEFT_OUT: Any = object()
@@ -48,6 +49,8 @@ class StoredLeaves:
     """The record of a tensor, by any of its names."""
     wanted: Callable[[str], bool]
     """Whether a name is requested."""
+    adaptation: Adaptation | None = None
+    """What is renamed, made or fitted."""
 
     def any(self, node: Node) -> bool:
         """Whether a node or any part of it is requested."""
@@ -261,7 +264,7 @@ def _is_fillable(place: _Place) -> bool:
 def _new_like(tensor: Any) -> Target:
     """The target for a new tensor of the same kind and dtype: on the CPU, or over the same devices."""
     if isinstance(tensor, np.ndarray):
-        return Target(dtype=dtype_of(tensor.dtype))
+        return Target(shape=tensor.shape, dtype=dtype_of(tensor.dtype))
     mesh = getattr(tensor, "device_mesh", None)
     torch: Any = imported_module("torch")
-    return Target(torch.device("cpu") if mesh is None else (mesh, tensor.placements), dtype=dtype_of(tensor.dtype))
+    return Target(torch.device("cpu") if mesh is None else (mesh, tensor.placements), tuple(tensor.shape), dtype_of(tensor.dtype))

@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import time
 from collections import Counter
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from shardckpt.commit.job import RUN
@@ -19,7 +20,7 @@ from shardckpt.io.failures import check_fork
 from shardckpt.io.store import Store
 from shardckpt.io.url import parse
 from shardckpt.options import check_flag, checked_options
-from shardckpt.reading.restore import restore
+from shardckpt.reading.restore import adaptation_of, restore_adapted
 from shardckpt.training import events
 from shardckpt.training.announcing import announcer
 from shardckpt.training.background import Background, noted_on
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
     from shardckpt.options import SaveOptions
     from shardckpt.reading.checkpoint import Checkpoint
     from shardckpt.reading.cooperative import Choice
+    from shardckpt.reading.naming.adapt import Adaptation, Fit
+    from shardckpt.reading.naming.mapping import TensorMapping
     from shardckpt.state.select import Only
     from shardckpt.training.events import Callback
     from shardckpt.training.policies import OnPreemption
@@ -291,6 +294,10 @@ class CheckpointManager(RunSteps):
         step: int | None = None,
         *,
         only: Only | None = None,
+        rename: str | Sequence[str] = (),
+        mapping: str | os.PathLike[str] | TensorMapping | None = None,
+        invert_mapping: bool = False,
+        fit: Mapping[str, Fit] | None = None,
         strict: bool | Literal["like"] = True,
         cast: bool = False,
         cooperative: Choice = False,
@@ -307,13 +314,18 @@ class CheckpointManager(RunSteps):
             like: the restore target, as for `shardckpt.restore`.
             step: the step to restore. None restores the latest.
             only: as for `shardckpt.restore`; for example, `"model/**"` restores only the weights.
+            rename: as for `shardckpt.restore`. This and the next three are the same on all processes.
+            mapping: as for `shardckpt.restore`.
+            invert_mapping: as for `shardckpt.restore`.
+            fit: as for `shardckpt.restore`.
             strict: as for `shardckpt.restore`. If several processes restore with True, it is an error if only the checkpoint has a name
                 and no process's `like` has it.
             cast: as for `shardckpt.restore`.
             cooperative: as for `shardckpt.restore`; the same on all processes.
             fallback: whether to try earlier steps, one by one and on all processes, until one is not damaged. An event names each
                 damaged step. None uses the manager's `fallback`.
-            check: compare the restored tensors, in their final memory, with the fingerprint of `SaveOptions(fingerprint=True)`.
+            check: compare the restored tensors, in their final memory, with the fingerprint of `SaveOptions(fingerprint=True)`; not those
+                that `fit` or `mapping` has changed.
 
         Returns:
             The restored state and its step; None if no step is saved, so that training starts from the beginning.
@@ -330,7 +342,9 @@ class CheckpointManager(RunSteps):
         self._background.join()  # waits for deletions, too: they do not know yet where training continues
         self._background.raise_failures(self._on_failure)
 
-        def read(checkpoint: Checkpoint) -> Any:
+        adapted = partial(adaptation_of, rename=rename, mapping=mapping, invert_mapping=invert_mapping, fit=fit)
+
+        def read(checkpoint: Checkpoint) -> tuple[Any, Adaptation | None]:
             read_step = int(checkpoint.location.name)
             with self._background.cleaner.reading(read_step):
                 self._background.emit(events.RestoreStarted, read_step)
@@ -348,13 +362,14 @@ class CheckpointManager(RunSteps):
                 }
                 try:
                     with agreement:
-                        state = restore(checkpoint, like, **given)
+                        adaptation = adapted()
+                        state = restore_adapted(checkpoint, like, adaptation, **given)
                 except BaseException as e:
                     self._background.emit(events.RestoreFailed, read_step, error=e)
                     raise
                 nbytes = checkpoint.record.totals["bytes"]
                 self._background.emit(events.RestoreFinished, read_step, seconds=time.monotonic() - began, nbytes=nbytes)
-                return state
+                return state, adaptation
 
         found = resume(
             self._root,
@@ -374,7 +389,7 @@ class CheckpointManager(RunSteps):
         self._lineage.resume(found)
         self._background.cleaner.forget()
         self._decisions.restart(found.step)
-        return Restored(found.state, found.step, found.metadata)
+        return Restored(found.state, found.step, found.metadata, found.notes)
 
     @property
     def last_report(self) -> SaveReport | None:

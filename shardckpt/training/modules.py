@@ -44,6 +44,7 @@ from shardckpt.writing.save_plan import SMALL_BYTES
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
+    from shardckpt.reading.naming.adapt import Adaptation
     from shardckpt.state.document import Node
     from shardckpt.training.likeness import StoredLeaves
 
@@ -162,7 +163,7 @@ class NamedModule:
         earlier = {self._earlier(path): names[id(parameter)] for path, parameter in self.module.named_parameters()}
         return {before: now for before, now in earlier.items() if before not in set(names.values())}
 
-    def arranged(self, node: Node, _state: Node) -> Node:
+    def arranged(self, node: Node, _state: Node, _adaptation: Adaptation | None = None) -> Node:
         """The stored state, with names that 0.2.0 gave changed to today's."""
         if not isinstance(node, Branch) or node.form != "dict":
             return node

@@ -22,13 +22,14 @@ import torch
 from shardckpt.state.names import imported_module, is_key
 from shardckpt.training.likeness import LEFT_OUT, mirror
 from shardckpt.training.modules import NamedModule
-from shardckpt.training.optimizer_forms import keyed_by_ints
+from shardckpt.training.optimizer_state.forms import keyed_by_ints
 from shardckpt.training.optimizers import NamedOptimizer
 from shardckpt.training.schedulers import NamedScheduler
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
+    from shardckpt.reading.naming.adapt import Adaptation
     from shardckpt.state.document import Node
     from shardckpt.training.likeness import StoredLeaves
 
@@ -97,7 +98,7 @@ class OwnFormOptimizer:
         """The optimizer's own form; its tensors are the optimizer's own."""
         return _mapped(self.optimizer.state_dict(), _paired)
 
-    def arranged(self, node: Node, _state: Node) -> Node:
+    def arranged(self, node: Node, _state: Node, _adaptation: Adaptation | None = None) -> Node:
         """The stored state, with ints for the keys that other formats write as text."""
         return keyed_by_ints(node, self.collect())
 

@@ -15,7 +15,7 @@ Restoring
 3. `load_state_dict` then takes everything, in the optimizer's own numbers. It converts state to the parameter's dtype; state
    of another dtype (float32 moments of a bfloat16 parameter) is then put back unchanged.
 
-State that torch or DCP has stored in another form (`optimizer_forms`) is first converted to this one. Numbers in it are
+State that torch or DCP has stored in another form (`optimizer_state.forms`) is first converted to this one. Numbers in it are
 positions in the optimizer, so its groups must be as long as the stored ones.
 """
 
@@ -36,12 +36,13 @@ from shardckpt.frameworks.dcp_protocol import described_like, describes_itself
 from shardckpt.state.document import Branch, child
 from shardckpt.state.names import child_name, shown
 from shardckpt.training.likeness import LEFT_OUT, StoredLeaves, fitting, mirror, new_tensor
-from shardckpt.training.optimizer_forms import OptimizerNodes, read_optimizer
+from shardckpt.training.optimizer_state.forms import OptimizerNodes, read_optimizer
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Callable, Collection, Mapping
 
     from shardckpt.format.structure import TensorRecord
+    from shardckpt.reading.naming.adapt import Adaptation
     from shardckpt.state.document import Node
 
 _OF_THE_GROUP = frozenset({"params", "param_names"})
@@ -56,6 +57,7 @@ class NamedOptimizer:
     """An optimizer, and the names of its parameters."""
 
     turn: ClassVar[int] = 1
+    follows: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -79,7 +81,9 @@ class NamedOptimizer:
         """
         self.optimizer = optimizer
         self.key = key
+        self._modules = ["model", *modules]
         self._earlier = earlier or {}
+        self._adapted: OptimizerNodes | None = None
         self.parameters: dict[str, Any] = {}
         """Parameters by name, in the order of their numbers."""
         self.groups: list[list[str]] = []
@@ -134,20 +138,28 @@ class NamedOptimizer:
         rest = {name: value for name, value in packed.items() if name not in {"state", "param_groups"}}
         return {"state": state, "param_groups": settings, "group_of": group_of, **rest}
 
-    def read(self, node: Node | None) -> OptimizerNodes | None:
+    def read(self, node: Node | None, adaptation: Adaptation | None = None) -> OptimizerNodes | None:
         """The stored state of an optimizer, in any form, with the parameter names used here.
 
+        Args:
+            node: the stored state.
+            adaptation: what becomes of the stored modules.
+
         Raises:
-            StructureMismatchError: parameters go by numbers, and the groups have other lengths than here.
+            StructureMismatchError: parameters go by numbers, and the groups have other lengths than here; or state cannot be joined.
         """
         nodes = read_optimizer(node)
         if nodes is None:
             return None
+        if adaptation is not None and nodes.form != "numbered":
+            from shardckpt.training.optimizer_state.moments import follow
+
+            nodes = self._adapted = self._adapted or follow(nodes, adaptation, self._modules)
         if nodes.form == "named":
             changed = any(self.current_name(str(name)) != name for name in nodes.members())
             return replace(nodes.renamed(lambda name: self.current_name(str(name))), form="listed") if changed else nodes
         if nodes.form != "numbered":
-            return nodes.renamed(lambda name: name if name in self.parameters else self._own_name(str(name)))
+            return nodes.renamed(lambda name: name if name in self.parameters else self._own_name(self.current_name(str(name))))
         lengths, own = [len(group.members) for group in nodes.groups], [len(members) for members in self.groups]
         if lengths != own:
             raise StructureMismatchError(
@@ -157,9 +169,9 @@ class NamedOptimizer:
         names = dict(zip(nodes.members(), self.parameters, strict=True))
         return nodes.renamed(lambda number: names[number])
 
-    def arranged(self, node: Node, _state: Node) -> Node:
+    def arranged(self, node: Node, _state: Node, adaptation: Adaptation | None = None) -> Node:
         """The stored state in the form that `collect` makes; unchanged if it is not recognized as an optimizer's."""
-        nodes = self.read(node)
+        nodes = self.read(node, adaptation)
         return node if nodes is None or nodes.form == "named" else nodes.named()
 
     def like(self, stored: StoredLeaves, node: Node) -> Any:
@@ -219,13 +231,26 @@ class NamedOptimizer:
             if not stored.all_or_nothing(below):
                 continue
             if parameter is not None:
-                found[name] = mirror(stored, below, own.get(name), partial(_place, parameter), parameter)
+                found[name] = mirror(stored, below, own.get(name), self._placing(stored, str(name), below), parameter)
             elif name in own or (members is not None and name not in members):
                 found[name] = mirror(stored, below, own.get(name))
         for name, part in own.items():
             if name not in found and not stored.wanted(child_name(node.name, str(name))):
                 found[name] = part
         return found
+
+    def _placing(self, stored: StoredLeaves, name: str, state: Node) -> Callable[[TensorRecord, object], object]:
+        """The function that makes the restore targets of a parameter's state."""
+        parameter, adaptation = self.parameters[name], stored.adaptation
+        if adaptation is None:
+            return partial(_place, parameter)
+        from shardckpt.training.optimizer_state.moments import fit_state, place_of
+
+        shape = tuple(parameter.global_shape if describes_itself(parameter) else parameter.shape)
+        tensor = adaptation.at.get(place_of(name, self._modules))
+        if tensor is not None:
+            fit_state(state, adaptation.tensor(tensor), shape, adaptation)
+        return lambda record, own: _place(parameter, replace(record, shape=shape) if adaptation.mode(record.name) else record, own)
 
     def current_name(self, name: str) -> str:
         """The name of a parameter, where 0.2.0 has stored it with parts of a wrapper's name."""

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
     from shardckpt.frameworks.coordination import Coordinator
     from shardckpt.io.store import Store
+    from shardckpt.reading.naming.adapt import Adaptation
 
 T = TypeVar("T")
 _log = logging.getLogger("shardckpt")
@@ -51,6 +52,8 @@ class Restored:
     metadata: dict[str, Any]
     """The metadata of `SaveOptions(metadata=…)`, the step's `metrics`, the `run_id` of the run that saved it, and, if it was the first
     save after a rollback, that `rollback`."""
+    notes: tuple[str, ...] = ()
+    """A line for each tensor that was renamed, joined, split or fitted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,12 +69,14 @@ class Resumed:
     """Steps after it, with the attempt in each one's record (None if unreadable)."""
     kept: frozenset[int]
     """Later steps that are pinned or tagged, or hold tensors of such a step, or of a checkpoint that is not superseded."""
+    notes: tuple[str, ...] = ()
+    """As in `Restored`."""
 
 
 def resume(
     root: Store,
     coordinator: Coordinator,
-    read: Callable[[Checkpoint], Any],
+    read: Callable[[Checkpoint], tuple[Any, Adaptation | None]],
     *,
     step: int | None = None,
     together: bool = False,
@@ -85,7 +90,7 @@ def resume(
     Args:
         root: the root of the run.
         coordinator: connects all processes; all of them call this.
-        read: restores the open checkpoint.
+        read: restores the open checkpoint; returns the state, and what changed on the way.
         step: the step to restore; None: the latest.
         together: whether `read` waits for the other processes, so that all of them must reach it.
         rolled_back: steps that this run has superseded without recording it in the storage, with their attempts.
@@ -121,14 +126,17 @@ def resume(
         restored = None
         if failure is None and worst is None:
             assert checkpoint is not None
-            restored, failure = _tried(partial(read, checkpoint))
+            restored, failure = _tried(partial(read, checkpoint))  # the state, and what changed on the way
         worst = worst or _first_failure(coordinator, failure)
         if worst is None:
             assert checkpoint is not None
+            assert restored is not None
+            state, adaptation = restored
             if check:
-                check_restored(checkpoint, restored, coordinator)
+                check_restored(checkpoint, state, coordinator, adaptation)
             later = {int(s): attempt for s, attempt in chosen["later"]}
-            return Resumed(chosen["step"], restored, checkpoint.metadata, chosen["superseded"], later, frozenset(chosen["kept"]))
+            notes = () if adaptation is None else tuple(adaptation.notes())
+            return Resumed(chosen["step"], state, checkpoint.metadata, chosen["superseded"], later, frozenset(chosen["kept"]), notes)
         error, all_damage = failure or worst[0], worst[1]
         if not all_damage:
             raise error
@@ -141,10 +149,10 @@ def resume(
         damaged, below = damaged or error, chosen["step"]
 
 
-def check_restored(checkpoint: Checkpoint, state: Any, coordinator: Coordinator) -> None:
+def check_restored(checkpoint: Checkpoint, state: Any, coordinator: Coordinator, adaptation: Adaptation | None = None) -> None:
     """Compare the tensors of a restored state, where they lie now, with the fingerprint that the save recorded; all processes call it.
 
-    Tensors that lie in a base, and tensors that are only in one of the two, are not compared.
+    Tensors that lie in a base, tensors that are only in one of the two, and those that were made of others or fitted, are not compared.
 
     Raises:
         OptionError: the save recorded no fingerprint.
@@ -156,6 +164,7 @@ def check_restored(checkpoint: Checkpoint, state: Any, coordinator: Coordinator)
         raise OptionError(
             f"{checkpoint.location} has no fingerprint, as check= needs: save with SaveOptions(fingerprint=True), or leave out check=."
         )
+    recorded = recorded if adaptation is None else adaptation.expected(recorded)
     found = fingerprint(state, coordinator=coordinator).tensors
     wrong = [name for name in found if found[name] != recorded.get(name, found[name])]
     if wrong:

@@ -15,14 +15,15 @@ from shardckpt.errors import StructureMismatchError
 from shardckpt.state.document import Branch, Small, child
 from shardckpt.state.names import shown
 from shardckpt.training.likeness import LEFT_OUT, mirror, renamed
-from shardckpt.training.optimizer_forms import PER_GROUP, keyed_by_ints, map_schedules, value_of
+from shardckpt.training.optimizer_state.forms import PER_GROUP, keyed_by_ints, map_schedules, read_optimizer, value_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from shardckpt.reading.naming.adapt import Adaptation
     from shardckpt.state.document import Node
     from shardckpt.training.likeness import StoredLeaves
-    from shardckpt.training.optimizer_forms import OptimizerNodes
+    from shardckpt.training.optimizer_state.forms import OptimizerNodes
     from shardckpt.training.optimizers import NamedOptimizer
 
 _RATES = {"base_lrs": "initial_lr", "_last_lr": "lr"}
@@ -35,6 +36,7 @@ class NamedScheduler:
     """A scheduler and its optimizer."""
 
     turn: ClassVar[int] = 2
+    follows: ClassVar[bool] = True
 
     def __init__(self, key: str, scheduler: Any, optimizer: NamedOptimizer) -> None:
         self.key = key
@@ -45,16 +47,17 @@ class NamedScheduler:
         """The state, with per-group values by group name."""
         return self._named(self.scheduler.state_dict())
 
-    def arranged(self, node: Node, state: Node) -> Node:
+    def arranged(self, node: Node, state: Node, adaptation: Adaptation | None = None) -> Node:
         """The stored state in the form that `collect` makes; `state` is the complete stored state, with the optimizer's groups."""
-        stored = self.optimizer.read(child(state, self.optimizer.key))
+        optimizer = child(state, self.optimizer.key)
+        before, stored = read_optimizer(optimizer), self.optimizer.read(optimizer, adaptation)
         firsts = [] if stored is None else stored.firsts()
 
         def by_group(scheduler: Branch, of_each: Branch) -> Branch | None:
             if stored is None:
                 return None
             if of_each.form == "dict":
-                return renamed(of_each, {key: self.optimizer.current_name(key) for key in of_each.keys if isinstance(key, str)})
+                return renamed(of_each, dict(zip([] if before is None else before.firsts(), firsts, strict=True)))
             if stored.form == "flat":
                 return self._by_rate(stored, scheduler, of_each)
             return Branch(of_each.name, "dict", firsts, of_each.children) if len(of_each.keys) == len(firsts) else None

@@ -30,13 +30,14 @@ from shardckpt.state.flatten import StateOwner
 from shardckpt.state.select import selector
 from shardckpt.training.generators import Generators, inherited
 from shardckpt.training.likeness import LEFT_OUT, StoredLeaves, mirror, set_apart
-from shardckpt.training.optimizer_forms import keyed_by_ints
+from shardckpt.training.optimizer_state.forms import keyed_by_ints
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from shardckpt.format.structure import TensorRecord
     from shardckpt.layout.world import World
+    from shardckpt.reading.naming.adapt import Adaptation
     from shardckpt.state.document import Node
 
 log = logging.getLogger("shardckpt")
@@ -163,12 +164,13 @@ class TrainState(StateOwner):
         """
         return {**{key: part.collect() for key, part in self._parts().items()}, **self.values}
 
-    def arranged(self, tree: Node, wanted: Callable[[str], bool]) -> Node:
+    def arranged(self, tree: Node, wanted: Callable[[str], bool], adaptation: Any = None) -> Node:
         """A stored state converted to the form of `state_dict`, where torch or DCP stored it in another form.
 
         Args:
             tree: the stored state.
             wanted: whether a name is to be restored; objects without a requested name are skipped.
+            adaptation: renames, joins and splits the tensors of modules, which optimizers and schedulers follow.
 
         Raises:
             StructureMismatchError: the stored optimizer numbers its parameters, and its groups have other lengths.
@@ -176,14 +178,23 @@ class TrainState(StateOwner):
         if not isinstance(tree, Branch):
             return tree
         parts: Mapping[Any, _Part] = self._parts()
+        stored: Branch = tree
+        if adaptation is not None:
+            following = {key for key, part in parts.items() if getattr(part, "follows", False)}
+            stored = adaptation.rearranged(tree, following, [key for key, part in parts.items() if part.turn == 0])
         children = [
-            parts[key].arranged(node, tree) if key in parts and any(wanted(leaf.name) for leaf in leaves_of(node)) else node
-            for key, node in zip(tree.keys, tree.children, strict=True)
+            parts[key].arranged(node, stored, adaptation) if key in parts and any(wanted(leaf.name) for leaf in leaves_of(node)) else node
+            for key, node in zip(stored.keys, stored.children, strict=True)
         ]
-        return replace(tree, children=children)
+        return replace(stored, children=children)
 
     def like(
-        self, tree: Node, tensor: Callable[[str], TensorRecord], wanted: Callable[[str], bool], world: Callable[[], World]
+        self,
+        tree: Node,
+        tensor: Callable[[str], TensorRecord],
+        wanted: Callable[[str], bool],
+        world: Callable[[], World],
+        adaptation: Any = None,
     ) -> dict[str, Any]:
         """The restore target for a stored state; `load_state_dict` takes the result.
 
@@ -192,11 +203,12 @@ class TrainState(StateOwner):
             tensor: the record of a tensor, by any of its names.
             wanted: whether a name is to be restored.
             world: returns this process's number and the number of processes; called where other processes saved.
+            adaptation: fits tensors of other sizes.
 
         Raises:
             OptionError: only a part is requested of an object that must be restored completely.
         """
-        stored = StoredLeaves(tensor, wanted)
+        stored = StoredLeaves(tensor, wanted, adaptation)
         found: dict[str, Any] = {}
         for key, part in self._parts(world).items():
             node = child(tree, key)
@@ -271,12 +283,13 @@ class _Part(Protocol):
     def collect(self) -> Any:
         """The object's state, with names that stay the same in all versions."""
 
-    def arranged(self, node: Node, state: Node) -> Node:
+    def arranged(self, node: Node, state: Node, adaptation: Adaptation | None = None) -> Node:
         """The object's stored state in the form that `collect` makes.
 
         Args:
             node: the object's stored state.
             state: the complete stored state.
+            adaptation: what becomes of other objects' tensors, which this object may follow.
         """
 
     def like(self, stored: StoredLeaves, node: Node) -> Any:
@@ -296,7 +309,7 @@ class _Whole:
     def collect(self) -> Any:
         return self.of.state_dict()
 
-    def arranged(self, node: Node, _state: Node) -> Node:
+    def arranged(self, node: Node, _state: Node, _adaptation: Adaptation | None = None) -> Node:
         return keyed_by_ints(node, self.of.state_dict())
 
     def like(self, stored: StoredLeaves, node: Node) -> Any:
@@ -327,7 +340,7 @@ class _Own:
     def collect(self) -> Any:
         return PerProcess(self.of.state_dict(), self.choose, self.axis)
 
-    def arranged(self, node: Node, _state: Node) -> Node:
+    def arranged(self, node: Node, _state: Node, _adaptation: Adaptation | None = None) -> Node:
         return node
 
     def like(self, stored: StoredLeaves, node: Node) -> Any:

@@ -229,19 +229,11 @@ class OutputReader:
         for number, box, elements in wanted:
             output = self._outputs[number]
             for view in output.sources:
-                common = view.inside.overlap(box)
-                if common is None:
-                    continue
-                sides = zip(common.start, common.stop, box.start, strict=True)
-                inside: Any = (*(slice(a - first, b - first) for a, b, first in sides), ...)
-                into = found[view.tensor, output.dtype != self._tensors[view.tensor].dtype]
-                into.boxes.append(view.back(BoxArray.of([common], common.ndim)))
-                into.buffers.append(view.part(elements[inside]))
-        if found:
+                found[view.tensor, output.dtype != self._tensors[view.tensor].dtype].add(view, box, elements)
+        requests = [some.request(self._tensors[name], converts=converts) for (name, converts), some in found.items() if some.boxes]
+        if requests:
             with self._checkpoint.reading():
-                self._checkpoint.reader.read(
-                    [some.request(self._tensors[name], converts=converts) for (name, converts), some in found.items()]
-                )
+                self._checkpoint.reader.read(requests)
 
     def _whole(self, wanted: Iterable[tuple[Key, Bytes]]) -> Iterator[tuple[int, Box, NDArray[Any]]]:
         """Blocks and memory for them, as `read_boxes` wants them."""

@@ -109,7 +109,7 @@ def restore_host(case):
     pool = BufferPool(case["limit"])
 
     def fetch(batch):
-        checkpoint.reader.read([job.request() for job in batch])
+        checkpoint.reader.read([request for job in batch for request in job.requests()])
 
     with Peak() as peak:
         restored = restoring._stage_and_place(jobs, fetch, pool=pool, staged=restoring.STAGED_BATCH, placed=lambda _nbytes: None)

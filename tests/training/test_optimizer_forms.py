@@ -15,7 +15,7 @@ import shardckpt
 from shardckpt.errors import NamesMismatchError, StructureMismatchError
 from shardckpt.state import flatten, parse, unflatten
 from shardckpt.state.document import write
-from shardckpt.training.optimizer_forms import FORMS, read_optimizer
+from shardckpt.training.optimizer_state.forms import FORMS, read_optimizer
 
 RATES = torch.optim.lr_scheduler.LambdaLR
 

@@ -12,7 +12,7 @@ from shardckpt.options import check_flag
 from shardckpt.reading.naming.mapping import TensorMapping
 from shardckpt.reading.naming.mapping_file import read_mapping
 from shardckpt.reading.naming.renaming import read_names
-from shardckpt.reading.naming.substitution import parse_substitution, without_prefix
+from shardckpt.reading.naming.substitution import parse_substitutions, without_prefix
 from shardckpt.reshard.dtype_rules import check_dtypes
 from shardckpt.reshard.rules.hf_config import head_counts, read_config
 from shardckpt.state.select import selector
@@ -62,12 +62,8 @@ class NameOptions:
             if callable(patterns):
                 raise OptionError(f"{what}: give patterns of names, as text.")
             selector(patterns)
-        rename = (self.rename,) if isinstance(self.rename, str) else self.rename
-        if not isinstance(rename, list | tuple):
-            raise OptionError(f"rename={excerpt(rename)}: give s/regex/replacement/, or a list of them.")
-        for text in rename:
-            parse_substitution(text)
-        object.__setattr__(self, "rename", tuple(rename))
+        parse_substitutions(self.rename)
+        object.__setattr__(self, "rename", (self.rename,) if isinstance(self.rename, str) else tuple(self.rename))
         for what, file in (("rename_file", self.rename_file), ("mapping", self.mapping), ("config", self.config)):
             if file is not None and not isinstance(file, str | os.PathLike | TensorMapping):
                 raise OptionError(f"{what}={excerpt(file)}: give the path of a file.")
@@ -112,7 +108,7 @@ def read_naming(options: NameOptions) -> Naming:
         renames.append(without_prefix(options.strip_prefix))
     if options.rename_file is not None:
         renames.append(read_names(options.rename_file))
-    renames += map(parse_substitution, options.rename)
+    renames += parse_substitutions(options.rename)
     mapping, config = options.mapping, options.config
     if not isinstance(mapping, TensorMapping):
         mapping = TensorMapping() if mapping is None else read_mapping(mapping, None if config is None else config_values(config))

@@ -10,7 +10,7 @@ matching rule stay the same. Nothing is read: the result lists the elements of t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from shardckpt.errors import NamesMismatchError, OptionError
@@ -38,6 +38,10 @@ class TensorMapping:
             OptionError: a rule lacks the sizes that its inverse needs.
         """
         return TensorMapping(tuple(rule.inverse() for rule in self.rules))
+
+    def optional(self) -> TensorMapping:
+        """The same mapping, of which any rule may match nothing."""
+        return TensorMapping(tuple(replace(rule, optional=True) for rule in self.rules))
 
     def outputs(self, tensors: Mapping[str, TensorRecord]) -> tuple[OutputTensor, ...]:
         """The outputs of the tensors, each at the position of its first tensor.

@@ -93,6 +93,18 @@ def without_prefix(prefix: object) -> Substitution:
     return Substitution(f"strip_prefix={prefix!r}", re.compile(rf"\A(?:{re.escape(prefix)}|{re.escape(prefix.replace('/', '.'))})"))
 
 
+def parse_substitutions(rename: object) -> tuple[Substitution, ...]:
+    """Parse the option `rename`: one substitution, or several in order.
+
+    Raises:
+        OptionError: it is anything else.
+    """
+    texts = (rename,) if isinstance(rename, str) else rename
+    if not isinstance(texts, list | tuple):
+        raise OptionError(f"rename={excerpt(rename)}: give s/regex/replacement/, or a list of them.")
+    return tuple(map(parse_substitution, texts))
+
+
 def parse_substitution(text: object) -> Substitution:
     """Parse `s/regex/replacement/`.
 

@@ -1,0 +1,280 @@
+"""What a restore changes on the way from a checkpoint to `like`: names, tensors that are joined or split, and sizes.
+
+1. `rename` moves the leaves of the stored tree to other places. They keep their stored names: patterns, messages and reads go by these.
+2. `mapping` replaces tensors of the tree by others that are made of them (`MadeTensor`). Such a tensor has the name of its place.
+3. `fit` allows a tensor another size in `like`. A `Landing` reads what both have, and makes the rest zero.
+
+The tensors of a model and their optimizer's state belong together. `training.optimizer_state.moments` makes the state follow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from shardckpt.errors import NamesMismatchError, OptionError, ShapeMismatchError
+from shardckpt.excerpt import excerpt, few
+from shardckpt.frameworks.base import whole
+from shardckpt.options import check_flag
+from shardckpt.plan.views import View
+from shardckpt.reading.landing import MadeTensor
+from shardckpt.reading.locate import Request
+from shardckpt.reading.naming.mapping import TensorMapping
+from shardckpt.reading.naming.mapping_file import read_mapping
+from shardckpt.reading.naming.renaming import rename as renamed_by
+from shardckpt.reading.naming.substitution import parse_substitutions
+from shardckpt.state.document import Branch, Tensor, Tied
+from shardckpt.state.moving import End, ends_by_place, moved_tree
+from shardckpt.state.names import child_name, component_names, shown
+from shardckpt.state.select import Only, check_selection, selector
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Collection, Iterable, Iterator, Sequence
+
+    from shardckpt.format.structure import TensorRecord
+    from shardckpt.frameworks.base import Sink
+    from shardckpt.reading.checkpoint import Checkpoint
+    from shardckpt.reading.naming.outputs import OutputTensor
+    from shardckpt.state.document import Node
+
+Fit = Literal["pad", "slice"]
+"""What becomes of a tensor of another size: the rest is zero, or its first part is restored."""
+
+
+class Adaptation:
+    """The changes of one restore."""
+
+    def __init__(
+        self,
+        *,
+        rename: str | Sequence[str],
+        mapping: str | os.PathLike[str] | TensorMapping | None,
+        invert_mapping: bool,
+        fit: Mapping[str, Fit] | None,
+    ) -> None:
+        """Take the options; `begin` checks them."""
+        self._rename, self._given, self._inverts, self._fit = rename, mapping, invert_mapping, fit
+        self.places: dict[str, str] = {}
+        """Stored name of each leaf, or name of a made tensor → its place in `like`."""
+        self.at: dict[str, str] = {}
+        """The reverse for tensors, tied ones under the name that they are stored under."""
+        self.made: dict[str, MadeTensor] = {}
+        """Tensors that the mapping made, by their names."""
+        self.stored: dict[str, str] = {}
+        """Place in the stored state → the name under which the tensor there is stored."""
+        self.moved: dict[str, str] = {}
+        """Place in the stored state → place in `like`, for the leaves that are left after the renaming and are not joined or split."""
+        self._modes: dict[str, Fit] = {}
+        """Tensors that are fitted because another one is, by stored name."""
+        self._fitted: dict[str, str] = {}
+        self._restored: set[str] = set()
+
+    def begin(self, checkpoint: Checkpoint) -> None:
+        """Read and check the options.
+
+        Raises:
+            OptionError: one is invalid, or the file of the mapping cannot be read.
+        """
+        self._checkpoint = checkpoint
+        self._rules = parse_substitutions(self._rename)
+        check_flag(self._inverts, "invert_mapping")
+        mapping = self._given
+        if mapping is None and self._inverts:
+            raise OptionError("invert_mapping=True: there is no mapping; give mapping=.")
+        mapping = TensorMapping() if mapping is None else mapping if isinstance(mapping, TensorMapping) else read_mapping(mapping)
+        self._mapping = mapping.inverse() if self._inverts else mapping
+        if not isinstance(self._fit, Mapping | None) or any(mode not in ("pad", "slice") for mode in (self._fit or {}).values()):
+            raise OptionError(
+                f'fit={excerpt(self._fit)}: give patterns of names with "pad" or "slice", as in fit={{"**/embed.weight": "pad"}}.'
+            )
+        self._patterns = [(pattern, selector(pattern), mode) for pattern, mode in (self._fit or {}).items()]
+
+    def tensor(self, name: str) -> TensorRecord:
+        """The record of a stored or made tensor."""
+        return self.made[name] if name in self.made else self._checkpoint.tensor(name)
+
+    # --- names and made tensors
+
+    def rearranged(self, tree: Node, apart: Collection[str] = (), modules: Sequence[str] | None = None) -> Branch:
+        """A stored state with the places and the tensors of `like`.
+
+        Args:
+            tree: the stored state, as this process has it.
+            apart: keys of it whose contents stay as they are, because they follow others.
+            modules: keys of it in which the mapping applies, to the names inside of them. None: to the complete names.
+
+        Raises:
+            OptionError: a rule matches nothing.
+            NamesMismatchError: two leaves would have one place, or a part of a tensor is missing.
+            ShapeMismatchError, DtypeMismatchError: tensors do not fit a rule.
+        """
+        old = ends_by_place(tree)
+        own = {place: place for place in old if place.partition("/")[0] not in apart}
+        self.stored = {place: end.node.stored for place, end in old.items() if isinstance(end.node, Tensor | Tied)}
+        self.moved = renamed_by(own, self._rules)
+        present = {self.moved.get(place, place): end for place, end in old.items() if place not in own or place in self.moved}
+        if self._mapping.rules:
+            prefixes = [""] if modules is None else [f"{key}/" for key in modules if any(place.startswith(f"{key}/") for place in present)]
+            for number, prefix in enumerate(prefixes):
+                present = self._mapped(present, prefix, self._mapping if number == 0 else self._mapping.optional())
+        return moved_tree(tree, present.items())
+
+    def _mapped(self, present: dict[str, End], prefix: str, mapping: TensorMapping) -> dict[str, End]:
+        """The contents of the state after the mapping of the names with a prefix."""
+        inside = {
+            place.removeprefix(prefix): self._checkpoint.tensor(end.node.stored)
+            for place, end in present.items()
+            if place.startswith(prefix) and isinstance(end.node, Tensor | Tied)
+        }
+        first = {record.name: prefix + name for name, record in reversed(inside.items())}
+        found: dict[str, End] = {}
+        moves: dict[str, str] = {}
+        for output in mapping.outputs(inside):
+            place, sources = prefix + output.name, [view.tensor for view in output.sources]
+            own = output.name in inside and (not sources or inside[output.name].name in sources)
+            before = place if own else first.get(sources[0], "") if sources else ""
+            found[place] = present.get(before, End(Tensor(place)))
+            if sources and output.sources == (View.whole(sources[0], output.shape),):
+                moves[before] = place
+            else:
+                found[place] = End(Tensor(self.make(place, output)), found[place].path)
+        for old, place in list(self.moved.items()):
+            if place in moves:
+                self.moved[old] = moves[place]
+            elif place.startswith(prefix) and place.removeprefix(prefix) in inside:
+                del self.moved[old]
+        kept = {place: end for place, end in present.items() if not (place.startswith(prefix) and place.removeprefix(prefix) in inside)}
+        clash = next((place for place in found if place in kept), None)
+        if clash is not None:
+            raise NamesMismatchError(f"mapping: {shown(clash)} is the name of a leaf that is not a tensor; choose another name.")
+        return {**found, **kept}
+
+    def make(self, place: str, output: OutputTensor) -> str:
+        """Add a tensor that is made of stored ones; return its name, which is its place unless the checkpoint has a tensor of this name."""
+        name = place
+        while name in self._checkpoint.record.structure.tensors:
+            name += "'"
+        sources = tuple((view, self._checkpoint.tensor(view.tensor)) for view in output.sources)
+        pieces = tuple(piece for view, record in sources for piece in view.pieces(record.pieces))
+        self.places[name] = place
+        self.made[name] = MadeTensor(name, output.shape, output.dtype, None, pieces, sources=sources)
+        return name
+
+    def renamed(self, place: str) -> str:
+        """The new place of anything in the stored state, whether or not the state has it."""
+        if place in self.moved:
+            return self.moved[place]
+        for rule in self._rules:
+            place = rule.of(place) or place
+        return place
+
+    def settle(self, tree: Node, only: Only | None, *, each: bool) -> Node:
+        """Note the places of the state that is restored, and return it.
+
+        Args:
+            tree: the state.
+            only: the names to restore.
+            each: whether each of their patterns must select a name.
+
+        Raises:
+            OptionError: a pattern of `fit` matches no tensor.
+            NamesMismatchError: patterns of `only` select nothing.
+        """
+        if only is not None:
+            check_selection(only, tree, str(self._checkpoint.location), each=each)
+        known: set[str] = set()
+        for place, end in ends_by_place(tree).items():
+            self._note_place(place, end.node)
+            if isinstance(end.node, Tensor | Tied):
+                self.at[place] = end.node.stored
+            if isinstance(end.node, Tensor | Tied | Branch):
+                known |= {place, end.node.name}
+        for pattern, selects, _ in self._patterns:
+            if not any(map(selects, known)):
+                raise OptionError(f"fit={{{pattern!r}: …}}: it matches none of the tensors, which are {few(sorted(known), 3)}; correct it.")
+        return tree
+
+    def _note_place(self, place: str, node: Node) -> None:
+        if isinstance(node, Branch):
+            for component, part in zip(component_names(node.keys), node.children, strict=True):
+                self._note_place(child_name(place, component), part)
+        else:
+            self.places[node.name] = place
+
+    def elements(self, names: Sequence[str]) -> list[np.ndarray[Any, Any]]:
+        """Read some small tensors, all with one call."""
+        records = [self.tensor(name) for name in names]
+        found = [np.empty(record.shape, record.dtype.storage) for record in records]
+        requests = [
+            Request.of(record, whole(record.shape), [array][: len(whole(record.shape))])
+            for record, array in zip(records, found, strict=True)
+        ]
+        with self._checkpoint.reading():
+            self._checkpoint.reader.read(requests)
+        return found
+
+    # --- sizes
+
+    def mode(self, name: str) -> Fit | None:
+        """What becomes of a tensor of another size; the first pattern that matches its stored name or its place decides."""
+        names = (name, self.places.get(name, name))
+        asked = next((mode for _, selects, mode in self._patterns if any(map(selects, names))), None)
+        return self._modes.get(name) if asked is None else asked
+
+    def fit_like(self, name: str, mode: Fit) -> None:
+        """Fit a tensor as another one that it belongs to."""
+        self._modes[name] = mode
+
+    def fits(self, name: str, tensor: TensorRecord, sink: Sink) -> bool:
+        """Whether a tensor may be restored into a sink of another shape.
+
+        Raises:
+            ShapeMismatchError: the shapes do not fit as it was asked for.
+        """
+        mode = self.mode(name) or self.mode(tensor.name)
+        if mode is None or getattr(sink, "word_dims", None):
+            return False
+        pairs = list(zip(tensor.shape, sink.shape, strict=False))
+        right = all(a <= b for a, b in pairs) if mode == "pad" else all(a >= b for a, b in pairs)
+        if not right or len(tensor.shape) != len(sink.shape):
+            needs = "no dimension may be smaller in `like`" if mode == "pad" else "no dimension may be larger in `like`"
+            raise ShapeMismatchError(
+                f"{name}: {self._checkpoint.location} has shape {tensor.shape}, the leaf to restore into has {sink.shape}, and fit= says "
+                f"{mode!r}: {needs}, and both must have as many dimensions. Make them fit, or leave the tensor out with only=."
+            )
+        if mode == "pad" and np.zeros((), np.float32).astype(sink.dtype.numpy).astype(np.float32) != 0:
+            raise ShapeMismatchError(f"{name}: {sink.dtype.name} has no zero to fill the rest with; restore it as another dtype.")
+        self._fitted[name] = f"{tensor.shape} → {sink.shape}, {mode}"
+        return True
+
+    # --- the report
+
+    def restored(self, names: Iterable[str]) -> None:
+        """Note the names that were restored."""
+        self._restored.update(names)
+
+    def notes(self) -> list[str]:
+        """A line for each tensor that was restored under another name, made of others, or to another size."""
+        return list(self._notes())
+
+    def _notes(self) -> Iterator[str]:
+        for name, place in self.places.items():
+            if name not in self._restored:
+                continue
+            says = []
+            if name in self.made:
+                parts = list(dict.fromkeys(record.name for _, record in self.made[name].sources))
+                says.append(f"{self.made[name].shape} made of {few(parts, 3)}")
+            elif name != place:
+                says.append(f"restored as {shown(place)}")
+            if name in self._fitted:
+                says.append(self._fitted[name])
+            if says:
+                yield f"{shown(name)}: {'; '.join(says)}"
+
+    def expected(self, recorded: Mapping[str, str]) -> dict[str, str]:
+        """Recorded fingerprints by the places in `like`, of the tensors that are restored as they are stored."""
+        return {self.places.get(name, name): digest for name, digest in recorded.items() if name not in self._fitted}

@@ -1,0 +1,248 @@
+"""Trainings that go on in other models: renamed, with another vocabulary, with experts joined or split. Losses are those of the same
+surgery by hand, on torch's own state dicts.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from adapted import EXPERTS, STACK, VOCABULARY, Run
+from ranks import asked
+from torch import nn
+
+import shardckpt
+from shardckpt import errors
+
+
+def padded(tensor, rows):
+    return torch.cat([tensor, torch.zeros(rows - len(tensor), *tensor.shape[1:])]) if rows > len(tensor) else tensor[:rows].clone()
+
+
+def renamed(name):
+    return name.replace("tokens.", "embed.")
+
+
+def expert(name, number=0):
+    return f"{name}.{number}.weight" if name.endswith("experts") else name
+
+
+SURGERIES = {
+    "renamed": (
+        {},
+        {"tokens": "tokens"},
+        {"rename": r"s/^model\/embed\./model\/tokens./"},
+        renamed,
+        lambda n, old: old(renamed(n)).clone(),
+    ),
+    "renamed wherever it is called so": (
+        {},
+        {"tokens": "tokens"},
+        {"rename": r"s/embed\./tokens./"},
+        renamed,
+        lambda n, old: old(renamed(n)).clone(),
+    ),
+    "larger vocabulary": (
+        {},
+        {"vocabulary": 8},
+        {"fit": {"model/embed.weight": "pad"}},
+        str,
+        lambda n, old: old(n).clone() if "layers" in n else padded(old(n), 8),
+    ),
+    "larger vocabulary, head of its own": (
+        {"tied": False},
+        {"tied": False, "vocabulary": 9},
+        {"fit": {"model/embed.weight": "pad", "**/head.*": "pad"}},
+        str,
+        lambda n, old: old(n).clone() if "layers" in n else padded(old(n), 9),
+    ),
+    "padding cut off": (
+        {"vocabulary": 8},
+        {},
+        {"fit": {"model/*": "slice"}},
+        str,
+        lambda n, old: old(n).clone() if "layers" in n else padded(old(n), VOCABULARY),
+    ),
+    "experts joined": (
+        {},
+        {"stacked": True},
+        {"mapping": STACK},
+        expert,
+        lambda n, old: torch.stack([old(expert(n, i)) for i in range(EXPERTS)]) if n.endswith("experts") else old(n).clone(),
+    ),
+    "experts split": (
+        {"stacked": True},
+        {},
+        {"mapping": STACK, "invert_mapping": True},
+        lambda n: n.partition(".experts")[0] + ".experts" if "experts" in n else n,
+        lambda n, old: old(n.split(".experts")[0] + ".experts")[int(n.split(".")[3])].clone() if "experts" in n else old(n).clone(),
+    ),
+    "everything": (
+        {},
+        {"stacked": True, "tokens": "tokens", "vocabulary": 8},
+        {"mapping": STACK, "rename": ["s/embed/tokens/"], "fit": {"model/tokens.weight": "pad"}},
+        lambda n: expert(renamed(n)),
+        lambda n, old: (
+            torch.stack([old(expert(n, i)) for i in range(EXPERTS)])
+            if n.endswith("experts")
+            else (old(renamed(n)).clone() if "layers" in n else padded(old(renamed(n)), 8))
+        ),
+    ),
+}
+
+
+def options_of(given, tmp_path):
+    if "mapping" not in given:
+        return given
+    file = tmp_path / "experts.toml"
+    file.write_text(given["mapping"])
+    return {**given, "mapping": file}
+
+
+@pytest.mark.parametrize("used", [False, True], ids=["new", "after steps"])
+@pytest.mark.parametrize("case", SURGERIES)
+def test_a_training_goes_on_as_after_the_same_surgery_by_hand(tmp_path, case, used):
+    made, wanted, given, names, change = SURGERIES[case]
+    old = Run(**made)
+    old.steps(3)
+    shardckpt.save(tmp_path / "c", old.state(step=3))
+    oracle, new = Run(1, **wanted), Run(2, **wanted)
+    if used:
+        new.steps(2)
+    oracle.by_hand(old, names, change)
+    state = new.state(step=0)
+    shardckpt.restore(tmp_path / "c", state, **options_of(given, tmp_path))
+    assert state.step == 3
+    moments = [new.optimizer.state[p] for p in new.model.parameters()], [oracle.optimizer.state[p] for p in oracle.model.parameters()]
+    for mine, theirs in zip(*moments, strict=True):
+        assert all(torch.equal(mine[key], theirs[key]) for key in theirs)
+    assert new.scheduler.get_last_lr() == oracle.scheduler.get_last_lr()
+    assert new.steps(4) == oracle.steps(4)
+
+
+@pytest.mark.parametrize("form", ["listed", "numbered with names"])
+def test_a_state_in_torchs_own_form_is_renamed_and_joined_too(tmp_path, form):
+    old, new, same = Run(), Run(2, stacked=True, tokens="tokens"), Run(3, stacked=True, tokens="tokens")
+    named = form == "numbered with names"
+    old.optimizer = torch.optim.AdamW(old.model.named_parameters() if named else old.model.parameters(), lr=0.01)
+    old.scheduler = torch.optim.lr_scheduler.StepLR(old.optimizer, 2, 0.5)
+    for run in (new, same):
+        run.optimizer = torch.optim.AdamW(run.model.parameters(), lr=0.01)
+        run.scheduler = torch.optim.lr_scheduler.StepLR(run.optimizer, 2, 0.5)
+    old.steps(3)
+    given = options_of({"mapping": STACK, "rename": "s/embed/tokens/", "only": ["model/**", "optimizer/**"]}, tmp_path)
+    plain = {"model": old.model.state_dict(), "optimizer": old.optimizer.state_dict()}
+    if form == "listed":
+        from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+        plain["optimizer"] = get_optimizer_state_dict(old.model, old.optimizer)
+    shardckpt.save(tmp_path / "plain", plain)
+    shardckpt.save(tmp_path / "ours", old.state(step=3))
+    shardckpt.restore(tmp_path / "plain", new.state(step=0), strict=False, **given)
+    shardckpt.restore(tmp_path / "ours", same.state(step=0), strict=False, **given)
+    assert new.steps(3) == same.steps(3)
+
+
+def test_the_names_of_averaged_weights_follow_a_rule_that_matches_them(tmp_path):
+    old, new = Run(), Run(1, tokens="tokens", vocabulary=8)
+    old.steps(2)
+    ema = torch.optim.swa_utils.AveragedModel(old.model)
+    shardckpt.save(tmp_path / "c", old.state(ema=ema, step=1))
+    averaged = torch.optim.swa_utils.AveragedModel(new.model)
+    rules = {"rename": "s/embed/tokens/", "fit": {"**/tokens.weight": "pad"}}
+    shardckpt.restore(tmp_path / "c", new.state(ema=averaged, step=0), **rules)
+    assert torch.equal(averaged.module.tokens.weight, padded(old.model.embed.weight, 8))
+
+
+def test_experts_with_other_numbers_of_steps_are_not_joined(tmp_path):
+    old, new = Run(), Run(1, stacked=True)
+    old.steps(2)
+    old.optimizer.state[old.model.layers[1].experts[2].weight]["step"] += 1
+    shardckpt.save(tmp_path / "c", old.state(step=2))
+    given = options_of({"mapping": STACK}, tmp_path)
+    before = [p.clone() for p in new.model.parameters()]
+    with pytest.raises(errors.StructureMismatchError, match=r"layers\.1\.experts/step.*layers\.1\.experts\.0\.weight/step.*only="):
+        shardckpt.restore(tmp_path / "c", new.state(step=0), **given)
+    assert all(map(torch.equal, before, new.model.parameters()))
+    shardckpt.restore(tmp_path / "c", new.state(step=0), only=["model/**", "step"], **given)
+    assert torch.equal(new.model.layers[1].experts[2], old.model.layers[1].experts[2].weight)
+
+
+def test_experts_of_which_only_some_have_moments_are_not_joined(tmp_path):
+    old, new = Run(), Run(1, stacked=True)
+    old.steps(2)
+    del old.optimizer.state[old.model.layers[0].experts[1].weight]
+    shardckpt.save(tmp_path / "c", old.state(step=2))
+    with pytest.raises(errors.StructureMismatchError, match=r"layers\.0\.experts.*different kinds of state"):
+        shardckpt.restore(tmp_path / "c", new.state(step=0), **options_of({"mapping": STACK}, tmp_path))
+
+
+def test_state_that_is_not_of_the_parameters_shape_is_refused_where_the_parameter_is_fitted_or_joined(tmp_path):
+    old, new, stacked = Run(), Run(1, vocabulary=8), Run(1, stacked=True)
+    for run in (old, new, stacked):
+        run.optimizer = torch.optim.Adafactor(run.model.parameters())
+        run.scheduler = torch.optim.lr_scheduler.StepLR(run.optimizer, 2)
+    old.steps(2)
+    shardckpt.save(tmp_path / "c", old.state(step=2))
+    with pytest.raises(errors.StructureMismatchError, match=r"embed\.weight/row_var.*\(6, 1\).*\(6, 4\) to \(8, 4\).*only="):
+        shardckpt.restore(tmp_path / "c", new.state(step=0), fit={"model/embed.weight": "pad"})
+    with pytest.raises(errors.StructureMismatchError, match=r"experts/(row|col)_var.*only="):
+        shardckpt.restore(tmp_path / "c", stacked.state(step=0), **options_of({"mapping": STACK}, tmp_path))
+
+
+def test_a_larger_vocabulary_without_fit_is_refused_with_the_advice_to_fit_it(tmp_path):
+    old, new = Run(), Run(1, vocabulary=8)
+    old.steps(1)
+    shardckpt.save(tmp_path / "c", old.state(step=1))
+    with pytest.raises(errors.ShapeMismatchError, match=r"model/.*\(6, 4\).*\(8, 4\).*fit=\{name: \"pad\"\}"):
+        shardckpt.restore(tmp_path / "c", new.state(step=0))
+    with pytest.raises(errors.ShapeMismatchError, match=r"\(6, 4\).*\(8, 4\).*'slice'"):
+        shardckpt.restore(tmp_path / "c", new.state(step=0), fit={"**": "slice"})
+
+
+def test_a_manager_restores_with_the_same_options_checks_what_it_can_and_notes_what_it_changed(tmp_path):
+    old = Run()
+    old.steps(3)
+    with shardckpt.CheckpointManager(tmp_path / "run", options=shardckpt.SaveOptions(fingerprint=True)) as manager:
+        manager.save(3, old.state(step=3))
+    new, oracle = Run(1, tokens="tokens", vocabulary=8, stacked=True), Run(2, tokens="tokens", vocabulary=8, stacked=True)
+    given = options_of(SURGERIES["everything"][2], tmp_path)
+    shardckpt.restore(tmp_path / "run" / "3", oracle.state(step=0), **given)
+    with shardckpt.CheckpointManager(tmp_path / "run") as manager:
+        found = manager.restore(new.state(step=0), check=True, **given)
+    assert new.steps(3) == oracle.steps(3)
+    notes = "\n".join(found.notes)
+    assert "model/embed.weight: restored as model/tokens.weight; (6, 4) → (8, 4), pad" in notes.replace("'", "")
+    assert "optimizer/state/embed.weight/exp_avg: restored as optimizer/state/tokens.weight/exp_avg; (6, 4) → (8, 4), pad" in notes.replace(
+        "'", ""
+    )
+    assert "(3, 4, 4) made of model/layers.0.experts.0.weight" in notes
+
+
+def test_check_finds_a_renamed_tensor_that_is_not_what_was_saved(tmp_path):
+    old, new = Run(), Run(1, tokens="tokens")
+    old.steps(1)
+    with shardckpt.CheckpointManager(tmp_path / "run", options=shardckpt.SaveOptions(fingerprint=True)) as manager:
+        manager.save(1, old.state(step=1))
+    new.model.register_load_state_dict_post_hook(lambda model, _: [None, nn.init.zeros_(model.tokens.weight)][0])
+    with shardckpt.CheckpointManager(tmp_path / "run") as manager, pytest.raises(errors.CorruptionError, match=r"model/tokens\.weight"):
+        manager.restore(new.state(step=0), check=True, rename="s/embed/tokens/")
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    with asked("adapted_ranks") as run:
+        yield run
+
+
+@pytest.mark.parametrize("case", SURGERIES)
+def test_two_ranks_of_dtensors_go_on_as_one_process(ranks, tmp_path, case):
+    made, wanted, given, names, change = SURGERIES[case]
+    old, oracle = Run(**made), Run(1, **wanted)
+    old.steps(3)
+    shardckpt.save(tmp_path / "c", old.state(step=3))
+    oracle.by_hand(old, names, change)
+    given = {key: str(value) if key == "mapping" else value for key, value in options_of(given, tmp_path).items()}
+    losses = oracle.steps(3)
+    for answer in ranks("resume", 2, str(tmp_path / "c"), wanted, given, 3):
+        assert answer["kinds"] == ["DTensor"]
+        assert answer["losses"] == pytest.approx(losses, rel=1e-5)
