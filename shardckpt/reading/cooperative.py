@@ -32,7 +32,7 @@ from shardckpt.frameworks.interconnect import Interconnect, interconnect_of
 from shardckpt.io.cores import note_local_processes
 from shardckpt.plan.bandwidths import Bandwidths, Estimate
 from shardckpt.plan.shares import peers_sharing_reads
-from shardckpt.reading.landing import MadeTensor
+from shardckpt.reading.locate import MadeTensor
 from shardckpt.reading.shared_reading import SharedReading, error_document
 
 if TYPE_CHECKING:

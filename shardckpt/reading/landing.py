@@ -20,22 +20,21 @@ from numpy.typing import NDArray
 
 from shardckpt import frameworks
 from shardckpt.errors import DtypeMismatchError, ShapeMismatchError, StructureMismatchError
-from shardckpt.format.structure import TensorRecord
 from shardckpt.frameworks.base import InPlace
 from shardckpt.io.buffers import round_up
 from shardckpt.io.threads import collector_paused
 from shardckpt.layout.box import Box, BoxArray
 from shardckpt.layout.dtypes import by_name, castable, of_numpy
 from shardckpt.plan.cuts import cut_at_chunks
-from shardckpt.reading.locate import Request, TensorBoxes
+from shardckpt.reading.locate import MadeTensor, Request
 from shardckpt.state.leaves import array_of_number
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 
+    from shardckpt.format.structure import TensorRecord
     from shardckpt.frameworks.base import Sink
     from shardckpt.io.buffers import Arena, Lease
-    from shardckpt.plan.views import View
     from shardckpt.reading.checkpoint import Checkpoint
     from shardckpt.reading.naming.adapt import Adaptation
 
@@ -173,23 +172,6 @@ class RestoreJob:
         if isinstance(self.tensor, MadeTensor):
             return self.tensor.requests(boxes, buffers, converts=converts)
         return [Request.of(self.tensor, boxes, buffers, converts=converts)]
-
-
-@dataclass(frozen=True, slots=True)
-class MadeTensor(TensorRecord):
-    """A tensor that is made of stored ones, which no checkpoint has by itself; its pieces are those of these, in its own indices."""
-
-    sources: tuple[tuple[View, TensorRecord], ...] = ()
-    """The stored tensors, and which of its elements each has."""
-
-    def requests(self, boxes: BoxArray, buffers: Sequence[Array], *, converts: bool) -> list[Request]:
-        """Requests for the stored elements of boxes; for the arguments see `Request.of`."""
-        found: dict[str, tuple[TensorRecord, TensorBoxes]] = {}
-        for view, stored in self.sources:
-            _, some = found.setdefault(stored.name, (stored, TensorBoxes()))
-            for i, buffer in enumerate(buffers):
-                some.add(view, boxes[i], buffer)
-        return [some.request(stored, converts=converts) for stored, some in found.values() if some.boxes]
 
 
 def sinks_of(

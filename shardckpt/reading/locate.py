@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardckpt.errors import FormatError, MissingDataError
+from shardckpt.format.structure import TensorRecord
 from shardckpt.format.table import OWN_OBJECT
 from shardckpt.format.zarr_arrays import CHECKSUM_BYTES, chunk_object_key, plain_key
 from shardckpt.layout.box import BoxArray
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from shardckpt.errors import ShardckptError
-    from shardckpt.format.structure import TensorRecord
     from shardckpt.io.store import Store
     from shardckpt.layout.box import Box
     from shardckpt.plan.pieces import Piece
@@ -105,6 +105,23 @@ class TensorBoxes:
     def request(self, tensor: TensorRecord, *, converts: bool) -> Request:
         """A request for all of them, as `Request.of` makes it."""
         return Request.of(tensor, BoxArray.concatenate(self.boxes), self.buffers, converts=converts)
+
+
+@dataclass(frozen=True, slots=True)
+class MadeTensor(TensorRecord):
+    """A tensor that is made of stored ones, which no checkpoint has by itself; its pieces are those of these, in its own indices."""
+
+    sources: tuple[tuple[View, TensorRecord], ...] = ()
+    """The stored tensors, and which of its elements each has."""
+
+    def requests(self, boxes: BoxArray, buffers: Sequence[Array], *, converts: bool) -> list[Request]:
+        """Requests for the stored elements of boxes; for the arguments see `Request.of`."""
+        found: dict[str, tuple[TensorRecord, TensorBoxes]] = {}
+        for view, stored in self.sources:
+            _, some = found.setdefault(stored.name, (stored, TensorBoxes()))
+            for i, buffer in enumerate(buffers):
+                some.add(view, boxes[i], buffer)
+        return [some.request(stored, converts=converts) for stored, some in found.values() if some.boxes]
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,7 +50,7 @@ class StoredLeaves:
     wanted: Callable[[str], bool]
     """Whether a name is requested."""
     adaptation: Adaptation | None = None
-    """What is renamed, made or fitted."""
+    """The changes of the restore."""
 
     def any(self, node: Node) -> bool:
         """Whether a node or any part of it is requested."""

@@ -1,4 +1,4 @@
-"""What a restore changes on the way from a checkpoint to `like`: names, tensors that are joined or split, and sizes.
+"""The changes of a restore on the way from a checkpoint to `like`: names, tensors that are joined or split, and sizes.
 
 1. `rename` moves the leaves of the stored tree to other places. They keep their stored names: patterns, messages and reads go by these.
 2. `mapping` replaces tensors of the tree by others that are made of them (`MadeTensor`). Such a tensor has the name of its place.
@@ -19,8 +19,7 @@ from shardckpt.excerpt import excerpt, few
 from shardckpt.frameworks.base import whole
 from shardckpt.options import check_flag
 from shardckpt.plan.views import View
-from shardckpt.reading.landing import MadeTensor
-from shardckpt.reading.locate import Request
+from shardckpt.reading.locate import MadeTensor, Request
 from shardckpt.reading.naming.mapping import TensorMapping
 from shardckpt.reading.naming.mapping_file import read_mapping
 from shardckpt.reading.naming.renaming import rename as renamed_by
@@ -41,7 +40,7 @@ if TYPE_CHECKING:
     from shardckpt.state.document import Node
 
 Fit = Literal["pad", "slice"]
-"""What becomes of a tensor of another size: the rest is zero, or its first part is restored."""
+"""Treatment of a tensor of another size: the rest becomes zero, or its first part is restored."""
 
 
 class Adaptation:
@@ -219,7 +218,7 @@ class Adaptation:
     # --- sizes
 
     def mode(self, name: str) -> Fit | None:
-        """What becomes of a tensor of another size; the first pattern that matches its stored name or its place decides."""
+        """Treatment of a tensor of another size; the first pattern that matches its stored name or its place decides."""
         names = (name, self.places.get(name, name))
         asked = next((mode for _, selects, mode in self._patterns if any(map(selects, names))), None)
         return self._modes.get(name) if asked is None else asked
@@ -245,7 +244,7 @@ class Adaptation:
                 f"{name}: {self._checkpoint.location} has shape {tensor.shape}, the leaf to restore into has {sink.shape}, and fit= says "
                 f"{mode!r}: {needs}, and both must have as many dimensions. Make them fit, or leave the tensor out with only=."
             )
-        if mode == "pad" and np.zeros((), np.float32).astype(sink.dtype.numpy).astype(np.float32) != 0:
+        if mode == "pad" and complex(np.zeros((), np.float32).astype(sink.dtype.numpy)) != 0:
             raise ShapeMismatchError(f"{name}: {sink.dtype.name} has no zero to fill the rest with; restore it as another dtype.")
         self._fitted[name] = f"{tensor.shape} → {sink.shape}, {mode}"
         return True
