@@ -1,5 +1,6 @@
 """A training that goes on in another model, sharded by FSDP2 over the ranks of a gloo job."""
 
+import torch
 from adapted import Run
 from e2e_torch import join, leave
 from torch import distributed
@@ -17,3 +18,16 @@ def resume(coordinator, url, wanted, given, count):
     losses = run.steps(count)
     leave(coordinator)
     return {"kinds": sorted(kinds), "losses": losses}
+
+
+def together(coordinator, url):
+    """A replica on each rank: renamed, padded, and read by both together."""
+    join(coordinator)
+    like = torch.ones(1100, 300)
+    checkpoint = shardckpt.open(url)
+    shardckpt.restore(checkpoint, {"v": like}, rename="s/w/v/", fit={"v": "pad"}, cooperative=True)
+    expected = torch.zeros(1100, 300)
+    expected[:1024, :256] = torch.arange(1 << 18).reshape(-1, 256)
+    right = torch.equal(like, expected)
+    leave(coordinator)
+    return {"right": right, "read": checkpoint.stats.bytes_read}
