@@ -126,7 +126,9 @@ def match(
         walk.unexpected = []
     if strict and (walk.missing or walk.unexpected):
         like_alone = "" if walk.missing else ' or strict="like" if `like` is to be a part of the checkpoint,'
-        raise walk.names_mismatch(f"Change `like`, choose names with only=,{like_alone} or pass strict=False to skip all of these.")
+        raise walk.names_mismatch(
+            f"Change `like`, map names with rename=, choose names with only=,{like_alone} or pass strict=False to skip all of these."
+        )
     if walk.unexpected and walk.restores_nothing(root):
         raise walk.names_mismatch("No name is in both, so nothing would be restored; change the names in `like`.")
     return Matched(walk.tensors, walk.missing, walk.unexpected, walk.per_process, walk.numbers, walk.filled, _step=step)

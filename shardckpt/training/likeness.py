@@ -89,7 +89,7 @@ def new_tensor(record: TensorRecord) -> object:
     """A target for a new tensor on the CPU: torch's if the program has torch and torch has the dtype."""
     torch = imported_module("torch")
     kind = getattr(torch, record.dtype.name, None)
-    return Target() if torch is None or kind is None else torch.empty(record.shape, dtype=kind, device="meta")
+    return Target(shape=record.shape) if torch is None or kind is None else torch.empty(record.shape, dtype=kind, device="meta")
 
 
 def mirror(

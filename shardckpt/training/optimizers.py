@@ -338,7 +338,9 @@ def _place(parameter: Any, record: TensorRecord, own: object) -> object:
     kind = getattr(torch, record.dtype.name, None)
     if tuple(parameter.shape) == record.shape and kind is not None:
         layout = frameworks.source(record.name, parameter).layout if parameter.device.type == "xla" else None
-        return torch.empty_like(parameter, dtype=kind, requires_grad=False) if layout is None else Target(layout, record.shape, record.dtype)
+        return (
+            torch.empty_like(parameter, dtype=kind, requires_grad=False) if layout is None else Target(layout, record.shape, record.dtype)
+        )
     if record.layout is not None and hasattr(parameter, "device_mesh"):
         from torch.distributed.tensor import DTensor, Replicate
 

@@ -6,6 +6,7 @@ from e2e_torch import join, leave
 from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import shardckpt
 
@@ -31,3 +32,21 @@ def together(coordinator, url):
     right = torch.equal(like, expected)
     leave(coordinator)
     return {"right": right, "read": checkpoint.stats.bytes_read}
+
+
+def shards(coordinator, url, cases):
+    """DTensors of several sizes, cut along each dimension or not at all; those that are wrong."""
+    join(coordinator)
+    mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
+    wrong = []
+    for shape, mode in cases:
+        for placement in (Shard(0), Shard(1), Replicate()):
+            like = distribute_tensor(torch.full(shape, -1.0), mesh, [placement])
+            shardckpt.restore(url, {"w": like}, fit={"w": mode})
+            expected = torch.zeros(shape)
+            rows, columns = min(4, shape[0]), min(3, shape[1])
+            expected[:rows, :columns] = torch.arange(1.0, 13).reshape(4, 3)[:rows, :columns]
+            if not torch.equal(like.full_tensor(), expected):
+                wrong.append([shape, mode, str(placement)])
+    leave(coordinator)
+    return wrong

@@ -86,6 +86,8 @@ def test_patterns_of_only_are_those_of_the_checkpoint_and_names_may_be_exchanged
 def test_options_that_cannot_be_meant_are_refused_before_anything_is_read(saved, options, kind, says):
     like = shardckpt.restore(saved)
     checkpoint = shardckpt.open(saved)
+    with pytest.raises(errors.OptionError, match="without `like`"):
+        shardckpt.restore(saved, fit={"**/embed": "pad"})
     with pytest.raises(kind, match=says):
         shardckpt.restore(checkpoint, {**like, "rng": PerProcess(None)}, **options)
     assert checkpoint.stats.reads == 0

@@ -142,6 +142,17 @@ def test_a_state_in_torchs_own_form_is_renamed_and_joined_too(tmp_path, form):
     assert new.steps(3) == same.steps(3)
 
 
+def test_a_module_under_another_keyword_gets_its_optimizers_state(tmp_path):
+    old, new = Run(), Run(1, vocabulary=8)
+    old.steps(2)
+    shardckpt.save(tmp_path / "c", shardckpt.train_state(net=old.model, optimizer=old.optimizer, step=2))
+    state = shardckpt.train_state(model=new.model, optimizer=new.optimizer, step=0)
+    shardckpt.restore(tmp_path / "c", state, strict="like", rename="s/^net/model/", fit={"model/embed.weight": "pad"})
+    for (name, mine), theirs in zip(new.model.named_parameters(), old.model.parameters(), strict=True):
+        moment = old.optimizer.state[theirs]["exp_avg"]
+        assert torch.equal(new.optimizer.state[mine]["exp_avg"], padded(moment, 8) if name == "embed.weight" else moment)
+
+
 def test_the_names_of_averaged_weights_follow_a_rule_that_matches_them(tmp_path):
     old, new = Run(), Run(1, tokens="tokens", vocabulary=8)
     old.steps(2)
@@ -232,6 +243,18 @@ def test_check_finds_a_renamed_tensor_that_is_not_what_was_saved(tmp_path):
 def ranks():
     with asked("adapted_ranks") as run:
         yield run
+
+
+def test_shards_that_have_only_padding_or_nothing_are_right_too(ranks, tmp_path):
+    shardckpt.save(tmp_path / "c", {"w": torch.arange(1.0, 13).reshape(4, 3)})
+    cases = [
+        ([a, b], mode)
+        for mode, sizes in (("pad", (4, 5, 9)), ("slice", (0, 1, 2, 4)))
+        for a in sizes
+        for b in (3, 7 if mode == "pad" else 1)
+    ]
+    for wrong in ranks("shards", 2, str(tmp_path / "c"), cases):
+        assert wrong == []
 
 
 @pytest.mark.parametrize("case", SURGERIES)

@@ -71,8 +71,12 @@ class Adaptation:
         self._fitted: dict[str, str] = {}
         self._restored: set[str] = set()
 
-    def begin(self, checkpoint: Checkpoint) -> None:
+    def begin(self, checkpoint: Checkpoint, like: object) -> None:
         """Read and check the options.
+
+        Args:
+            checkpoint: the source.
+            like: the destination, or None.
 
         Raises:
             OptionError: one is invalid, or the file of the mapping cannot be read.
@@ -89,6 +93,8 @@ class Adaptation:
             raise OptionError(
                 f'fit={excerpt(self._fit)}: give patterns of names with "pad" or "slice", as in fit={{"**/embed.weight": "pad"}}.'
             )
+        if self._fit and like is None:
+            raise OptionError(f"fit={excerpt(self._fit)}: without `like` nothing has another size; give `like`, or leave fit= out.")
         self._patterns = [(pattern, selector(pattern), mode) for pattern, mode in (self._fit or {}).items()]
 
     def tensor(self, name: str) -> TensorRecord:

@@ -46,7 +46,7 @@ def follow(nodes: OptimizerNodes, adaptation: Adaptation, modules: Sequence[str]
     Args:
         nodes: its state, by the names of parameters.
         adaptation: what becomes of the modules' tensors.
-        modules: keys of the modules, now and in the stored state.
+        modules: keys of the modules.
 
     Raises:
         StructureMismatchError: parameters that are joined have state that cannot be.
@@ -58,11 +58,17 @@ class _Following:
     def __init__(self, nodes: OptimizerNodes, adaptation: Adaptation, modules: Sequence[str]) -> None:
         self.nodes = nodes
         self.adaptation = adaptation
-        self.places = {str(member): place_of(str(member), modules) for member in nodes.members()}
+        self.places = {str(member): self._place(str(member), modules) for member in nodes.members()}
         self.group_of = {str(member): group for group in nodes.groups for member in group.members}
         self.said_by = {str(m): leaf for group in nodes.groups for m, leaf in zip(group.members, group.said_by, strict=True)}
         self.equal: list[tuple[str, list[str]]] = []
         """Stored tensors that must be equal, with the name of what is made of them."""
+
+    def _place(self, parameter: str, modules: Sequence[str]) -> str:
+        """The stored place of a parameter; the key of its module may be another one than now."""
+        key, _, rest = parameter.partition(".")
+        likely = (place_of(parameter, modules), f"model/{parameter}", f"{key}/{rest}")
+        return next((place for place in likely if place in self.adaptation.stored), likely[0])
 
     def done(self) -> OptimizerNodes:
         members = {name: [self._short(self.adaptation.renamed(place))] for name, place in self.places.items()}
