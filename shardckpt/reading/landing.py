@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from math import prod
-from operator import gt
+from operator import ge, gt
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -218,7 +218,7 @@ def restore_jobs(
                 stored_shape, own_shape = (shape[: len(shape) - words] for shape in (tensor.shape, sink.shape))
                 raise ShapeMismatchError(
                     f"{name}: {checkpoint.location} has shape {stored_shape}, the leaf to restore into has {own_shape}; "
-                    f"make them equal, {_offered(tensor.shape, sink.shape, words)}or leave the tensor out with only=."
+                    f"make them equal, {_offered(name, tensor.shape, sink.shape, words)}or leave the tensor out with only=."
                 )
             if sink.dtype != tensor.dtype and not cast:
                 raise DtypeMismatchError(
@@ -237,13 +237,13 @@ def restore_jobs(
     return jobs
 
 
-def _offered(stored: Sequence[int], own: Sequence[int], words: int) -> str:
+def _offered(name: str, stored: Sequence[int], own: Sequence[int], words: int) -> str:
     """The advice to fit a tensor of another size, where that is possible."""
     if len(stored) != len(own) or words:
         return ""
     if all(a <= b for a, b in zip(stored, own, strict=True)):
-        return 'pass fit={name: "pad"} to fill the rest with zeros, '
-    return 'pass fit={name: "slice"} to restore its first part, ' if all(a >= b for a, b in zip(stored, own, strict=True)) else ""
+        return f"pass fit={{'{name}': 'pad'}} to fill the rest with zeros, "
+    return f"pass fit={{'{name}': 'slice'}} to restore its first part, " if all(map(ge, stored, own)) else ""
 
 
 def _refuse_shared_memory(jobs: Sequence[RestoreJob]) -> None:

@@ -358,7 +358,9 @@ def test_an_empty_container_that_only_one_side_has_is_a_name_too(empty):
 def test_a_part_of_a_checkpoint_is_matched_if_all_of_like_is_there():
     state = {"a": 1, "b": [2, {"c": 3}]}
     assert restored({"b": [0, {}]}, state, strict="like") == {"b": [2, {}]}
-    with pytest.raises(NamesMismatchError, match=r"^1 name is in `like` but not in the checkpoint: 'x'\. Change `like`, choose"):
+    with pytest.raises(
+        NamesMismatchError, match=r"^1 name is in `like` but not in the checkpoint: 'x'\. Change `like`, map names with rename=, choose"
+    ):
         restored({"a": 0, "x": 0}, state, strict="like")
     with pytest.raises(NamesMismatchError, match=r'or strict="like" if `like` is to be a part of the checkpoint'):
         restored({"a": 0}, state)

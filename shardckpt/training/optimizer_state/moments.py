@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from shardckpt.format.structure import TensorRecord
-    from shardckpt.reading.landing import MadeTensor
+    from shardckpt.reading.locate import MadeTensor
     from shardckpt.reading.naming.adapt import Adaptation
     from shardckpt.state.document import Node
     from shardckpt.training.optimizer_state.forms import Group, OptimizerNodes
