@@ -119,7 +119,8 @@ def mirror(
     if not stored.wanted(node.name):
         return LEFT_OUT
     if isinstance(node, Tensor | Tied):
-        return tensor(stored.tensor(node.name), own)
+        record = stored.tensor(node.name)
+        return tensor(record if stored.adaptation is None else stored.adaptation.record_for(record, own), own)
     scalar = isinstance(node, Small) and frameworks.is_tensor(own) and getattr(own, "shape", None) == ()
     return own if isinstance(own, PerProcess) or scalar else None  # a small leaf of any kind, or an error where each process has its own
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections import Counter
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakSet
 
@@ -175,13 +176,14 @@ class NamedModule:
         if not stored.any(node):
             return LEFT_OUT
         found: dict[str, Any] = {}
+        as_stored = stored if stored.adaptation is None else replace(stored, adaptation=None)
         for name, key in self._keys.items():
             value = self._held[key]
             if key in self._composites:
                 found[name] = self._composites[key]
                 continue
             below = child(node, name) if _is_extra(key) or not isinstance(value, torch.Tensor) else None
-            extra = LEFT_OUT if below is None else mirror(stored, below, value)
+            extra = LEFT_OUT if below is None else mirror(as_stored, below, value)
             found[name] = value if extra is LEFT_OUT else extra
         return found
 

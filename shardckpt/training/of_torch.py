@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from shardckpt.state.names import imported_module, is_key
+from shardckpt.errors import StructureMismatchError
+from shardckpt.state.names import imported_module, is_key, shown
 from shardckpt.training.likeness import LEFT_OUT, mirror
 from shardckpt.training.modules import NamedModule
 from shardckpt.training.optimizer_state.forms import keyed_by_ints
@@ -103,8 +104,19 @@ class OwnFormOptimizer:
         return keyed_by_ints(node, self.collect())
 
     def like(self, stored: StoredLeaves, node: Node) -> Any:
-        """The restore target; `LEFT_OUT` if it is not requested."""
-        return mirror(stored, node, self.collect()) if stored.all_or_nothing(node) else LEFT_OUT
+        """The restore target; `LEFT_OUT` if it is not requested.
+
+        Raises:
+            StructureMismatchError: parameters are joined, split or fitted; its state would have to be, too.
+        """
+        if not stored.all_or_nothing(node):
+            return LEFT_OUT
+        if stored.adaptation is not None and stored.adaptation.changes_tensors:
+            raise StructureMismatchError(
+                f"{shown(node.name)}: {type(self.optimizer).__qualname__} has a form of its own, so it is not known which of its tensors "
+                f"belong to parameters that mapping= or fit= changes; leave it out with only=."
+            )
+        return mirror(stored, node, self.collect())
 
     def put_back(self, restored: Any) -> None:
         """Give the optimizer the state that was restored into `like`."""

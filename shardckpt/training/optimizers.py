@@ -160,6 +160,16 @@ class NamedOptimizer:
             return replace(nodes.renamed(lambda name: self.current_name(str(name))), form="listed") if changed else nodes
         if nodes.form != "numbered":
             return nodes.renamed(lambda name: name if name in self.parameters else self._own_name(self.current_name(str(name))))
+        if adaptation is not None:
+            from shardckpt.training.optimizer_state.moments import place_of
+
+            places = {place_of(name, self._modules) for name in self.parameters}
+            made = next((place for name in adaptation.made if (place := adaptation.places[name]) in places), None)
+            if made is not None:
+                raise StructureMismatchError(
+                    f"{shown(nodes.name)} has numbers instead of parameter names, so it is not known what belongs to the tensors of which "
+                    f"{shown(made)} is made; leave it out with only=, or save the result of get_optimizer_state_dict, which has names."
+                )
         lengths, own = [len(group.members) for group in nodes.groups], [len(members) for members in self.groups]
         if lengths != own:
             raise StructureMismatchError(

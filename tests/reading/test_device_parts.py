@@ -94,6 +94,23 @@ def test_a_large_tensor_takes_a_small_ring_and_each_chunk_is_read_once(fake, tmp
     assert seen[-1] == (value.nbytes + value[0].nbytes,) * 2
 
 
+def test_tensors_on_a_device_are_sliced_and_joined_in_parts_and_padded_as_a_whole(fake, tmp_path):
+    (tmp_path / "m.toml").write_text('[[map]]\nfrom = "e/{i}"\nto = "e"\nstack = 1\n')
+    value = torch.randn(1024, 768)
+    sharding = Sharding(Mesh((4, 2), ("x", "y")), PartitionSpec("x", "y"))
+    state = {"w": value, "v": value[:600], "e": {str(i): value[i * 300 :][:300] for i in range(3)}}
+    shardckpt.save(tmp_path / "c", state, options=SaveOptions(shardings={"**": sharding}))
+    shapes = {"w": (900, 700), "v": (700, 800), "e": (300, 3, 768)}
+    like = {name: fake.put(torch.full(shape, -1.0)) for name, shape in shapes.items()}
+    checkpoint = shardckpt.open(tmp_path / "c")
+    fit = {"w": "slice", "v": "pad"}
+    shardckpt.restore(checkpoint, like, mapping=tmp_path / "m.toml", fit=fit, memory_limit="5MiB")
+    assert torch.equal(like["w"], value[:900, :700])
+    assert torch.equal(like["v"], torch.nn.functional.pad(value[:600], (0, 32, 0, 100)))
+    assert torch.equal(like["e"], torch.stack([value[i * 300 :][:300] for i in range(3)], 1))
+    assert fake.high_water <= 5 * MiB
+
+
 def test_dtypes_are_converted_on_the_way(fake, tmp_path):
     value = torch.randn(300, 70)
     shardckpt.save(tmp_path / "c", {"w": value})

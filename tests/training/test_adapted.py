@@ -200,6 +200,74 @@ def test_state_that_is_not_of_the_parameters_shape_is_refused_where_the_paramete
         shardckpt.restore(tmp_path / "c", stacked.state(step=0), **options_of({"mapping": STACK}, tmp_path))
 
 
+def test_an_optimizer_that_numbers_its_parameters_does_not_follow_a_mapping(tmp_path):
+    old, new = Run(), Run(1)
+    old.steps(2)
+    shardckpt.save(tmp_path / "c", {"model": old.model.state_dict(), "optimizer": old.optimizer.state_dict()})
+    turned = options_of(
+        {"mapping": '[[map]]\nfrom = "layers.{i}.experts.{e}.weight"\nto = "layers.{i}.experts.{e}.weight"\ntranspose = true'}, tmp_path
+    )
+    state = shardckpt.train_state(model=new.model, optimizer=new.optimizer, rng=False)
+    with pytest.raises(errors.StructureMismatchError, match=r"numbers instead of parameter names.*layers\.0\.experts.*only="):
+        shardckpt.restore(tmp_path / "c", state, **turned)
+    shardckpt.restore(tmp_path / "c", state, only="model/**", **turned)
+    assert torch.equal(new.model.layers[1].experts[2].weight, old.model.layers[1].experts[2].weight.T)
+
+
+def test_an_optimizer_with_a_form_of_its_own_does_not_follow(tmp_path):
+    old, new = Run(), Run(1, vocabulary=8)
+    for run in (old, new):
+        run.optimizer.register_state_dict_post_hook(lambda _, state: {"inner": state})
+        run.scheduler = None
+    old.scheduler = torch.optim.lr_scheduler.StepLR(old.optimizer, 2)
+    old.steps(2)
+    shardckpt.save(tmp_path / "c", shardckpt.train_state(model=old.model, optimizer=old.optimizer, rng=False))
+    state = shardckpt.train_state(model=new.model, optimizer=new.optimizer, rng=False)
+    with pytest.raises(errors.StructureMismatchError, match=r"'optimizer'.*form of its own.*only="):
+        shardckpt.restore(tmp_path / "c", state, fit={"model/**": "pad"})
+
+
+class Shadow:
+    """Averaged weights that are no module."""
+
+    def __init__(self, model):
+        self.weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+    def state_dict(self):
+        return {"weights": self.weights}
+
+    def load_state_dict(self, state):
+        self.weights = state["weights"]
+
+
+def test_tensors_of_other_objects_are_fitted_to_their_own(tmp_path):
+    old, new = Run(), Run(1, vocabulary=8)
+    shardckpt.save(tmp_path / "c", shardckpt.train_state(model=old.model, ema=Shadow(old.model), rng=False))
+    shadow = Shadow(new.model)
+    shardckpt.restore(
+        tmp_path / "c", shardckpt.train_state(model=new.model, ema=shadow, rng=False), fit={"**/embed.weight": "pad", "**/head.*": "pad"}
+    )
+    assert torch.equal(shadow.weights["embed.weight"], padded(old.model.embed.weight.detach(), 8))
+
+
+def test_extra_state_of_another_length_is_restored_as_it_is_stored_whatever_fit_says(tmp_path):
+    class Scaled(nn.Linear):
+        extra = torch.zeros(2, dtype=torch.uint8)
+
+        def get_extra_state(self):
+            return self.extra
+
+        def set_extra_state(self, state):
+            self.extra = state
+
+    old, new = Scaled(2, 3), Scaled(2, 2)
+    old.extra = torch.arange(5, dtype=torch.uint8)
+    shardckpt.save(tmp_path / "c", shardckpt.train_state(model=old, rng=False))
+    shardckpt.restore(tmp_path / "c", shardckpt.train_state(model=new, rng=False), fit={"model/**": "slice"})
+    assert torch.equal(new.extra, old.extra)
+    assert torch.equal(new.weight, old.weight[:2])
+
+
 def test_a_larger_vocabulary_without_fit_is_refused_with_the_advice_to_fit_it(tmp_path):
     old, new = Run(), Run(1, vocabulary=8)
     old.steps(1)

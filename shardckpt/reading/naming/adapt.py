@@ -10,6 +10,7 @@ The tensors of a model and their optimizer's state belong together. `training.op
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -59,7 +60,7 @@ class Adaptation:
         self.places: dict[str, str] = {}
         """Stored name of each leaf, or name of a made tensor → its place in `like`."""
         self.at: dict[str, str] = {}
-        """The reverse for tensors, tied ones under the name that they are stored under."""
+        """Place in `like` → the name under which the tensor there is stored, or name of a made tensor."""
         self.made: dict[str, MadeTensor] = {}
         """Tensors that the mapping made, by their names."""
         self.stored: dict[str, str] = {}
@@ -229,6 +230,16 @@ class Adaptation:
         asked = next((mode for _, selects, mode in self._patterns if any(map(selects, names))), None)
         return self._modes.get(name) if asked is None else asked
 
+    def record_for(self, record: TensorRecord, own: Any) -> TensorRecord:
+        """The record of a tensor, with the shape of an object's own tensor if it is fitted to that."""
+        shape = getattr(own, "shape", None)
+        return record if shape is None or self.mode(record.name) is None else replace(record, shape=tuple(shape))
+
+    @property
+    def changes_tensors(self) -> bool:
+        """Whether tensors are made, or may be fitted; otherwise only names change."""
+        return bool(self.made or self._patterns)
+
     def fit_like(self, name: str, mode: Fit) -> None:
         """Fit a tensor as another one that it belongs to."""
         self._modes[name] = mode
@@ -282,4 +293,4 @@ class Adaptation:
 
     def expected(self, recorded: Mapping[str, str]) -> dict[str, str]:
         """Recorded fingerprints by the places in `like`, of the tensors that are restored as they are stored."""
-        return {self.places.get(name, name): digest for name, digest in recorded.items() if name not in self._fitted}
+        return {self.places[name]: digest for name, digest in recorded.items() if name in self.places and name not in self._fitted}
