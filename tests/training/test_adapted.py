@@ -26,7 +26,24 @@ def expert(name, number=0):
     return f"{name}.{number}.weight" if name.endswith("experts") else name
 
 
+EXCHANGE = "".join(
+    f'[[map]]\nfrom = "layers.{a}.experts.{{e}}.weight"\nto = "layers.{b}.experts.{{e}}.weight"\ntranspose = true\n'
+    for a, b in ((0, 1), (1, 0))
+)
+
+
+def exchanged(name):
+    return name.replace("layers.0", "layers.x").replace("layers.1", "layers.0").replace("layers.x", "layers.1")
+
+
 SURGERIES = {
+    "layers exchanged and transposed": (
+        {},
+        {},
+        {"mapping": EXCHANGE},
+        exchanged,
+        lambda n, old: old(exchanged(n)).T.clone() if "layers" in n else old(n).clone(),
+    ),
     "renamed": (
         {},
         {"tokens": "tokens"},

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from shardckpt.reading.locate import MadeTensor
     from shardckpt.reading.naming.adapt import Adaptation
     from shardckpt.state.document import Node
+    from shardckpt.state.names import PathKey
     from shardckpt.training.optimizer_state.forms import Group, OptimizerNodes
 
 _ADVICE = "leave it out with only="
@@ -75,6 +76,7 @@ class _Following:
         state = {members[str(key)][0] if str(key) in members else key: node for key, node in self.nodes.state.items()}
         by_tensor = {stored: name for name, place in reversed(self.places.items()) if (stored := self._stored(place)) is not None}
         made: dict[str, list[str]] = {}
+        joined: dict[PathKey, Node] = {}
         for name, tensor in list(self.adaptation.made.items()):
             place = self.adaptation.places[name]
             sources = list(dict.fromkeys(record.name for _, record in tensor.sources))
@@ -88,15 +90,15 @@ class _Following:
                 )
             node = self._joined(new, tensor, {part: self.nodes.state.get(part) for part in parts})
             made.setdefault(parts[0], []).append(new)
-            for part in parts:
-                state.pop(members[part][0] if members[part] else "", None)
-                members[part] = []
+            for moved in [moved for part in parts for moved in members[part]]:
+                state.pop(moved, None)
+            members |= {part: [] for part in parts}
             if node is not None:
-                state[new] = node
+                joined[new] = node
         members |= made
         self._check_equal()
         groups = tuple(self._group(group, members) for group in self.nodes.groups)
-        return replace(self.nodes, form="listed", state=state, groups=groups)
+        return replace(self.nodes, form="listed", state=state | joined, groups=groups)
 
     def _group(self, group: Group, members: Mapping[str, list[str]]) -> Group:
         pairs = [(new, self.said_by[str(member)]) for member in group.members for new in members[str(member)]]
@@ -122,7 +124,7 @@ class _Following:
                 f"{shown(name)}: {few(list(parts), 3)} have different kinds of state, so it cannot be made; {_ADVICE}."
             )
         by_part = dict(zip(parts, nodes, strict=True))
-        found: dict[str | int | bool | None, Node] = {}
+        found: dict[PathKey, Node] = {}
         for key in keys[0] or ():
             entries = {part: node.children[list(node.keys).index(key)] for part, node in by_part.items() if isinstance(node, Branch)}
             found[key] = self._entry(child_name(name, str(key)), tensor, entries)
