@@ -14,7 +14,7 @@ from shardckpt.commit.pinning import tag
 
 def test_the_code_of_the_guide_runs_and_does_what_it_says(tmp_path):
     blocks = re.findall(r"^```python\n(.*?)^```", (DOCS / "training.md").read_text(), re.MULTILINE | re.DOTALL)
-    assert len(blocks) == 6
+    assert len(blocks) == 7
     after = """
         mgr = shardckpt.CheckpointManager("runs/7b")
         assert mgr.all_steps(superseded=True) == [100, 110, 120, 130, 140, 150], mgr.steps()
