@@ -86,10 +86,10 @@ def whole(file: TorchFile, known: Mapping[str, Callable[[Instance], object]]) ->
     refused = [one for one in walk.left if one.refused] or list(walk.with_tensors()) or [one for one in walk.left if state is LEFT]
     if refused:
         first, *others = refused
+        more = f", nor can {len(others)} other object{'s' * (len(others) > 1)}" if others else ""
         raise FormatError(
-            f"{file.span.file}: {shown(first.name) if first.name else 'the state'} {first.why}. It cannot be stored"
-            f"{f', nor can {len(others)} others' if others else ''}. If you trust the file, load it with torch, and save its state "
-            f"without that, or with a state_dict() in its place."
+            f"{file.span.file}: {shown(first.name) if first.name else 'the state'} {first.why}. It cannot be stored{more}. If you "
+            f"trust the file, load it with torch, and save its state without that, or with a state_dict() in its place."
         )
     return state, _notes(walk.left)
 
