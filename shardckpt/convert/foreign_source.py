@@ -8,8 +8,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -20,6 +18,7 @@ from shardckpt.convert.detect import module_of
 from shardckpt.convert.foreign_reader import ForeignReader
 from shardckpt.convert.naming.choose import NameOptions
 from shardckpt.convert.strict_json import is_json
+from shardckpt.format.documents import document_digest
 from shardckpt.format.record import CheckpointRecord
 from shardckpt.format.zarr_arrays import largest_chunk
 from shardckpt.io.url import parse
@@ -82,7 +81,7 @@ class ForeignSource:
         made_of = [(name, [_text(view) for view in views]) for name, views in arrangement.views.items()]
         seen = [foreign.format, foreign.identity, made_of]
         self.record = CheckpointRecord(
-            attempt=hashlib.sha256(json.dumps(seen).encode()).hexdigest(),
+            attempt=document_digest(seen),
             created="",  # the attempt of an import has no time of its own
             writer=foreign.format,
             layout="packed",

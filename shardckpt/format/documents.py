@@ -61,6 +61,11 @@ def utc_now() -> str:
     return dt.datetime.now(dt.UTC).isoformat(timespec="seconds")
 
 
+def document_digest(document: object) -> str:
+    """The SHA-256 of a JSON document, 64 hex digits."""
+    return hashlib.sha256(json.dumps(document).encode()).hexdigest()
+
+
 # --- the envelope
 
 

@@ -6,15 +6,13 @@ per group, so that a committer reads files only where digests differ.
 
 from __future__ import annotations
 
-import hashlib
-import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
 from shardckpt.excerpt import numbered
-from shardckpt.format.documents import Fields, FileReference, seal
+from shardckpt.format.documents import Fields, FileReference, document_digest, seal
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -45,7 +43,7 @@ class ReplicasReference:
 def seal_checksums(checksums: Checksums) -> tuple[dict[str, str], bytes]:
     """The digest of each group, and the file's bytes."""
     groups = {as_text(group): dict(sorted(of_group.items())) for group, of_group in sorted(checksums.items())}
-    digests = {group: hashlib.sha256(json.dumps(of_group).encode()).hexdigest()[:32] for group, of_group in groups.items()}
+    digests = {group: document_digest(of_group)[:32] for group, of_group in groups.items()}
     return digests, seal({"replicas": groups})
 
 

@@ -17,8 +17,6 @@ its error to the groups that it has not finished.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import secrets
 from dataclasses import dataclass, replace
@@ -27,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias
 from shardckpt import errors
 from shardckpt.errors import CoordinationError, OptionError, ShardckptError
 from shardckpt.excerpt import excerpt, file_size
+from shardckpt.format.documents import document_digest
 from shardckpt.frameworks.coordination import Coordinator
 from shardckpt.frameworks.interconnect import Interconnect, interconnect_of
 from shardckpt.io.cores import note_local_processes
@@ -189,7 +188,7 @@ def _groups(checkpoint: Checkpoint, jobs: Sequence[RestoreJob], world: World, li
     groups = [_Group(members, sorted(found[members], key=lambda job: job.tensor.name)) for members in sorted(found)]
     for group in groups:
         said = [checkpoint.record.attempt, limit, group.members, [_said_of(job) for job in group.jobs]]
-        group.digest = hashlib.sha256(json.dumps(said).encode()).hexdigest()[:32]
+        group.digest = document_digest(said)[:32]
     return groups
 
 

@@ -6,8 +6,6 @@ generation comes with every response. A file that is overwritten with as many by
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import stat
 from typing import TYPE_CHECKING, Any
@@ -15,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shardckpt.errors import CorruptionError, FormatError, MissingDataError, ReplacedError
+from shardckpt.format.documents import document_digest
 from shardckpt.io.descriptor import OpenFile
 from shardckpt.io.failures import storage_errors
 from shardckpt.io.status import status
@@ -171,8 +170,7 @@ def file_at(location: Location) -> FileVersion | None:
 
 def identity_of(location: Location, files: Iterable[FileVersion]) -> str:
     """A digest of 64 hex digits that changes whenever one of the files at a location changes."""
-    seen = [str(location), *(file.identity for file in files)]
-    return hashlib.sha256(json.dumps(seen).encode()).hexdigest()
+    return document_digest([str(location), *(file.identity for file in files)])
 
 
 def _version(found: os.stat_result) -> tuple[int, int]:
