@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[2]
 _MATRIX = 4096
 OPERATIONS = ("save", "background save", "restore", "verify", "export")
-"""What shardckpt does."""
+"""The operations of shardckpt."""
 _BESIDE = {"Python": "a thread busy in Python", "kernels": "a thread that runs torch operations"}
 
 
@@ -129,7 +129,7 @@ def row(asked: dict[str, Any]) -> dict[str, float]:
 def _ways(
     state: dict[str, Any], into: dict[str, Any], directory: Path, asked: dict[str, Any]
 ) -> dict[str, tuple[Callable[[], None], Callable[[], Any]]]:
-    """What to call before the clock starts, and what to time, by operation; reads come after the writes that they read."""
+    """The call before the clock starts, and the timed call, by operation; reads come after the writes that they read."""
     import shardckpt
     from shardckpt import SaveOptions
 
