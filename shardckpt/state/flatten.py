@@ -275,6 +275,10 @@ class StateOwner(ABC):
     is_local: Callable[[str], bool] | None = None
     """Whether the value of a name belongs to each process alone; None: no value does."""
 
+    def unused_local(self) -> list[str]:
+        """The patterns behind `is_local` that have selected no value of this process yet, although all values that they name exist."""
+        return []
+
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
         """The state as plain containers, for saving."""
@@ -321,3 +325,8 @@ def plain_state(state: Any) -> Any:
 def local_names(state: Any) -> Callable[[str], bool] | None:
     """The function that selects the values of a state that belong to each process alone; None if no value does."""
     return state.is_local if isinstance(state, StateOwner) else None
+
+
+def unused_local(state: Any) -> list[str]:
+    """The patterns of `local_names` that have selected no value of this process; call it after `flatten`."""
+    return state.unused_local() if isinstance(state, StateOwner) else []

@@ -61,6 +61,21 @@ def selector(only: Only | None) -> Callable[[str], bool]:
     return lambda name: name in exact or any(glob.fullmatch(name) for glob in globs)
 
 
+def may_select_below(pattern: str, place: str) -> bool:
+    """Whether `pattern` can select a name below the container `place`.
+
+    >>> may_select_below("a/*/c", "a/b"), may_select_below("a/**", "a"), may_select_below("**/c", "a/b"), may_select_below("a/b", "a/b")
+    (True, True, True, False)
+    """
+    components, places = pattern.split("/"), place.split("/")
+    for component, name in zip(components, places, strict=False):
+        if "**" in component:
+            return True
+        if not matches(component, name):
+            return False
+    return len(components) > len(places)
+
+
 def unused_patterns(only: Only | None, names: Sequence[str], empty: Sequence[str] = ()) -> Only | None:
     """The patterns of `only` that select none of the names: `only` itself if it selects none at all, None if each selects some.
 

@@ -27,7 +27,7 @@ from shardckpt.excerpt import excerpt
 from shardckpt.state import PerProcess
 from shardckpt.state.document import Branch, child, leaves_of
 from shardckpt.state.flatten import StateOwner
-from shardckpt.state.select import selector
+from shardckpt.state.select import matches, may_select_below, selector
 from shardckpt.training.generators import Generators, inherited
 from shardckpt.training.likeness import LEFT_OUT, StoredLeaves, mirror, set_apart
 from shardckpt.training.optimizer_state.forms import keyed_by_ints
@@ -95,7 +95,8 @@ def train_state(
         metadata: any storable value; `state.metadata` from then on.
         local: name patterns of values that every process has for itself, although they are inside of these objects: FP8 statistics
             in a module's `_extra_state`, quantized moments of an optimizer's own shards. Every process stores its own, under its
-            number, and gets it back in a job of as many processes. DTensors are not selected.
+            number, and gets it back in a job of as many processes. DTensors are not selected. A pattern that selects nothing of
+            any process is an OptionError of the first save, or of the first one after the optimizers' first step.
         **more: further modules, optimizers, and objects with `state_dict` and `load_state_dict`. Wrap an object in `PerProcess` if each
             process has its own state. Any other value is stored unchanged; after a restore it is in `state.values`.
 
@@ -124,11 +125,12 @@ class TrainState(StateOwner):
         self, objects: Mapping[str, Any], values: Mapping[str, Any], *, rng: bool | Literal["exact"], local: str | Sequence[str] = ()
     ) -> None:
         """Take objects with a state, wrapped in `PerProcess` if each process has its own, and values that are stored unchanged."""
+        self._local: _Local | None = None
         self._objects = {**objects, **({"rng": PerProcess(Generators())} if rng else {})}
         if local:
             if not isinstance(local, str | list | tuple) or not all(isinstance(pattern, str) for pattern in local):
                 raise OptionError(f"train_state(local={excerpt(local)}): give a name pattern, or a list of them.")
-            self.is_local = selector(local)
+            self.is_local = self._local = _Local([local] if isinstance(local, str) else [*local])
         self._derives = rng is True
         """Whether a process without a counterpart derives its generators from process 0's."""
         self.values = dict(values)
@@ -163,6 +165,13 @@ class TrainState(StateOwner):
             LeafError: a module or optimizer whose tensors have no names.
         """
         return {**{key: part.collect() for key, part in self._parts().items()}, **self.values}
+
+    def unused_local(self) -> list[str]:
+        """The patterns of `local` that have selected nothing. The state of an optimizer before its first step may yet be selected."""
+        if self._local is None:
+            return []
+        growing = [key for key, of in self._objects.items() if not getattr(of, "state", True)]
+        return [pattern for pattern in self._local.unused if not any(may_select_below(pattern, key) for key in growing)]
 
     def arranged(self, tree: Node, wanted: Callable[[str], bool], adaptation: Any = None) -> Node:
         """A stored state converted to the form of `state_dict`, where torch or DCP stored it in another form.
@@ -271,6 +280,21 @@ class TrainState(StateOwner):
     def __repr__(self) -> str:
         """The keys of the objects and values."""
         return f"<shardckpt.TrainState of {', '.join((*self._objects, *self.values))}>"
+
+
+class _Local:
+    """Selects the values that each process has for itself, and remembers the patterns that have selected nothing."""
+
+    def __init__(self, patterns: list[str]) -> None:
+        self.unused = patterns
+        self._selects = selector(patterns)
+
+    def __call__(self, name: str) -> bool:
+        """Whether the value of a name belongs to each process alone."""
+        selects = self._selects(name)
+        if selects and self.unused:
+            self.unused = [one for one in self.unused if not matches(one, name) and not may_select_below(one, name)]
+        return selects
 
 
 class _Part(Protocol):

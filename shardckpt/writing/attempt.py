@@ -45,11 +45,11 @@ from shardckpt.io.failures import is_shutting_down
 from shardckpt.io.threads import collector_paused
 from shardckpt.io.url import parse
 from shardckpt.state import flatten
-from shardckpt.state.flatten import local_names, plain_state
+from shardckpt.state.flatten import local_names, plain_state, unused_local
 from shardckpt.writing.announcements import FAILURE, WORD, Announcements, in_words
 from shardckpt.writing.host import HostWriter
 from shardckpt.writing.replicas import ReplicaChecksums
-from shardckpt.writing.save_plan import SavePlan, plan_save, skipped_names, small_elements
+from shardckpt.writing.save_plan import SavePlan, check_local, plan_save, skipped_names, small_elements
 from shardckpt.writing.shared_storage import StorageProof
 from shardckpt.writing.turns import turns_at
 
@@ -125,6 +125,8 @@ class Attempt:
         """Reason for which this process stops waiting for others; "" if it does not."""
         self._meets = False
         """Whether this process has begun to meet the others, after a failed save."""
+        self._unused_local: list[str] = []
+        """Patterns for values of each process that have selected nothing on this process."""
         self._late = False
         """Whether the others had given up the attempt before this process began it."""
         self._vouches = False
@@ -166,6 +168,9 @@ class Attempt:
             local=local_names(state),
             process=self.world.process,
         )
+        self._unused_local = unused_local(state)
+        if self.alone:
+            check_local(self._unused_local, {}, self.store)
         tensors = frameworks.reduce_partial(flat.tensors) if self.options.reduce_partial else flat.tensors
         sources = frameworks.sources(tensors, self.world, unread=skipped_names(tensors, self.options.skip), local=flat.local)
         if not self.alone:
@@ -282,6 +287,7 @@ class Attempt:
             record = assemble(self.place, self._said)
         if record.structure.bases:
             check_bases(self.store.location, record, self.prior.attempt)
+        check_local(self._unused_local, record.structure.tree, self.store)
         return record
 
     def check_replaced(self) -> None:

@@ -36,6 +36,7 @@ from shardckpt.plan.blocks import Block, blocks_of
 from shardckpt.plan.chunks import Floor, chunking, even_runs, smallest_chunk
 from shardckpt.plan.pieces import Piece, count_chunks
 from shardckpt.plan.writers import Part, deal
+from shardckpt.state.document import local_branches, parse
 from shardckpt.state.names import array_path, piece_path, shown
 from shardckpt.state.select import matches
 
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from shardckpt.layout.sharding import Layout
     from shardckpt.layout.world import World
     from shardckpt.options import SaveOptions
+    from shardckpt.state.document import Tree
 
 SMALL_BYTES = 64 << 10
 """Plain tensors of fewer bytes are not written by a job of several processes: their elements go into the host's contents."""
@@ -380,3 +382,24 @@ def small_elements(plan: SavePlan, sources: Mapping[str, Source], without: Seque
     for name, arrays in zip(names, fetched, strict=True):
         found[name] = b"".join(with_plain_bools(stored(array, plan.tensors[name])).tobytes() for array in arrays)
     return found
+
+
+def check_local(unused: Sequence[str], tree: Tree, where: object) -> None:
+    """Refuse patterns for values of each process that have selected nothing on this process, and nothing in the union of the states.
+
+    Args:
+        unused: the patterns that have selected nothing on this process.
+        tree: the document of the union; {} if there is no other process.
+        where: the checkpoint, for the message.
+
+    Raises:
+        OptionError: a pattern selects nothing; names it.
+    """
+    if unused:
+        names = [branch.name for branch in local_branches(parse(tree))]
+        unknown = [pattern for pattern in unused if not any(matches(pattern, name) for name in names)]
+        if unknown:
+            raise OptionError(
+                f"{where}: train_state(local=…): the pattern {unknown[0]!r} selects no value of this state on any process. Correct "
+                f"it, or leave it out; `shardckpt info` lists the names of a checkpoint."
+            )

@@ -186,3 +186,28 @@ def local_module(coordinator, url, wrapping):
     )
     leave(coordinator)
     return [answer, unnamed]
+
+
+def local_patterns(coordinator, url, local):
+    """A save with patterns for values that only process 1 has, and others."""
+    join(coordinator)
+    model = Statistics(coordinator.world.process + 3)
+    mine = {"of the last": ForOne(coordinator.world.process)} if coordinator.world.process == 1 else {}
+    state = shardckpt.train_state(model=model, rng=False, local=["model/amax", "model/cache", "model/_extra_state", *local], **mine)
+    options = shardckpt.SaveOptions(commit_timeout=20, host_tensors="local")
+    error = attempt(lambda: shardckpt.save(url, state, options=options))
+    leave(coordinator)
+    return error
+
+
+class ForOne:
+    """An object that one process has."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def state_dict(self):
+        return {"value": self.value}
+
+    def load_state_dict(self, state):
+        self.value = state["value"]

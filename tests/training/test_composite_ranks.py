@@ -81,3 +81,13 @@ def test_statistics_of_each_rank_in_a_module_come_back_to_that_rank_and_are_refu
         assert found == [fill, [fill] * (5 + fill), [float(fill)] * 4, [float(fill)] * 2]
         assert unnamed[0] == "CommitError"
     assert "train_state(local=" in answers[0][1][1]
+
+
+@pytest.mark.parametrize(("pattern", "refused"), [("of the last/value", False), ("model/_extra_stat", True)])
+def test_a_local_pattern_that_selects_nothing_of_any_rank_is_refused_by_name(ranks, tmp_path, pattern, refused):
+    answers = ranks("local_patterns", 2, tmp_path / "c", [pattern])
+    if refused:
+        assert [kind for kind, _ in answers] == ["OptionError"] * 2
+        assert all(f"the pattern {pattern!r} selects no value of this state on any process" in text for _, text in answers)
+    else:
+        assert answers == [None, None]

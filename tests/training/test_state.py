@@ -245,3 +245,20 @@ assert other.values["weights"]["w"].tolist() == [0, 1, 2] and other.step == 4
 assert not {{"torch", "jax"}} & set(sys.modules)
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_a_local_pattern_that_selects_nothing_is_refused_by_the_first_save_in_which_it_could(tmp_path):
+    model = torch.nn.Linear(3, 3)
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def save(name, *local):
+        shardckpt.save(tmp_path / name, shardckpt.train_state(model=model, optimizer=optimizer, rng=False, local=local))
+
+    with pytest.raises(OptionError, match="the pattern 'model/wieght' selects no value"):
+        save("a", "model/weight", "model/wieght")
+    save("b", "model/bias", "optimizer/state/*/exp_avg", "**/exp_avg_sq")  # before the first step, nothing is known of the state
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    save("c", "model/bias", "optimizer/state/*/exp_avg", "**/exp_avg_sq", "optimizer/state/weight", "optimizer/state/weight/step")
+    with pytest.raises(OptionError, match=r"'optimizer/state/\*/exp_avgs'"):
+        save("d", "optimizer/state/*/exp_avgs")
