@@ -11,18 +11,19 @@ Different layouts over devices are reported, but are not a difference by themsel
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from shardckpt.commit.fingerprints import recorded_fingerprint
 from shardckpt.errors import OptionError, ShardingError
-from shardckpt.excerpt import file_size
+from shardckpt.excerpt import file_size, shortened
 from shardckpt.io.failures import reading_takes_threads
 from shardckpt.layout.op_sharding import OpSharding
 from shardckpt.layout.placements import Placements
 from shardckpt.options import parse_bytes
 from shardckpt.reading.compare_values import DEFAULT_MEMORY_LIMIT, Pair, ValueChange, compare_values
-from shardckpt.state.document import Branch, Custom, Node, Owned, Small, Tensor, Tied, leaves_of
+from shardckpt.state.document import Branch, Composite, Custom, Node, Owned, Small, Tensor, Tied, leaves_of, write
 from shardckpt.state.leaves import describe
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from shardckpt.reading.checkpoint import Checkpoint
 
 
-Aspect = Literal["kind", "tied", "shape", "dtype", "leaf", "layout", "per process"]
+Aspect = Literal["kind", "tied", "shape", "dtype", "leaf", "layout", "per process", "context"]
 """The aspect in which two checkpoints differ at a name that both have."""
 
 LEAST_MEMORY_LIMIT = 1 << 20
@@ -46,7 +47,8 @@ class Change:
     aspect: Aspect
     a: object
     """In the first checkpoint. kind: text; tied: the first name of the same tensor, or None; shape: tuple; dtype: name;
-    leaf: the value as text, and its type where types differ; layout: the `Layout`, or None."""
+    leaf: the value as text, and its type where types differ; layout: the `Layout`, or None; context: everything except the tensors of a
+    composite tensor, as text."""
     b: object
     """The same for the second checkpoint."""
 
@@ -152,6 +154,8 @@ class _Structure:
                 self.leaf(name, node_a, node_b)
             elif _kinds_differ(node_a, node_b):
                 self.changes.append(Change(name, "kind", _kind(node_a), _kind(node_b)))
+            elif isinstance(node_a, Branch) and isinstance(node_b, Branch) and node_a.composite and node_b.composite:
+                self.composite(name, node_a.composite, node_b.composite)
             elif isinstance(node_a, Tensor | Tied) and isinstance(node_b, Tensor | Tied):
                 self.tensor(name, node_a, node_b)
             elif isinstance(node_a, Owned) and (said := [of.get(name, []) for of in self.owned])[0] != said[1]:
@@ -164,6 +168,14 @@ class _Structure:
             self.changes.append(Change(name, "leaf", f"{_value(a)} {kinds[0]}", f"{_value(b)} {kinds[1]}"))
         elif _content(a) != _content(b):
             self.changes.append(Change(name, "leaf", _value(a), _value(b)))
+
+    def composite(self, name: str, a: Composite, b: Composite) -> None:
+        """Compare everything except the parts of two composite tensors of one type."""
+        if a.shape != b.shape:
+            self.changes.append(Change(name, "shape", a.shape, b.shape))
+        contexts = [json.dumps(write(of.context), sort_keys=True) for of in (a, b)]
+        if contexts[0] != contexts[1]:
+            self.changes.append(Change(name, "context", *map(shortened, contexts)))
 
     def tensor(self, name: str, node_a: Tensor | Tied, node_b: Tensor | Tied) -> None:
         """Compare everything except the values of a tensor."""
@@ -235,7 +247,7 @@ def _kinds_differ(a: Node, b: Node) -> bool:
 
 
 def _kind(node: Node) -> str:
-    """The kind at a place: a tensor, a leaf's type, or a container with the types of its keys unless all are text."""
+    """The kind at a place: a tensor, the type of a leaf or composite tensor, or a container with the types of keys that are not text."""
     if isinstance(node, Tensor | Tied):
         return "tensor"
     if isinstance(node, Small):
@@ -244,6 +256,8 @@ def _kind(node: Node) -> str:
         return node.type_name
     if isinstance(node, Owned):
         return "per process"
+    if node.composite is not None:
+        return node.composite.type_name
     types = sorted({type(key).__name__ for key in node.keys}) if node.form == "dict" else []
     return node.form if types in ([], ["str"]) else f"dict[{'|'.join(types)}]"
 

@@ -5,6 +5,8 @@ import tracemalloc
 import ml_dtypes
 import numpy as np
 import pytest
+import torch
+from composites import Code, Scaled
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -134,6 +136,20 @@ def test_a_container_of_another_kind_is_a_difference(saved):
         ("w", "tensor", "dict"),
     ]
     assert comparison.only_b == ("w/v", "same/more")
+
+
+def test_composite_tensors_are_compared_with_their_types_shapes_and_contexts(saved):
+    data, scale = torch.arange(12, dtype=torch.int8).reshape(3, 4), torch.ones(3, 1)
+    one, same = (saved({"w": Scaled(data.clone(), scale.clone()), "plain": 1}) for _ in range(2))
+    assert compare(one, same).equal()
+    other = compare(one, saved({"w": Scaled(data, scale, (1, 2)), "plain": 1}), values=False)
+    assert not other.equal()
+    ((name, a, b),) = changed(other, "context")
+    assert (name, "[1, 4]" in a, "[1, 2]" in b) == ("w", True, True)
+    parts = compare(one, saved({"w": {"data_": data, "scale": scale}, "plain": 1}))
+    assert changed(parts) == [("w", "composites.Scaled", "dict")]
+    codes = Code(data.view(torch.uint8).flatten(), torch.ones(3), torch.ones(256), True, (3, 4))
+    assert ("w", "composites.Scaled", "composites.Code") in changed(compare(one, saved({"w": codes, "plain": 1})), "kind")
 
 
 def test_without_values_no_tensor_is_read(saved):
