@@ -238,7 +238,7 @@ def test_a_job_that_failed_is_started_again_and_one_that_waits_is_cancelled(peop
 
 def test_jobs_are_listed_by_state_and_page(people):
     ann = people["operate"]
-    for number in [ann.start(PAGE, "pin", key=f"k{i}") for i in range(3)]:
+    for number in [ann.start(PAGE, "verify", key=f"k{i}") for i in range(3)]:
         ann.end(number)
     assert "There are no such jobs." in ann.see("/ui/jobs?state=cancelled&subject=lab/run/77")
     numbers = [int(n) for n in re.findall(r'href="/ui/job/(\d+)"', ann.see("/ui/jobs?state=done"))]

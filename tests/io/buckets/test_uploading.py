@@ -365,7 +365,13 @@ def test_a_service_that_knows_no_crc32c_gets_md5(cloud, place):
     ],
 )
 def test_missing_credentials_are_named(tmp_path, monkeypatch, url, variables, advice):
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE", "GOOGLE_APPLICATION_CREDENTIALS"):
+    for name in (
+        "AWS_ACCESS_KEY_ID",
+        "AWS_SECRET_ACCESS_KEY",
+        "AWS_PROFILE",
+        "GOOGLE_APPLICATION_CREDENTIALS",
+        "GOOGLE_AUTH_TOKEN_FOR_TESTING",
+    ):
         monkeypatch.delenv(name, raising=False)
     nobody = {"HOME": str(tmp_path), "AWS_EC2_METADATA_DISABLED": "true", "NO_GCE_CHECK": "true", "CLOUDSDK_CONFIG": str(tmp_path)}
     with environment({**variables, **nobody}), pytest.raises(StorageError, match=advice):
