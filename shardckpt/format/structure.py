@@ -118,6 +118,8 @@ class TensorRecord:
     """Whether the pieces are from one process only, which does not know the other processes' pieces."""
     base: InBase | None = None
     """The place of its elements in a base, or None; with a base, `pieces` are cut like the base's, under this tensor's own name."""
+    array: bool = field(default=False, compare=False)
+    """Whether it was a numpy array in a training state; a hint that readers may ignore."""
 
     @property
     def is_one_array(self) -> bool:
@@ -127,7 +129,8 @@ class TensorRecord:
     def called(self, name: str) -> TensorRecord:
         """A tensor of another name that is stored in the same form; requires `is_one_array`."""
         (piece,) = self.pieces
-        return TensorRecord(name, self.shape, self.dtype, self.layout, (Piece(array_path(name), piece.start, piece.shape, piece.chunks),))
+        pieces = (Piece(array_path(name), piece.start, piece.shape, piece.chunks),)
+        return TensorRecord(name, self.shape, self.dtype, self.layout, pieces, array=self.array)
 
     @property
     def nbytes(self) -> int:
@@ -176,6 +179,8 @@ class Structure:
                 entry["chunks"] = list(t.pieces[0].chunks)
             else:
                 entry["pieces"] = [{"start": list(p.start), "shape": list(p.shape), "chunks": list(p.chunks)} for p in t.pieces]
+            if t.array:
+                entry["array"] = True
             if t.partial:
                 entry["partial"] = True
             if t.base is not None:
@@ -391,4 +396,4 @@ def _tensor(read: Fields, name: str, layouts: list[StoredLayout], bases: list[Ba
         base = InBase(read.pick("base", bases), read.string("base_name") if "base_name" in read.doc else name)
         if partial:
             read.fail("it lies in another checkpoint, and has only some of its pieces")
-    return TensorRecord(name, shape, dtype, layout, pieces, partial, base)
+    return TensorRecord(name, shape, dtype, layout, pieces, partial, base, array=read.doc.get("array") is True)

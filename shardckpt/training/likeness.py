@@ -86,8 +86,8 @@ def fitting(record: TensorRecord, own: object) -> object:
 
 
 def new_tensor(record: TensorRecord) -> object:
-    """A target for a new tensor on the CPU: torch's if the program has torch and torch has the dtype."""
-    torch = imported_module("torch")
+    """A target for a new tensor on the CPU: torch's if the program has torch and torch has the dtype, and it was not a numpy array."""
+    torch = None if record.array else imported_module("torch")
     kind = getattr(torch, record.dtype.name, None)
     return Target(shape=record.shape) if torch is None or kind is None else torch.empty(record.shape, dtype=kind, device="meta")
 

@@ -45,11 +45,11 @@ from shardckpt.io.failures import is_shutting_down
 from shardckpt.io.threads import collector_paused
 from shardckpt.io.url import parse
 from shardckpt.state import flatten
-from shardckpt.state.flatten import local_names, plain_state, unused_local
+from shardckpt.state.flatten import StateOwner, local_names, plain_state, unused_local
 from shardckpt.writing.announcements import FAILURE, WORD, Announcements, in_words
 from shardckpt.writing.host import HostWriter
 from shardckpt.writing.replicas import ReplicaChecksums
-from shardckpt.writing.save_plan import SavePlan, check_local, plan_save, skipped_names, small_elements
+from shardckpt.writing.save_plan import SavePlan, check_local, plan_save, skipped_names, small_elements, with_arrays_noted
 from shardckpt.writing.shared_storage import StorageProof
 from shardckpt.writing.turns import turns_at
 
@@ -180,7 +180,8 @@ class Attempt:
         if self._skipped:
             check_base(self.store.location, self._base)
         values = values_file(encode_values(flat.per_process, flat.axes)) if flat.per_process else None
-        structure, metadata = Structure(flat.tree, planned.tensors), json.loads(json.dumps(self.options.metadata))
+        records = with_arrays_noted(planned.tensors, sources) if isinstance(state, StateOwner) else planned.tensors
+        structure, metadata = Structure(flat.tree, records), json.loads(json.dumps(self.options.metadata))
         late = [] if waits or not planned.small else [*{*frameworks.names_on_devices(sources)}.intersection(planned.small)]
         contents = Contents(structure, small_elements(planned, sources, late), metadata)
         written = {name: source for name, source in sources.items() if name not in self._skipped}

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import Counter
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from hashlib import sha256
 from itertools import product
@@ -29,6 +29,7 @@ from shardckpt import frameworks
 from shardckpt.errors import LeafError, OptionError, ShardingError
 from shardckpt.format.documents import LARGEST_DIMENSION, MOST_DIMENSIONS
 from shardckpt.format.structure import StoredLayout, TensorRecord
+from shardckpt.frameworks.numpy import ArraySource
 from shardckpt.layout.box import BoxArray
 from shardckpt.layout.dtypes import with_plain_bools
 from shardckpt.layout.placements import Placements
@@ -382,6 +383,12 @@ def small_elements(plan: SavePlan, sources: Mapping[str, Source], without: Seque
     for name, arrays in zip(names, fetched, strict=True):
         found[name] = b"".join(with_plain_bools(stored(array, plan.tensors[name])).tobytes() for array in arrays)
     return found
+
+
+def with_arrays_noted(tensors: dict[str, TensorRecord], sources: Mapping[str, Source]) -> dict[str, TensorRecord]:
+    """The records, where numpy arrays are marked: a new object of a training may not say what it had there."""
+    arrays = {name for name, source in sources.items() if isinstance(source, ArraySource)}
+    return {name: replace(tensor, array=True) if name in arrays else tensor for name, tensor in tensors.items()} if arrays else tensors
 
 
 def check_local(unused: Sequence[str], tree: Tree, where: object) -> None:

@@ -262,3 +262,26 @@ def test_a_local_pattern_that_selects_nothing_is_refused_by_the_first_save_in_wh
     save("c", "model/bias", "optimizer/state/*/exp_avg", "**/exp_avg_sq", "optimizer/state/weight", "optimizer/state/weight/step")
     with pytest.raises(OptionError, match=r"'optimizer/state/\*/exp_avgs'"):
         save("d", "optimizer/state/*/exp_avgs")
+
+
+def test_arrays_come_back_as_arrays_where_a_new_training_has_nothing_yet(tmp_path):
+    class Statistics:
+        def __init__(self, mean=None, weight=None):
+            self.mean, self.weight = mean, weight
+
+        def state_dict(self):
+            return {"mean": self.mean, "weight": self.weight}
+
+        def load_state_dict(self, state):
+            self.mean, self.weight = state["mean"], state["weight"]
+
+    saved = Statistics(np.arange(3.0), torch.ones(2))
+    shardckpt.save(tmp_path / "c", shardckpt.train_state(model=torch.nn.Linear(2, 2), of=saved, history=np.arange(70_000)))
+    fresh = Statistics()
+    state = shardckpt.train_state(model=torch.nn.Linear(2, 2), of=fresh, history=None)
+    shardckpt.restore(tmp_path / "c", state)
+    assert [type(value) for value in (fresh.mean, fresh.weight, state.values["history"])] == [np.ndarray, torch.Tensor, np.ndarray]
+    assert (fresh.mean.tolist(), state.values["history"][-1]) == ([0, 1, 2], 69_999)
+    record = shardckpt.open(tmp_path / "c").record
+    assert [name for name, tensor in record.structure.tensors.items() if tensor.array] == ["of/mean", "history"]
+    assert record.version == (1, 0)
