@@ -21,10 +21,11 @@ help: ## list the targets
 
 setup: $(STAMP) ## create .venv and install everything into it
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml constraints.txt $(wildcard shardckpt/io/*.c) tools/build_extension.py
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	test -x $(BIN)/uv || $(BIN)/python -m pip install --quiet --disable-pip-version-check uv
 	$(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python tools/build_extension.py || true
 	@touch $(STAMP)
 
 demo: setup ## train, save, be killed, restore onto another mesh, train on

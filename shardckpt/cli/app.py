@@ -73,8 +73,9 @@ app = typer.Typer(
 def _version(wanted: bool) -> None:
     if wanted:
         from shardckpt._version import __version__
+        from shardckpt.io.extension import ENGINE
 
-        print(f"shardckpt {__version__}")
+        print(f"shardckpt {__version__} ({'with' if ENGINE == 'C' else 'without'} its C extension)")
         raise typer.Exit
 
 

@@ -21,7 +21,9 @@ _Pair: TypeAlias = "tuple[NDArray[Any], NDArray[Any]]"
 """A target and a source, of one shape and dtype."""
 
 _PART_BYTES = 4 << 20
-"""Bytes per part: takes a millisecond to copy, hundreds of times as long as getting the next part."""
+"""Least bytes per part: takes a millisecond to copy, hundreds of times as long as getting the next part."""
+_LARGEST_PART = 32 << 20
+"""Most bytes per part: numpy gives the interpreter lock up once for each, and a thread may wait long to have it back."""
 
 
 def copy_all(pairs: Sequence[_Pair]) -> None:
@@ -29,12 +31,14 @@ def copy_all(pairs: Sequence[_Pair]) -> None:
 
     No thread uses the arrays when this returns or raises; after Ctrl-C it first waits for the parts in progress.
     """
-    threads = min(cores(), sum(target.nbytes for target, _ in pairs) // _PART_BYTES)
+    nbytes = sum(target.nbytes for target, _ in pairs)
+    threads = min(cores(), nbytes // _PART_BYTES)
     if threads < 2:
         for pair in pairs:
             _copy(pair)
         return
-    parts = (part for pair in pairs for part in _parts(*pair))
+    most = max(_PART_BYTES, min(_LARGEST_PART, nbytes // (4 * threads)))
+    parts = (part for pair in pairs for part in _parts(*pair, most))
     run_on_threads(parts, [_copy] * threads, "shardckpt-copy")
 
 
@@ -43,10 +47,10 @@ def _copy(pair: _Pair) -> None:
     target[...] = source
 
 
-def _parts(target: NDArray[Any], source: NDArray[Any]) -> Iterator[_Pair]:
+def _parts(target: NDArray[Any], source: NDArray[Any], most: int) -> Iterator[_Pair]:
     """Cut a large pair into parts along its first dimension that is longer than one; yield a small pair unchanged."""
-    if target.nbytes <= _PART_BYTES:
+    if target.nbytes <= most:
         yield target, source
         return
-    for part in large_parts(target.shape, target.nbytes, _PART_BYTES):
+    for part in large_parts(target.shape, target.nbytes, most):
         yield target[part], source[part]

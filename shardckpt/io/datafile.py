@@ -21,6 +21,7 @@ from shardckpt.errors import StorageError
 from shardckpt.excerpt import file_size
 from shardckpt.io.buffers import MOST_VECTORS, after
 from shardckpt.io.descriptor import OpenFile
+from shardckpt.io.extension import WRITE_BACK_BYTES
 from shardckpt.io.failures import storage_errors
 from shardckpt.io.files import sync_directory
 from shardckpt.io.store import Data, byte_view
@@ -31,12 +32,9 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from shardckpt.io.extension import BlocksOut
     from shardckpt.io.requests import Upload
     from shardckpt.io.store import Store
-
-
-_AT_ONCE = 8 << 20
-"""Bytes of a local file per write-back request."""
 
 
 class DataFile(Protocol):
@@ -50,6 +48,9 @@ class DataFile(Protocol):
 
     def append_all(self, parts: Sequence[memoryview]) -> None:
         """Append the bytes of several buffers, one after the other."""
+
+    def append_blocks(self, blocks: BlocksOut, first: int, last: int, nbytes: int) -> None:
+        """Append some chunks of blocks, which have `nbytes` bytes, with the extension; for files on a local disk alone."""
 
     def seal(self) -> None:
         """End the file: nothing is appended any more. Making it durable may have begun."""
@@ -96,6 +97,8 @@ class _LocalDataFile:
         self._path = path
         self._final = path if final is None else final
         self._size = self._begun = 0
+        self._position = 0
+        """Where the descriptor writes; the extension writes without moving that."""
         with storage_errors("create", path):
             # O_EXCL: attempt names are never reused, so an existing file belongs to another writer.
             self._open = OpenFile(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
@@ -108,22 +111,35 @@ class _LocalDataFile:
         rest = byte_view(data)
         nbytes = rest.nbytes
         with storage_errors("write", self._path):
+            self._go_to_end()
             while rest:
                 rest = rest[os.write(self._fd, rest) :]
         self._appended(nbytes)
+        self._position = self._size
 
     def append_all(self, parts: Sequence[memoryview]) -> None:
         for first in range(0, len(parts), MOST_VECTORS):
             some = parts[first : first + MOST_VECTORS]
             with storage_errors("write", self._path):
+                self._go_to_end()
                 written = os.writev(self._fd, some)
             self._appended(written)
+            self._position = self._size
             for part in after(some, written):
                 self.append(part)
 
+    def _go_to_end(self) -> None:
+        if self._position != self._size:
+            self._position = os.lseek(self._fd, self._size, os.SEEK_SET)
+
+    def append_blocks(self, blocks: BlocksOut, first: int, last: int, nbytes: int) -> None:
+        with storage_errors("write", self._path):
+            self._begun = blocks.write(self._fd, self._size, first, last, self._begun)
+        self._size += nbytes
+
     def _appended(self, nbytes: int) -> None:
         self._size += nbytes
-        if self._size - self._begun >= _AT_ONCE:
+        if self._size - self._begun >= WRITE_BACK_BYTES:
             begin_write_back(self._fd, self._begun, self._size - self._begun)
             self._begun = self._size
 
@@ -177,6 +193,9 @@ class _ObjectDataFile:
     def append_all(self, parts: Sequence[memoryview]) -> None:
         for part in parts:
             self.append(part)
+
+    def append_blocks(self, blocks: BlocksOut, first: int, last: int, nbytes: int) -> None:
+        raise NotImplementedError
 
     def seal(self) -> None:
         self._upload = self._store.upload(self._key, self._buffer[: self._size])

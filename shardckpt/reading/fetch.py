@@ -1,7 +1,8 @@
 """Reads of a task's bytes from the storage.
 
 A chunk that is contiguous in its destination is read directly into it, any other chunk into the thread's scratch buffer. On a local
-disk that is a positional scatter read, on an object store one ranged request. Nothing is verified here.
+disk that is a positional scatter read, on an object store one ranged request. Nothing is verified here, but by the extension, which
+reads raw chunks of a local disk, verifies them and copies them to their destinations in one call (`Fetch.move`).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from shardckpt.errors import CorruptionError, MissingDataError, ShardckptError, 
 from shardckpt.format.zarr_arrays import CHECKSUM_BYTES
 from shardckpt.io.buffers import MOST_VECTORS, after
 from shardckpt.io.descriptor import OpenFile
+from shardckpt.io.extension import SCRATCH_BYTES, read_bands
 from shardckpt.reading.runs import places_of
 
 if TYPE_CHECKING:
@@ -25,7 +27,9 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from shardckpt.io.extension import BandOfChunks
     from shardckpt.io.store import Store
+    from shardckpt.reading.locate import Index
     from shardckpt.reading.runs import Band, ChunkRun, Place, ReadTask
 
     Ints = NDArray[np.int64]
@@ -99,6 +103,48 @@ class Fetch:
         except (OSError, EOFError, MissingDataError, CorruptionError) as e:
             raise _said(e, task, run, self._place) from e
         return fetched
+
+    def move(self, task: ReadTask) -> int | None:
+        """Read a task's raw chunks with the extension, compare them with their checksums, and copy them to their destinations.
+
+        Returns:
+            The row of the first chunk that is damaged; None: all are right.
+
+        Raises:
+            MissingDataError, CorruptionError, StorageError: as for a call.
+        """
+        path, chunks = self._place.local_path(task.file), task.chunks
+        scratch = scratch_buffer(self._scratch, SCRATCH_BYTES, SCRATCH_BYTES)
+        places = iter(places_of([band for run in task.runs for band in run.bands]))
+        bands = [_described(band, next(places)) for run in task.runs for band in run.bands]
+        row, crcs = task.begin, np.ascontiguousarray(chunks.crc[task.begin : task.end], np.uint32)
+        error: OSError | EOFError | None
+        try:
+            with OpenFile(str(path), os.O_RDONLY | os.O_NONBLOCK) as fd:
+                done, error = read_bands(fd, bands, crcs, scratch)
+            row += done
+        except OSError as e:
+            error = e
+        if error is not None:
+            run = next(run for run in task.runs if row < run.end)
+            raise _said(error, task, run, self._place) from error
+        return row if row < task.end else None
+
+
+def _described(band: Band, places: Sequence[Place]) -> BandOfChunks:
+    """A band as the extension takes it."""
+    chunks, part = band.chunks, band.chunks.wanted.part_of(band.begin)
+    return (
+        int(chunks.offset[band.begin]),
+        band.end - band.begin,
+        part.request.dtype.itemsize,
+        part.piece.chunks,
+        tuple((memory, _corner(in_chunk), along) for memory, in_chunk, along in places),
+    )
+
+
+def _corner(in_chunk: Index) -> tuple[int, ...]:
+    return tuple(side.start for side in in_chunk if isinstance(side, slice))
 
 
 def lay_out(

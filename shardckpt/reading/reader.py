@@ -5,6 +5,7 @@
 2. The chunks are sorted by file and offset, adjacent ones are joined into `runs`, and runs into tasks.
 3. Threads take tasks and `fetch` their bytes: one positional scatter read per run on a local disk, one ranged read per run on object
    stores. There more threads with larger runs are used, because a request costs milliseconds.
+   The extension, where it is there, reads, verifies and copies the raw chunks of a task with one call.
 4. Every chunk's crc32c is compared with the table's before the chunk counts as read. Chunks that were not read straight into their
    destination are then copied to each box that needs them, in bands: as many chunks as one copy can move.
 
@@ -16,7 +17,7 @@ of 4 to 8 MiB per thread, which is kept; on object stores `memory`. A chunk larg
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from threading import Lock
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,7 @@ from shardckpt.commit.assemble import merge_tables, read_host_files, read_table
 from shardckpt.errors import CorruptionError, FormatError, ShardckptError, StorageError, of_one_tensor
 from shardckpt.format.zarr_arrays import decompress, largest_chunk
 from shardckpt.io.cores import cores
+from shardckpt.io.extension import CALL_BYTES, ENGINE, can_move
 from shardckpt.io.status import is_directory
 from shardckpt.io.threads import Workers, clocks, map_on_threads
 from shardckpt.layout.box import BoxArray
@@ -89,6 +91,8 @@ class ReadStats:
     """Reads of chunk tables."""
     index_bytes: int = 0
     """Bytes of chunk tables that were read."""
+    engine: str = ENGINE
+    """What moves raw chunks from a local disk here: `C`, the extension, or `Python`."""
     _lock: Lock = field(default_factory=Lock, repr=False, compare=False)
 
     def count(self, *, reads: int = 0, read: int = 0, needed: int = 0) -> None:
@@ -179,7 +183,7 @@ class ChunkReader:
         for chunks in self._finder.needed(requests):
             self._refuse_impossible(chunks)
             of_part = np.array([group_of[id(part.request)] for part in chunks.wanted.parts])
-            for task in tasks(chunks, self._limits, of_part[chunks.wanted.part]):
+            for task in tasks(chunks, self._joining(chunks), of_part[chunks.wanted.part]):
                 found[of_part[task.chunks.wanted.part[task.begin]]].append(task)
         return [partial(self._read_planned, group, some) for group, some in zip(groups, found, strict=True)]
 
@@ -292,10 +296,16 @@ class ChunkReader:
 
     def _each(self, chunks: Located, work: Callable[[ReadTask], None]) -> None:
         """Call `work` for all chunks, several chunks of a file at a time, on several threads; the first error stops the others."""
-        self._workers.do(work, tasks(chunks, self._limits))
+        self._workers.do(work, tasks(chunks, self._joining(chunks)))
 
     def _read_task(self, task: ReadTask) -> None:
         """Read chunks of one file, verify each and copy it to its destinations."""
+        if self._moves(task.chunks):
+            damaged = self._fetch.move(task)
+            self.stats.count(reads=len(task.runs), read=task.nbytes)
+            if damaged is not None:
+                raise self._damaged(task, damaged)
+            return
         fetched = self._verified(task)
         for band, places in fetched.bands:
             if not places:
@@ -319,15 +329,32 @@ class ChunkReader:
         found = np.fromiter(map(crc32c.crc32c, fetched.payloads), np.uint32, len(expected))
         wrong = (found != expected) | (fetched.checksums() != expected)
         if wrong.any():
-            row = task.begin + int(np.argmax(wrong))
-            place = f"{self._store}/{task.file}, bytes {chunks.offset[row]} to {chunks.stop(row)}"
-            raise of_one_tensor(
-                CorruptionError(
-                    f"{chunks.wanted.where(row)} is damaged: {place}, do not have the checksum that was written. Replace the file with "
-                    f"a backup."
-                )
-            )
+            raise self._damaged(task, task.begin + int(np.argmax(wrong)))
         return fetched
+
+    def _damaged(self, task: ReadTask, row: int) -> ShardckptError:
+        chunks = task.chunks
+        place = f"{self._store}/{task.file}, bytes {chunks.offset[row]} to {chunks.stop(row)}"
+        return of_one_tensor(
+            CorruptionError(
+                f"{chunks.wanted.where(row)} is damaged: {place}, do not have the checksum that was written. Replace the file with "
+                f"a backup."
+            )
+        )
+
+    def _moves(self, chunks: Located) -> bool:
+        """Whether the extension moves these chunks: raw ones on a local disk, whose elements are not converted."""
+        if self._compression is not None or self._store.location.local is None:
+            return False
+        parts = chunks.wanted.parts
+        return all(part.request.convert_from is None and can_move(part.piece.chunks, part.request.dtype.itemsize) for part in parts)
+
+    def _joining(self, chunks: Located) -> RunLimits:
+        """Limits for chunks: a task has more bytes where the extension moves them, and enough tasks are left for all threads."""
+        if not self._moves(chunks):
+            return self._limits
+        share = int(chunks.length.sum()) // (2 * self._workers.at_once)
+        return replace(self._limits, task=max(self._limits.nbytes, min(2 * CALL_BYTES, share)))
 
 
 def _make_bools_plain(requests: Sequence[Request]) -> None:

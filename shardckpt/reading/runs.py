@@ -213,7 +213,9 @@ class RunLimits:
     chunks: int
     """Most chunks of a run."""
     runs: int = 1
-    """Most runs of a task, which together have at most `nbytes` bytes."""
+    """Most runs of a task."""
+    task: int = 0
+    """Most bytes of the runs of a task; less than `nbytes`: that many."""
 
 
 def tasks(chunks: Located, limits: RunLimits, group: Ints | None = None) -> Iterator[ReadTask]:
@@ -240,7 +242,7 @@ def tasks(chunks: Located, limits: RunLimits, group: Ints | None = None) -> Iter
     nbytes, before = 0, (0, OWN_OBJECT)
     for (first, after), (file, start, stop) in zip(pairwise(firsts), where, strict=True):
         nbytes += stop - start
-        if task and (file != before or file[1] == OWN_OBJECT or nbytes > limits.nbytes or len(task) == limits.runs):
+        if task and (file != before or file[1] == OWN_OBJECT or nbytes > max(limits.nbytes, limits.task) or len(task) == limits.runs):
             yield ReadTask(chunks, task)
             task, nbytes = [], stop - start
         before = file

@@ -9,7 +9,8 @@ Elements of many chunks are encoded at a time:
    after another as they will lie in the file. Each block is one copy.
 3. Each chunk gets its checksum there, and one call writes them all.
 
-So the cost of Python code is per portion or block and not per chunk, except for the checksum and the key.
+So the cost of Python code is per portion or block and not per chunk, except for the checksum and the key. Where the extension moves the
+elements (`io/extension.py`), steps 2 and 3 are one call, and portions are larger.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from shardckpt.format.replicas import ReplicasReference, seal_checksums
 from shardckpt.format.table import OWN_OBJECT, ArrayChunks, Table
 from shardckpt.format.zarr_arrays import chunk_object_key, close, lay_out_all, room_for
 from shardckpt.io.failures import storage_errors
+from shardckpt.io import extension
 from shardckpt.io.store import byte_view
 from shardckpt.io.threads import map_on_threads, run_on_threads
 from shardckpt.layout.dtypes import with_plain_bools
@@ -50,6 +52,7 @@ if TYPE_CHECKING:
     from shardckpt.layout.box import Box
     from shardckpt.plan.pieces import Piece
 
+    Array: TypeAlias = NDArray[np.generic]
     Elements: TypeAlias = tuple[Piece, Box, NDArray[np.generic]]
     """An array, a box of complete chunks of it (in the tensor's indices), and the box's elements."""
 
@@ -166,7 +169,12 @@ class HostWriter:
             blocks: arrays, boxes and elements.
             at_a_time: bytes that a thread lays out at a time; one block may have more.
         """
-        run_on_threads(portions(blocks, at_a_time), [encoder.put_all for encoder in self._encoders], "shardckpt-write")
+        most = self.portion_bytes(at_a_time)
+        run_on_threads(portions(blocks, most), [encoder.put_all for encoder in self._encoders], "shardckpt-write")
+
+    def portion_bytes(self, at_a_time: int) -> int:
+        """Bytes of elements that a thread gets at a time: more where it lays nothing out, because the extension moves them."""
+        return max(at_a_time, extension.CALL_BYTES) if self._encoders[0].moves_blocks else at_a_time
 
     def put_laid_out(self, chunks: Sequence[tuple[Piece, int, NDArray[np.uint8]]]) -> None:
         """Write chunks of arrays by position from elements in their stored form; see `Encoder.put_laid_out`."""
@@ -306,7 +314,11 @@ class Encoder:
         self.sums = sums
         self._compression = compression
         self._room = np.empty(0, np.uint8)
-        """Reused memory in which blocks are laid out, unless the writer has memory for them."""
+        """Reused memory in which blocks are laid out, unless the writer has memory for them; or the extension's scratch."""
+        self.moves_blocks = (
+            extension.moving is not None and compression is None and isinstance(writer, PackedWriter) and writer.takes_blocks
+        )
+        """Whether the extension moves elements to the file."""
         self._paths: dict[str, int] = {}
         self._path = array("I")
         self._chunk = array("Q")
@@ -342,6 +354,27 @@ class Encoder:
             keys += map(piece.path.__add__, ends)
         chunks, elements = blocks[0][0].chunks, [elements for _, _, elements in blocks]
         size = room_for(chunks, elements[0].itemsize)
+        crcs = self._put_moved(keys, size, elements, chunks) if self.moves_blocks else None
+        if crcs is None:
+            crcs = self._put_together(keys, size, elements, chunks)
+        self._path.extend(numbers)
+        self._chunk.extend(positions)
+        self._crc.extend(crcs)
+
+    def _put_moved(self, keys: Sequence[str], size: int, elements: list[Array], chunks: tuple[int, ...]) -> list[int] | None:
+        """Write chunks with the extension; return their checksums, or None if it does not move such ones."""
+        if not extension.can_move(chunks, elements[0].itemsize):
+            return None
+        assert isinstance(self.writer, PackedWriter)
+        if self._room.nbytes < extension.SCRATCH_BYTES:
+            self._room = np.empty(extension.SCRATCH_BYTES, np.uint8)
+        blocks = extension.BlocksOut(elements, chunks, self._room, np.empty(len(keys), np.uint32))
+        self.writer.put_blocks(keys, size, blocks)
+        crcs: list[int] = blocks.crcs.tolist()
+        return crcs
+
+    def _put_together(self, keys: Sequence[str], size: int, elements: list[Array], chunks: tuple[int, ...]) -> list[int]:
+        """Lay chunks out in memory and write them; return their checksums."""
         nbytes = len(keys) * size
         memory = self.writer.room(nbytes) if self._compression is None else None
         if memory is None:
@@ -352,9 +385,7 @@ class Encoder:
         lay_out_all(elements, chunks, rows)
         data, lengths, crcs = close(rows, self._compression)
         self.writer.put_all(keys, data, lengths)
-        self._path.extend(numbers)
-        self._chunk.extend(positions)
-        self._crc.extend(crcs)
+        return crcs
 
     def put_laid_out(self, chunks: Sequence[tuple[Piece, int, NDArray[np.uint8]]]) -> None:
         """Write chunks from elements in their stored form (`zarr_arrays.lay_out`); the input is not used after this returns.

@@ -1,7 +1,8 @@
 """The packed layout's writer: a host's chunks one after another in a few data files, and an OCDBT index of them.
 
 1. `put` appends a chunk to the current data file, in the order of the calls, and starts the next file when the
-   chunk does not fit. On a local disk that is one `write` from the caller's buffer. Elsewhere bytes are collected,
+   chunk does not fit. On a local disk that is one `write` from the caller's buffer, or the extension moves the elements
+   there (`put_blocks`). Elsewhere bytes are collected,
    because an object is written in one request.
 2. Full files are made durable in the background while the next one fills: on a local disk one at a time, on an
    object store as many as memory has room for. There a file is one upload, and the unit of a retry.
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
+
+    from shardckpt.io.extension import BlocksOut
 
 DATA_FILE_BYTES = 256 << 20
 """Bytes of a data file on a local disk: several files of this size are written and read faster than one large one."""
@@ -179,6 +182,21 @@ class PackedWriter:
         if self._store.location.local is not None or nbytes > self._data_file_bytes - (0 if self._file is None else self._size):
             return None
         return self._place()[1].room(nbytes)
+
+    @property
+    def takes_blocks(self) -> bool:
+        """Whether `put_blocks` may be called."""
+        return self._store.location.local is not None
+
+    def put_blocks(self, keys: Sequence[str], size: int, blocks: BlocksOut) -> None:
+        """Append raw chunks of blocks; like `put_all`, but the extension copies the elements straight to the file.
+
+        Args:
+            keys: as for `put_all`, in the order of the blocks' chunks.
+            size: stored bytes of each chunk.
+            blocks: the elements; their checksums are known when this returns.
+        """
+        self._put(keys, [size] * len(keys), lambda file, begin, end, some: file.append_blocks(blocks, some.start, some.stop, end - begin))
 
     def put(self, key: str, data: Data) -> None:
         """Append one encoded chunk; like `put_all`."""

@@ -62,6 +62,11 @@ class PlainWriter:
     def room(self, _nbytes: int) -> None:
         """None: each chunk is an object of its own."""
 
+    @property
+    def takes_blocks(self) -> bool:
+        """Whether `put_blocks` may be called: each chunk is an object of its own."""
+        return False
+
     def put(self, key: str, data: Data) -> None:
         """Write one encoded chunk; the caller may reuse the buffer when this returns.
 

@@ -8,6 +8,7 @@ from threading import Condition
 from typing import Literal
 
 from shardckpt.errors import CoordinationError, OptionError, out_of_memory
+from shardckpt.io.extension import ENGINE
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +49,8 @@ class SaveReport:
     """Whether the buffers were too small, so that the call waited until part of the state was written."""
     bases: tuple[str, ...] = ()
     """The other checkpoints that hold the skipped tensors."""
+    engine: str = ENGINE
+    """What moves raw chunks to a local disk here: `C`, the extension, or `Python`."""
 
     @property
     def stall_s(self) -> float:

@@ -67,7 +67,7 @@ _LEAST_PARTS = 8
 def write_chunks(writer: HostWriter, blocks: Iterable[tuple[Block, NDArray[np.generic]]]) -> Iterator[int]:
     """Write the chunks of blocks, some at a time; yield the bytes of the elements written each time."""
     cut = ((block.piece, box, elements[index]) for block, elements in blocks for box, index in parts_of(block, WRITTEN_BYTES))
-    for portion in portions(cut, WRITTEN_BYTES):
+    for portion in portions(cut, writer.portion_bytes(WRITTEN_BYTES)):
         writer.put_all(portion, WRITTEN_BYTES)
         yield sum(elements.nbytes for _, _, elements in portion)
 

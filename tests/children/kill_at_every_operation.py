@@ -23,7 +23,7 @@ import shardckpt
 import shardckpt.frameworks.numpy
 import shardckpt.writing.save
 
-FILES = ("open", "write", "fsync", "mkdir", "rename", "replace", "unlink", "rmdir")
+FILES = ("open", "write", "pwrite", "fsync", "mkdir", "rename", "replace", "unlink", "rmdir")
 TENSORSTORE = {ts.KvStore: ("write", "delete_range", "experimental_copy_range_to"), ts.Transaction: ("__exit__",)}
 
 

@@ -15,10 +15,11 @@ import struct
 import threading
 
 import tensorstore as ts
+from below_python import lead_through_os
 
 from shardckpt.io import files
 
-FILES = ("open", "write", "ftruncate", "fsync", "mkdir", "rename", "replace", "unlink", "rmdir")
+FILES = ("open", "write", "pwrite", "ftruncate", "fsync", "mkdir", "rename", "replace", "unlink", "rmdir")
 TENSORSTORE = ("write", "delete_range", "experimental_copy_range_to")
 
 
@@ -36,6 +37,7 @@ class Operations:
 
     def arm(self):
         self._armed = True
+        lead_through_os()
         for name in FILES:
             setattr(os, name, self._file_operation(name, getattr(os, name)))
         files.replace = self._whole_write(files.replace)
@@ -66,11 +68,11 @@ class Operations:
             if name == "open" and not arguments[1] & (os.O_CREAT | os.O_TRUNC):
                 return function(*arguments, **options)
             self._count(name)
-            if name == "write":
-                file, data = arguments
+            if name in ("write", "pwrite"):
+                file, data, *offset = arguments
                 half = len(data) // 2
-                if self._count("the second half of a write", half=lambda: function(file, data[:half])):
-                    return half + function(file, data[half:])  # it has only slept
+                if self._count(f"the second half of a {name}", half=lambda: function(file, data[:half], *offset)):
+                    return half + function(file, data[half:], *(at + half for at in offset))  # it has only slept
             return function(*arguments, **options)
 
         return wrapped

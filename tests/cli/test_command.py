@@ -72,8 +72,10 @@ def test_the_module_is_the_command(checkpoint):
 
 def test_the_version_is_the_packages():
     from shardckpt import __version__
+    from shardckpt.io.extension import ENGINE
 
-    assert command("--version").stdout == f"shardckpt {__version__}\n"
+    engine = "with" if ENGINE == "C" else "without"
+    assert command("--version").stdout == f"shardckpt {__version__} ({engine} its C extension)\n"
 
 
 def test_help_and_completion_import_nothing_heavy():

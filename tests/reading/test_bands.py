@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 import shardckpt.reading.fetch
 from shardckpt.format.table import ArrayChunks
+from shardckpt.io import extension
 from shardckpt.io.store import Store
 from shardckpt.layout.box import Box, BoxArray
 from shardckpt.plan.pieces import Piece
@@ -90,6 +91,7 @@ def test_chunks_that_are_read_into_place_take_room_beside_it_for_their_checksums
         scatter_read(fd, offset, length, vectors)
 
     monkeypatch.setattr(shardckpt.reading.fetch, "scatter_read", noted)
+    monkeypatch.setattr(extension, "moving", None)  # which has no such memory
     ChunkReader(store, table, threads=2).read([Request("w", array.dtype, [piece], BoxArray.of([Box((0, 0), (64, 8))], 2), [into])])
 
     assert np.array_equal(into, array)

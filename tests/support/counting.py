@@ -14,6 +14,7 @@ import pytest
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from types import FrameType
 
 
 @dataclass(frozen=True)
@@ -82,3 +83,42 @@ def steps(do: Callable[[], object]) -> int:
         sys.setprofile(None)
         threading.setprofile(None)
     return sum(made.values())
+
+
+_LETTING_GO = ("posix", "crc32c._crc32c", "shardckpt.io._moving")
+"""Modules in C."""
+_NUMPYS = ("begin_write_back", "_copy", "scatter", "lay_out_all", "OpenFile.__init__")
+"""Functions of the product that call C functions which the interpreter does not report: `os.open` in `map`, the C library, numpy."""
+
+
+def turns(do: Callable[[], object]) -> dict[str, int]:
+    """Calls in `do` that give the interpreter lock up, by name, in this thread and in those that begin meanwhile.
+
+    Counted are functions of the operating system, checksums, copies by numpy, and calls of the extension. Waits of a thread for
+    another one are not: such a thread has nothing to do. A call counts whether another thread wants the lock or not.
+    """
+    made: dict[int, dict[str, int]] = {}
+
+    def count(frame: FrameType, event: str, argument: object) -> None:
+        name = None
+        if event == "c_call" and getattr(argument, "__module__", None) in _LETTING_GO:
+            name = argument.__name__  # type: ignore[attr-defined]
+            name = None if name == "fspath" else name  # asks the system nothing
+        elif event == "call" and frame.f_code.co_qualname.removeprefix("Band.") in _NUMPYS:
+            name = frame.f_code.co_qualname
+        if name is not None:
+            own = made.setdefault(threading.get_ident(), {})
+            own[name] = own.get(name, 0) + (2 if name == "OpenFile.__init__" else 1)  # which is closed, too
+
+    threading.setprofile(count)
+    sys.setprofile(count)
+    try:
+        do()
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)
+    total: dict[str, int] = {}
+    for own in made.values():
+        for name, number in own.items():
+            total[name] = total.get(name, 0) + number
+    return total

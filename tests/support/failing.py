@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from below_python import lead_through_os
 
 import shardckpt
 from shardckpt import SaveOptions
@@ -43,8 +44,8 @@ __all__ = [
 ]
 
 _BY_PATH = ("mkdir", "rename", "replace", "link", "unlink", "rmdir", "open", "scandir")
-_BY_FILE = ("write", "writev", "pread", "fsync", "ftruncate")
-_SPACE = ("mkdir", "link", "write", "writev")
+_BY_FILE = ("write", "writev", "pwrite", "pread", "preadv", "fsync", "ftruncate")
+_SPACE = ("mkdir", "link", "write", "writev", "pwrite")
 """Operations for which a disk may have no room."""
 _LOCKS = ("fcntl", "flock")
 STAYS = "complete and stays"
@@ -58,6 +59,8 @@ class Fault:
     operation: str = ""
     """"": none has."""
     path: str = ""
+    operations: int = 0
+    """Number of operations so far."""
 
 
 @contextmanager
@@ -69,6 +72,7 @@ def failing(root: Path, k: int) -> Iterator[Fault]:
         if not path.startswith(str(root)):
             return
         with lock:
+            fault.operations += 1
             left[0] -= 1
             if left[0] == -1:
                 fault.operation, fault.path = name, path
@@ -98,7 +102,11 @@ def failing(root: Path, k: int) -> Iterator[Fault]:
             patch.setattr(os, name, by_file(name, getattr(os, name)))
         for name in _LOCKS:
             patch.setattr(fcntl, name, by_file(name, getattr(fcntl, name)))
-        yield fault
+        end = lead_through_os()
+        try:
+            yield fault
+        finally:
+            end()
 
 
 @contextmanager

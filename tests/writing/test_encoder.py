@@ -14,6 +14,7 @@ from shardckpt.errors import CommitError
 from shardckpt.format.record import Contents
 from shardckpt.format.structure import Structure
 from shardckpt.format.zarr_arrays import close, encode, lay_out, lay_out_all, room_for
+from shardckpt.io import extension
 from shardckpt.io.datafile import create_data_file
 from shardckpt.io.store import Store
 from shardckpt.layout.box import Box, BoxArray
@@ -82,12 +83,30 @@ def test_what_several_threads_have_written_is_read_back(tmp_path_factory, rows, 
 
 @pytest.fixture
 def calls(tmp_path, monkeypatch):
-    """Bytes of each write."""
+    """Bytes of each write of chunks that Python has laid out."""
+    monkeypatch.setattr(extension, "moving", None)
     made = []
     kind = type(create_data_file(Store.open(tmp_path), "x"))
     append = kind.append
     monkeypatch.setattr(kind, "append", lambda self, data: made.append(len(data)) or append(self, data))
     return made
+
+
+@pytest.mark.skipif(extension.moving is None, reason="the extension is off, or was not built")
+def test_the_extension_gets_all_blocks_that_are_cut_alike_as_far_as_a_call_may_last(tmp_path, monkeypatch):
+    made = []
+    kind = type(create_data_file(Store.open(tmp_path), "x"))
+    append = kind.append_blocks
+    monkeypatch.setattr(kind, "append_blocks", lambda self, *some: made.append(some[-1]) or append(self, *some))
+    host, blocks = writer(tmp_path, 1), arrays([3, 1, 3, 1, 3, 9])
+    host.put_all(blocks, 10 * ROW)
+    host.abort()
+    assert made == [n * (ROW + 4) for n in (3 + 3 + 3, 1 + 1, 9)], "one for each shape"
+    made.clear()
+    host = writer(tmp_path / "other", 1)
+    host.put_all(arrays([2000, 2000]), ROW)
+    host.abort()
+    assert made == [2000 * (ROW + 4)] * 2, "a call has at most 32 MiB"
 
 
 ROW = 4096 * 4
