@@ -8,13 +8,15 @@ STAMP := $(VENV)/.installed
 LATEST := tests/frameworks tests/training tests/convert tests/state tests/end_to_end
 ON_FUSE := $(addprefix tests/io/test_,store.py file_systems.py ages.py datafile.py space.py) tests/commit $(addprefix tests/convert/test_,several_files.py notes.py \
   export_interrupted.py export_places.py to_safetensors.py to_dcp.py to_orbax.py to_torch.py)
+BOTH_WAYS := tests/golden tests/damage/test_swaps.py tests/io/test_moving.py tests/io/test_datafile.py tests/reading/test_bands.py \
+  tests/reading/test_reader.py tests/writing/test_encoder.py tests/writing/test_packed.py tests/end_to_end/test_guards.py
 # They change modes, make a pipe, or count what only links spare.
 NOT_ON_FUSE := not may_not_be_written and not one_place_that_cannot_be_collected and not tidied_up_is_made_again
 # The tests start hundreds of processes: each would compile all that it imports again.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test sweeps browser fuse ray vllm latest cuda cores cuda-wheels torture soak bench bench-quick scale scale-quick check format lint types layers examples docs release clean
+.PHONY: help setup demo test without-extension sweeps browser fuse ray vllm latest cuda cores cuda-wheels torture soak bench bench-quick scale scale-quick check format lint types layers examples docs release clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -33,6 +35,9 @@ demo: setup ## train, save, be killed, restore onto another mesh, train on
 
 test: setup ## the tests, but for sweeps over all faults, flips and interleavings, the programs in tools/, and those in a browser or on FUSE
 	$(PYTEST) -m "not slow and not browser and not fuse and not ray and not vllm"
+
+without-extension: setup ## tests of what the C extension does, without it
+	SHARDCKPT_NO_EXTENSION=1 $(BIN)/python -m pytest -p no:xdist -m "not slow" $(BOTH_WAYS)
 
 sweeps: setup ## those sweeps
 	$(PYTEST) -m slow
@@ -130,7 +135,7 @@ docs: setup ## the documentation as a site, in build/site; a broken link is an e
 release: setup ## build wheel and sdist, install them into empty environments, and use each extra alone; ten minutes
 	$(BIN)/python tools/release.py
 
-check: lint types layers examples docs test sweeps browser fuse ## exactly what CI runs
+check: lint types layers examples docs test without-extension sweeps browser fuse ## exactly what CI runs
 
 clean: ## forget the environment and all caches
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

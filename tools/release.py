@@ -1,6 +1,7 @@
 """The release, tried as users get it: `make release`.
 
-1. A wheel and an sdist are built into dist/, and a wheel from the sdist: both wheels hold the same files.
+1. A wheel and an sdist are built into dist/, and a wheel from the sdist: both wheels hold the same files, the C extension of this
+   platform too. Without the extension a wheel for every platform is built.
 2. The wheel is installed into an empty environment with the core dependencies alone: `import shardckpt` takes at most 0.1 s,
    `shardckpt --help` at most 0.4 s (the quickest of nine runs), and `python -m shardckpt` and shell completion work.
 3. For each extra an environment with that extra alone: its feature is used (`FEATURES`).
@@ -171,6 +172,11 @@ def built() -> Path:
         subprocess.run([UV, "build", "--quiet", "--wheel", "--out-dir", scratch, ROOT], check=True)
         (direct,) = Path(scratch).glob("*.whl")
         assert zipfile.ZipFile(direct).namelist() == zipfile.ZipFile(wheel).namelist()
+        assert "-cp311-abi3-" in wheel.name, "a release has the extension; is there no C compiler?"
+        without = Path(scratch) / "without"
+        command = [UV, "build", "--quiet", "--wheel", "--out-dir", without, ROOT]
+        subprocess.run(command, check=True, env=os.environ | {"SHARDCKPT_NO_EXTENSION": "1"})
+        assert [path.name.partition("-")[2].partition("-")[2] for path in without.glob("*.whl")] == ["py3-none-any.whl"]
     print(f"{wheel.name}: {wheel.stat().st_size / 1e6:.2f} MB, {sdist.name}: {sdist.stat().st_size / 1e6:.2f} MB")
     return wheel
 
@@ -192,6 +198,7 @@ def core(python: Path, folder: Path) -> None:
     print(f"core: import {imports:.3f} s (at most {IMPORT_S}), --help {helps:.3f} s (at most {HELP_S})")
     assert imports <= IMPORT_S
     assert helps <= HELP_S
+    assert "with its C extension" in run([shardckpt, "--version"], folder, {}).stdout
     for command in (
         [python, program(folder / "core", SAVE.format(url=HERE))],
         [python, "-m", "shardckpt", "verify", "checkpoint"],

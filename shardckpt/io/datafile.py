@@ -98,7 +98,7 @@ class _LocalDataFile:
         self._final = path if final is None else final
         self._size = self._begun = 0
         self._position = 0
-        """Where the descriptor writes; the extension writes without moving that."""
+        """Offset at which the descriptor writes; the extension does not move it."""
         with storage_errors("create", path):
             # O_EXCL: attempt names are never reused, so an existing file belongs to another writer.
             self._open = OpenFile(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)

@@ -35,7 +35,7 @@ if not os.environ.get("SHARDCKPT_NO_EXTENSION") and sys.byteorder == "little":
         moving = None
 
 ENGINE = "Python" if moving is None else "C"
-"""What moves the elements of raw chunks on a local disk, for reports."""
+"""The engine that moves the elements of raw chunks on a local disk, for reports."""
 SCRATCH_BYTES = (1 << 20) + (64 << 10)
 """Memory of a thread in which chunks are put together: it stays in the processor's cache, and has room for a chunk of 1 MiB."""
 CALL_BYTES = 32 << 20

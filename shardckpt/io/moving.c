@@ -48,45 +48,20 @@ struct progress {
 
 /* ---- crc32c (polynomial 0x1EDC6F41, reflected) */
 
-enum { LONG_STREAM = 8 << 10, SHORT_STREAM = 256 };
+enum { STREAM = 2 << 10 };
 
-static uint32_t crc_of_byte[8][256];                         /* of a byte with 0 to 7 zero bytes after it */
-static uint32_t skip_long[4][256], skip_short[4][256];       /* how a checksum changes over that many zero bytes */
+static uint32_t crc_of_byte[256], crc_after_stream[4][256]; /* the latter: how a checksum changes over so many zero bytes */
 static uint32_t (*crc_extend)(uint32_t, const uint8_t *, size_t);
 
-static uint32_t crc_by_table(uint32_t crc, const uint8_t *at, size_t n)
-{
-    for (; n >= 8; n -= 8, at += 8) {
-        crc ^= (uint32_t)at[0] | (uint32_t)at[1] << 8 | (uint32_t)at[2] << 16 | (uint32_t)at[3] << 24;
-        crc = crc_of_byte[7][crc & 255] ^ crc_of_byte[6][crc >> 8 & 255] ^ crc_of_byte[5][crc >> 16 & 255] ^ crc_of_byte[4][crc >> 24] ^
-              crc_of_byte[3][at[4]] ^ crc_of_byte[2][at[5]] ^ crc_of_byte[1][at[6]] ^ crc_of_byte[0][at[7]];
-    }
+static uint32_t crc_by_table(uint32_t crc, const uint8_t *at, size_t n) {
     for (; n; n--, at++)
-        crc = crc_of_byte[0][(crc ^ *at) & 255] ^ crc >> 8;
+        crc = crc_of_byte[(crc ^ *at) & 255] ^ crc >> 8;
     return crc;
 }
 
-static uint32_t skip(uint32_t table[4][256], uint32_t crc)
-{
-    return table[0][crc & 255] ^ table[1][crc >> 8 & 255] ^ table[2][crc >> 16 & 255] ^ table[3][crc >> 24];
-}
-
-static void fill_skip(uint32_t table[4][256], size_t zeros)
-{
-    static const uint8_t none[SHORT_STREAM];
-    uint32_t of_bit[32];
-    for (int bit = 0; bit < 32; bit++) {
-        of_bit[bit] = (uint32_t)1 << bit;
-        for (size_t left = zeros; left; left -= sizeof none)
-            of_bit[bit] = crc_by_table(of_bit[bit], none, sizeof none);
-    }
-    for (int byte = 0; byte < 4; byte++)
-        for (int value = 0; value < 256; value++) {
-            table[byte][value] = 0;
-            for (int bit = 0; bit < 8; bit++)
-                if (value >> bit & 1)
-                    table[byte][value] ^= of_bit[8 * byte + bit];
-        }
+static uint32_t after_stream(uint32_t crc) {
+    return crc_after_stream[0][crc & 255] ^ crc_after_stream[1][crc >> 8 & 255] ^ crc_after_stream[2][crc >> 16 & 255] ^
+           crc_after_stream[3][crc >> 24];
 }
 
 #if defined(__x86_64__)
@@ -105,28 +80,22 @@ static int has_crc_instruction(void) { return (getauxval(AT_HWCAP) >> 7 & 1) != 
 #endif
 
 #ifdef CRC_INSTRUCTION
-static uint64_t word_at(const uint8_t *at)
-{
+static uint64_t word_at(const uint8_t *at) {
     uint64_t word;
     memcpy(&word, at, sizeof word);
     return word;
 }
 
 /* The instruction takes three cycles and one can begin in each: so three streams are summed at a time, and joined. */
-CRC_INSTRUCTION static uint32_t crc_by_instruction(uint32_t crc, const uint8_t *at, size_t n)
-{
-    for (int which = 0; which < 2; which++) {
-        const size_t stream = which ? SHORT_STREAM : LONG_STREAM;
-        uint32_t(*over)[256] = which ? skip_short : skip_long;
-        for (; n >= 3 * stream; n -= 3 * stream, at += 3 * stream) {
-            uint32_t second = 0, third = 0;
-            for (size_t i = 0; i < stream; i += 8) {
-                crc = CRC_8(crc, word_at(at + i));
-                second = CRC_8(second, word_at(at + stream + i));
-                third = CRC_8(third, word_at(at + 2 * stream + i));
-            }
-            crc = skip(over, skip(over, crc) ^ second) ^ third;
+CRC_INSTRUCTION static uint32_t crc_by_instruction(uint32_t crc, const uint8_t *at, size_t n) {
+    for (; n >= 3 * STREAM; n -= 3 * STREAM, at += 3 * STREAM) {
+        uint32_t second = 0, third = 0;
+        for (size_t i = 0; i < STREAM; i += 8) {
+            crc = CRC_8(crc, word_at(at + i));
+            second = CRC_8(second, word_at(at + STREAM + i));
+            third = CRC_8(third, word_at(at + 2 * STREAM + i));
         }
+        crc = after_stream(after_stream(crc) ^ second) ^ third;
     }
     for (; n >= 8; n -= 8, at += 8)
         crc = CRC_8(crc, word_at(at));
@@ -137,19 +106,16 @@ CRC_INSTRUCTION static uint32_t crc_by_instruction(uint32_t crc, const uint8_t *
 #endif
 
 /* Call once before anything else; `plain`: do without the processor's instruction. */
-static void moving_begin(int plain)
-{
-    for (int value = 0; value < 256; value++) {
-        uint32_t crc = (uint32_t)value;
+static void moving_begin(int plain) {
+    static const uint8_t zeros[STREAM];
+    for (uint32_t value = 0; value < 256; value++) {
+        crc_of_byte[value] = value;
         for (int bit = 0; bit < 8; bit++)
-            crc = crc >> 1 ^ (crc & 1 ? 0x82f63b78u : 0);
-        crc_of_byte[0][value] = crc;
+            crc_of_byte[value] = crc_of_byte[value] >> 1 ^ (crc_of_byte[value] & 1 ? 0x82f63b78u : 0);
     }
-    for (int zeros = 1; zeros < 8; zeros++)
-        for (int value = 0; value < 256; value++)
-            crc_of_byte[zeros][value] = crc_of_byte[0][crc_of_byte[zeros - 1][value] & 255] ^ crc_of_byte[zeros - 1][value] >> 8;
-    fill_skip(skip_long, LONG_STREAM);
-    fill_skip(skip_short, SHORT_STREAM);
+    for (int byte = 0; byte < 4; byte++)
+        for (uint32_t value = 0; value < 256; value++)
+            crc_after_stream[byte][value] = crc_by_table(value << 8 * byte, zeros, STREAM);
     crc_extend = crc_by_table;
 #ifdef CRC_INSTRUCTION
     if (!plain && has_crc_instruction())
@@ -162,16 +128,14 @@ static void moving_begin(int plain)
 /* The checksum of some bytes and of those before them, whose checksum is `crc` (0: none). */
 static uint32_t crc32c(uint32_t crc, const char *at, int64_t n) { return ~crc_extend(~crc, (const uint8_t *)at, (size_t)n); }
 
-static void store_crc(uint32_t crc, char *to)
-{
+static void store_crc(uint32_t crc, char *to) {
     for (int i = 0; i < CHECKSUM_BYTES; i++)
         to[i] = (char)(crc >> 8 * i & 255);
 }
 
 /* ---- boxes of elements */
 
-static void copy_row(char *to, int64_t to_step, const char *from, int64_t from_step, int64_t n, int64_t itemsize)
-{
+static void copy_row(char *to, int64_t to_step, const char *from, int64_t from_step, int64_t n, int64_t itemsize) {
 #define ONE_BY_ONE(size)                                                                   \
     case size:                                                                             \
         for (; n; n--, to += to_step, from += from_step)                                   \
@@ -192,8 +156,7 @@ static void copy_row(char *to, int64_t to_step, const char *from, int64_t from_s
 
 /* Copy a box of elements; steps are in bytes. */
 static void copy_box(char *to, const int64_t *to_step, const char *from, const int64_t *from_step, const int64_t *shape, int ndim,
-                     int64_t itemsize)
-{
+                     int64_t itemsize) {
     /* Dimensions from the innermost, which follow one another in both places joined; the first "dimension" is an element. */
     int64_t n[MOST_DIMS + 1] = {itemsize}, a[MOST_DIMS + 1] = {1}, b[MOST_DIMS + 1] = {1}, at[MOST_DIMS + 1] = {0};
     int dims = 1;
@@ -244,8 +207,7 @@ struct slabs {
 };
 
 /* Begin with the first slab of a chunk. */
-static void first_slab(struct slabs *s)
-{
+static void first_slab(struct slabs *s) {
     for (int d = 0; d < s->ndim; d++) {
         s->start[d] = 0;
         s->size[d] = d < s->axis ? 1 : s->chunk[d];
@@ -256,8 +218,7 @@ static void first_slab(struct slabs *s)
 }
 
 /* Cut chunks of a shape into slabs of at most `room` bytes. */
-static void cut(struct slabs *s, const int64_t *chunk, int ndim, int64_t itemsize, int64_t room)
-{
+static void cut(struct slabs *s, const int64_t *chunk, int ndim, int64_t itemsize, int64_t room) {
     int64_t inner = itemsize;
     s->ndim = ndim;
     s->chunk = chunk;
@@ -278,8 +239,7 @@ static void cut(struct slabs *s, const int64_t *chunk, int ndim, int64_t itemsiz
 }
 
 /* Go to the next slab; 0 after the last one. */
-static int next_slab(struct slabs *s)
-{
+static int next_slab(struct slabs *s) {
     if (s->axis < 0)
         return 0;
     s->start[s->axis] += s->size[s->axis];
@@ -297,8 +257,7 @@ static int next_slab(struct slabs *s)
 
 /* Copy what a slab and a box of its chunk have in common, from the slab's bytes (`out`: to them). */
 static void copy_common(const struct slabs *s, char *slab, char *box, const int64_t *start, const int64_t *shape, const int64_t *step,
-                        int64_t itemsize, int out)
-{
+                        int64_t itemsize, int out) {
     int64_t common[MOST_DIMS];
     for (int d = 0; d < s->ndim; d++) {
         const int64_t first = s->start[d] > start[d] ? s->start[d] : start[d];
@@ -317,23 +276,20 @@ static void copy_common(const struct slabs *s, char *slab, char *box, const int6
 
 /* ---- the file */
 
-static int64_t now(void)
-{
+static int64_t now(void) {
     struct timespec t;
     clock_gettime(CLOCK_MONOTONIC, &t);
     return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
 }
 
 /* Whether a system call that failed is made again. */
-static int again(struct progress *p, int *how)
-{
+static int again(struct progress *p, int *how) {
     p->error = errno;
     *how = p->error == EINTR ? STOPPED : SYSTEM_ERROR;
     return p->error == EINTR && !(p->interrupted && p->interrupted(p->context));
 }
 
-static int write_all(int fd, const char *data, int64_t n, int64_t offset, struct progress *p)
-{
+static int write_all(int fd, const char *data, int64_t n, int64_t offset, struct progress *p) {
     while (n) {
         const ssize_t wrote = moving_calls.pwrite(fd, data, (size_t)n, (off_t)offset);
         int how;
@@ -353,8 +309,7 @@ static int write_all(int fd, const char *data, int64_t n, int64_t offset, struct
 }
 
 /* Fill one buffer, and then another one (`more` bytes), from consecutive bytes of a file. */
-static int read_all(int fd, char *into, int64_t n, char *then, int64_t more, int64_t offset, struct progress *p)
-{
+static int read_all(int fd, char *into, int64_t n, char *then, int64_t more, int64_t offset, struct progress *p) {
     while (n + more) {
         const struct iovec parts[2] = {{into, (size_t)n}, {then, (size_t)more}};
         const ssize_t got = n ? moving_calls.preadv(fd, parts, more ? 2 : 1, (off_t)offset) : moving_calls.preadv(fd, parts + 1, 1, (off_t)offset);
@@ -395,8 +350,7 @@ struct writing {
     int64_t room;  /* bytes of the scratch: at least those of an element and of a checksum */
 };
 
-static int move_out(const struct writing *w, struct progress *p)
-{
+static int move_out(const struct writing *w, struct progress *p) {
     int64_t grid[MOST_DIMS], each = 1, filled = 0, offset = w->offset;
     struct slabs s;
     int how;
@@ -480,8 +434,7 @@ struct window {
 };
 
 /* Bring the next `n` bytes to the scratch, with those after them, up to `stop`, for which there is room; sets `found`. */
-static int look(struct window *w, int64_t offset, int64_t n, int64_t stop, char **found, struct progress *p)
-{
+static int look(struct window *w, int64_t offset, int64_t n, int64_t stop, char **found, struct progress *p) {
     if (offset < w->begin || offset > w->end)
         w->begin = w->end = offset;
     if (offset + n > w->end) {
@@ -502,8 +455,7 @@ static int look(struct window *w, int64_t offset, int64_t n, int64_t stop, char 
 }
 
 /* Whether a chunk's elements follow one another in its one place. */
-static int is_direct(const struct band *b)
-{
+static int is_direct(const struct band *b) {
     int64_t step = b->itemsize;
     if (b->nbytes < DIRECT_BYTES || b->places != 1)
         return 0;
@@ -515,16 +467,14 @@ static int is_direct(const struct band *b)
     return 1;
 }
 
-static int has_crc(uint32_t crc, const char *stored, const char *expected)
-{
+static int has_crc(uint32_t crc, const char *stored, const char *expected) {
     char end[CHECKSUM_BYTES];
     store_crc(crc, end);
     return memcmp(end, stored, CHECKSUM_BYTES) == 0 && memcmp(end, expected, CHECKSUM_BYTES) == 0;
 }
 
 /* Read a chunk straight to its place, some at a time, so that the bytes are summed while the cache has them. */
-static int read_direct(int fd, char *to, int64_t nbytes, int64_t offset, const char *expected, struct progress *p)
-{
+static int read_direct(int fd, char *to, int64_t nbytes, int64_t offset, const char *expected, struct progress *p) {
     uint32_t crc = 0;
     char end[CHECKSUM_BYTES];
     for (int64_t at = 0; at < nbytes;) {
@@ -539,8 +489,7 @@ static int read_direct(int fd, char *to, int64_t nbytes, int64_t offset, const c
 }
 
 /* Read a chunk by way of the scratch. A chunk that has room there reaches its places only if its checksum is right. */
-static int read_chunk(struct window *w, const struct band *b, int64_t i, int64_t stop, const char *expected, struct progress *p)
-{
+static int read_chunk(struct window *w, const struct band *b, int64_t i, int64_t stop, const char *expected, struct progress *p) {
     struct slabs s;
     uint32_t crc = 0;
     int64_t offset = b->offset + i * (b->nbytes + CHECKSUM_BYTES);
@@ -568,8 +517,7 @@ static int read_chunk(struct window *w, const struct band *b, int64_t i, int64_t
 }
 
 /* The end of the bytes that are brought to the scratch with chunk `i` of the first band: complete chunks, or only that one. */
-static int64_t end_of_window(const struct band *bands, int64_t n, int64_t i, int64_t room)
-{
+static int64_t end_of_window(const struct band *bands, int64_t n, int64_t i, int64_t room) {
     int64_t end = bands->offset + i * (bands->nbytes + CHECKSUM_BYTES), begin = end;
     for (int64_t k = 0; k < n && !is_direct(&bands[k]); k++, i = 0) {
         const int64_t each = bands[k].nbytes + CHECKSUM_BYTES, left = bands[k].count - i, fit = (room - (end - begin)) / each;
@@ -583,8 +531,7 @@ static int64_t end_of_window(const struct band *bands, int64_t n, int64_t i, int
 }
 
 /* Read the chunks of all bands from number `p->done` on; `crcs` has 4 bytes for each of them. */
-static int move_in(int fd, const struct band *bands, int64_t n, const char *crcs, char *scratch, int64_t room, struct progress *p)
-{
+static int move_in(int fd, const struct band *bands, int64_t n, const char *crcs, char *scratch, int64_t room, struct progress *p) {
     struct window w = {fd, scratch, room, 0, 0};
     int64_t before = 0, moved = 0, stop = 0;
     for (int64_t k = 0; k < n; before += bands[k++].count) {

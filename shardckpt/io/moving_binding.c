@@ -15,15 +15,15 @@ struct call {
     PyThreadState *thread;
 };
 
-static int refuse(const char *why)
-{
+static int refuse(const char *why) {
     PyErr_SetString(PyExc_ValueError, why);
     return 0;
 }
 
+enum { PLAIN = PyBUF_STRIDES | PyBUF_C_CONTIGUOUS };
+
 /* Take a buffer; its elements need not follow one another. */
-static Py_buffer *take(struct call *c, PyObject *object, int flags)
-{
+static Py_buffer *take(struct call *c, PyObject *object, int flags) {
     Py_buffer *view = &c->views[c->count];
     if (PyObject_GetBuffer(object, view, flags) < 0)
         return NULL;
@@ -31,8 +31,7 @@ static Py_buffer *take(struct call *c, PyObject *object, int flags)
     return view;
 }
 
-static PyObject *leave(struct call *c, PyObject *result)
-{
+static PyObject *leave(struct call *c, PyObject *result) {
     while (c->count)
         PyBuffer_Release(&c->views[--c->count]);
     free(c->views);
@@ -41,8 +40,7 @@ static PyObject *leave(struct call *c, PyObject *result)
 }
 
 /* Room for some buffers and for what describes them. */
-static int prepare(struct call *c, Py_ssize_t views, size_t bytes)
-{
+static int prepare(struct call *c, Py_ssize_t views, size_t bytes) {
     c->views = calloc((size_t)views, sizeof *c->views);
     c->memory = calloc(1, bytes);
     if (c->views && c->memory)
@@ -52,8 +50,7 @@ static int prepare(struct call *c, Py_ssize_t views, size_t bytes)
 }
 
 /* The numbers of a tuple, one for each dimension. */
-static int numbers(PyObject *tuple, int ndim, int64_t least, int64_t *into)
-{
+static int numbers(PyObject *tuple, int ndim, int64_t least, int64_t *into) {
     if (PyTuple_Size(tuple) != ndim)
         return PyErr_Occurred() ? 0 : refuse("another number of dimensions");
     for (int d = 0; d < ndim; d++) {
@@ -67,8 +64,7 @@ static int numbers(PyObject *tuple, int ndim, int64_t least, int64_t *into)
 }
 
 /* First byte of a buffer, and one past the last. */
-static void range_of(const Py_buffer *view, uintptr_t *low, uintptr_t *high)
-{
+static void range_of(const Py_buffer *view, uintptr_t *low, uintptr_t *high) {
     *low = (uintptr_t)view->buf;
     *high = *low + (size_t)view->itemsize;
     for (int d = 0; d < view->ndim; d++) {
@@ -77,8 +73,7 @@ static void range_of(const Py_buffer *view, uintptr_t *low, uintptr_t *high)
     }
 }
 
-static int apart(const Py_buffer *a, const Py_buffer *b)
-{
+static int apart(const Py_buffer *a, const Py_buffer *b) {
     uintptr_t a_low, a_high, b_low, b_high;
     range_of(a, &a_low, &a_high);
     range_of(b, &b_low, &b_high);
@@ -86,8 +81,7 @@ static int apart(const Py_buffer *a, const Py_buffer *b)
 }
 
 /* Bytes of a chunk's elements; -1, with an error: too many. */
-static int64_t bytes_of(const int64_t *chunk, int ndim, int64_t itemsize)
-{
+static int64_t bytes_of(const int64_t *chunk, int ndim, int64_t itemsize) {
     int64_t nbytes = itemsize;
     for (int d = 0; d < ndim; d++)
         if (__builtin_mul_overflow(nbytes, chunk[d], &nbytes))
@@ -96,8 +90,7 @@ static int64_t bytes_of(const int64_t *chunk, int ndim, int64_t itemsize)
 }
 
 /* Whether so many chunks can be in a file from an offset on. */
-static int fits(int64_t offset, int64_t count, int64_t nbytes)
-{
+static int fits(int64_t offset, int64_t count, int64_t nbytes) {
     int64_t all;
     return offset >= 0 && !__builtin_add_overflow(nbytes, CHECKSUM_BYTES, &all) && !__builtin_mul_overflow(all, count, &all) &&
                    !__builtin_add_overflow(all, offset, &all)
@@ -106,8 +99,7 @@ static int fits(int64_t offset, int64_t count, int64_t nbytes)
 }
 
 /* Called in the middle of a call, after a signal. */
-static int interrupted(void *context)
-{
+static int interrupted(void *context) {
     struct call *c = context;
     PyEval_RestoreThread(c->thread);
     const int is = PyErr_CheckSignals() < 0;
@@ -115,19 +107,16 @@ static int interrupted(void *context)
     return is;
 }
 
-static struct progress begin(struct call *c, int64_t done, double seconds)
-{
+static struct progress begin(struct call *c, int64_t done, double seconds) {
     seconds = seconds > 0 ? seconds < 1e6 ? seconds : 1e6 : 0;
     return (struct progress){done, now() + (int64_t)(seconds * 1e9), interrupted, c, 0};
 }
 
-static PyObject *ended(struct call *c, int how, const struct progress *p)
-{
+static PyObject *ended(struct call *c, int how, const struct progress *p) {
     return leave(c, how == STOPPED ? NULL : Py_BuildValue("iLi", how, (long long)p->done, how == SYSTEM_ERROR ? p->error : 0));
 }
 
-static PyObject *write_chunks(PyObject *self, PyObject *arguments)
-{
+static PyObject *write_chunks(PyObject *self, PyObject *arguments) {
     (void)self;
     PyObject *blocks, *chunk, *crcs, *scratch;
     long long offset, begun, first, last;
@@ -140,8 +129,8 @@ static PyObject *write_chunks(PyObject *self, PyObject *arguments)
     struct call c = {0};
     if (!prepare(&c, n + 2, (size_t)(n + 1) * sizeof(struct block)))
         return leave(&c, NULL);
-    const Py_buffer *sums = take(&c, crcs, PyBUF_WRITABLE | PyBUF_STRIDES | PyBUF_C_CONTIGUOUS);
-    const Py_buffer *memory = sums ? take(&c, scratch, PyBUF_WRITABLE | PyBUF_STRIDES | PyBUF_C_CONTIGUOUS) : NULL;
+    const Py_buffer *sums = take(&c, crcs, PyBUF_WRITABLE | PLAIN);
+    const Py_buffer *memory = sums ? take(&c, scratch, PyBUF_WRITABLE | PLAIN) : NULL;
     if (!memory || !apart(sums, memory))
         return leave(&c, NULL);
     struct block *described = c.memory;
@@ -190,8 +179,7 @@ static PyObject *write_chunks(PyObject *self, PyObject *arguments)
 }
 
 /* Describe one place of a band; 0, with an error: it is impossible. */
-static int describe(struct call *c, const struct band *b, PyObject *item, const Py_buffer *memory, struct place *to)
-{
+static int describe(struct call *c, const struct band *b, PyObject *item, const Py_buffer *memory, struct place *to) {
     PyObject *buffer, *start;
     int along;
     if (!PyTuple_Check(item))
@@ -216,8 +204,7 @@ static int describe(struct call *c, const struct band *b, PyObject *item, const 
     return 1;
 }
 
-static PyObject *read_chunks(PyObject *self, PyObject *arguments)
-{
+static PyObject *read_chunks(PyObject *self, PyObject *arguments) {
     (void)self;
     PyObject *bands, *crcs, *scratch;
     int fd;
@@ -238,8 +225,8 @@ static PyObject *read_chunks(PyObject *self, PyObject *arguments)
         return leave(&c, NULL);
     struct band *b = c.memory;
     struct place *to = (struct place *)(b + n + 1), *const end = to + places;
-    const Py_buffer *expected = take(&c, crcs, PyBUF_STRIDES | PyBUF_C_CONTIGUOUS);
-    const Py_buffer *memory = expected ? take(&c, scratch, PyBUF_WRITABLE | PyBUF_STRIDES | PyBUF_C_CONTIGUOUS) : NULL;
+    const Py_buffer *expected = take(&c, crcs, PLAIN);
+    const Py_buffer *memory = expected ? take(&c, scratch, PyBUF_WRITABLE | PLAIN) : NULL;
     if (!memory || !apart(expected, memory))
         return leave(&c, NULL);
     int64_t total = 0;
@@ -280,8 +267,7 @@ static PyMethodDef functions[] = {
     {NULL, NULL, 0, NULL},
 };
 
-static int execute(PyObject *module)
-{
+static int execute(PyObject *module) {
     const char *plain = getenv("SHARDCKPT_CRC_TABLE"); /* for tests */
     moving_begin(plain && *plain);
     return PyModule_AddIntConstant(module, "MOST_DIMS", MOST_DIMS);

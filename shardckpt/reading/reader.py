@@ -92,7 +92,7 @@ class ReadStats:
     index_bytes: int = 0
     """Bytes of chunk tables that were read."""
     engine: str = ENGINE
-    """What moves raw chunks from a local disk here: `C`, the extension, or `Python`."""
+    """The engine that moves raw chunks from a local disk here: `C`, the extension, or `Python`."""
     _lock: Lock = field(default_factory=Lock, repr=False, compare=False)
 
     def count(self, *, reads: int = 0, read: int = 0, needed: int = 0) -> None:

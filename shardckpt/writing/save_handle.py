@@ -50,7 +50,7 @@ class SaveReport:
     bases: tuple[str, ...] = ()
     """The other checkpoints that hold the skipped tensors."""
     engine: str = ENGINE
-    """What moves raw chunks to a local disk here: `C`, the extension, or `Python`."""
+    """The engine that moves raw chunks to a local disk here: `C`, the extension, or `Python`."""
 
     @property
     def stall_s(self) -> float:

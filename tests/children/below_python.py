@@ -36,7 +36,7 @@ def _memory(address, nbytes):
 
 
 def _answer(call, *arguments):
-    """What a function of `os` returns, as the kernel answers."""
+    """The answer of a function of `os`, as the kernel gives it."""
     try:
         return call(*arguments)
     except OSError as e:

@@ -264,7 +264,7 @@ def test_every_byte_that_the_extension_moves_passes_through_the_table_of_its_cal
 HARMLESS = {"calloc", "free", "memcmp", "memcpy", "memmove", "memset", "__errno_location", "clock_gettime", "getauxval", "getenv"}
 HINTS = {"sync_file_range"}
 """They are in the table, too, and tell nothing of what is written."""
-"""What the extension may call beside the table: nothing that moves data out of the process, or into it."""
+"""Functions beside the table that the extension may call: none moves data out of the process, or into it."""
 
 
 @with_extension
