@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from shardckpt.io.store import Store
     from shardckpt.io.url import Location
     from shardckpt.plan.pieces import Piece
-    from shardckpt.reading.locate import Damaged, Located
+    from shardckpt.reading.locate import Damaged, Located, RequestedArray
     from shardckpt.reading.lookup import Lookup
 
 
@@ -300,7 +300,8 @@ class ChunkReader:
 
     def _read_task(self, task: ReadTask) -> None:
         """Read chunks of one file, verify each and copy it to its destinations."""
-        if self._moves(task.chunks):
+        wanted = task.chunks.wanted
+        if self._moves(wanted.parts[i] for i in {*wanted.part[task.begin : task.end].tolist()}):
             damaged = self._fetch.move(task)
             self.stats.count(reads=len(task.runs), read=task.nbytes)
             if damaged is not None:
@@ -342,16 +343,15 @@ class ChunkReader:
             )
         )
 
-    def _moves(self, chunks: Located) -> bool:
-        """Whether the extension moves these chunks: raw ones on a local disk, whose elements are not converted."""
+    def _moves(self, parts: Iterable[RequestedArray]) -> bool:
+        """Whether the extension moves the chunks of these arrays: raw ones on a local disk, whose elements are not converted."""
         if self._compression is not None or self._store.location.local is None:
             return False
-        parts = chunks.wanted.parts
         return all(part.request.convert_from is None and can_move(part.piece.chunks, part.request.dtype.itemsize) for part in parts)
 
     def _joining(self, chunks: Located) -> RunLimits:
         """Limits for chunks: a task has more bytes where the extension moves them, and enough tasks are left for all threads."""
-        if not self._moves(chunks):
+        if not self._moves(chunks.wanted.parts):
             return self._limits
         share = int(chunks.length.sum()) // (2 * self._workers.at_once)
         return replace(self._limits, task=max(self._limits.nbytes, min(2 * CALL_BYTES, share)))
