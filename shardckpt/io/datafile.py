@@ -13,15 +13,16 @@ from __future__ import annotations
 
 import ctypes
 import os
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from shardckpt.errors import StorageError
 from shardckpt.excerpt import file_size
+from shardckpt.io import extension
 from shardckpt.io.buffers import MOST_VECTORS, after
 from shardckpt.io.descriptor import OpenFile
-from shardckpt.io.extension import WRITE_BACK_BYTES
 from shardckpt.io.failures import storage_errors
 from shardckpt.io.files import sync_directory
 from shardckpt.io.store import Data, byte_view
@@ -32,9 +33,52 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from shardckpt.io.extension import BlocksOut
     from shardckpt.io.requests import Upload
     from shardckpt.io.store import Store
+
+
+@dataclass(slots=True)
+class BlocksOut:
+    """Blocks of one shape and dtype on their way to a local file, each cut into chunks of one shape, in grid order."""
+
+    blocks: Sequence[NDArray[Any]]
+    chunks: tuple[int, ...]
+    scratch: NDArray[np.uint8]
+    crcs: NDArray[np.uint32]
+    """(n,) checksums of the chunks; filled as they are written."""
+
+    def __post_init__(self) -> None:
+        """Make buffers of them that C takes."""
+        self.blocks = tuple(block.view(extension.KINDS[block.itemsize]) for block in self.blocks)
+
+    def write(self, fd: int, offset: int, first: int, last: int, begun: int) -> int:
+        """Write some of the chunks, one after another, at an offset of a file.
+
+        Args:
+            fd: the file.
+            offset: where they begin.
+            first: the first chunk.
+            last: one past the last chunk.
+            begun: the offset up to which write-back of the file has begun; it begins for the rest after each call with many bytes.
+
+        Returns:
+            The same offset afterwards.
+
+        Raises:
+            OSError: what the system said.
+        """
+        stored = int(np.prod(self.chunks, dtype=np.int64)) * self.blocks[0].itemsize + 4
+        while first < last:
+            how, done, error = extension.moving.write_chunks(
+                fd, offset, begun, self.blocks, self.chunks, first, last, self.crcs[first:last], self.scratch, extension.LONGEST_S
+            )
+            if how == extension.SYSTEM_ERROR:
+                raise OSError(error, os.strerror(error))
+            first += done
+            offset += done * stored
+            if offset - begun >= extension.WRITE_BACK_BYTES:
+                begun = offset
+        return begun
 
 
 class DataFile(Protocol):
@@ -139,7 +183,7 @@ class _LocalDataFile:
 
     def _appended(self, nbytes: int) -> None:
         self._size += nbytes
-        if self._size - self._begun >= WRITE_BACK_BYTES:
+        if self._size - self._begun >= extension.WRITE_BACK_BYTES:
             begin_write_back(self._fd, self._begun, self._size - self._begun)
             self._begun = self._size
 

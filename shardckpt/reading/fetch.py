@@ -16,9 +16,9 @@ import numpy as np
 
 from shardckpt.errors import CorruptionError, MissingDataError, ShardckptError, StorageError, of_one_tensor
 from shardckpt.format.zarr_arrays import CHECKSUM_BYTES
+from shardckpt.io import extension
 from shardckpt.io.buffers import MOST_VECTORS, after
 from shardckpt.io.descriptor import OpenFile
-from shardckpt.io.extension import SCRATCH_BYTES, read_bands
 from shardckpt.reading.runs import places_of
 
 if TYPE_CHECKING:
@@ -27,12 +27,14 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from shardckpt.io.extension import BandOfChunks
     from shardckpt.io.store import Store
     from shardckpt.reading.locate import Index
     from shardckpt.reading.runs import Band, ChunkRun, Place, ReadTask
 
     Ints = NDArray[np.int64]
+    BandOfChunks = tuple[int, int, int, tuple[int, ...], tuple[tuple[NDArray[np.generic], tuple[int, ...], int], ...]]
+    """Offset of the first chunk in the file, number of chunks, bytes of an element, shape of a chunk; and for each place of the band memory
+    for the elements of all its chunks, their first index in each chunk, and the dimension along which chunks follow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,14 +116,14 @@ class Fetch:
             MissingDataError, CorruptionError, StorageError: as for a call.
         """
         path, chunks = self._place.local_path(task.file), task.chunks
-        scratch = scratch_buffer(self._scratch, SCRATCH_BYTES, SCRATCH_BYTES)
+        scratch = scratch_buffer(self._scratch, extension.SCRATCH_BYTES, extension.SCRATCH_BYTES)
         places = iter(places_of([band for run in task.runs for band in run.bands]))
         bands = [_described(band, next(places)) for run in task.runs for band in run.bands]
         row, crcs = task.begin, np.ascontiguousarray(chunks.crc[task.begin : task.end], np.uint32)
         error: OSError | EOFError | None
         try:
             with OpenFile(str(path), os.O_RDONLY | os.O_NONBLOCK) as fd:
-                done, error = read_bands(fd, bands, crcs, scratch)
+                done, error = _read_bands(fd, bands, crcs, scratch)
             row += done
         except OSError as e:
             error = e
@@ -129,6 +131,43 @@ class Fetch:
             run = next(run for run in task.runs if row < run.end)
             raise _said(error, task, run, self._place) from error
         return row if row < task.end else None
+
+
+def _read_bands(
+    fd: int, bands: Sequence[BandOfChunks], crcs: NDArray[np.uint32], scratch: NDArray[np.uint8]
+) -> tuple[int, OSError | EOFError | None]:
+    """Read chunks from a file, compare them with their checksums, and copy them to their places.
+
+    Args:
+        fd: the file.
+        bands: chunks and their places.
+        crcs: (n,) checksums of all chunks.
+        scratch: memory for this call.
+
+    Returns:
+        The number of chunks that were read: all of them, or those before the first that cannot be read. And the reason: the system's
+        error, or the end of the file, or None: it does not have its checksum.
+    """
+    some = tuple(
+        (
+            offset,
+            count,
+            itemsize,
+            chunk,
+            tuple((array.view(extension.KINDS[array.itemsize]), start, along) for array, start, along in places),
+        )
+        for offset, count, itemsize, chunk, places in bands
+    )
+    done = 0
+    while done < len(crcs):
+        how, done, error = extension.moving.read_chunks(fd, some, done, crcs, scratch, extension.LONGEST_S)
+        if how == extension.SYSTEM_ERROR:
+            return done, OSError(error, os.strerror(error))
+        if how == extension.END_OF_FILE:
+            return done, EOFError()
+        if how == extension.WRONG_CHECKSUM:
+            break
+    return done, None
 
 
 def _described(band: Band, places: Sequence[Place]) -> BandOfChunks:

@@ -28,8 +28,9 @@ import numpy as np
 from shardckpt.commit.assemble import merge_tables, read_host_files, read_table
 from shardckpt.errors import CorruptionError, FormatError, ShardckptError, StorageError, of_one_tensor
 from shardckpt.format.zarr_arrays import decompress, largest_chunk
+from shardckpt.io import extension
 from shardckpt.io.cores import cores
-from shardckpt.io.extension import CALL_BYTES, ENGINE, can_move
+from shardckpt.io.extension import CALL_BYTES, ENGINE, KINDS, MOST_DIMS
 from shardckpt.io.status import is_directory
 from shardckpt.io.threads import Workers, clocks, map_on_threads
 from shardckpt.layout.box import BoxArray
@@ -345,9 +346,12 @@ class ChunkReader:
 
     def _moves(self, parts: Iterable[RequestedArray]) -> bool:
         """Whether the extension moves the chunks of these arrays: raw ones on a local disk, whose elements are not converted."""
-        if self._compression is not None or self._store.location.local is None:
+        if extension.moving is None or self._compression is not None or self._store.location.local is None:
             return False
-        return all(part.request.convert_from is None and can_move(part.piece.chunks, part.request.dtype.itemsize) for part in parts)
+        return all(
+            part.request.convert_from is None and len(part.piece.chunks) <= MOST_DIMS and part.request.dtype.itemsize in KINDS
+            for part in parts
+        )
 
     def _joining(self, chunks: Located) -> RunLimits:
         """Limits for chunks: a task has more bytes where the extension moves them, and enough tasks are left for all threads."""

@@ -33,6 +33,7 @@ from shardckpt.format.table import OWN_OBJECT, ArrayChunks, Table
 from shardckpt.format.zarr_arrays import chunk_object_key, close, lay_out_all, room_for
 from shardckpt.io.failures import storage_errors
 from shardckpt.io import extension
+from shardckpt.io.datafile import BlocksOut
 from shardckpt.io.store import byte_view
 from shardckpt.io.threads import map_on_threads, run_on_threads
 from shardckpt.layout.dtypes import with_plain_bools
@@ -363,12 +364,12 @@ class Encoder:
 
     def _put_moved(self, keys: Sequence[str], size: int, elements: list[Array], chunks: tuple[int, ...]) -> list[int] | None:
         """Write chunks with the extension; return their checksums, or None if it does not move such ones."""
-        if not extension.can_move(chunks, elements[0].itemsize):
+        if len(chunks) > extension.MOST_DIMS or elements[0].itemsize not in extension.KINDS:
             return None
         assert isinstance(self.writer, PackedWriter)
         if self._room.nbytes < extension.SCRATCH_BYTES:
             self._room = np.empty(extension.SCRATCH_BYTES, np.uint8)
-        blocks = extension.BlocksOut(elements, chunks, self._room, np.empty(len(keys), np.uint32))
+        blocks = BlocksOut(elements, chunks, self._room, np.empty(len(keys), np.uint32))
         self.writer.put_blocks(keys, size, blocks)
         crcs: list[int] = blocks.crcs.tolist()
         return crcs

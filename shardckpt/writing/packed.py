@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from shardckpt.io.extension import BlocksOut
+    from shardckpt.io.datafile import BlocksOut
 
 DATA_FILE_BYTES = 256 << 20
 """Bytes of a data file on a local disk: several files of this size are written and read faster than one large one."""
