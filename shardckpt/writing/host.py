@@ -31,9 +31,9 @@ from shardckpt.format.record import HostFiles, HostRecord
 from shardckpt.format.replicas import ReplicasReference, seal_checksums
 from shardckpt.format.table import OWN_OBJECT, ArrayChunks, Table
 from shardckpt.format.zarr_arrays import chunk_object_key, close, lay_out_all, room_for
-from shardckpt.io.failures import storage_errors
 from shardckpt.io import extension
 from shardckpt.io.datafile import BlocksOut
+from shardckpt.io.failures import storage_errors
 from shardckpt.io.store import byte_view
 from shardckpt.io.threads import map_on_threads, run_on_threads
 from shardckpt.layout.dtypes import with_plain_bools
