@@ -40,3 +40,26 @@ def test_a_part_of_a_split_model_that_is_named_as_a_file_is_imported_with_a_note
         write(tmp_path / name, "w")
         report = import_checkpoint(tmp_path / name, tmp_path / f"new{name}")
         assert f"{name} is one of 2 files of a split model; only it is read." in report.notes
+
+
+@pytest.mark.parametrize("numbers", [[0, 1], [1]])
+def test_files_with_slices_of_a_models_tensors_are_refused(tmp_path, numbers):
+    for number in numbers:
+        write(tmp_path / f"consolidated.{number:02d}.safetensors", "w")
+    with pytest.raises(FormatError, match=r"consolidated\.01\.safetensors ha(s|ve) slices of the tensors .* cannot be joined here"):
+        import_checkpoint(tmp_path, tmp_path / "new")
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".bin"])
+def test_a_file_with_slices_of_tensors_that_is_named_is_imported_with_a_note(tmp_path, suffix):
+    written = tmp_path / f"consolidated.01{suffix}"
+    write(written, "w")
+    part = written.rename(written.with_suffix(".pth")) if suffix == ".bin" else written
+    report = import_checkpoint(part, tmp_path / "new")
+    assert f"{part.name} has slices of the tensors of a model in Meta's form; only it is read." in report.notes
+
+
+def test_a_model_in_one_file_of_metas_form_is_imported(tmp_path):
+    write(tmp_path / "consolidated.00.safetensors", "w")
+    import_checkpoint(tmp_path, tmp_path / "new")
+    assert shardckpt.open(tmp_path / "new").names() == ["w"]

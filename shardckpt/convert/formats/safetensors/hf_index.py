@@ -15,7 +15,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from shardckpt.errors import MissingDataError, OptionError
+from shardckpt.errors import FormatError, MissingDataError, OptionError
 from shardckpt.excerpt import few
 from shardckpt.options import parse_bytes
 
@@ -28,6 +28,8 @@ _NAMES = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors|" + re.escape(INDEX
 
 _PART = re.compile(r"(.+)-(\d{5,6})-of-(\d{5,6})(\.safetensors|\.bin)")
 """Name of one file of a split model: model, number, count and ending."""
+_SLICES = re.compile(r"consolidated\.(\d{2})\.(safetensors|pth)")
+"""Name of one file of a model in Meta's form: each file has slices of the tensors, for one tensor-parallel rank."""
 
 
 def parts_of(name: str, names: Sequence[str], where: object) -> list[str]:
@@ -40,7 +42,15 @@ def parts_of(name: str, names: Sequence[str], where: object) -> list[str]:
 
     Raises:
         MissingDataError: other parts are missing.
+        FormatError: the file has only slices of the tensors.
     """
+    sliced = sorted(filter(_SLICES.fullmatch, names)) if _SLICES.fullmatch(name) else []
+    if len(sliced) > 1 or note_of_slices(name):
+        raise FormatError(
+            f"{where}: {few(sliced)} {'have' if len(sliced) > 1 else 'has'} slices of the tensors of a model in Meta's form, "
+            f"which cannot be joined here. Convert the model with transformers first, or give the path of one file to import "
+            f"only its slices."
+        )
     found = _PART.fullmatch(name)
     if found is None:
         return [name]
@@ -58,7 +68,16 @@ def parts_of(name: str, names: Sequence[str], where: object) -> list[str]:
 def note_of_part(name: str) -> list[str]:
     """A note that a file is only a part of a model; empty if its name does not say so."""
     found = _PART.fullmatch(name)
-    return [] if found is None or int(found[3]) == 1 else [f"{name} is one of {int(found[3])} files of a split model; only it is read."]
+    if found is None:
+        return note_of_slices(name)
+    return [] if int(found[3]) == 1 else [f"{name} is one of {int(found[3])} files of a split model; only it is read."]
+
+
+def note_of_slices(name: str) -> list[str]:
+    """A note that a file is one of several with slices of the tensors; empty if its name does not say so."""
+    found = _SLICES.fullmatch(name)
+    several = found is not None and int(found[1]) > 0
+    return [f"{name} has slices of the tensors of a model in Meta's form; only it is read."] if several else []
 
 
 def is_of_a_model(name: str) -> bool:
