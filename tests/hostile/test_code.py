@@ -32,7 +32,7 @@ FORBIDDEN_MODULES = {
 }
 FORBIDDEN_CALLS = {"eval", "exec", "compile", "__import__", "load", "loads", "system", "popen", "allow_pickle", "execfile"}
 HARMLESS = {"json.loads", "tomllib.loads", "re.compile"}
-WRITTEN_BY_HAND = PACKAGE / "reshard" / "config_files.py"
+WRITTEN_BY_HAND = PACKAGE / "io" / "config_files.py"
 """Reads files that the user has written by hand, YAML among them, with a loader that makes plain data and nothing else."""
 
 
