@@ -144,6 +144,8 @@ class _Save:
         self._progress = progress or (lambda _done, _total: None)
         self._stage = Stage(pool, self._start)
         self._thread: threading.Thread | None = None
+        self._writes = threading.Event()
+        """Set when this process begins to write, or has ended without."""
         self._began = self._planned = self._copied = began
         self._share: tuple[Contents, bytes | None, ReplicaChecksums | None] | None = None
         self._late: LateElements | None = None
@@ -206,8 +208,9 @@ class _Save:
 
     def _wait_at_exit(self) -> None:
         with suppress(Exception):  # the handle raises it
-            self.outcome.wait("local", None)
-            self.outcome.wait("commit", _SHUTDOWN_SECONDS)
+            if self._writes.wait(_SHUTDOWN_SECONDS):  # before that, a first save waits for other processes
+                self.outcome.wait("local", None)
+                self.outcome.wait("commit", _SHUTDOWN_SECONDS)
 
     def _stop(self) -> None:
         if not self.outcome.ended:
@@ -230,6 +233,7 @@ class _Save:
             if is_shutting_down():
                 _log.warning("%s: the program ended before the save: %s", self.outcome.url, e)
         finally:
+            self._writes.set()
             _in_flight.discard(self)
 
     def _report(self) -> SaveReport:
@@ -265,6 +269,7 @@ class _Save:
             self._stage.end()
 
     def _fill(self, writer: HostWriter) -> None:
+        self._writes.set()
         done = 0
         for blocks in self._stage:
             for nbytes in write_chunks(writer, blocks):

@@ -131,7 +131,7 @@ def test_a_manager_proves_what_lies_in_memory(tmp_path, monkeypatch):
         half = {"model": {"w": torch.zeros(30, 40, dtype=torch.float16)}, "step": 0}
         with pytest.raises(errors.CorruptionError, match="model/w differ"):
             manager.restore(half, cast=True, check=True)
-        monkeypatch.setattr("shardckpt.training.manager.restore", lambda *_, **__: {"model": {"w": into["model"]["w"] + 1}})
+        monkeypatch.setattr("shardckpt.training.manager.restore_adapted", lambda *_, **__: {"model": {"w": into["model"]["w"] + 1}})
         with pytest.raises(errors.CorruptionError, match="model/w differ"):
             manager.restore(into, check=True)
     with shardckpt.CheckpointManager(tmp_path / "none") as manager:
