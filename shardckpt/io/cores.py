@@ -30,7 +30,7 @@ def cores() -> int:
         OptionError: `SHARDCKPT_THREADS` is not a whole number from 1.
     """
     given = os.environ.get(_VARIABLE)
-    if given is not None:
+    if given:
         if not given.strip().isdecimal() or not 0 < int(given) <= _MOST:
             raise OptionError(f"{_VARIABLE}={excerpt(given)}: give a number of threads from 1 to {_MOST}, or remove the variable.")
         return int(given)

@@ -14,6 +14,7 @@ import torch
 from composites import scaled
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.numpy import load_file
 
 import shardckpt
 from shardckpt import PerProcess, SaveOptions, Target, errors
@@ -201,6 +202,32 @@ def test_tensors_of_any_state_are_joined_and_split_by_a_mapping_as_in_exports(tm
     assert np.array_equal(split["m"]["2"]["w"], parts[2])
     assert split["k"].tolist() == [[0.0] * 3]
     assert shardckpt.restore(tmp_path / "parts", only="m/w", **options).keys() == {"m"}
+
+
+@pytest.mark.parametrize(
+    ("rule", "shape"),
+    [
+        ('from = "w"\nto = ["a", "b"]', (8,)),
+        ('from = "w"\nto = ["a", "b"]\naxis = -1', (4, 6)),
+        ('from = "w"\nto = ["w", "b"]', (4, 6)),
+        ('from = "w"\nto = ["a", "b"]\nstack = 0', (2, 6)),
+        ('from = "w"\nto = ["a", "b"]\ninterleave = 2', (4, 6)),
+        ('from = "w"\nto = "v"\ntranspose = true', (4, 4)),
+    ],
+)
+def test_parts_of_a_tensor_are_those_of_an_export(tmp_path, rule, shape):
+    (tmp_path / "map.toml").write_text(f"[[map]]\n{rule}\n")
+    shardckpt.save(tmp_path / "c", {"w": np.arange(float(np.prod(shape))).reshape(shape)})
+    shardckpt.export(tmp_path / "c", tmp_path / "model.safetensors", mapping=tmp_path / "map.toml")
+    expected = load_file(tmp_path / "model.safetensors")
+    restored = shardckpt.restore(tmp_path / "c", mapping=tmp_path / "map.toml")
+    assert restored.keys() == expected.keys()
+    for name, array in expected.items():
+        np.testing.assert_array_equal(restored[name], array)
+    like = {name: np.zeros_like(array) for name, array in expected.items()}
+    shardckpt.restore(tmp_path / "c", like, mapping=tmp_path / "map.toml")
+    for name, array in expected.items():
+        np.testing.assert_array_equal(like[name], array)
 
 
 def test_a_tensor_that_a_mapping_makes_may_have_the_name_of_a_stored_one(tmp_path):

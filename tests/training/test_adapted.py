@@ -217,6 +217,78 @@ def test_state_that_is_not_of_the_parameters_shape_is_refused_where_the_paramete
         shardckpt.restore(tmp_path / "c", stacked.state(step=0), **options_of({"mapping": STACK}, tmp_path))
 
 
+class Parameters(nn.Module):
+    """Parameters of given shapes."""
+
+    def __init__(self, **shapes):
+        super().__init__()
+        for name, shape in shapes.items():
+            self.register_parameter(name, nn.Parameter(torch.rand(shape)))
+
+
+def trained(optimizer, **shapes):
+    """A module and its optimizer after three steps."""
+    module = Parameters(**shapes)
+    used = optimizer(module.parameters(), lr=0.01)
+    for _ in range(3):
+        for parameter in module.parameters():
+            parameter.grad = torch.rand_like(parameter) + 0.1
+        used.step()
+    return module, used
+
+
+def following(path, optimizer, shapes, **options):
+    """A new module and its optimizer with what is stored, which can make a step."""
+    module = Parameters(**shapes)
+    new = optimizer(module.parameters(), lr=0.01)
+    shardckpt.restore(path, shardckpt.train_state(model=module, optimizer=new, rng=False), **options)
+    for parameter in module.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    kept = {name: {key: value.clone() for key, value in new.state[p].items()} for name, p in module.named_parameters()}
+    new.step()
+    return module, kept
+
+
+def test_a_parameter_that_is_split_gives_each_part_its_moments(tmp_path):
+    (tmp_path / "map.toml").write_text('[[map]]\nfrom = ["gate", "up"]\nto = "both"\nratio = [1, 1]\n')
+    old, adam = trained(torch.optim.AdamW, both=(8, 3))
+    shardckpt.save(tmp_path / "c", shardckpt.train_state(model=old, optimizer=adam, rng=False))
+    shapes = {"gate": (4, 3), "up": (4, 3)}
+    _, state = following(tmp_path / "c", torch.optim.AdamW, shapes, mapping=tmp_path / "map.toml", invert_mapping=True)
+    for key in ("exp_avg", "exp_avg_sq"):
+        assert torch.equal(torch.cat([state["gate"][key], state["up"][key]]), adam.state[old.both][key])
+    assert state["gate"]["step"] == state["up"]["step"] == 3
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.NAdam, torch.optim.ASGD, torch.optim.RMSprop, torch.optim.Adagrad])
+@pytest.mark.parametrize("shape", [(), (1,), (2,)])
+def test_values_that_a_parameter_has_once_are_not_stacked_whatever_its_shape(tmp_path, optimizer, shape):
+    (tmp_path / "map.toml").write_text('[[map]]\nfrom = "g{i}"\nto = "g"\nstack = 0\n')
+    old, used = trained(optimizer, g0=shape, g1=shape)
+    shardckpt.save(tmp_path / "c", shardckpt.train_state(model=old, optimizer=used, rng=False))
+    _, state = following(tmp_path / "c", optimizer, {"g": (2, *shape)}, mapping=tmp_path / "map.toml")
+    for key, value in used.state[old.g0].items():
+        once = key in {"step", "mu_product", "eta", "mu"}
+        expected = value if once else torch.stack([used.state[old.g0][key], used.state[old.g1][key]])
+        assert torch.equal(state["g"][key], expected), key
+
+
+@pytest.mark.parametrize(("before", "after"), [((1, 4), (3, 4)), ((4, 1), (4, 3)), ((3, 4), (1, 4))])
+def test_factors_of_adafactor_are_not_fitted_even_if_their_shape_is_the_parameters(tmp_path, before, after):
+    old, used = trained(torch.optim.Adafactor, w=before)
+    shardckpt.save(tmp_path / "c", shardckpt.train_state(model=old, optimizer=used, rng=False))
+    with pytest.raises(errors.StructureMismatchError, match=r"w/(row|col)_var.*only="):
+        following(tmp_path / "c", torch.optim.Adafactor, {"w": after}, fit={"model/w": "pad" if before < after else "slice"})
+
+
+def test_a_variance_of_adafactor_is_not_stacked_to_a_matrix_which_has_none(tmp_path):
+    (tmp_path / "map.toml").write_text('[[map]]\nfrom = "g{i}"\nto = "g"\nstack = 0\n')
+    old, used = trained(torch.optim.Adafactor, g0=(3,), g1=(3,))
+    shardckpt.save(tmp_path / "c", shardckpt.train_state(model=old, optimizer=used, rng=False))
+    with pytest.raises(errors.StructureMismatchError, match=r"g/variance.*only="):
+        following(tmp_path / "c", torch.optim.Adafactor, {"g": (2, 3)}, mapping=tmp_path / "map.toml")
+
+
 def test_an_optimizer_that_numbers_its_parameters_does_not_follow_a_mapping(tmp_path):
     old, new = Run(), Run(1)
     old.steps(2)

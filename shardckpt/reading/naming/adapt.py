@@ -143,7 +143,7 @@ class Adaptation:
             own = output.name in inside and (not sources or inside[output.name].name in sources)
             before = place if own else first.get(sources[0], "") if sources else ""
             found[place] = present.get(before, End(Tensor(place)))
-            if sources and output.sources == (View.whole(sources[0], output.shape),):
+            if sources and output.sources == (View.whole(sources[0], self._checkpoint.tensor(sources[0]).shape),):
                 moves[before] = place
             else:
                 found[place] = End(Tensor(self.make(place, output)), found[place].path)

@@ -103,5 +103,6 @@ def _refuse_collisions(renamed: Mapping[str, str]) -> None:
         other = seen.setdefault(name, old)
         if other != old:
             raise NamesMismatchError(
-                f"{shown(other)} and {shown(old)} would both be called {shown(name)}; rename one of them, or leave it out (exclude)."
+                f"{shown(other)} and {shown(old)} would both be called {shown(name)}; rename one of them otherwise. An export may leave "
+                f"it out (exclude)."
             )

@@ -28,7 +28,13 @@ if TYPE_CHECKING:
     from shardckpt.state.names import PathKey
     from shardckpt.training.optimizer_state.forms import Group, OptimizerNodes
 
-_ADVICE = "leave it out with only="
+_ADVICE = 'restore without the optimizer, as with only=["model/**", "step"]'
+_ONE_VALUE = frozenset({"step", "mu_product", "eta", "mu"})
+"""Keys of torch's optimizers for one value, also where the parameter has no dimension or one element."""
+_FACTORS = frozenset({"row_var", "col_var", "exp_avg_sq_row", "exp_avg_sq_col"})
+"""Keys of Adafactor's sums over a row or a column, also where these happen to have the parameter's shape or one element."""
+_UNFACTORED = "variance"
+"""Adafactor's key of a parameter with fewer than two dimensions; others have sums of rows and columns."""
 
 
 def place_of(parameter: str, modules: Sequence[str]) -> str:
@@ -127,10 +133,10 @@ class _Following:
         found: dict[PathKey, Node] = {}
         for key in keys[0] or ():
             entries = {part: node.children[list(node.keys).index(key)] for part, node in by_part.items() if isinstance(node, Branch)}
-            found[key] = self._entry(child_name(name, str(key)), tensor, entries)
+            found[key] = self._entry(child_name(name, str(key)), str(key), tensor, entries)
         return Branch(name, "dict", list(found), list(found.values()))
 
-    def _entry(self, name: str, tensor: MadeTensor, entries: Mapping[str, Node]) -> Node:
+    def _entry(self, name: str, key: str, tensor: MadeTensor, entries: Mapping[str, Node]) -> Node:
         nodes = list(entries.values())
         if all(isinstance(node, Small) for node in nodes):
             if any(node.content != nodes[0].content for node in nodes if isinstance(node, Small) and isinstance(nodes[0], Small)):
@@ -141,11 +147,12 @@ class _Following:
         if len(stored) < len(nodes) or any(record.dtype != records[0].dtype for record in records):
             raise StructureMismatchError(f"{shown(name)}: {few([node.name for node in nodes], 3)} cannot be joined or split; {_ADVICE}.")
         shapes = [self.adaptation.tensor(self._stored(self.places[part]) or "").shape for part in entries]
-        if [record.shape for record in records] == shapes:
+        follows = key not in _FACTORS and (key != _UNFACTORED or len(tensor.shape) == len(shapes[0]))
+        if key not in _ONE_VALUE and follows and [record.shape for record in records] == shapes:
             of_part = {self._stored(self.places[part]): record.name for part, record in zip(entries, records, strict=True)}
             views = tuple(replace(view, tensor=of_part[whole.name]) for view, whole in tensor.sources)
             return Tensor(self.adaptation.make(name, OutputTensor(name, tensor.shape, records[0].dtype, views)))
-        if any(prod(record.shape) != 1 for record in records):
+        if not follows or any(prod(record.shape) != 1 for record in records):
             raise StructureMismatchError(
                 f"{shown(name)}: {shown(stored[0])} has the shape {records[0].shape}, so nothing can be made of it; {_ADVICE}."
             )
@@ -187,9 +194,9 @@ def fit_state(node: Node, parameter: TensorRecord, shape: Sequence[int], adaptat
         if isinstance(leaf, Branch):
             own, is_known = leaf.composite and leaf.composite.shape, False
         else:
-            own = adaptation.tensor(leaf.stored).shape
-            is_known = prod(own) == 1 or adaptation.mode(leaf.stored) is not None
-            if own == parameter.shape:
+            own, key = adaptation.tensor(leaf.stored).shape, leaf.name.rpartition("/")[2]
+            is_known = key not in _FACTORS and (prod(own) == 1 or adaptation.mode(leaf.stored) is not None)
+            if own == parameter.shape and key not in _ONE_VALUE | _FACTORS:
                 adaptation.fit_like(leaf.stored, mode)
                 continue
         if not is_known:
