@@ -285,7 +285,7 @@ def test_a_restore_without_these_options_imports_none_of_their_modules(tmp_path)
     shardckpt.save(tmp_path / "c", {"w": np.ones(3)})
     program = (
         f"import sys, shardckpt, numpy; shardckpt.restore({str(tmp_path / 'c')!r}, {{'w': numpy.zeros(3)}}); "
-        f"print([name for name in sys.modules if 'reading.naming' in name or name.endswith('moving')])"
+        f"print([name for name in sys.modules if 'reading.naming' in name or name.endswith('state.moving')])"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
