@@ -3,8 +3,8 @@
 1. Take: flatten the state. Every tensor leaf becomes a source that knows its shape, dtype, layout, the distinct boxes
    that this process holds, and the other processes that hold them. Plan (`save_plan`) each tensor's chunks, and the chunks that
    this process writes. Copy everything that is small. No process communicates with another one or with the storage.
-2. In the job's first save to a storage, prove that all processes share it (`shared_storage`). Find the tensors that this process skips
-   in the base (`skipping`). Write its chunks, in grid order, until all are durable; then write the chunk table and the host's record.
+2. Find the tensors that this process skips in the base (`skipping`). Write its chunks, in grid order, until all are durable;
+   then write the chunk table and the host's record.
 3. Process 0 waits for the records of all hosts and commits. The others check from time to time whether it has.
 
 The first step runs on the thread that saves. The others may run on another thread, and need nothing of the state.
@@ -50,7 +50,6 @@ from shardckpt.writing.announcements import FAILURE, WORD, Announcements, in_wor
 from shardckpt.writing.host import HostWriter
 from shardckpt.writing.replicas import ReplicaChecksums
 from shardckpt.writing.save_plan import SavePlan, check_local, plan_save, skipped_names, small_elements, with_arrays_noted
-from shardckpt.writing.shared_storage import StorageProof
 from shardckpt.writing.turns import turns_at
 
 if TYPE_CHECKING:
@@ -108,7 +107,6 @@ class Attempt:
         self.turns = None if self.alone else turns_at(coordinator, store)
         """This process's calls to this place."""
         self._announcements = None if self.alone else Announcements(coordinator, store)
-        self._proof: StorageProof | None = None
         self.name = (new_attempt() if self.turns is None else self.turns.next_name()) or _UNNAMED
         """Name of the attempt; after a failed save the processes find it when they write."""
         self.prior: Prior | None = None
@@ -226,13 +224,6 @@ class Attempt:
             check_space(self.store, self._nbytes)
         contents = self._with_bases(contents)
         wait_seconds = 0.0 if self.commits or store.location.bucket is None else _PLACEHOLDER
-        if self.turns is not None:
-            self._proof = StorageProof(self.turns, store, self.name, self.options.commit_timeout)
-            if not self.commits:
-                try:
-                    self._proof.await_verdict(self._why_given_up)
-                finally:
-                    self._tell_in_vain(self._proof.in_vain)
         self.prior = hold_place(store, prior, overwrite=self.options.overwrite, wait_seconds=wait_seconds)
         self._wrote = True
         writer = HostWriter(
@@ -246,9 +237,8 @@ class Attempt:
             summed=contents.structure.tensors.values() if self.options.fingerprint else None,
         )
         try:
-            if self._proof is not None and self.commits:
-                described = writer.describe(contents)  # early, so that the others find the same contents written already
-                self._prove_storage(described.key)
+            if not self.alone and self.commits:
+                writer.describe(contents)  # early, so that the others find the same contents written already
             fill(writer)
             checksums = None if replicas is None else replicas.complete()
             record = writer.finish(contents, hosts=self.world.processes, prior=self.prior.digest, values=values, replicas=checksums)
@@ -261,16 +251,6 @@ class Attempt:
         if self.alone:
             self._said[record.files.contents] = contents
         return record
-
-    def _prove_storage(self, key: str) -> None:
-        """Let all other processes look for a file that this one has written, if they have not done so in an earlier save."""
-        assert self._proof is not None
-        assert self.prior is not None
-        try:
-            self._proof.ask(key, self._failure)
-        except BaseException:
-            discard_unfit(self.store, self.name, self.prior, complete=False)
-            raise
 
     def await_hosts(self) -> None:
         """Wait until all hosts have written their share."""
@@ -352,8 +332,6 @@ class Attempt:
                     if published_attempt(self.store) == self.name:
                         return
                 look = now + (now - began)
-            if waited > _LAST_LOOK and self._proof is not None:
-                self._proof.answer_late()
             notice.look(lambda: f"process {COMMITTER} to commit the save")
             time.sleep(pause(waited, _FIRST_LOOK, _LAST_LOOK))
         else:
@@ -375,12 +353,6 @@ class Attempt:
             kind = next((kind for kind in (OtherJobError, OptionError) if word.get("code") == kind.code), CommitError)
             raise kind(f"{self.store}: process {COMMITTER} did not commit the save: {word['error']}")
         return True
-
-    def _why_given_up(self) -> str | None:
-        """The reason for which this process does not begin to write; raises the committer's error. None: there is none."""
-        with suppress(CoordinationError):
-            self._committer_word()
-        return self._stopped or (None if self.turns is None else self.turns.why_closed())
 
     def _why_no_word(self, turns: Turns, waited: float) -> str | None:
         """The reason for which no announcement will come, or is not awaited; None if there is none."""

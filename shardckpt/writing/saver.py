@@ -208,7 +208,7 @@ class _Save:
 
     def _wait_at_exit(self) -> None:
         with suppress(Exception):  # the handle raises it
-            if self._writes.wait(_SHUTDOWN_SECONDS):  # before that, a first save waits for other processes
+            if self._writes.wait(_SHUTDOWN_SECONDS):  # before that, it may wait for other processes
                 self.outcome.wait("local", None)
                 self.outcome.wait("commit", _SHUTDOWN_SECONDS)
 

@@ -55,8 +55,6 @@ class CallCounts:
     """The places with a save in flight."""
     failed: dict[str, Turns] = field(default_factory=dict)
     """The places at which a save has failed."""
-    proven: set[object] = field(default_factory=set)
-    """The storages that all processes of the job are known to share (`shared_storage`)."""
 
 
 @dataclass(slots=True, weakref_slot=True)

@@ -32,7 +32,7 @@ def become_nobody():
     """Become a user without a home. Python's own files may be unreadable then, so everything is imported before."""
     import numpy as np
 
-    shardckpt.save("warm", {"w": np.ones(3)})
+    shardckpt.save("warm", {"w": np.ones(3)}, options=shardckpt.SaveOptions(overwrite=True))
     shardckpt.restore("warm")
     del os.environ["HOME"]
     os.setgroups([])

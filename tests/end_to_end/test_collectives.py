@@ -1,4 +1,4 @@
-"""Saving asks nothing of other processes after the first save: no collective, no wait at a store; and no program is run for it."""
+"""Saving asks nothing of other processes: no collective, no message, no wait at a store; and no program is run for it."""
 
 from __future__ import annotations
 
@@ -37,8 +37,7 @@ def test_ten_saves_take_no_collective_no_wait_and_no_program(job, words, record_
     _, root, answers = job
     for answer in answers:
         assert set(answer["counted"]["saves"]) <= words
-    # "committed", ten times; and in the first save the question whether all see this storage, and the verdict
-    assert {"set": 12, "key_value_set": 12}.items() & answers[0]["counted"]["saves"].items()
+    assert {"set": 10, "key_value_set": 10}.items() & answers[0]["counted"]["saves"].items()  # "committed", ten times
     record_testsuite_property("store operations in ten saves", [answer["counted"]["saves"] for answer in answers])
     assert {path.name for path in root.iterdir()} == {*(str(i) for i in range(10) if i % 4 != 3), "in turn"}
     assert all(shardckpt.open(path).verify().ok for path in root.iterdir())

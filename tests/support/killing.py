@@ -64,8 +64,8 @@ def _assert_all_know(root, answers, fate, *, overwrite):
 
 
 def reported(message):
-    """The hosts that a committer's message says did not finish in time, or in a job's first save did not begin."""
-    found = re.search(r"(?:hosts?|process(?:es)?) ([\d, -]+)(?: \(of \d+\))? did not (?:finish|begin this save) within", message)
+    """The hosts that a committer's message says did not finish in time."""
+    found = re.search(r"hosts? ([\d, -]+) \(of \d+\) did not finish within", message)
     assert found, message
     ranges = (part.partition("-") for part in found[1].split(", "))
     return {host for first, _, last in ranges for host in range(int(first), int(last or first) + 1)}

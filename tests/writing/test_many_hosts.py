@@ -273,7 +273,7 @@ def test_an_attempt_that_lacks_a_host_is_not_committed_and_names_it(tmp_path, jo
 
 
 def test_a_retry_never_mixes_with_what_was_left(tmp_path, job):
-    job.run("save_without_committing", 3, tmp_path / "c", {"commit_timeout": 5}, 100, [2])
+    job.run("save_without_committing", 3, tmp_path / "c", {"commit_timeout": 0.3}, 100, [2])
     assert job.run("save", 2, tmp_path / "c", None, 1) == ["saved"] * 2
     assert_holds(tmp_path / "c", 1)
     (outcome,) = shardckpt.commit(tmp_path / "c")

@@ -67,6 +67,7 @@ def test_a_run_that_goes_on_while_its_steps_are_listed_is_not_taken_for_a_new_on
 
 
 def test_leftovers_that_can_never_be_collected_are_named_in_the_log_once(run, caplog):
+    caplog.set_level("WARNING", logger="shardckpt")
     run.train(1)
     left = run.root / "1" / "20200101T000000-0000000a" / "hosts" / "00000"
     left.mkdir(parents=True)
