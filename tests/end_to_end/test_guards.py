@@ -8,6 +8,7 @@ function more. If you make an operation cheaper, lower its bounds.
 from __future__ import annotations
 
 import shutil
+import sys
 from types import SimpleNamespace
 
 import numpy as np
