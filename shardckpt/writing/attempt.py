@@ -337,7 +337,7 @@ class Attempt:
         else:
             why = f"within {timeout:g} s{silent}"
         if published_attempt(self.store) != self.name:
-            self._tell_in_vain(True)
+            self._tell_in_vain()
             raise CommitError(
                 f"{self.store}: this process has written its share, and process {COMMITTER} has not committed {why}. {ALL_MUST_CALL} "
                 f"If process {COMMITTER} is gone, `shardckpt commit` publishes the save."
@@ -361,10 +361,9 @@ class Attempt:
         closed = turns.why_closed() if waited > _LAST_LOOK else None
         return None if closed is None else f"it has given up another save to this place: {closed}"
 
-    def _tell_in_vain(self, in_vain: bool) -> None:
+    def _tell_in_vain(self) -> None:
         """Announce the end of a wait to processes that are late, or have missed this save and would complete it with later data."""
-        if in_vain:
-            self._tell(WORD, CommitError(f"process {self.world.process} does not wait for it any more."))
+        self._tell(WORD, CommitError(f"process {self.world.process} does not wait for it any more."))
 
     def stop_waiting(self, why: str) -> None:
         """Stop waiting for other processes, on all threads; `why` completes a sentence."""

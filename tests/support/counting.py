@@ -66,6 +66,17 @@ def _io() -> dict[str, int]:
     return {name: int(number) for name, number in (line.split(": ") for line in lines)}
 
 
+def _profiled(do: Callable[[], object], count: Callable[[FrameType, str, object], None]) -> None:
+    """Call `do`, and `count` at each call in it, in this thread and in those that begin meanwhile."""
+    threading.setprofile(count)
+    sys.setprofile(count)
+    try:
+        do()
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)
+
+
 def steps(do: Callable[[], object]) -> int:
     """Number of calls of Python functions in `do`, in this thread and in those that begin meanwhile."""
     made: dict[int, int] = {}
@@ -75,13 +86,7 @@ def steps(do: Callable[[], object]) -> int:
             thread = threading.get_ident()
             made[thread] = made.get(thread, 0) + 1
 
-    threading.setprofile(count)
-    sys.setprofile(count)
-    try:
-        do()
-    finally:
-        sys.setprofile(None)
-        threading.setprofile(None)
+    _profiled(do, count)
     return sum(made.values())
 
 
@@ -110,13 +115,7 @@ def turns(do: Callable[[], object]) -> dict[str, int]:
             own = made.setdefault(threading.get_ident(), {})
             own[name] = own.get(name, 0) + (2 if name == "OpenFile.__init__" else 1)  # which is closed, too
 
-    threading.setprofile(count)
-    sys.setprofile(count)
-    try:
-        do()
-    finally:
-        sys.setprofile(None)
-        threading.setprofile(None)
+    _profiled(do, count)
     total: dict[str, int] = {}
     for own in made.values():
         for name, number in own.items():
