@@ -13,7 +13,7 @@ and none of this.
 from __future__ import annotations
 
 import json
-from itertools import chain, islice
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
@@ -43,10 +43,7 @@ _MANIFEST = "manifest.ocdbt"
 _LEAF = "d/leaf"
 MOST_IN_A_LEAF = 1 << 12
 """Most chunks and documents of an index that `write_index` makes. TensorStore takes five requests, one after another, to merge indexes."""
-_AT_ONCE = 256
-"""Number of values that are read at a time."""
-_NODES = 32 << 20
-"""Bytes of decoded nodes that are kept while values are read; a node has up to 8 MiB."""
+_encode = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode
 _MOST_HEIGHT = 16
 """Height that a tree of valid nodes never exceeds; a damaged tree might have cycles."""
 
@@ -166,9 +163,9 @@ def packed_documents(documents: Iterable[tuple[str, Mapping[str, Any]]]) -> Iter
     paths = []
     for path, document in documents:
         paths.append(path)
-        yield document_key(path), _encode(document)
+        yield document_key(path), encode_document(document)
     for path in parent_groups(paths):
-        yield document_key(path), _encode(group_json())
+        yield document_key(path), encode_document(group_json())
 
 
 def plain_documents(documents: Mapping[str, Mapping[str, Any]]) -> dict[str, bytes]:
@@ -177,26 +174,7 @@ def plain_documents(documents: Mapping[str, Mapping[str, Any]]) -> dict[str, byt
     groups = {path: group_json() for path in parent_groups(arrays) if path}
     members: dict[str, Any] = {**groups, **arrays}
     everything = [*members.items(), ("", group_json(members=members))]
-    return {f"{PLAIN_ROOT}/{document_key(path)}": _encode(document) for path, document in everything}
-
-
-def read_values(attempt: Store, keys: Iterable[str]) -> Iterator[bytes | None]:
-    """The value of each key in the merged index; None for a key that it lacks.
-
-    A few keys are read at a time, and decoded nodes are kept; otherwise each of these reads would decode the same node.
-
-    Raises:
-        StorageError: the index cannot be read.
-    """
-    with storage_errors("read the index of", attempt):
-        database = _database(
-            attempt, context=ts.Context(ts.Context.Spec({"cache_pool": {"total_bytes_limit": _NODES}}), shared_context(attempt.location))
-        )
-        keys = iter(keys)
-        while some := list(islice(keys, _AT_ONCE)):
-            pending = [database.read(key) for key in some]
-            for future in pending:
-                yield bytes(result.value) if (result := future.result()).state == "value" else None
+    return {f"{PLAIN_ROOT}/{document_key(path)}": encode_document(document) for path, document in everything}
 
 
 def dump_index(attempt: Store) -> dict[str, Place]:
@@ -205,14 +183,21 @@ def dump_index(attempt: Store) -> dict[str, Place]:
 
 
 def index_entries(attempt: Store) -> Iterator[tuple[str, Place]]:
-    """The chunks of an index (merged or a host's own), in order of their keys; `zarr.json` documents are left out.
+    """The chunks of an index in files; as `index_values`, without the values that are in the index itself.
 
-    A document that is too large for a node is included, because it has a place like a chunk. The intermediate versions that
-    TensorStore made, which no reader uses, are walked last, so that damage to their nodes is found too.
+    A document that is too large for a node is included, because it has a place like a chunk.
+    """
+    return ((key, value) for key, value in index_values(attempt) if not isinstance(value, bytes))
+
+
+def index_values(attempt: Store) -> Iterator[tuple[str, Place | bytes]]:
+    """The values of an index (merged or a host's own), or their places in files; node after node in order of their keys.
+
+    The intermediate versions that TensorStore made, which no reader uses, are walked last, so that damage to their nodes is found too.
 
     Raises:
         MissingDataError: there is no index, or a part of it is gone.
-        StorageError: the index cannot be read, or TensorStore reports damage.
+        StorageError: the index cannot be read, or is damaged.
         FormatError: the index has a form that neither TensorStore nor we can read.
     """
     seen: set[Place] = set()
@@ -254,8 +239,8 @@ def _versions(place: Store) -> list[Version]:
         return ocdbt.read_manifest(place.read(_MANIFEST))
 
 
-def _entries(place: Store, node: Place | None, prefix: bytes, seen: set[Place], depth: int) -> Iterator[tuple[str, Place]]:
-    """The chunks at and below one node, whose keys all start with `prefix`; nodes in `seen` are skipped."""
+def _entries(place: Store, node: Place | None, prefix: bytes, seen: set[Place], depth: int) -> Iterator[tuple[str, Place | bytes]]:
+    """The values at and below one node, whose keys all start with `prefix`; nodes in `seen` are skipped."""
     if node is None or node in seen:
         return
     seen.add(node)
@@ -270,6 +255,8 @@ def _entries(place: Store, node: Place | None, prefix: bytes, seen: set[Place], 
         found = ocdbt.read_node(place.read(file, offset, offset + length))
         for key, value in found.values:
             yield (prefix + key).decode(), value
+        for key, inside in found.inside:
+            yield (prefix + key).decode(), inside
     for child_prefix, child in found.children:
         yield from _entries(place, child, prefix + child_prefix, seen, depth + 1)
 
@@ -279,5 +266,6 @@ def document_key(path: str) -> str:
     return f"{path}/zarr.json" if path else "zarr.json"
 
 
-def _encode(document: Mapping[str, Any]) -> bytes:
-    return json.dumps(document, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
+def encode_document(document: Mapping[str, Any]) -> bytes:
+    """A document's bytes."""
+    return _encode(document).encode()

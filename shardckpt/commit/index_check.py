@@ -6,8 +6,8 @@ Our own readers do not use the index, so a wrong one cannot mislead them; but `v
 from __future__ import annotations
 
 import json
-from itertools import tee
-from typing import TYPE_CHECKING, Any, TypeVar
+from itertools import islice
+from typing import TYPE_CHECKING, Any
 
 import crc32c
 import numpy as np
@@ -16,61 +16,52 @@ from shardckpt.commit import index
 from shardckpt.commit.assemble import SMALL
 from shardckpt.errors import ShardckptError
 from shardckpt.format.table import OWN_OBJECT
-from shardckpt.format.zarr_arrays import CHECKSUM_BYTES, chunk_object_key, parent_groups, split_chunk_key
+from shardckpt.format.zarr_arrays import CHECKSUM_BYTES, chunk_object_key, group_json, parent_groups, split_chunk_key
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 
-    from shardckpt.format.table import ArrayChunks
+    from shardckpt.format.table import Table
+    from shardckpt.io.ocdbt import Place
     from shardckpt.io.store import Store
     from shardckpt.plan.pieces import Piece
 
 Fault = tuple[str, str]
 """A file relative to the attempt, and its fault."""
 MANIFEST = "manifest.ocdbt"
-Wanted = TypeVar("Wanted")
+_AT_ONCE = 1 << 12
+"""Number of entries that are compared at a time."""
 
 
 class IndexCheck:
     """Compares the indexes of an attempt with its chunk tables."""
 
-    def __init__(
-        self,
-        attempt: Store,
-        documents: Callable[[], Iterable[tuple[str, Mapping[str, Any]]]],
-        pieces: dict[str, Piece],
-        files: Sequence[str],
-        arrays: Mapping[str, ArrayChunks],
-    ) -> None:
+    def __init__(self, attempt: Store, document: Callable[[str], Mapping[str, Any]], pieces: dict[str, Piece], table: Table) -> None:
         """Set the expected contents of the indexes.
 
         Args:
             attempt: the attempt's place.
-            documents: yields each array's path and its zarr.json.
+            document: makes the zarr.json of an array, by its path.
             pieces: array path → the array.
-            files: the chunk tables' data files.
-            arrays: array path → its chunks.
+            table: the places of its chunks.
         """
         self._attempt = attempt
-        self._documents = documents
+        self._document = document
         self._pieces = pieces
-        self._files = files
-        self._arrays = arrays
+        self._groups = parent_groups(pieces)
+        self._table = table
 
     def packed(self, lanes: Sequence[str]) -> Iterator[Fault]:
         """Faults of the merged index and of the lanes' own indexes, from which it can be rebuilt."""
         inline = self._inline_keys()
-        chunks = sum(map(len, self._arrays.values())) - len(inline)
-        groups = {index.document_key(path) for path in parent_groups(self._pieces)}
-        found = yield from self._database("", groups)
-        if found is not None:
-            if found != chunks:
-                yield MANIFEST, f"the index has {found} chunks, the chunk tables have {chunks}"
-            yield from self._compare(index.packed_documents(self._documents()), _same_json)
-            yield from self._compare(inline.items(), _same_chunk)
+        chunks = len(self._table.rows) - len(inline)
+        wanted = {index.document_key(path): path for path in (*self._pieces, *self._groups)}
+        found = yield from self._database("", {**wanted, **inline})
+        if found not in (None, chunks):
+            yield MANIFEST, f"the index has {found} chunks, the chunk tables have {chunks}"
         in_lanes: int | None = 0
         for lane in lanes:
-            found = yield from self._database(lane, None)
+            found = yield from self._database(lane, {})
             in_lanes = None if in_lanes is None or found is None else in_lanes + found
         if in_lanes not in (None, chunks):
             yield "hosts", f"the lanes' indexes have {in_lanes} chunks, the chunk tables have {chunks}"
@@ -78,83 +69,92 @@ class IndexCheck:
     def _inline_keys(self) -> dict[str, tuple[int, int]]:
         """The chunks of small tensors, which are values in the index itself: key → bytes and crc32c from the chunk table."""
         found = {}
-        if SMALL in self._files:
-            small = self._files.index(SMALL)
-            for path, rows in self._arrays.items():
+        if SMALL in self._table.files:
+            small = self._table.files.index(SMALL)
+            for path, rows in self._table.arrays().items():
                 piece = self._pieces.get(path)
                 if piece is not None:  # the table is untrusted
                     for row in np.flatnonzero((rows.file == small) & (rows.chunk < piece.num_chunks)).tolist():
                         found[chunk_object_key(piece, int(rows.chunk[row]))] = int(rows.length[row]), int(rows.crc[row])
         return found
 
-    def _compare(self, expected: Iterable[tuple[str, Wanted]], same: Callable[[bytes | None, Wanted], bool]) -> Iterator[Fault]:
-        """Faults of values in the merged index; `expected` has each key with what `same` compares to its value."""
-        expected, keys = tee(expected)
-        try:
-            for (key, wanted), value in zip(expected, index.read_values(self._attempt, (key for key, _ in keys)), strict=True):
-                if not same(value, wanted):
-                    yield MANIFEST, f"{key} in the index is missing or not what was written"
-        except ShardckptError as e:
-            yield MANIFEST, str(e)
-
     def plain(self) -> Iterator[Fault]:
         """Faults of the zarr.json documents of the plain layout."""
-        for key, document in index.plain_documents(dict(self._documents())).items():
+        for key, document in index.plain_documents({path: self._document(path) for path in self._pieces}).items():
             try:
                 if not _same_json(self._attempt.read(key), document):
                     yield key, "the zarr document differs from the saved one"
             except ShardckptError as e:
                 yield key, str(e)
 
-    def _database(self, lane: str, groups: Container[str] | None) -> Generator[Fault, None, int | None]:
-        """Faults of the entries of a lane ("": the merged index); returns its number of chunks, or None if it cannot be read.
+    def _database(self, lane: str, others: dict[str, str | tuple[int, int]]) -> Generator[Fault, None, int | None]:
+        """Faults of the entries of a lane ("": the merged index); returns its number of chunks in files, or None if it cannot be read.
 
         Args:
             lane: relative to the attempt.
-            groups: keys of the documents of groups; None: the database holds no documents.
+            others: keys of all other values: documents with the paths of their arrays or groups, and small chunks with their bytes and
+                crc32c. Those that the database has are removed.
         """
         prefix = f"{lane}/" if lane else ""
-        found = 0
+        count = 0
         try:
             place = self._attempt.sub(lane) if lane else self._attempt
-            for key, (file, offset, length) in index.index_entries(place):
-                if groups is not None and (key in groups or key.removesuffix("/zarr.json") in self._pieces):
-                    place.read(file, offset, offset + length)  # too large for a node; only its existence is checked here
-                    continue
-                found += 1
-                fault = self._entry(key, (prefix + file, offset, length))
-                if fault is not None:
+            entries = iter(index.index_values(place))
+            while some := list(islice(entries, _AT_ONCE)):
+                chunks: list[tuple[str, Place]] = []
+                for key, value in some:
+                    if key in others:  # a document that is too large for a node is in a file
+                        data = value if isinstance(value, bytes) else place.read(value[0], value[1], value[1] + value[2])
+                        if self._is(others[key], data):
+                            del others[key]
+                    elif not isinstance(value, bytes):
+                        chunks.append((key, (prefix + value[0], *value[1:])))
+                count += len(chunks)
+                for fault in self._misplaced(chunks):
                     yield prefix + MANIFEST, fault
         except ShardckptError as e:
             yield prefix + MANIFEST, str(e)
             return None
-        return found
+        for key in others:
+            yield prefix + MANIFEST, f"{key} in the index is missing or not what was written"
+        return count
 
-    def _entry(self, key: str, place: tuple[str, int, int]) -> str | None:
-        """The fault of an entry, or None."""
-        found = split_chunk_key(key, self._pieces)
-        table = self._arrays.get(found[0].path) if found else None
-        row = -1 if table is None or found is None else table.row(found[1])
-        if table is None or row < 0:
-            return f"the index has {key}, which is no chunk of this checkpoint"
-        file = int(table.file[row])
-        if file == OWN_OBJECT:
-            return f"the chunk table has {key} as an object of its own, which it is not in the packed layout"
-        wanted = (self._files[file], int(table.offset[row]), int(table.length[row]))
-        return None if place == wanted else f"the index has {key} at {place}, the chunk table at {wanted}"
+    def _is(self, expected: str | tuple[int, int], found: bytes) -> bool:
+        """Whether a value is the document of a path, or a chunk of those bytes and crc32c."""
+        if not isinstance(expected, str):
+            return _same_chunk(found, expected)
+        document = self._document(expected) if expected in self._pieces else group_json()
+        return _same_json(found, index.encode_document(document))
+
+    def _misplaced(self, entries: Sequence[tuple[str, Place]]) -> Iterator[str]:
+        """The faults of entries of chunks."""
+        found = [split_chunk_key(key, self._pieces) for key, _ in entries]
+        paths = ["" if chunk is None else chunk[0].path for chunk in found]
+        positions = np.array([-1 if chunk is None else chunk[1] for chunk in found], np.int64)
+        rows = self._table.find(paths, np.arange(len(paths)), positions)
+        of_table = self._table.rows.take(rows[rows >= 0])
+        places = zip(of_table.file.tolist(), of_table.offset.tolist(), of_table.length.tolist(), strict=True)
+        for (key, place), row in zip(entries, rows.tolist(), strict=True):
+            if row < 0:
+                yield f"the index has {key}, which is no chunk of this checkpoint"
+                continue
+            file, *extent = next(places)
+            if file == OWN_OBJECT:
+                yield f"the chunk table has {key} as an object of its own, which it is not in the packed layout"
+            elif place != (wanted := (self._table.files[file], *extent)):
+                yield f"the index has {key} at {place}, the chunk table at {wanted}"
 
 
-def _same_json(found: bytes | None, expected: bytes) -> bool:
+def _same_json(found: bytes, expected: bytes) -> bool:
     """Whether two documents have equal contents; other versions may use different whitespace."""
     try:
-        return found is not None and bool(json.loads(found) == json.loads(expected))
+        return found == expected or bool(json.loads(found) == json.loads(expected))
     except (ValueError, RecursionError):
         return False
 
 
-def _same_chunk(found: bytes | None, expected: tuple[int, int]) -> bool:
+def _same_chunk(value: bytes, expected: tuple[int, int]) -> bool:
     """Whether a small tensor's chunk has the length and the checksum of the chunk table."""
     length, crc = expected
-    value = found or b""
     checksum = crc.to_bytes(CHECKSUM_BYTES, "little")
     return len(value) == length and value[-CHECKSUM_BYTES:] == checksum and crc32c.crc32c(value[:-CHECKSUM_BYTES]) == crc

@@ -84,6 +84,23 @@ def open_envelope(data: bytes, where: str) -> dict[str, Any]:
         VersionError: the record has a newer major version.
         FormatError: `data` is not a record, or is damaged.
     """
+    body, _ = _checked_body(data, where)
+    try:
+        record = json.loads(body, object_pairs_hook=_object, parse_constant=_no_constant)
+    except (ValueError, RecursionError, MemoryError) as e:
+        raise FormatError(f"{where}: the record is not JSON that can be read here ({e or type(e).__name__}).") from e
+    if not isinstance(record, dict):
+        raise FormatError(f"{where}: the record is a {type(record).__name__}, an object is expected.")
+    return record
+
+
+def envelope_digest(data: bytes, where: str) -> str:
+    """The digest of the record in `data`, after the checks of `open_envelope` except those of the JSON."""
+    return _checked_body(data, where)[1]
+
+
+def _checked_body(data: bytes, where: str) -> tuple[bytes, str]:
+    """The JSON of the record in `data`, and its digest, after a check of version and digest."""
     match = _head(data, where)
     version = int(match[1]), int(match[2])
     if version[0] > COMPOSITE_VERSION[0]:
@@ -93,15 +110,10 @@ def open_envelope(data: bytes, where: str) -> dict[str, Any]:
         )
     end = data.rfind(b"}")
     body = data[match.end() : end]
-    if hashlib.sha256(body).hexdigest() != match[3].decode() or data[end:] not in (b"}", b"}\n"):
+    digest = hashlib.sha256(body).hexdigest()
+    if digest != match[3].decode() or data[end:] not in (b"}", b"}\n"):
         raise FormatError(f"{where}: the record's digest does not agree with its contents; the file is damaged.")
-    try:
-        record = json.loads(body, object_pairs_hook=_object, parse_constant=_no_constant)
-    except (ValueError, RecursionError, MemoryError) as e:
-        raise FormatError(f"{where}: the record is not JSON that can be read here ({e or type(e).__name__}).") from e
-    if not isinstance(record, dict):
-        raise FormatError(f"{where}: the record is a {type(record).__name__}, an object is expected.")
-    return record
+    return body, digest
 
 
 def format_version(data: bytes, where: str) -> tuple[int, int]:

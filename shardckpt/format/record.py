@@ -10,7 +10,7 @@ from __future__ import annotations
 import base64
 import binascii
 import hashlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from shardckpt.errors import CommitError
@@ -21,6 +21,7 @@ from shardckpt.format.documents import (
     Fields,
     FileReference,
     TableReference,
+    envelope_digest,
     open_envelope,
     seal,
 )
@@ -169,6 +170,8 @@ class CheckpointRecord:
     saved_by: int | None = None
     """Number of processes that saved the state, if hosts are not processes (but tasks of a reshard): the first so many hosts have those
     processes' own values. None: every host is a process."""
+    sha256: str | None = field(default=None, compare=False)
+    """Digest of the stored form that it was read from; None: it was made here."""
 
     @property
     def processes(self) -> int:
@@ -244,7 +247,7 @@ def parse_checkpoint(data: bytes, where: str) -> CheckpointRecord | Tombstone:
     if "tombstone" in doc:
         read = Fields(doc, where)
         return Tombstone(read.string("tombstone"), read.string("nonce") if "nonce" in doc else "", doc.get("begun") is True)
-    return CheckpointRecord.from_json(doc, where)
+    return replace(CheckpointRecord.from_json(doc, where), sha256=envelope_digest(data, where))
 
 
 def _hosts(read: Fields) -> int:

@@ -29,7 +29,7 @@ import hashlib
 import json
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -248,20 +248,6 @@ class ArrayChunks:
         astray = np.flatnonzero(self.chunk != np.arange(len(self.chunk), dtype=np.uint64))
         return int(astray[0]) if len(astray) else len(self.chunk)
 
-    def find(self, chunk: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Rows of those chunks; -1 for a chunk that the table lacks."""
-        if not len(self.chunk):
-            return np.full(len(chunk), -1, np.int64)
-        wanted = chunk.astype(np.uint64)
-        row = np.minimum(np.searchsorted(self.chunk, wanted), len(self.chunk) - 1)
-        found: NDArray[np.int64] = np.where(self.chunk[row] == wanted, row, -1)
-        return found
-
-    def row(self, chunk: int) -> int:
-        """Row of one chunk; -1 if the table lacks it."""
-        row = int(np.searchsorted(self.chunk, np.uint64(chunk)))
-        return row if row < len(self.chunk) and int(self.chunk[row]) == chunk else -1
-
 
 @dataclass(frozen=True, slots=True)
 class Table:
@@ -273,6 +259,8 @@ class Table:
     """Array path → chunks, in the order of the rows."""
     rows: ArrayChunks
     """The chunks of all arrays, array after array."""
+    _first: dict[str, int] | None = field(default=None, init=False, repr=False, compare=False)
+    """Array path → its first row; None: not needed yet."""
 
     @classmethod
     def of(cls, files: Sequence[str], arrays: Mapping[str, ArrayChunks]) -> Table:
@@ -349,7 +337,47 @@ class Table:
 
     def arrays(self) -> Mapping[str, ArrayChunks]:
         """Array path → its chunks, created at each access, because all these objects would need ten times the memory of the rows."""
-        return _Arrays(self.counts, self.rows)
+        return _Arrays(self)
+
+    def array(self, path: str) -> ArrayChunks:
+        """The chunks of one array; none if the table does not have it."""
+        begin = self._firsts().get(path, 0)
+        part = slice(begin, begin + self.counts.get(path, 0))
+        rows = self.rows
+        return ArrayChunks(rows.chunk[part], rows.file[part], rows.offset[part], rows.length[part], rows.crc[part])
+
+    def _firsts(self) -> dict[str, int]:
+        """Array path → its first row."""
+        if self._first is None:
+            first = dict(zip(self.counts, accumulate(self.counts.values(), initial=0), strict=False))
+            object.__setattr__(self, "_first", first)  # complete, for other threads
+            return first
+        return self._first
+
+    def find(self, paths: Sequence[str], array: NDArray[np.int64], chunks: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Rows of chunks; -1 for a chunk that the table lacks.
+
+        Args:
+            paths: arrays.
+            array: (n,) the chunk's array among those.
+            chunks: (n,) the chunk's position in its grid.
+        """
+        first, count = (
+            np.fromiter((known.get(path, 0) for path in paths), np.int64, len(paths)) for known in (self._firsts(), self.counts)
+        )
+        # In an array without holes the row of a chunk follows from its position.
+        row = np.where((chunks >= 0) & (chunks < count[array]), first[array] + chunks, -1)
+        held = np.flatnonzero(row >= 0)
+        row[held[self.rows.chunk[row[held]] != chunks[held].astype(np.uint64)]] = -1
+        others = np.flatnonzero(row < 0)
+        others = others[np.argsort(array[others], kind="stable")]
+        for some in np.split(others, np.flatnonzero(np.diff(array[others])) + 1):
+            if len(some) and count[array[some[0]]]:
+                begin, wanted = int(first[array[some[0]]]), chunks[some].astype(np.uint64)
+                there = self.rows.chunk[begin : begin + int(count[array[some[0]]])]
+                at = np.minimum(np.searchsorted(there, wanted), len(there) - 1)
+                row[some] = np.where(there[at] == wanted, begin + at, -1)
+        return row
 
     def last_chunks(self) -> dict[str, int]:
         """Array path → its last chunk, of arrays that have any."""
@@ -376,25 +404,23 @@ class Table:
 class _Arrays(Mapping[str, ArrayChunks]):
     """The arrays of a table."""
 
-    def __init__(self, counts: Mapping[str, int], rows: ArrayChunks) -> None:
-        self._counts = counts
-        self._rows = rows
-        self._end = dict(zip(counts, accumulate(counts.values()), strict=True))
+    def __init__(self, table: Table) -> None:
+        self._table = table
 
     def __getitem__(self, path: str) -> ArrayChunks:
         """The chunks of an array."""
-        end = self._end[path]
-        begin, rows = end - self._counts[path], self._rows
-        return ArrayChunks(rows.chunk[begin:end], rows.file[begin:end], rows.offset[begin:end], rows.length[begin:end], rows.crc[begin:end])
+        if path not in self._table.counts:
+            raise KeyError(path)
+        return self._table.array(path)
 
     def __contains__(self, path: object) -> bool:
         """Whether there is such an array."""
-        return path in self._end
+        return path in self._table.counts
 
     def __iter__(self) -> Iterator[str]:
         """Paths of arrays."""
-        return iter(self._end)
+        return iter(self._table.counts)
 
     def __len__(self) -> int:
         """Number of arrays."""
-        return len(self._end)
+        return len(self._table.counts)

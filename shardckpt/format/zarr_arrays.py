@@ -14,6 +14,7 @@ key encoding. Stock TensorStore and zarr-python find ordinary arrays; our own re
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 from itertools import product
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -24,7 +25,7 @@ import numpy as np
 from shardckpt.errors import CorruptionError
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -150,14 +151,22 @@ def zarr_documents(structure: Structure, compression: str | None, *, in_bases: b
         compression: compression of its own chunks.
         in_bases: include tensors that lie in bases; a stock reader would find no chunks beside their documents.
     """
+    document = zarr_document_maker(structure, compression)
+    for tensor in structure.tensors.values():
+        if tensor.base is None or in_bases:
+            for piece in tensor.pieces:
+                yield piece.path, document(tensor, piece)
+
+
+def zarr_document_maker(structure: Structure, compression: str | None) -> Callable[[TensorRecord, Piece], dict[str, Any]]:
+    """A function that makes the document of a tensor's piece; for the arguments see `zarr_documents`."""
     number, doc = structure.layouts_json()
     forms: dict[Hashable, dict[str, Any]] = {}
     """Documents without attributes, shared by equal arrays."""
-    for name, tensor in structure.tensors.items():
-        if tensor.base is not None and not in_bases:
-            continue
+
+    def document(tensor: TensorRecord, piece: Piece) -> dict[str, Any]:
         codec = compression if tensor.base is None else tensor.base.base.compression
-        attribute: dict[str, Any] = {"name": name, "dtype": tensor.dtype.name, "shape": list(tensor.shape)}
+        attribute: dict[str, Any] = {"name": tensor.name, "dtype": tensor.dtype.name, "shape": list(tensor.shape)}
         if tensor.layout is not None:
             sharding = doc["shardings"][number[tensor.layout, len(tensor.shape)]]
             attribute |= {k: v for k, v in sharding.items() if k != "mesh"}
@@ -169,13 +178,14 @@ def zarr_documents(structure: Structure, compression: str | None, *, in_bases: b
                 for key in ("op_sharding", "devices"):
                     attribute.pop(key, None)
                 attribute.get("mesh", {}).pop("devices", None)
-        for piece in tensor.pieces:
-            start = {} if piece.shape == tensor.shape else {"start": list(piece.start)}
-            cut = (piece.shape, tensor.dtype.name, piece.chunks, codec)
-            form = forms.get(cut)
-            if form is None:
-                form = forms[cut] = array_json(piece.shape, tensor.dtype, piece.chunks, codec)
-            yield piece.path, {**form, "attributes": {"shardckpt": {**attribute, **start}}}
+        start = {} if piece.shape == tensor.shape else {"start": list(piece.start)}
+        cut = (piece.shape, tensor.dtype.name, piece.chunks, codec)
+        form = forms.get(cut)
+        if form is None:
+            form = forms[cut] = array_json(piece.shape, tensor.dtype, piece.chunks, codec)
+        return {**form, "attributes": {"shardckpt": {**attribute, **start}}}
+
+    return document
 
 
 # --- keys of chunks
@@ -222,18 +232,22 @@ def split_chunk_key(key: str, pieces: dict[str, Piece]) -> tuple[Piece, int] | N
     else:
         path, _, index = key.rpartition("/c/")
     piece = pieces.get(path)
-    if piece is None:
-        return None
+    position = None if piece is None else _position(index, piece.grid)
+    return None if piece is None or position is None else (piece, position)
+
+
+@lru_cache(1 << 12)
+def _position(index: str, grid: tuple[int, ...]) -> int | None:
+    """The position of the chunk whose key ends with these coordinates; None if the grid has no such chunk."""
     parts = index.split("/") if index else []
-    if len(parts) != len(piece.grid) or not all(p.isdecimal() and p.isascii() and len(p) < 20 for p in parts):
+    if len(parts) != len(grid) or not all(p.isdecimal() and p.isascii() and len(p) < 20 for p in parts):
         return None
     position = 0
-    for i, n in zip(map(int, parts), piece.grid, strict=True):
+    for i, n in zip(map(int, parts), grid, strict=True):
         if i >= n:
             return None
         position = position * n + i
-    # Each chunk has one key: "w/c/01" is not a valid one.
-    return (piece, position) if prod(piece.grid) and chunk_object_key(piece, position) == key else None
+    return position if "/".join([str(int(p)) for p in parts]) == index else None  # each chunk has one key: "w/c/01" is not a valid one
 
 
 # --- stored chunks

@@ -353,7 +353,10 @@ def array_of(tensor: Any, dtype: DType) -> Array:
         tensor: without gradient, conjugation or negation. Its dtype may also be another of the same width.
         dtype: the dtype of its bits.
     """
-    return np.asarray(_Memory(tensor)).view(dtype.numpy)
+    kind = dtype.numpy
+    if kind.isbuiltin == 1 and kind.itemsize == tensor.itemsize:
+        return np.asarray(_Memory(tensor, kind.str))
+    return np.asarray(_Memory(tensor)).view(kind)
 
 
 def addresses(tensor: Any) -> Array:
@@ -366,14 +369,14 @@ class _Memory:
 
     __slots__ = ("__array_interface__", "_tensor")
 
-    def __init__(self, tensor: Any) -> None:
+    def __init__(self, tensor: Any, typestr: str | None = None) -> None:
         self._tensor = tensor  # keeps the storage as long as numpy has arrays over it
         itemsize = tensor.itemsize
         self.__array_interface__ = {
             "version": 3,
             "shape": tuple(tensor.shape),
-            "strides": tuple(itemsize * stride for stride in tensor.stride()),
-            "typestr": f"|V{itemsize}",
+            "strides": None if tensor.is_contiguous() else tuple([itemsize * stride for stride in tensor.stride()]),
+            "typestr": typestr or f"|V{itemsize}",
             "data": (tensor.data_ptr(), False),
         }
 

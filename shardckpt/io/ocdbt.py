@@ -184,6 +184,8 @@ class Node:
     """For an inner node: the common prefix of all keys below each child, and the child."""
     values: Iterator[tuple[bytes, Place]]
     """For a leaf: keys of the values outside the nodes, ascending."""
+    inside: Iterator[tuple[bytes, bytes]]
+    """For a leaf: keys of the values that it contains, ascending, with these."""
 
 
 def read_manifest(encoded: bytes) -> list[Version]:
@@ -226,14 +228,16 @@ def read_node(encoded: bytes) -> Node:
     keys = _prefixed(shared, rest, read.bytes(sum(rest.tolist())))
     if height:
         below = zip(keys, common, read.places(files, count), strict=True)
-        return Node([(key[:n], place) for key, n, place in below if place is not None], iter(()))
+        return Node([(key[:n], place) for key, n, place in below if place is not None], iter(()), iter(()))
     length = read.varints(count)
     outside = np.frombuffer(read.bytes(count), np.uint8) == 1
     file, offset = (read.varints(int(outside.sum())).tolist() for _ in range(2))
     if max(file, default=-1) >= len(files):
         raise ValueError(_NO_FILE)
     places = zip(map(files.__getitem__, file), offset, length[outside].tolist(), strict=True)
-    return Node([], zip(compress(keys, outside), places, strict=True))
+    listed = list(keys) if not outside.all() else keys
+    inside = zip(compress(listed, ~outside), map(read.bytes, length[~outside].tolist()), strict=True) if listed is not keys else iter(())
+    return Node([], zip(compress(listed, outside), places, strict=True), inside)
 
 
 def _prefixed(shared: NDArray[np.uint64], rest: NDArray[np.uint64], suffixes: bytes) -> Iterator[bytes]:

@@ -16,7 +16,7 @@ import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, TypeVar
@@ -24,7 +24,10 @@ from typing import TYPE_CHECKING, TypeVar
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
     from concurrent.futures import Future
+    from contextlib import AbstractContextManager
 
+SHORT = 2 << 30
+"""Most bytes that are read from a disk in a matter of seconds."""
 AT_ONCE = 16
 """Small reads in flight at a time; on an object store each needs a round trip."""
 
@@ -71,6 +74,14 @@ def collector_paused() -> Iterator[None]:
             _pauses.count = max(0, _pauses.count - 1)
             if _pauses.count == 0 and _pauses.enabled:
                 gc.enable()
+
+
+def short_pause(nbytes: int, *, on_disk: bool) -> AbstractContextManager[None]:
+    """Pause the collector during all of a task that moves so many bytes, if it is a matter of seconds.
+
+    After each of several pauses, the collector would visit all objects that have been created in it.
+    """
+    return collector_paused() if on_disk and nbytes <= SHORT else nullcontext()
 
 
 class _AtWork:

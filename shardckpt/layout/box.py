@@ -6,7 +6,7 @@ One box is a `Box`, two tuples of ints. Many boxes are two int64 arrays of shape
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 
 import numpy as np
@@ -94,6 +94,8 @@ class BoxArray:
     """(n, ndim) int64."""
     stop: Index
     """(n, ndim) int64."""
+    _elements: int = field(default=-1, init=False, repr=False, compare=False)
+    """Elements of all boxes; -1: not counted yet."""
 
     def __len__(self) -> int:
         """Number of boxes."""
@@ -119,6 +121,13 @@ class BoxArray:
         """(n,) elements per box."""
         sizes: Index = np.prod(self.stop - self.start, axis=1, dtype=np.int64)
         return sizes
+
+    @property
+    def elements(self) -> int:
+        """Elements of all boxes. They are counted once: all unsharded tensors of one shape share their box."""
+        if self._elements < 0:
+            object.__setattr__(self, "_elements", int(self.sizes().sum()))
+        return self._elements
 
     def overlapping(self, box: Box) -> Index:
         """Indices of the boxes that share elements with `box`, ascending."""

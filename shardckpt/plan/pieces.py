@@ -17,9 +17,9 @@ from __future__ import annotations
 
 import secrets
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from math import prod
-from operator import add, gt
+from operator import gt
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
@@ -68,12 +68,17 @@ class Piece:
     @property
     def num_chunks(self) -> int:
         """Number of chunks: 1 for a scalar, 0 for an array of size zero."""
-        return prod(self.grid)
+        return _grid_size(self.shape, self.chunks)
 
 
 # --- chunks of pieces
 
 
+_FORMS = 1 << 12
+"""Most pairs of a shape and a chunk's shape whose grids are kept; a hundred thousand tensors have a few dozen of them."""
+
+
+@lru_cache(_FORMS)
 def grid_shape(shape: tuple[int, ...], chunks: tuple[int, ...]) -> tuple[int, ...]:
     """Number of chunks per dimension.
 
@@ -81,6 +86,11 @@ def grid_shape(shape: tuple[int, ...], chunks: tuple[int, ...]) -> tuple[int, ..
     (4, 2)
     """
     return tuple(-(-n // c) for n, c in zip(shape, chunks, strict=True))
+
+
+@lru_cache(_FORMS)
+def _grid_size(shape: tuple[int, ...], chunks: tuple[int, ...]) -> int:
+    return prod(grid_shape(shape, chunks))
 
 
 def padded_size(shape: tuple[int, ...], chunks: tuple[int, ...]) -> int:
@@ -173,15 +183,11 @@ def overlaps_of(pieces: Sequence[Piece], boxes: BoxArray, owner: Ints) -> Overla
         The pairs, ordered by piece and chunk; a pair's piece is the `owner` of its box.
     """
     ndim = boxes.start.shape[1]
-    start, shape, chunks, grid = (
-        np.array([(fill,) * (ndim - len(row)) + row for row in rows], np.int64).reshape(len(pieces), ndim)
-        for rows, fill in (
-            ([p.start for p in pieces], 0),
-            ([p.shape for p in pieces], 1),
-            ([p.chunks for p in pieces], 1),
-            ([p.grid for p in pieces], 1),
-        )
+    start, shape, chunks = (
+        np.array([row if len(row) == ndim else (fill,) * (ndim - len(row)) + row for row in rows], np.int64).reshape(len(pieces), ndim)
+        for rows, fill in (([p.start for p in pieces], 0), ([p.shape for p in pieces], 1), ([p.chunks for p in pieces], 1))
     )
+    grid = -(-shape // chunks)
     first = np.maximum(boxes.start - start[owner], 0)
     last = np.minimum(boxes.stop - start[owner], shape[owner])
     touching = np.flatnonzero((first < last).all(axis=1))
@@ -347,14 +353,16 @@ def batches(items: Iterable[T], costs: Callable[[T], tuple[int, ...]], limits: t
     [[3, 4], [9], [1, 1], [1]]
     """
     batch: list[T] = []
-    spent: tuple[int, ...] = ()
+    spent: list[int] = []
     for item in items:
         cost = costs(item)
-        total = tuple(map(add, spent, cost)) if batch else cost
-        if batch and any(map(gt, total, limits)):
-            yield batch
-            batch, total = [], cost
+        if batch:
+            spent = [a + b for a, b in zip(spent, cost, strict=True)]
+            if any(map(gt, spent, limits)):
+                yield batch
+                batch, spent = [], [*cost]
+        else:
+            spent = [*cost]
         batch.append(item)
-        spent = total
     if batch:
         yield batch

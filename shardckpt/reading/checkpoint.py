@@ -117,12 +117,13 @@ class Checkpoint:
         self._store = Store.open(self.location)
         self.record = _read_record(self._store)
         self._place = self._store.sub(self.record.attempt)
-        self.parsed_tree = parse_tree(self.record.structure.tree)
-        """The parsed tree for functions of `shardckpt.state`, so that each need not parse it again."""
+        with collector_paused():
+            self.parsed_tree = parse_tree(self.record.structure.tree)
+            """The parsed tree for functions of `shardckpt.state`, so that each need not parse it again."""
+            self._stored_name = {**{name: name for name in self.record.structure.tensors}, **alias_map(self.parsed_tree)}
         self._opening = Lock()
         self._opened: ChunkReader | BasedReader | None = None
         self._reading: tuple[int | None, int] = (None, OBJECT_MEMORY)
-        self._stored_name = {**{name: name for name in self.record.structure.tensors}, **alias_map(self.parsed_tree)}
         with _opening:
             _opened.add(self)
 

@@ -19,7 +19,7 @@ from shardckpt.format.zarr_arrays import CHECKSUM_BYTES
 from shardckpt.io import extension
 from shardckpt.io.buffers import MOST_VECTORS, after
 from shardckpt.io.descriptor import OpenFile
-from shardckpt.reading.runs import places_of
+from shardckpt.reading.runs import EVERYTHING, places_of
 
 if TYPE_CHECKING:
     import threading
@@ -178,12 +178,13 @@ def _described(band: Band, places: Sequence[Place]) -> BandOfChunks:
         band.end - band.begin,
         part.request.dtype.itemsize,
         part.piece.chunks,
-        tuple((memory, _corner(in_chunk), along) for memory, in_chunk, along in places),
+        tuple((memory, _corner(in_chunk, part.piece.chunks), along) for memory, in_chunk, along in places),
     )
 
 
-def _corner(in_chunk: Index) -> tuple[int, ...]:
-    return tuple(side.start for side in in_chunk if isinstance(side, slice))
+def _corner(in_chunk: Index, chunks: tuple[int, ...]) -> tuple[int, ...]:
+    """The first index of a part of a chunk."""
+    return (0,) * len(chunks) if in_chunk is EVERYTHING else tuple(side.start for side in in_chunk if isinstance(side, slice))
 
 
 def lay_out(

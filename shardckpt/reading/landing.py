@@ -55,17 +55,19 @@ class Landing:
         """One buffer per box of the sink: the leaf's own memory, or what `prepare` provides."""
         self.filled: list[int] | None = None
         """The sink's boxes that have elements of the tensor, if the sink is larger than that: those that `boxes` has, cut. None: all."""
-        if any(map(gt, sink.shape, tensor.shape)):
+        if sink.shape != tensor.shape and any(map(gt, sink.shape, tensor.shape)):
             stop = np.minimum(sink.boxes.stop, tensor.shape)
             self.filled = np.flatnonzero((sink.boxes.start < stop).all(axis=1)).tolist()
             self.boxes = BoxArray(sink.boxes.start[self.filled], stop[self.filled])
         self.memory: Sequence[Array] = getattr(sink, "memory", ()) if self.destinations is None else self.destinations
         """The leaf's own memory: only to compare addresses, as it may be on a device."""
-        self.converts = sink.dtype != tensor.dtype or any(not v.dtype.isnative for v in self.destinations or ())
+        same = sink.dtype is tensor.dtype or sink.dtype == tensor.dtype
+        self.converts = not same or not all(v.dtype.isnative for v in self.destinations or ())
         """Whether elements are converted on their way into the buffers."""
-        lent = sink.buffer_shapes if self.destinations is None and not sink.adopts else []
-        self.staged_bytes = sum(round_up(prod(shape) * sink.dtype.numpy.itemsize) for shape in lent)
+        self.staged_bytes = 0
         """Host bytes that it needs in addition to its own memory."""
+        if self.destinations is None and not sink.adopts:
+            self.staged_bytes = sum(round_up(prod(shape) * sink.dtype.numpy.itemsize) for shape in sink.buffer_shapes)
 
     @property
     def fills_leaf(self) -> bool:
@@ -118,13 +120,12 @@ class RestoreJob:
 
     def __post_init__(self) -> None:
         """Count the bytes once."""
-        elements = sum(prod(shape) for landing in self.landings for shape in (landing.boxes.stop - landing.boxes.start).tolist())
-        self.nbytes = elements * self.tensor.dtype.storage.itemsize
+        self.nbytes = sum([landing.boxes.elements for landing in self.landings]) * self.tensor.dtype.storage.itemsize
 
     @property
     def is_in_place(self) -> bool:
         """Whether chunks are read straight into the leaves' own memory, and nothing remains to be copied."""
-        return not self.placing_bytes and all(landing.destinations is not None for landing in self.landings)
+        return all(landing.destinations is not None and not landing.sink.placing_bytes for landing in self.landings)
 
     @property
     def staged_bytes(self) -> int:
@@ -220,18 +221,21 @@ def restore_jobs(
                     f"{name}: {checkpoint.location} has shape {stored_shape}, the leaf to restore into has {own_shape}; "
                     f"make them equal, {_offered(name, tensor.shape, sink.shape, words)}or leave the tensor out with only=."
                 )
-            if sink.dtype != tensor.dtype and not cast:
+            same = sink.dtype is tensor.dtype or sink.dtype == tensor.dtype
+            if not same and not cast:
                 raise DtypeMismatchError(
                     f"{name}: {checkpoint.location} has dtype {tensor.dtype.name}, the leaf to restore into has {sink.dtype.name}; "
                     f"pass cast=True to convert."
                 )
-            if not castable(tensor.dtype, sink.dtype):
+            if not same and not castable(tensor.dtype, sink.dtype):
                 raise DtypeMismatchError(
                     f"{name}: {checkpoint.location} has dtype {tensor.dtype.name}, which cannot be converted to {sink.dtype.name}; "
                     f"restore it as it is."
                 )
             # Tied leaves with equal sinks get one object, because they were one object when saved.
-            landings.setdefault(sink.tie_key, Landing(tensor, sink)).names.append(name)
+            if sink.tie_key not in landings:
+                landings[sink.tie_key] = Landing(tensor, sink)
+            landings[sink.tie_key].names.append(name)
         jobs.append(RestoreJob(tensor, list(landings.values())))
     _refuse_shared_memory(jobs)
     return jobs
@@ -248,8 +252,13 @@ def _offered(name: str, stored: Sequence[int], own: Sequence[int], words: int) -
 
 def _refuse_shared_memory(jobs: Sequence[RestoreJob]) -> None:
     """Raise if two destinations that are filled in place share memory: several threads write, in no particular order."""
-    extents = [(*byte_bounds(array), array, landing) for job in jobs for landing in job.landings for array in landing.memory]
-    extents.sort(key=lambda extent: extent[:2])
+    arrays = [(array, landing) for job in jobs for landing in job.landings for array in landing.memory]
+    bounds = np.array([_bounds(array) for array, _ in arrays], np.int64).reshape(-1, 2)
+    order = np.lexsort((bounds[:, 1], bounds[:, 0]))
+    bounds = bounds[order]
+    if (bounds[1:, 0] >= bounds[:-1, 1]).all():
+        return
+    extents = [(*span, *arrays[i]) for span, i in zip(bounds.tolist(), order.tolist(), strict=True)]
     open_until: list[tuple[int, Array, Landing]] = []
     for start, stop, array, landing in extents:
         open_until = [other for other in open_until if other[0] > start]
@@ -262,6 +271,14 @@ def _refuse_shared_memory(jobs: Sequence[RestoreJob]) -> None:
                     f"again with exclude= for one of the names, and restore with strict=False."
                 )
         open_until.append((stop, array, landing))
+
+
+def _bounds(array: Array) -> tuple[int, int]:
+    """The address of an array's first byte, and one past its last."""
+    if array.flags.c_contiguous:
+        start: int = array.__array_interface__["data"][0]
+        return start, start + array.nbytes
+    return byte_bounds(array)
 
 
 def share_memory(a: Array, b: Array) -> bool:

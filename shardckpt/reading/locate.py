@@ -76,7 +76,8 @@ class Request:
         stored = tensor.dtype.storage
         if converts:
             return cls(tensor.name, stored, tensor.pieces, boxes, buffers, convert_from=tensor.dtype.numpy)
-        return cls(tensor.name, stored, tensor.pieces, boxes, [buffer.view(stored) for buffer in buffers])
+        stored_buffers = [buffer if buffer.dtype == stored else buffer.view(stored) for buffer in buffers]
+        return cls(tensor.name, stored, tensor.pieces, boxes, stored_buffers)
 
 
 class TensorBoxes:
@@ -192,18 +193,22 @@ class RequestedChunks:
     @classmethod
     def of_boxes(cls, requests: Sequence[Request]) -> RequestedChunks:
         """The chunks that the requests' boxes touch, each once even if several boxes share it, in the requests' order."""
-        parts: list[RequestedArray] = []
-        buffers: list[Array] = []
-        owner, box = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
-        for request in requests:
-            which, boxes = touching(request.pieces, request.boxes)
-            held, nth = np.unique(which, return_inverse=True) if len(request.pieces) > 1 else (np.zeros(1, np.int64), which)
-            owner.append(nth + len(parts))
-            box.append(boxes + len(buffers))
-            parts += [RequestedArray(request, request.pieces[k]) for k in held.tolist()]
-            buffers += request.buffers
-        of_part, of_box = np.concatenate(owner), np.concatenate(box)
         together = _together([request.boxes for request in requests])
+        counts = np.array([len(request.boxes) for request in requests], np.int64)
+        if all(len(request.pieces) == 1 for request in requests):  # nearly always: every box touches the one piece of its tensor
+            parts = [RequestedArray(request, request.pieces[0]) for request in requests]
+            of_part, of_box = np.repeat(np.arange(len(parts)), counts), np.arange(len(together))
+        else:
+            parts = []
+            owner, box = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+            for request, first in zip(requests, (np.cumsum(counts) - counts).tolist(), strict=True):
+                which, boxes = touching(request.pieces, request.boxes)
+                held, nth = np.unique(which, return_inverse=True)
+                owner.append(nth + len(parts))
+                box.append(boxes + first)
+                parts += [RequestedArray(request, request.pieces[k]) for k in held.tolist()]
+            of_part, of_box = np.concatenate(owner), np.concatenate(box)
+        buffers = [buffer for request in requests for buffer in request.buffers]
         pairs = overlaps_of([part.piece for part in parts], BoxArray(together.start[of_box], together.stop[of_box]), of_part)
         part = of_part[pairs.box]
         first = np.flatnonzero(np.diff(part, prepend=-1) | np.diff(pairs.chunk, prepend=-1))
@@ -245,7 +250,10 @@ class RequestedChunks:
 
 def _together(boxes: Sequence[BoxArray]) -> BoxArray:
     """Concatenate boxes; tensors with fewer dimensions than others get leading dimensions of one element."""
-    ndim = max((some.start.shape[1] for some in boxes), default=0)
+    own = [some.start.shape[1] for some in boxes]
+    ndim = max(own, default=0)
+    if own.count(ndim) == len(own):
+        return BoxArray.concatenate([BoxArray.of([], ndim), *boxes])
     start, stop = (np.full((sum(map(len, boxes)), ndim), fill, np.int64) for fill in (0, 1))
     row = 0
     for some in boxes:

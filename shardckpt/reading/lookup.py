@@ -10,18 +10,16 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from shardckpt.format.table import OWN_OBJECT, ArrayChunks
+from shardckpt.format.table import OWN_OBJECT, Table
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
 
+    from shardckpt.format.table import ArrayChunks
     from shardckpt.layout.box import BoxArray
     from shardckpt.plan.pieces import Piece
-
-
-_NO_CHUNKS = ArrayChunks.none()
 
 
 class Lookup(Protocol):
@@ -53,31 +51,36 @@ class Lookup(Protocol):
 class WholeTable:
     """A chunk table in memory, or several merged ones."""
 
-    files: Sequence[str]
-    """Data files, relative to the attempt."""
-    arrays: Mapping[str, ArrayChunks]
-    """Array path → its chunks."""
+    table: Table
+
+    @classmethod
+    def of(cls, files: Sequence[str], arrays: Mapping[str, ArrayChunks]) -> WholeTable:
+        """The table of those data files and arrays."""
+        return cls(Table.of(files, arrays))
+
+    @property
+    def files(self) -> Sequence[str]:
+        """Data files, relative to the attempt."""
+        return self.table.files
+
+    @property
+    def arrays(self) -> Mapping[str, ArrayChunks]:
+        """Array path → its chunks."""
+        return self.table.arrays()
 
     def first_missing(self, path: str, num_chunks: int) -> int | None:
         """See `Lookup`."""
-        return self.arrays.get(path, _NO_CHUNKS).first_missing(num_chunks)
+        return self.table.array(path).first_missing(num_chunks)
 
     def prepare(self, wanted: Iterable[tuple[Piece, BoxArray]]) -> None:
         """See `Lookup`; nothing to do."""
 
     def find(self, paths: Sequence[str], array: NDArray[np.int64], chunks: NDArray[np.int64]) -> tuple[Sequence[str], ArrayChunks]:
         """See `Lookup`."""
-        found = [_NO_CHUNKS]
-        begins = np.searchsorted(array, np.arange(len(paths) + 1)).tolist()
-        for path, begin, end in zip(paths, begins, begins[1:], strict=False):
-            if begin == end:
-                continue
-            table = self.arrays.get(path, _NO_CHUNKS)
-            row = table.find(chunks[begin:end])
-            if (row < 0).any():
-                raise KeyError(begin + int(np.argmax(row < 0)))
-            found.append(table.take(row))
-        return self.files, ArrayChunks.concatenate(found)
+        row = self.table.find(paths, array, chunks)
+        if (row < 0).any():
+            raise KeyError(int(np.argmax(row < 0)))
+        return self.files, self.table.rows.take(row)
 
     def ranges(self, piece: Piece, begin: int, most: int) -> Iterator[tuple[range, NDArray[np.int64]]]:
         """Cut the grid of an array into ranges with at most `most` chunks that the table has; yield each, and those chunks.
@@ -89,12 +92,16 @@ class WholeTable:
             begin: the first chunk.
             most: at least 1 in any case.
         """
-        chunk = self.arrays.get(piece.path, _NO_CHUNKS).chunk
+        chunk = self.table.array(piece.path).chunk
         num_chunks = piece.num_chunks
+        most = max(1, most)
+        if begin == 0 and num_chunks == len(chunk) <= most and (num_chunks == 0 or chunk[-1] == num_chunks - 1):
+            if num_chunks:  # of small tensors nearly all
+                yield range(num_chunks), np.arange(num_chunks)
+            return
         held = chunk[chunk < num_chunks].astype(np.int64)
         if begin:
             held = held[held >= begin]
-        most = max(1, most)
         for row in range(0, max(1, len(held)), most):
             end = int(held[row + most]) if row + most < len(held) else num_chunks
             if begin < end:
@@ -103,10 +110,9 @@ class WholeTable:
 
     def bytes_in_files(self) -> dict[str, int]:
         """Bytes of each data file that belong to chunks."""
-        held = np.zeros(len(self.files), np.uint64)
-        for rows in self.arrays.values():
-            packed = rows.file != OWN_OBJECT
-            np.add.at(held, rows.file[packed], rows.length[packed])
+        rows, held = self.table.rows, np.zeros(len(self.files), np.uint64)
+        packed = rows.file != OWN_OBJECT
+        np.add.at(held, rows.file[packed], rows.length[packed])
         return dict(zip(self.files, held.tolist(), strict=True))
 
     def whole(self) -> WholeTable:

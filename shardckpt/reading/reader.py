@@ -372,7 +372,7 @@ def _make_bools_plain(requests: Sequence[Request]) -> None:
 
 def _needed(requests: Sequence[Request]) -> int:
     """Bytes of the requests' boxes in memory."""
-    return sum(int(r.boxes.sizes().sum()) * r.dtype.itemsize for r in requests)
+    return sum(request.boxes.elements * request.dtype.itemsize for request in requests)
 
 
 def open_reader(
@@ -428,5 +428,4 @@ def _read_host_tables(place: Store, record: CheckpointRecord, stats: ReadStats) 
     references = [host.table for host in map_on_threads(partial(read_host_files, place), record.hosts)]
     if record.small_table is not None:
         references.append(record.small_table)
-    merged = merge_tables(map_on_threads(partial(read_table, place, count=stats.count_index), references))
-    return WholeTable(merged.files, merged.arrays())
+    return WholeTable(merge_tables(map_on_threads(partial(read_table, place, count=stats.count_index), references)))

@@ -35,7 +35,7 @@ from shardckpt.frameworks.coordination import Coordinator, check_coordinator
 from shardckpt.frameworks.per_process import choose_value, decode_value, recorded_axis
 from shardckpt.io.buffers import Arena, BufferPool, Lease
 from shardckpt.io.failures import reading_takes_threads
-from shardckpt.io.threads import collector_paused, read_ahead, run_on_threads
+from shardckpt.io.threads import collector_paused, read_ahead, run_on_threads, short_pause
 from shardckpt.io.url import parse
 from shardckpt.options import DEFAULT_MEMORY_LIMIT, check_flag, parse_bytes
 from shardckpt.plan.pieces import batches
@@ -196,7 +196,9 @@ def restore_adapted(
             elif only is not None:
                 check_selection(only, checkpoint.parsed_tree, str(checkpoint.location), each=strict is not False)
             tree, run = checkpoint.parsed_tree, partial(_read_all, checkpoint, limit=limit, meeting=meeting, progress=progress)
-            state = _restore_tree(checkpoint, tree, like, run, adaptation, only=only, strict=strict, cast=cast, coordinator=coordinator)
+            alone = cooperative is False and checkpoint.location.local is not None  # waits neither for others nor for a network
+            with short_pause(checkpoint.record.totals["bytes"], on_disk=alone):
+                state = _restore_tree(checkpoint, tree, like, run, adaptation, only=only, strict=strict, cast=cast, coordinator=coordinator)
             if adaptation is not None and (notes := adaptation.notes()):
                 _log.warning("%s: restore(): %s", checkpoint.location, "\n".join(notes))
             return state
@@ -268,7 +270,7 @@ def _restore_tree(
         _log.warning("%s: restore(strict=False): %s", checkpoint.location, matched.skipped())
     numbers = _numbers(checkpoint, matched, record)
     filled = {name: sink_of_number(name, leaf, number) for name, (leaf, number) in matched.filled.items()}
-    places = {stored: [*matched.tensors.get(stored, ()), *numbers.get(stored, ())] for stored in {**matched.tensors, **numbers}}
+    places = {**matched.tensors, **{stored: [*matched.tensors.get(stored, ()), *some] for stored, some in numbers.items()}}
     restored = run(restore_jobs(checkpoint, sinks_of(places, record), cast=cast, adaptation=adaptation), in_place=True)
     if adaptation is not None:
         adaptation.restored(restored)
@@ -409,11 +411,9 @@ def _read_all(
             alone = [part for job in alone for part in job.divided(staged)]
         read_and_place = partial(_stage_and_place, pool=pool, staged=staged, placed=placed)
     restored: dict[str, object] = {}
-    short = total <= LARGEST_BATCH and not shared and checkpoint.location.local is not None  # waits for no network
-    with collector_paused() if short else nullcontext():
-        for group in shared:
-            restored |= read_and_place(group.jobs, partial(fetch, group.read))
-        return restored | read_and_place(alone, partial(fetch, read_alone))
+    for group in shared:
+        restored |= read_and_place(group.jobs, partial(fetch, group.read))
+    return restored | read_and_place(alone, partial(fetch, read_alone))
 
 
 def _read_in_place(

@@ -19,7 +19,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import pairwise, repeat
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -37,6 +37,10 @@ if TYPE_CHECKING:
     Ints = NDArray[np.int64]
     Place = tuple[Array, Index, int]
     """Destination of elements of a band: memory for all of them, their index in each chunk, and the dimension along which chunks follow."""
+
+
+EVERYTHING: Index = (...,)
+"""The index of all elements of a chunk."""
 
 
 def continues(chunks: Located) -> NDArray[np.bool_]:
@@ -124,17 +128,25 @@ def places_of(bands: Sequence[Band]) -> list[list[Place]]:
     count = targets.count[begin:end].tolist()
     row = int(targets.first[begin])
     pairs = slice(row, row + sum(count))
-    # Convert all columns to Python numbers at once; single array accesses would cost more than the rest of the function.
-    box, *sides = (
-        column[pairs].tolist()
-        for column in (targets.box, targets.in_box.start, targets.in_box.stop, targets.in_chunk.start, targets.in_chunk.stop)
-    )
-    found = []
+    box = targets.box[pairs].tolist()
+    elements = (targets.in_box.stop[pairs] - targets.in_box.start[pairs]).prod(axis=1).tolist()
+    sides: list[Any] = []
+    found: list[list[Place]] = []
     pair = 0
     for band in bands:
         chunks = wanted.part_of(band.begin).piece.chunks
-        n, own = band.end - band.begin, slice(len(sides[0][pair]) - len(chunks), None) if sides[0] else slice(None)
-        each = count[band.begin - begin]
+        n, each = band.end - band.begin, count[band.begin - begin]
+        if each == n == 1 and (buffer := targets.buffers[box[pair]]).size == elements[pair] == prod(chunks):
+            found.append([(buffer, EVERYTHING, 0)])  # a small tensor is one chunk, and nearly always read as a whole
+            pair += 1
+            continue
+        if not sides:
+            # Convert all columns to Python numbers at once; single array accesses would cost more than the rest of the function.
+            sides = [
+                column[pairs].tolist()
+                for column in (targets.in_box.start, targets.in_box.stop, targets.in_chunk.start, targets.in_chunk.stop)
+            ]
+        own = slice(len(sides[0][pair]) - len(chunks), None) if sides[0] else slice(None)
         places: list[Place] = []
         for at in range(pair, pair + each):
             start, stop, first, last = (side[at][own] for side in sides)

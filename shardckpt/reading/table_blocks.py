@@ -200,8 +200,7 @@ class TableBlocks:
     def whole(self) -> WholeTable:
         """See `Lookup`."""
         if self._instead is None:
-            table = read_table(self._source.place, self._source.reference, self._source.count)
-            return WholeTable(table.files, table.arrays())
+            return WholeTable(read_table(self._source.place, self._source.reference, self._source.count))
         return self._instead
 
     def _units_of(self, piece: Piece, boxes: BoxArray) -> Iterable[int]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from threading import Lock
 from typing import TYPE_CHECKING
 
@@ -21,9 +20,10 @@ from shardckpt.commit.assemble import merge_tables, read_host_files, read_table
 from shardckpt.commit.index_check import IndexCheck
 from shardckpt.commit.publish import RECORD
 from shardckpt.errors import FormatError, OptionError, ShardckptError
-from shardckpt.format.documents import format_version
+from shardckpt.format.documents import envelope_digest, format_version
 from shardckpt.format.record import CheckpointRecord, parse_checkpoint
-from shardckpt.format.zarr_arrays import zarr_documents
+from shardckpt.format.zarr_arrays import zarr_document_maker
+from shardckpt.io.threads import short_pause
 from shardckpt.layout.box import Box, BoxArray
 from shardckpt.plan.pieces import batches
 from shardckpt.reading.locate import Request
@@ -33,11 +33,9 @@ from shardckpt.reading.reader import CHECKED_BYTES, ChunkReader, open_reader
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from numpy.typing import NDArray
-
     from shardckpt.format.documents import FileReference
     from shardckpt.format.structure import Base, TensorRecord
-    from shardckpt.format.table import ArrayChunks
+    from shardckpt.format.table import Table
     from shardckpt.io.store import Store
     from shardckpt.reading.based_reader import BasedReader
 
@@ -103,7 +101,8 @@ def verify(
     Raises:
         OptionError: `after` is no number of chunks of the checkpoint.
     """
-    return _Verification(store, record, progress, on_damage, after, group_bytes).run()
+    with short_pause(record.totals["bytes"], on_disk=store.location.local is not None):
+        return _Verification(store, record, progress, on_damage, after, group_bytes).run()
 
 
 class _Verification:
@@ -214,7 +213,8 @@ class _Verification:
         """
         try:
             data = self.store.read(RECORD)
-            if parse_checkpoint(data, RECORD) != self.record:
+            same = self.record.sha256 is not None and self.record.sha256 == envelope_digest(data, RECORD)
+            if not same and parse_checkpoint(data, RECORD) != self.record:
                 self._damaged_record("it is not the record that was there when the checkpoint was opened")
             return format_version(data, RECORD)
         except ShardckptError as e:
@@ -231,16 +231,12 @@ class _Verification:
         except ShardckptError as e:
             self._damaged_file(self.record.table.key, e)
             return own
-        arrays = table.arrays()
-        names, own_names = (np.array([*files, ""], object) for files in (table.files, own.files))
-        for path, rows in own.arrays.items():
-            row = arrays[path].find(rows.chunk.astype(np.int64)) if path in arrays else np.full(1, -1)
-            if (row < 0).any() or not _same_places(rows, own_names, arrays[path], names, row):
-                self._damaged_file(
-                    self.record.table.key,
-                    FormatError(f"{path}: the merged chunk table and the hosts' tables have its chunks at different places."),
-                )
-        return WholeTable(table.files, arrays)
+        for path in _moved(own.table, table):
+            self._damaged_file(
+                self.record.table.key,
+                FormatError(f"{path}: the merged chunk table and the hosts' tables have its chunks at different places."),
+            )
+        return WholeTable(table)
 
     def _host_tables(self) -> WholeTable:
         """Merge all hosts' readable chunk tables and the committer's table of small tensors; damage to hosts' files is reported."""
@@ -267,18 +263,18 @@ class _Verification:
             with self._reporting(table.key):
                 tables.append(read_table(self.place, table))
         try:
-            merged = merge_tables(tables)
+            return WholeTable(merge_tables(tables))
         except FormatError as e:
             self._damaged_file("hosts", e)
-            return WholeTable([], {})
-        return WholeTable(merged.files, merged.arrays())
+            return WholeTable.of([], {})
 
     def _index(self, table: WholeTable) -> None:
         """Compare the metadata for stock zarr readers with the record and the table."""
         structure = self.record.structure
-        documents = partial(zarr_documents, structure, self.record.compression)
-        pieces = {p.path: p for t in structure.tensors.values() if t.base is None for p in t.pieces}
-        check = IndexCheck(self.place, documents, pieces, table.files, table.arrays)
+        document = zarr_document_maker(structure, self.record.compression)
+        arrays = {p.path: (t, p) for t in structure.tensors.values() if t.base is None for p in t.pieces}
+        pieces = {path: piece for path, (_, piece) in arrays.items()}
+        check = IndexCheck(self.place, lambda path: document(*arrays[path]), pieces, table.table)
         found = check.packed(self.lanes) if self.record.layout == "packed" else check.plain()
         for file, reason in found:
             self._damaged(Damage(None, None, f"{self.record.attempt}/{file}", reason))
@@ -304,10 +300,19 @@ class _Verification:
         self._damaged(Damage(None, None, f"{self.record.attempt}/{file}", str(error)))
 
 
-def _same_places(
-    a: ArrayChunks, a_files: NDArray[np.object_], b: ArrayChunks, b_files: NDArray[np.object_], row: NDArray[np.int64]
-) -> bool:
-    """Whether two tables have the same places for the chunks of `a`, which are in the given rows of `b`."""
-    same = (a.offset == b.offset[row]) & (a.length == b.length[row]) & (a.crc == b.crc[row])
-    last = np.uint32(len(a_files) - 1), np.uint32(len(b_files) - 1)  # chunks that are objects of their own
-    return bool(same.all() and (a_files[np.minimum(a.file, last[0])] == b_files[np.minimum(b.file[row], last[1])]).all())
+def _moved(own: Table, table: Table) -> list[str]:
+    """Paths of the arrays of which another table lacks a chunk, or has one at another place."""
+    paths, rows = list(own.counts), own.rows
+    array = np.repeat(np.arange(len(paths)), np.fromiter(own.counts.values(), np.int64, len(paths)))
+    row = table.find(paths, array, rows.chunk.astype(np.int64))
+    same = row >= 0
+    other = table.rows.take(row[same])
+    numbers = {file: i for i, file in enumerate(dict.fromkeys([*own.files, *table.files]))}
+    file, other_file = (
+        np.array([*map(numbers.__getitem__, files), -1])[np.minimum(column, np.uint32(len(files)))]  # the last: objects of their own
+        for files, column in ((own.files, rows.file[same]), (table.files, other.file))
+    )
+    mine = rows.take(np.flatnonzero(same))
+    same[same] = (mine.offset == other.offset) & (mine.length == other.length) & (mine.crc == other.crc) & (file == other_file)
+    wrong = set(array[~same].tolist())
+    return [path for i, path in enumerate(paths) if i in wrong or path not in table.counts]

@@ -171,7 +171,7 @@ class OpenJob:
         plan, arrays = self.plan, table.arrays()
         reader = ChunkReader(
             place,
-            WholeTable(table.files, arrays),
+            WholeTable(table),
             compression=plan.compression,
             threads=readers(place.location),
             memory=plan.memory.writing,

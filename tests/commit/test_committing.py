@@ -22,7 +22,7 @@ import shardckpt
 from shardckpt import SaveOptions
 from shardckpt.commit.assemble import assemble
 from shardckpt.commit.collecting import collect, delete
-from shardckpt.commit.index import dump_index, packed_documents, read_values
+from shardckpt.commit.index import dump_index, index_values, packed_documents
 from shardckpt.commit.publish import discard, publish, read_prior
 from shardckpt.errors import CommitError, NotFoundError
 from shardckpt.format.documents import open_envelope, seal
@@ -95,7 +95,7 @@ def index_of(url):
     opened = shardckpt.open(url)
     place = Store.open(url).sub(opened.record.attempt)
     keys = dict(packed_documents(zarr_documents(opened.record.structure, opened.record.compression)))
-    return dump_index(place), dict(zip(keys, read_values(place, keys), strict=True))
+    return dump_index(place), {key: value for key, value in index_values(place) if key in keys}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

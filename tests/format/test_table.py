@@ -37,10 +37,18 @@ def test_a_table_comes_back_as_it_was():
 
 
 def test_chunks_are_found_by_position():
-    table = rows(0, 2, 5)
-    assert table.find(np.array([5, 1, 0])).tolist() == [2, -1, 0]
-    assert rows().find(np.array([0])).tolist() == [-1]
-    assert (table.row(5), table.row(3), table.row(6)) == (2, -1, -1)
+    table = Table.of(["x"], {"w": rows(0, 2, 5), "whole": rows(0, 1), "none": rows()})
+    array, chunks = np.array([[0, 5], [0, 1], [0, 0], [0, 6], [1, 1], [1, 2], [2, 0], [3, 0], [1, 0], [0, -1]]).T
+    assert table.find(["w", "whole", "none", "unknown"], array, chunks).tolist() == [2, -1, 0, -1, 4, -1, -1, -1, 3, -1]
+
+
+@settings(deadline=None)
+@given(st.dictionaries(st.sampled_from("abc"), st.sets(st.integers(0, 9))), st.lists(st.tuples(st.integers(0, 2), st.integers(-1, 10))))
+def test_searched_rows_are_those_of_a_search_one_by_one(held, wanted):
+    table = Table.of(["x"], {path: rows(*sorted(chunks)) for path, chunks in held.items()})
+    places = {chunk: row for row, chunk in enumerate((path, chunk) for path in held for chunk in sorted(held[path]))}
+    array, chunks = np.array(wanted, np.int64).reshape(-1, 2).T
+    assert table.find("abc", array, chunks).tolist() == [places.get(("abc"[i], chunk), -1) for i, chunk in wanted]
 
 
 def test_tables_of_several_hosts_become_one():

@@ -40,7 +40,7 @@ def stored(store, array, chunks, order, files):
         data[file] += raw + crc.to_bytes(4, "little")
     for i, held in enumerate(data):
         store.write(str(i), bytes(held))
-    return piece, WholeTable([str(i) for i in range(len(data))], {"w": ArrayChunks.of_rows(sorted(rows))})
+    return piece, WholeTable.of([str(i) for i in range(len(data))], {"w": ArrayChunks.of_rows(sorted(rows))})
 
 
 @settings(max_examples=300, deadline=None)

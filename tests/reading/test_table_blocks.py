@@ -179,7 +179,7 @@ def spoil(place, at):
 
 
 def spare_table():
-    return WholeTable(["z"], {"a": ArrayChunks.of_rows([(i, 0, i, 5, i) for i in range(6)])})
+    return WholeTable.of(["z"], {"a": ArrayChunks.of_rows([(i, 0, i, 5, i) for i in range(6)])})
 
 
 def test_every_chunk_is_found_wherever_blocks_and_arrays_begin(store, blocks_of_four):

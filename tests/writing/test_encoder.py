@@ -64,7 +64,7 @@ def read_back(place, record, piece):
     table = read_table(store, record.files.table)
     out = np.empty(piece.shape, np.float32)
     request = Request(piece.path, out.dtype, [piece], BoxArray.of([piece.box], 2), [out])
-    ChunkReader(store, WholeTable(table.files, table.arrays()), compression=record.compression).read([request])
+    ChunkReader(store, WholeTable(table), compression=record.compression).read([request])
     return out
 
 
