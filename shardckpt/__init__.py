@@ -46,10 +46,9 @@ if TYPE_CHECKING:
     from shardckpt.views.model_view import safetensors_view
     from shardckpt.views.pretrained import from_pretrained
     from shardckpt.views.safe_open import safe_open
+    from shardckpt.writing.background import SaveHandle, save_async
     from shardckpt.writing.fingerprint import fingerprint
     from shardckpt.writing.save import save
-    from shardckpt.writing.save_handle import SaveHandle, SaveReport
-    from shardckpt.writing.saver import save_async
 
 __all__ = [
     "Bandwidths",
@@ -110,9 +109,9 @@ _HOME = {
     "PerProcess": "state.per_process",
     "Restored": "training.resuming",
     "Rules": "reshard.rules",
-    "SaveHandle": "writing.save_handle",
+    "SaveHandle": "writing.background",
     "SaveOptions": "options",
-    "SaveReport": "writing.save_handle",
+    "SaveReport": "writing.save",
     "ShardckptError": "errors",
     "Sharding": "layout.sharding",
     "SingleProcess": "frameworks.coordination",
@@ -132,7 +131,7 @@ _HOME = {
     "safe_open": "views.safe_open",
     "safetensors_view": "views.model_view",
     "save": "writing.save",
-    "save_async": "writing.saver",
+    "save_async": "writing.background",
     "train_state": "training.state",
 }
 """The module of each public name."""

@@ -74,6 +74,9 @@ class SaveOptions:
     after the copies; the host does not wait. "overlap": work runs during the copies, and only the update of an `Optimizer.step` waits.
     If a version counter shows another change of a saved tensor, the save fails with a CommitError. docs/cuda.md lists the changes that
     version counters do not show."""
+    background_threads: int | None = None
+    """Most threads of this process that write at a time in a background save to a local disk. By default half of its cores, so that
+    training keeps the others. docs/performance.md says how cores are counted."""
     fingerprint: bool = False
     """Whether to record the fingerprint of the tensors (`Checkpoint.fingerprint`). It takes 0.1 seconds per GB and thread."""
     check_replicas: Literal["sample"] | bool = "sample"
@@ -100,6 +103,8 @@ class SaveOptions:
         check_flag(self.overwrite, "overwrite")
         check_flag(self.reduce_partial, "reduce_partial")
         check_flag(self.fingerprint, "fingerprint")
+        if self.background_threads is not None:
+            check_whole(self.background_threads, "SaveOptions(background_threads")
         check_seconds(self.commit_timeout, "SaveOptions(commit_timeout")
         _check_shardings(self.shardings)
         object.__setattr__(self, "skip", _patterns(self.skip, self.base))

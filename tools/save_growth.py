@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from shardckpt import SaveOptions
-from shardckpt.writing.saver import Saver
+from shardckpt.writing.background import Saver
 
 CHUNK = (64, 256)
 """Of float32, 64 KiB: none is smaller, unless its tensor is."""

@@ -14,12 +14,14 @@ from __future__ import annotations
 import ctypes
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from math import prod
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 
 from shardckpt.errors import StorageError
 from shardckpt.excerpt import file_size
+from shardckpt.format.zarr_arrays import CHECKSUM_BYTES
 from shardckpt.io import extension
 from shardckpt.io.buffers import MOST_VECTORS, after
 from shardckpt.io.descriptor import OpenFile
@@ -46,28 +48,43 @@ class BlocksOut:
     scratch: NDArray[np.uint8]
     crcs: NDArray[np.uint32]
     """(n,) checksums of the chunks; filled as they are written."""
+    first: int
+    """The first chunk to write, among those of all blocks."""
+    last: int
+    """One past the last chunk to write."""
 
-    def __post_init__(self) -> None:
-        """Make buffers of them that C takes."""
-        self.blocks = tuple(block.view(extension.KINDS[block.itemsize]) for block in self.blocks)
+    @classmethod
+    def of(cls, blocks: Sequence[NDArray[Any]], chunks: tuple[int, ...], scratch: NDArray[np.uint8], count: int) -> BlocksOut:
+        """All `count` chunks of blocks."""
+        buffers = tuple(block.view(extension.KINDS[block.itemsize]) for block in blocks)  # that C takes
+        return cls(buffers, chunks, scratch, np.empty(count, np.uint32), 0, count)
 
-    def write(self, fd: int, offset: int, first: int, last: int, begun: int) -> int:
-        """Write some of the chunks, one after another, at an offset of a file.
+    @property
+    def chunk_bytes(self) -> int:
+        """Stored bytes of each chunk."""
+        elements: int = prod(self.chunks)
+        return elements * self.blocks[0].dtype.itemsize + CHECKSUM_BYTES
+
+    @property
+    def nbytes(self) -> int:
+        """Stored bytes of the chunks to write."""
+        return (self.last - self.first) * self.chunk_bytes
+
+    def write(self, fd: int, offset: int, begun: int) -> int:
+        """Write the chunks, one after another, at an offset of a file.
 
         Args:
             fd: the file.
-            offset: where they begin.
-            first: the first chunk.
-            last: one past the last chunk.
+            offset: offset of the first chunk.
             begun: the offset up to which write-back of the file has begun; it begins for the rest after each call with many bytes.
 
         Returns:
             The same offset afterwards.
 
         Raises:
-            OSError: what the system said.
+            OSError: the error of the system call.
         """
-        stored = int(np.prod(self.chunks, dtype=np.int64)) * self.blocks[0].itemsize + 4
+        stored, first, last = self.chunk_bytes, self.first, self.last
         while first < last:
             how, done, error = extension.moving.write_chunks(
                 fd, offset, begun, self.blocks, self.chunks, first, last, self.crcs[first:last], self.scratch, extension.LONGEST_S
@@ -81,20 +98,18 @@ class BlocksOut:
         return begun
 
 
+Output: TypeAlias = Data | list[Data] | BlocksOut
+"""Bytes to append: one buffer, several buffers one after another, or blocks that the extension moves."""
+
+
 class DataFile(Protocol):
     """A file that bytes are appended to."""
 
     def room(self, nbytes: int) -> NDArray[np.uint8] | None:
         """Memory for the next bytes, which are then appended without a copy; None if the file has none."""
 
-    def append(self, data: Data) -> None:
-        """Append bytes; the caller may reuse the buffer when this returns."""
-
-    def append_all(self, parts: Sequence[memoryview]) -> None:
-        """Append the bytes of several buffers, one after the other."""
-
-    def append_blocks(self, blocks: BlocksOut, first: int, last: int, nbytes: int) -> None:
-        """Append some chunks of blocks, which have `nbytes` bytes, with the extension; for files on a local disk alone."""
+    def append(self, data: Output) -> None:
+        """Append bytes; the caller may reuse the buffers when this returns."""
 
     def seal(self) -> None:
         """End the file: nothing is appended any more. Making it durable may have begun."""
@@ -151,38 +166,36 @@ class _LocalDataFile:
     def room(self, nbytes: int) -> None:
         pass
 
-    def append(self, data: Data) -> None:
-        rest = byte_view(data)
-        nbytes = rest.nbytes
-        with storage_errors("write", self._path):
-            self._go_to_end()
-            while rest:
-                rest = rest[os.write(self._fd, rest) :]
-        self._appended(nbytes)
-        self._position = self._size
-
-    def append_all(self, parts: Sequence[memoryview]) -> None:
-        for first in range(0, len(parts), MOST_VECTORS):
-            some = parts[first : first + MOST_VECTORS]
+    def append(self, data: Output) -> None:
+        if isinstance(data, BlocksOut):
+            with storage_errors("write", self._path):
+                self._begun = data.write(self._fd, self._size, self._begun)
+            self._size += data.nbytes
+        elif isinstance(data, list):
+            for first in range(0, len(data), MOST_VECTORS):
+                some = [*map(byte_view, data[first : first + MOST_VECTORS])]
+                with storage_errors("write", self._path):
+                    self._go_to_end()
+                    written = os.writev(self._fd, some)
+                self._appended(written)
+                for part in after(some, written):
+                    self.append(part)
+        else:
+            rest = byte_view(data)
+            nbytes = rest.nbytes
             with storage_errors("write", self._path):
                 self._go_to_end()
-                written = os.writev(self._fd, some)
-            self._appended(written)
-            self._position = self._size
-            for part in after(some, written):
-                self.append(part)
+                while rest:
+                    rest = rest[os.write(self._fd, rest) :]
+            self._appended(nbytes)
 
     def _go_to_end(self) -> None:
         if self._position != self._size:
             self._position = os.lseek(self._fd, self._size, os.SEEK_SET)
 
-    def append_blocks(self, blocks: BlocksOut, first: int, last: int, nbytes: int) -> None:
-        with storage_errors("write", self._path):
-            self._begun = blocks.write(self._fd, self._size, first, last, self._begun)
-        self._size += nbytes
-
     def _appended(self, nbytes: int) -> None:
         self._size += nbytes
+        self._position = self._size
         if self._size - self._begun >= extension.WRITE_BACK_BYTES:
             begin_write_back(self._fd, self._begun, self._size - self._begun)
             self._begun = self._size
@@ -222,7 +235,12 @@ class _ObjectDataFile:
         end = self._size + nbytes
         return self._buffer[self._size : end] if end <= self._buffer.nbytes else None
 
-    def append(self, data: Data) -> None:
+    def append(self, data: Output) -> None:
+        assert not isinstance(data, BlocksOut), "the extension moves blocks to local disks alone"
+        if isinstance(data, list):
+            for part in data:
+                self.append(part)
+            return
         view = np.frombuffer(data, np.uint8)
         end = self._size + view.nbytes
         if self._buffer.nbytes < end:
@@ -233,13 +251,6 @@ class _ObjectDataFile:
         if place.ctypes.data != view.ctypes.data:
             place[:] = view
         self._size = end
-
-    def append_all(self, parts: Sequence[memoryview]) -> None:
-        for part in parts:
-            self.append(part)
-
-    def append_blocks(self, blocks: BlocksOut, first: int, last: int, nbytes: int) -> None:
-        raise NotImplementedError
 
     def seal(self) -> None:
         self._upload = self._store.upload(self._key, self._buffer[: self._size])

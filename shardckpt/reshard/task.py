@@ -120,7 +120,7 @@ def _run(opened: OpenJob, task: Task, place: Store) -> tuple[bool, int]:
         # Each batch is written while the next one is read.
         with closing(assembled(opened.checkpoint, plan.planned_steps(task), plan.memory.batch, _here.memory)) as batches:
             for batch in batches:
-                writer.put_laid_out([(chunk.piece, chunk.position, chunk.raw) for chunk in batch.whole])
+                writer.append_laid_out([(chunk.piece, chunk.position, chunk.raw) for chunk in batch.whole])
         described, hosts, values = opened.described, len(plan.tasks), _process_values(opened, task.number)
         record, table = writer.complete(described, hosts=hosts, prior=opened.prior.digest, values=values)
         if opened.job.options.verify:

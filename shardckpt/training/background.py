@@ -31,8 +31,7 @@ from shardckpt.training.decisions import LEADER
 from shardckpt.training.lineage import Lineage
 from shardckpt.training.resuming import commit_left
 from shardckpt.training.steps import StepInfo, step_numbers, steps_among
-from shardckpt.writing.save_handle import SaveHandle
-from shardckpt.writing.saver import Saver
+from shardckpt.writing.background import SaveHandle, Saver
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -41,7 +40,7 @@ if TYPE_CHECKING:
     from shardckpt.io.store import Store
     from shardckpt.options import SaveOptions
     from shardckpt.training.retention import Retention
-    from shardckpt.writing.save_handle import SaveReport
+    from shardckpt.writing.save import SaveReport
 
 
 _log = logging.getLogger("shardckpt")

@@ -32,7 +32,7 @@ from shardckpt.options import check_flag
 
 if TYPE_CHECKING:
     from shardckpt.training.progress import ProgressLine
-    from shardckpt.writing.save_handle import SaveReport
+    from shardckpt.writing.save import SaveReport
 
 __all__ = [
     "Callback",

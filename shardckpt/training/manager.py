@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from shardckpt.state.select import Only
     from shardckpt.training.events import Callback
     from shardckpt.training.policies import OnPreemption
-    from shardckpt.writing.save_handle import SaveReport
+    from shardckpt.writing.save import SaveReport
 
 _log = logging.getLogger("shardckpt")
 _DEFAULT_EVERY = EveryCall()

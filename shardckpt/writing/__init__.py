@@ -1,6 +1,6 @@
 """Writing: from a state to durable chunks and a host record.
 
-`save` has the public `save`, `saver` the public `save_async`. `attempt` is the share of one process in one save, `save_plan` selects
+`save` has the public `save`, `background` the public `save_async`. `attempt` is the share of one process in one save, `save_plan` selects
 its chunks, `staging` moves them into host buffers, and `host`, `packed` and `plain` write them into storage. `training`,
 `reshard` and the packages above them may import this package; it imports `reading` and the packages below. Begin with `save`.
 """

@@ -7,6 +7,7 @@
    then write the chunk table and the host's record.
 3. Process 0 waits for the records of all hosts and commits. The others check from time to time whether it has.
 
+An `Attempt` is a context manager: an error before the last step gives it up. `take`, `writer` and `commit` are the three steps.
 The first step runs on the thread that saves. The others may run on another thread, and need nothing of the state.
 """
 
@@ -14,9 +15,9 @@ from __future__ import annotations
 
 import json
 import time
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from shardckpt import frameworks
 from shardckpt.commit.assemble import assemble, pause, wait_for_hosts
@@ -53,7 +54,8 @@ from shardckpt.writing.save_plan import SavePlan, check_local, plan_save, skippe
 from shardckpt.writing.turns import turns_at
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from types import TracebackType
 
     from shardckpt.format.documents import FileReference
     from shardckpt.frameworks.base import Source
@@ -133,6 +135,10 @@ class Attempt:
         """The checkpoints that need the one to be replaced, if there is one; used by the committing process."""
         self._durable = False
         """Whether this process's share and its record are durable."""
+        self.record: HostRecord | None = None
+        """The record of this process's share, when that is durable."""
+        self._ended = False
+        """Whether all that is left is to publish, or to see it published; both handle their errors themselves."""
         if is_shutting_down():
             error = CommitError(
                 f"{store}: Python is shutting down and starts no threads any more, so nothing can be saved, and nothing was. "
@@ -140,6 +146,15 @@ class Attempt:
             )
             self.give_up(error)  # so that other processes do not wait for this one
             raise error
+
+    def __enter__(self) -> Self:
+        """This attempt."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Give the attempt up after an error, unless it was complete: from the moment that it is durable, its data stays."""
+        if error is not None and not self._ended:
+            self.give_up(error)
 
     @property
     def place(self) -> Store:
@@ -190,25 +205,18 @@ class Attempt:
                 replicas.fetch_late()
         return StateShare(planned, written, contents, values, late, replicas)
 
-    def write(
-        self,
-        contents: Contents,
-        values: bytes | None,
-        fill: Callable[[HostWriter], None],
-        memory: int,
-        *,
-        replicas: ReplicaChecksums | None = None,
-        threads: int = 1,
-    ) -> HostRecord:
-        """Write this process's share, and its record.
+    @contextmanager
+    def writer(
+        self, contents: Contents, values: bytes | None, *, memory: int, threads: int = 1, replicas: ReplicaChecksums | None = None
+    ) -> Iterator[HostWriter]:
+        """Hold the place, and yield the writer of this process's chunks; at the end of the block the share and its record are durable.
 
         Args:
             contents: the share's contents.
             values: the share's values.
-            replicas: the share's checksums.
-            fill: hands all chunks to the writer.
             memory: bytes of chunks that may be in flight to the storage, if it is not a local disk.
             threads: most threads that write at a time.
+            replicas: the share's checksums.
         """
         if self.name == _UNNAMED:
             assert self.turns is not None
@@ -239,9 +247,9 @@ class Attempt:
         try:
             if not self.alone and self.commits:
                 writer.describe(contents)  # early, so that the others find the same contents written already
-            fill(writer)
+            yield writer
             checksums = None if replicas is None else replicas.complete()
-            record = writer.finish(contents, hosts=self.world.processes, prior=self.prior.digest, values=values, replicas=checksums)
+            self.record = writer.finish(contents, hosts=self.world.processes, prior=self.prior.digest, values=values, replicas=checksums)
             self._durable = True
         except BaseException:
             writer.abort()
@@ -249,8 +257,31 @@ class Attempt:
         finally:
             self._vouches = writer.vouches
         if self.alone:
-            self._said[record.files.contents] = contents
-        return record
+            self._said[self.record.files.contents] = contents
+
+    def commit(self, before_publish: Callable[[], None] = lambda: None) -> float:
+        """Wait for the other hosts and publish, on the committing process; on the others, see it published.
+
+        Args:
+            before_publish: called on the committing process just before the checkpoint is published; an error from it fails the save.
+
+        Returns:
+            The time, in seconds of the monotonic clock, at which all hosts had finished; on other processes than the committer, at
+            which the checkpoint was seen published.
+        """
+        if not self.commits:
+            self._ended = True
+            self.see_published()
+            return time.monotonic()
+        self.await_hosts()
+        waited_at = time.monotonic()
+        record = self.assemble_record()
+        with data_stays(self.store):
+            before_publish()
+        self.check_replaced()
+        self._ended = True
+        self.publish(record)
+        return waited_at
 
     def await_hosts(self) -> None:
         """Wait until all hosts have written their share."""

@@ -4,7 +4,7 @@ The record is written last, after everything that it refers to is durable. So it
 
 Elements of many chunks are encoded at a time:
 
-1. Blocks are processed some MiB at a time (`portions`): a part of a large tensor, or many small tensors.
+1. Blocks are processed some MiB at a time (`Portion`): a part of a large tensor, or many small tensors.
 2. The blocks of a portion with the same shape and chunk shape are laid out together, also across tensors, in reused memory, one
    after another as they will lie in the file. Each block is one copy.
 3. Each chunk gets its checksum there, and one call writes them all.
@@ -19,12 +19,13 @@ import os
 from array import array
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
 
 from shardckpt.commit.assemble import write_table
-from shardckpt.errors import CommitError, ShardckptError
+from shardckpt.errors import ShardckptError
 from shardckpt.format.documents import FileReference, seal
 from shardckpt.format.fingerprint import StateSums
 from shardckpt.format.record import HostFiles, HostRecord
@@ -34,15 +35,15 @@ from shardckpt.format.zarr_arrays import chunk_object_key, close, lay_out_all, r
 from shardckpt.io import extension
 from shardckpt.io.datafile import BlocksOut
 from shardckpt.io.failures import storage_errors
-from shardckpt.io.store import byte_view
-from shardckpt.io.threads import map_on_threads, run_on_threads
+from shardckpt.io.threads import run_on_threads
 from shardckpt.layout.dtypes import with_plain_bools
+from shardckpt.plan.blocks import parts_of
 from shardckpt.plan.pieces import batches, padded_size, whole_chunks
-from shardckpt.writing.packed import Extents, PackedWriter
+from shardckpt.writing.packed import PackedWriter
 from shardckpt.writing.plain import PlainWriter
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
     from shardckpt.format.structure import TensorRecord
     from shardckpt.io.store import Store
     from shardckpt.layout.box import Box
+    from shardckpt.plan.blocks import Block
     from shardckpt.plan.pieces import Piece
 
     Array: TypeAlias = NDArray[np.generic]
@@ -133,7 +135,7 @@ class HostWriter:
             memory_limit: bytes of encoded chunks that may wait for the storage.
             run: a suffix that separates this writer's files from other writers' files, if several writers may work as the same
                 host. In the plain layout each chunk has only one name, and the last writer's chunk stays.
-            threads: threads that `put_all` may use for data files on a local disk; each thread writes files of its own.
+            threads: threads that `append` may use for data files on a local disk; each thread writes files of its own.
             summed: tensors whose sums are written beside the chunks, for a fingerprint; None: no sums.
         """
         self._place = place
@@ -143,43 +145,51 @@ class HostWriter:
         """Folder of the host's own files, relative to the attempt."""
         self._layout = layout
         self._compression = compression
-        writers: list[PackedWriter | PlainWriter]
+        several = threads if layout == "packed" and place.location.local is not None else 1
+        self._writer: PackedWriter | PlainWriter
         if layout == "packed":
-            several = threads if place.location.local is not None else 1
-            writers = [PackedWriter(place, host, folder=self.folder, memory_limit=memory_limit, among=(i, several)) for i in range(several)]
+            self._writer = PackedWriter(place, host, folder=self.folder, memory_limit=memory_limit, threads=several)
         else:
-            writers = [PlainWriter(place, in_flight_bytes=memory_limit, drafts=None if run is None else f"{self.folder}/drafts")]
-        self._encoders = [Encoder(writer, compression, None if summed is None else StateSums(summed)) for writer in writers]
+            self._writer = PlainWriter(place, in_flight_bytes=memory_limit, drafts=None if run is None else f"{self.folder}/drafts")
+        self._encoders = [
+            Encoder(self._writer, compression, None if summed is None else StateSums(summed), thread=i) for i in range(several)
+        ]
         self.vouches = False
         """Whether the host's record may exist. Then other processes may commit what it refers to, so none of that may be deleted."""
 
-    def put(self, piece: Piece, box: Box, elements: NDArray[np.generic]) -> None:
-        """Write the chunks of an array that make a box.
+    def append(self, portions: Iterable[Portion]) -> None:
+        """Write portions on as many threads as the writer has; their elements are not used any more when this returns.
 
         Args:
-            piece: the array.
-            box: in the tensor's indices.
-            elements: the box's elements; copied before this returns.
+            portions: drawn one by one, by one thread at a time.
         """
-        self._encoders[0].put_all([(piece, box, elements)])
 
-    def put_all(self, blocks: Iterable[tuple[Piece, Box, NDArray[np.generic]]], at_a_time: int) -> None:
-        """Write many boxes, each like `put`, on as many threads as the writer has; elements are not used any more when this returns.
+        def write(encoder: Encoder, portion: Portion) -> None:
+            encoder.append(portion.blocks)
+            portion.written()
+
+        run_on_threads(portions, [partial(write, encoder) for encoder in self._encoders], "shardckpt-write")
+
+    def portions(
+        self, blocks: Iterable[Elements], at_a_time: int, nbytes: int, written: Callable[[int], None] = lambda _: None
+    ) -> Iterator[Portion]:
+        """Group blocks into portions.
 
         Args:
-            blocks: arrays, boxes and elements.
-            at_a_time: bytes that a thread lays out at a time; one block may have more.
+            blocks: boxes of arrays and their elements.
+            at_a_time: bytes of elements that a thread may lay out at a time; one block may have more.
+            nbytes: bytes of all elements.
+            written: called with the bytes of the elements of each portion that is written, on the thread that has written it.
         """
-        most = self.portion_bytes(at_a_time)
-        run_on_threads(portions(blocks, most), [encoder.put_all for encoder in self._encoders], "shardckpt-write")
+        most = at_a_time
+        if self._encoders[0].moves_blocks:  # they are not laid out: longer calls, and still work for all threads
+            most = max(at_a_time, min(extension.CALL_BYTES, nbytes // len(self._encoders)))
+        for some in batches(blocks, lambda block: (_bytes_of_chunks(block),), (most,)):
+            yield Portion(some, partial(written, sum(elements.nbytes for _, _, elements in some)))
 
-    def portion_bytes(self, at_a_time: int) -> int:
-        """Bytes of elements that a thread gets at a time: more where it lays nothing out, because the extension moves them."""
-        return max(at_a_time, extension.CALL_BYTES) if self._encoders[0].moves_blocks else at_a_time
-
-    def put_laid_out(self, chunks: Sequence[tuple[Piece, int, NDArray[np.uint8]]]) -> None:
-        """Write chunks of arrays by position from elements in their stored form; see `Encoder.put_laid_out`."""
-        self._encoders[0].put_laid_out(chunks)
+    def append_laid_out(self, chunks: Sequence[tuple[Piece, int, NDArray[np.uint8]]]) -> None:
+        """Write chunks of arrays by position from elements in their stored form; see `Encoder.append_laid_out`."""
+        self._encoders[0].append_laid_out(chunks)
 
     def describe(self, contents: Contents) -> FileReference:
         """Write the host's contents, unless a host with the same contents has written them."""
@@ -229,8 +239,8 @@ class HostWriter:
         Returns:
             The record, which is not written yet, and the chunk table.
         """
-        written = merge_written(map_on_threads(Encoder.finish, self._encoders))
-        extents = written.extents
+        extents = self._writer.finish()
+        written = merge_written([encoder.finish() for encoder in self._encoders])
         order = np.lexsort((written.chunk, written.path))
         counts = np.bincount(written.path, minlength=len(written.paths)).tolist()
         # Plain layout: the key determines the place, so the table names no files.
@@ -249,7 +259,7 @@ class HostWriter:
             files=HostFiles(
                 contents=contents,
                 table=write_table(self._place, f"{self.folder}/table", table),
-                lanes=tuple(lane for e in self._encoders if isinstance(e.writer, PackedWriter) for lane in e.writer.lanes),
+                lanes=tuple(self._writer.lanes) if isinstance(self._writer, PackedWriter) else (),
                 values=None if values is None else self._write_own("values.json", values),
                 sums=self._write_sums(),
                 replicas=None if not replicas else self._write_replicas(replicas),
@@ -282,8 +292,7 @@ class HostWriter:
     def abort(self) -> None:
         """Give up: delete this host's files, unless its record may exist; then they stay as garbage of the attempt."""
         if not self.vouches:
-            for encoder in self._encoders:
-                encoder.writer.abort()
+            self._writer.abort()
 
 
 _LEAST_BYTES = 1 << 10
@@ -302,17 +311,31 @@ class Written:
     """(n,) position in the array's grid."""
     crc: NDArray[np.uint32]
     """(n,) crc32c of the stored bytes."""
-    extents: Extents
-    """The places of the chunks."""
+
+
+class Portion(NamedTuple):
+    """Blocks that one thread writes at a time."""
+
+    blocks: list[Elements]
+    written: Callable[[], None]
+    """Called when they are written."""
+
+
+def cut(blocks: Iterable[tuple[Block, Array]], most: int) -> Iterator[Elements]:
+    """Cut blocks into boxes of at most `most` bytes with their padding, or of one chunk."""
+    return ((block.piece, box, elements[index]) for block, elements in blocks for box, index in parts_of(block, most))
 
 
 class Encoder:
     """Encodes chunks and hands them to a writer; for one thread."""
 
-    def __init__(self, writer: PackedWriter | PlainWriter, compression: str | None, sums: StateSums | None = None) -> None:
-        """Write with `writer`; `finish`, or the writer's `abort`, ends it. All elements are added to `sums`."""
-        self.writer = writer
+    def __init__(
+        self, writer: PackedWriter | PlainWriter, compression: str | None, sums: StateSums | None = None, *, thread: int = 0
+    ) -> None:
+        """Write with `writer`, as its thread of this number. All elements are added to `sums`."""
         self.sums = sums
+        self._writer = writer
+        self._thread = thread
         self._compression = compression
         self._room = np.empty(0, np.uint8)
         """Reused memory in which blocks are laid out, unless the writer has memory for them; or the extension's scratch."""
@@ -325,7 +348,7 @@ class Encoder:
         self._chunk = array("Q")
         self._crc = array("I")
 
-    def put_all(self, blocks: Iterable[Elements]) -> None:
+    def append(self, blocks: Iterable[Elements]) -> None:
         """Write the chunks of boxes of arrays; their elements are copied before this returns."""
         alike: dict[object, list[Elements]] = {}
         for block in blocks:
@@ -337,9 +360,9 @@ class Encoder:
                 self.sums.add_box(piece, box.start, elements)
             alike.setdefault((piece.chunks, elements.shape, elements.dtype), []).append(block)
         for some in alike.values():
-            self._put_alike(some)
+            self._append_alike(some)
 
-    def _put_alike(self, blocks: Sequence[Elements]) -> None:
+    def _append_alike(self, blocks: Sequence[Elements]) -> None:
         """Write blocks of one shape and dtype, cut into chunks of one shape, in their order."""
         known: dict[object, tuple[list[int], list[str]]] = {}
         numbers: list[int] = []
@@ -355,29 +378,28 @@ class Encoder:
             keys += map(piece.path.__add__, ends)
         chunks, elements = blocks[0][0].chunks, [elements for _, _, elements in blocks]
         size = room_for(chunks, elements[0].itemsize)
-        crcs = self._put_moved(keys, size, elements, chunks) if self.moves_blocks else None
+        crcs = self._append_moved(keys, size, elements, chunks) if self.moves_blocks else None
         if crcs is None:
-            crcs = self._put_together(keys, size, elements, chunks)
+            crcs = self._append_laid_out_here(keys, size, elements, chunks)
         self._path.extend(numbers)
         self._chunk.extend(positions)
         self._crc.extend(crcs)
 
-    def _put_moved(self, keys: Sequence[str], size: int, elements: list[Array], chunks: tuple[int, ...]) -> list[int] | None:
+    def _append_moved(self, keys: Sequence[str], size: int, elements: list[Array], chunks: tuple[int, ...]) -> list[int] | None:
         """Write chunks with the extension; return their checksums, or None if it does not move such ones."""
         if len(chunks) > extension.MOST_DIMS or elements[0].itemsize not in extension.KINDS:
             return None
-        assert isinstance(self.writer, PackedWriter)
         if self._room.nbytes < extension.SCRATCH_BYTES:
             self._room = np.empty(extension.SCRATCH_BYTES, np.uint8)
-        blocks = BlocksOut(elements, chunks, self._room, np.empty(len(keys), np.uint32))
-        self.writer.put_blocks(keys, size, blocks)
+        blocks = BlocksOut.of(elements, chunks, self._room, len(keys))
+        self._writer.append(keys, blocks, [size] * len(keys), thread=self._thread)
         crcs: list[int] = blocks.crcs.tolist()
         return crcs
 
-    def _put_together(self, keys: Sequence[str], size: int, elements: list[Array], chunks: tuple[int, ...]) -> list[int]:
+    def _append_laid_out_here(self, keys: Sequence[str], size: int, elements: list[Array], chunks: tuple[int, ...]) -> list[int]:
         """Lay chunks out in memory and write them; return their checksums."""
         nbytes = len(keys) * size
-        memory = self.writer.room(nbytes) if self._compression is None else None
+        memory = self._writer.room(nbytes) if self._compression is None else None
         if memory is None:
             if self._room.nbytes < nbytes:
                 self._room = np.empty(nbytes, np.uint8)
@@ -385,10 +407,10 @@ class Encoder:
         rows = memory.reshape(-1, size)
         lay_out_all(elements, chunks, rows)
         data, lengths, crcs = close(rows, self._compression)
-        self.writer.put_all(keys, data, lengths)
+        self._writer.append(keys, data, lengths, thread=self._thread)
         return crcs
 
-    def put_laid_out(self, chunks: Sequence[tuple[Piece, int, NDArray[np.uint8]]]) -> None:
+    def append_laid_out(self, chunks: Sequence[tuple[Piece, int, NDArray[np.uint8]]]) -> None:
         """Write chunks from elements in their stored form (`zarr_arrays.lay_out`); the input is not used after this returns.
 
         Args:
@@ -401,17 +423,16 @@ class Encoder:
         for some in together:
             closed = [close(raw[None], self._compression) for _, _, raw in some]
             keys = [chunk_object_key(piece, position) for piece, position, _ in some]
-            self.writer.put_each(keys, [byte_view(data) for data, _, _ in closed])
+            self._writer.append(keys, [data for data, _, _ in closed], thread=self._thread)
             self._path.extend([self._paths.setdefault(piece.path, len(self._paths)) for piece, _, _ in some])
             self._chunk.extend([position for _, position, _ in some])
             self._crc.extend([crc for _, _, (crc,) in closed])
 
     def finish(self) -> Written:
-        """Wait until everything is durable."""
-        extents = self.writer.finish()
+        """Free the memory, and return what was written."""
         self._room = np.empty(0, np.uint8)
         columns = (np.array(self._path, np.uint32), np.array(self._chunk, np.uint64), np.array(self._crc, np.uint32))
-        return Written(tuple(self._paths), *columns, extents)
+        return Written(tuple(self._paths), *columns)
 
 
 def _places(piece: Piece, box: Box) -> tuple[list[int], list[str]]:
@@ -423,11 +444,6 @@ def _places(piece: Piece, box: Box) -> tuple[list[int], list[str]]:
     return positions, ends
 
 
-def portions(blocks: Iterable[Elements], most: int) -> Iterator[list[Elements]]:
-    """Group consecutive blocks into at most `most` bytes, or one block with more."""
-    return batches(blocks, lambda block: (_bytes_of_chunks(block),), (most,))
-
-
 def _bytes_of_chunks(block: Elements) -> int:
     """Bytes of a block's chunks with their padding: a host may have the edges of a thousand tensors, which are mostly padding."""
     piece, _, elements = block
@@ -436,30 +452,8 @@ def _bytes_of_chunks(block: Elements) -> int:
 
 
 def merge_written(parts: Sequence[Written]) -> Written:
-    """Merge what several encoders have written.
-
-    Raises:
-        CommitError: two of them have written the same chunk.
-    """
-    if len(parts) == 1:
-        return parts[0]
+    """Merge what several encoders have written, one after another."""
     paths: dict[str, int] = {}
     numbers = [np.array([paths.setdefault(path, len(paths)) for path in part.paths], np.uint32)[part.path] for part in parts]
     path, chunk = np.concatenate(numbers), np.concatenate([part.chunk for part in parts])
-    order = np.lexsort((chunk, path))
-    twice = np.flatnonzero((np.diff(path[order]) == 0) & (np.diff(chunk[order]) == 0))
-    if len(twice):
-        row = order[twice[0]]
-        raise CommitError(
-            f"chunk {chunk[row]} of {[*paths][path[row]]} was put twice by one host; "
-            f"two tensors, or two boxes of one, claim the same chunk."
-        )
-    extents = [part.extents for part in parts]
-    before = np.cumsum([0, *(len(e.files) for e in extents[:-1])]).astype(np.uint32)
-    places = Extents(
-        tuple(file for e in extents for file in e.files),
-        np.concatenate([e.file + n for e, n in zip(extents, before, strict=True)]),
-        np.concatenate([e.offset for e in extents]),
-        np.concatenate([e.length for e in extents]),
-    )
-    return Written(tuple(paths), path, chunk, np.concatenate([part.crc for part in parts]), places)
+    return Written(tuple(paths), path, chunk, np.concatenate([part.crc for part in parts]))

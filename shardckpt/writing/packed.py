@@ -1,10 +1,9 @@
 """The packed layout's writer: a host's chunks one after another in a few data files, and an OCDBT index of them.
 
-1. `put` appends a chunk to the current data file, in the order of the calls, and starts the next file when the
+1. `append` adds chunks to the current data file of a thread, in the order of the calls, and starts the next file when a
    chunk does not fit. On a local disk that is one `write` from the caller's buffer, or the extension moves the elements
-   there (`put_blocks`). Elsewhere bytes are collected,
-   because an object is written in one request.
-2. Full files are made durable in the background while the next one fills: on a local disk one at a time, on an
+   there. Elsewhere bytes are collected, because an object is written in one request.
+2. Full files are made durable in the background while the next one fills: on a local disk one at a time for each thread, on an
    object store as many as memory has room for. There a file is one upload, and the unit of a retry.
 3. All data files, and a B+tree leaf with the key and place of each chunk, make a *lane*, an OCDBT database
    `hosts/<host>/<n>`. A lane is complete when its manifest is written, after everything that it points to. A
@@ -23,9 +22,9 @@ from array import array
 from bisect import bisect_right
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
-from threading import Event
+from threading import Event, Lock
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -34,16 +33,17 @@ import tensorstore as ts
 from shardckpt.errors import CommitError, ShardckptError
 from shardckpt.io import ocdbt
 from shardckpt.io.buffers import KeptBuffers
-from shardckpt.io.datafile import DataFile, create_data_file
+from shardckpt.io.datafile import BlocksOut, DataFile, create_data_file
 from shardckpt.io.failures import storage_errors
-from shardckpt.io.store import Data, Store, byte_view, shared_context, with_new_keys
+from shardckpt.io.store import Store, byte_view, shared_context, with_new_keys
+from shardckpt.io.threads import map_on_threads
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from numpy.typing import NDArray
 
-    from shardckpt.io.datafile import BlocksOut
+    from shardckpt.io.datafile import Output
 
 DATA_FILE_BYTES = 256 << 20
 """Bytes of a data file on a local disk: several files of this size are written and read faster than one large one."""
@@ -65,7 +65,7 @@ _MANIFEST = "manifest.ocdbt"
 
 @dataclass(frozen=True, slots=True)
 class Extents:
-    """The places of n chunks, in the order of the calls of `put`."""
+    """The places of n chunks, in the order of the calls of `append`; those of one thread before those of the next."""
 
     files: tuple[str, ...]
     """Data files, relative to the attempt; empty in the plain layout, where each chunk's key names its object."""
@@ -80,14 +80,18 @@ class Extents:
         """Number of chunks."""
         return len(self.length)
 
+    @classmethod
+    def concatenate(cls, parts: Sequence[Extents]) -> Extents:
+        """The extents of several threads, in the same files."""
+        return cls(parts[0].files, *(np.concatenate([getattr(p, c) for p in parts]) for c in ("file", "offset", "length")))
+
 
 class ExtentLog:
     """A growing list of extents: 20 bytes per chunk, plus its key, which detects duplicate keys."""
 
     def __init__(self) -> None:
-        self.files: list[str] = []
-        """Data files so far, relative to the attempt."""
-        self._keys: set[str] = set()
+        self.keys: dict[str, None] = {}
+        """Keys of the chunks, in their order."""
         self._file = array("I")
         self._offset = array("Q")
         self._length = array("Q")
@@ -96,11 +100,12 @@ class ExtentLog:
         """Number of chunks so far."""
         return len(self._length)
 
-    def add(self, keys: Sequence[str], offset: int, lengths: Sequence[int]) -> None:
-        """Add chunks that lie one after another in the last file.
+    def add(self, keys: Sequence[str], file: int, offset: int, lengths: Sequence[int]) -> None:
+        """Add chunks that lie one after another in a file.
 
         Args:
             keys: one per chunk.
+            file: number of the file.
             offset: offset of the first chunk.
             lengths: bytes of each chunk.
 
@@ -109,28 +114,27 @@ class ExtentLog:
         """
         if not all(lengths):
             raise CommitError(f"chunk {keys[lengths.index(0)]} has no bytes, not even a checksum.")
-        before = len(self._keys)
-        twice = None if self._keys.isdisjoint(keys) else next(key for key in keys if key in self._keys)
-        self._keys.update(keys)
-        if len(self._keys) != before + len(keys):
-            twice = twice or next(key for i, key in enumerate(keys) if key in keys[:i])
-            raise CommitError(f"chunk {twice} was put twice by one host; two tensors, or two boxes of one, claim the same chunk.")
-        self._file.extend([max(0, len(self.files) - 1)] * len(keys))
+        before = len(self.keys)
+        twice = None if self.keys.keys().isdisjoint(keys) else next(key for key in keys if key in self.keys)
+        self.keys.update(dict.fromkeys(keys))
+        if len(self.keys) != before + len(keys):
+            raise _twice(twice or next(key for i, key in enumerate(keys) if key in keys[:i]))
+        self._file.extend([file] * len(keys))
         self._offset.extend(accumulate(lengths[:-1], initial=offset))
         self._length.extend(lengths)
 
-    def extents(self, first: int = 0) -> Extents:
-        """All extents from row `first` on."""
-        columns = (
-            np.array(self._file[first:], np.uint32),
-            np.array(self._offset[first:], np.uint64),
-            np.array(self._length[first:], np.uint64),
-        )
-        return Extents(tuple(self.files), *columns)
+    def extents(self, files: Sequence[str] = ()) -> Extents:
+        """All extents, in files of these names."""
+        columns = np.array(self._file, np.uint32), np.array(self._offset, np.uint64), np.array(self._length, np.uint64)
+        return Extents(tuple(files), *columns)
+
+
+def _twice(key: str) -> CommitError:
+    return CommitError(f"chunk {key} was put twice by one host; two tensors, or two boxes of one, claim the same chunk.")
 
 
 class PackedWriter:
-    """Writes one host's chunks until `finish` or `abort`. For one thread."""
+    """Writes one host's chunks until `finish` or `abort`. Each of its threads has data files of its own."""
 
     def __init__(
         self,
@@ -141,7 +145,7 @@ class PackedWriter:
         memory_limit: int = 8 * OBJECT_BYTES,
         data_file_bytes: int | None = None,
         lane_keys: int = LANE_KEYS,
-        among: tuple[int, int] = (0, 1),
+        threads: int = 1,
     ) -> None:
         """Write below `store`, the attempt; nothing is created before the first chunk.
 
@@ -153,113 +157,148 @@ class PackedWriter:
             data_file_bytes: most bytes of a data file, unless one chunk has more; by default
                 `DATA_FILE_BYTES` or `OBJECT_BYTES`.
             lane_keys: chunks per lane, at most 2**20.
-            among: (i, n): this is writer i of n in that folder, and uses every n-th lane number.
+            threads: threads that may append at a time; one, unless the place is a local disk.
         """
-        assert 0 < lane_keys <= ocdbt.MOST_KEYS, "TensorStore reads no larger leaf"
-        self.lanes: list[str] = []
-        """OCDBT databases, relative to the attempt."""
         self._store = store
-        self._prefix = folder or f"hosts/{host:05d}"
         if store.location.local is not None:
-            self._data_file_bytes, self._most_waiting = data_file_bytes or DATA_FILE_BYTES, 1
+            data_file_bytes, most_waiting = data_file_bytes or DATA_FILE_BYTES, 1
         else:
-            self._data_file_bytes = max(1, min(data_file_bytes or OBJECT_BYTES, memory_limit // _LEAST_BUFFERS))
-            self._most_waiting = max(1, min(MOST_UPLOADS, memory_limit // self._data_file_bytes - 1))
-        self._lane_keys = lane_keys
-        self._among = among
-        self._log = ExtentLog()
-        self._lane: _Lane | None = None
-        self._file: DataFile | None = None
-        self._size = 0
+            assert threads == 1, "buffers of one thread take all of the memory"
+            data_file_bytes = max(1, min(data_file_bytes or OBJECT_BYTES, memory_limit // _LEAST_BUFFERS))
+            most_waiting = max(1, min(MOST_UPLOADS, memory_limit // data_file_bytes - 1))
+        self._lanes = _Lanes(store, folder or f"hosts/{host:05d}", lane_keys)
+        self._files = [_DataFiles(store, self._lanes, data_file_bytes, most_waiting) for _ in range(threads)]
         self._failed = False
-        self._buffer: NDArray[np.uint8] | None = None
-        """The memory of the file that is filled, if it is an object."""
-        self._background = ThreadPoolExecutor(self._most_waiting, "shardckpt-packed")
-        self._waiting: deque[tuple[Future[None], DataFile, NDArray[np.uint8] | None]] = deque()
 
-    def room(self, nbytes: int) -> NDArray[np.uint8] | None:
-        """Memory in which the next chunks may be laid out, so that `put_all` need not copy them; None if there is none for so many."""
-        if self._store.location.local is not None or nbytes > self._data_file_bytes - (0 if self._file is None else self._size):
-            return None
-        return self._place()[1].room(nbytes)
+    @property
+    def lanes(self) -> list[str]:
+        """OCDBT databases, relative to the attempt."""
+        return self._lanes.names
 
     @property
     def takes_blocks(self) -> bool:
-        """Whether `put_blocks` may be called."""
+        """Whether `append` takes blocks that the extension moves."""
         return self._store.location.local is not None
 
-    def put_blocks(self, keys: Sequence[str], size: int, blocks: BlocksOut) -> None:
-        """Append raw chunks of blocks; like `put_all`, but the extension copies the elements straight to the file.
+    def room(self, nbytes: int) -> NDArray[np.uint8] | None:
+        """Memory in which the next chunks may be laid out, so that `append` need not copy them; None if there is none for so many."""
+        return None if self.takes_blocks else self._files[0].room(nbytes)
 
-        Args:
-            keys: as for `put_all`, in the order of the blocks' chunks.
-            size: stored bytes of each chunk.
-            blocks: the elements; their checksums are known when this returns.
-        """
-        self._put(keys, [size] * len(keys), lambda file, begin, end, some: file.append_blocks(blocks, some.start, some.stop, end - begin))
-
-    def put(self, key: str, data: Data) -> None:
-        """Append one encoded chunk; like `put_all`."""
-        view = byte_view(data)
-        self.put_all([key], view, [view.nbytes])
-
-    def put_all(self, keys: Sequence[str], data: Data, lengths: Sequence[int]) -> None:
-        """Append encoded chunks; the caller may reuse the buffer when this returns.
+    def append(self, keys: Sequence[str], data: Output, lengths: Sequence[int] | None = None, *, thread: int = 0) -> None:
+        """Append encoded chunks; the caller may reuse the buffers when this returns.
 
         Args:
             keys: the chunks' zarr keys below the root of the arrays, `model/w/c/0/1`.
-            data: their stored bytes, one after another.
-            lengths: bytes of each.
+            data: a list with the stored bytes of each chunk; or, one after another, the bytes of all in one buffer, or blocks.
+            lengths: bytes of each chunk; None: those of the list's buffers.
+            thread: number of the thread that calls.
 
         Raises:
             CommitError: a key was put before, or a chunk has no bytes.
             StorageError: these chunks, or earlier ones, could not be written.
         """
-        view = byte_view(data)
-        self._put(keys, lengths, lambda file, begin, end, _some: file.append(view[begin:end]))
-
-    def put_each(self, keys: Sequence[str], chunks: Sequence[memoryview]) -> None:
-        """Append encoded chunks, each from a buffer of its own; like `put_all`."""
-        self._put(keys, list(map(len, chunks)), lambda file, _begin, _end, some: file.append_all(chunks[some]))
-
-    def _put(self, keys: Sequence[str], lengths: Sequence[int], append: Callable[[DataFile, int, int, slice], None]) -> None:
-        """Append encoded chunks; `append` gets a file, the first and last byte (among all chunks) for it, and the slice of chunks."""
-        self._begin()
-        ends = list(accumulate(lengths))
-        first = begin = 0
-        while first < len(keys):
-            if self._file is not None and self._size + lengths[first] > self._data_file_bytes:
-                self._end_file()
-            if self._lane is not None and len(self._lane.keys) >= self._lane_keys:
-                self._end_lane()
-            lane, file = self._place()
-            fitting = bisect_right(ends, begin + self._data_file_bytes - self._size)
-            last = max(first + 1, min(fitting, first + self._lane_keys - len(lane.keys)))
-            end = ends[last - 1]
-            self._log.add(keys[first:last], self._size, lengths[first:last])
-            lane.keys += map(str.encode, keys[first:last])
-            append(file, begin, end, slice(first, last))
-            self._size += end - begin
-            first, begin = last, end
-        self._failed = False
+        if self._failed:
+            raise self._unusable()
+        try:
+            if isinstance(data, list):
+                data = [*map(byte_view, data)]
+                lengths = [*map(len, data)]
+            assert lengths is not None, "only a list says where each chunk ends"
+            self._files[thread].append(keys, data, lengths)
+        except BaseException:
+            self._failed = True
+            raise
 
     def finish(self) -> Extents:
         """Wait until everything is durable.
 
         Returns:
-            The place of each chunk, in the order of the calls; `lanes` names the databases.
+            The place of each chunk; `lanes` names the databases.
 
         Raises:
             StorageError: a file could not be written.
-            CommitError: TensorStore does not find every chunk at its place.
+            CommitError: TensorStore does not find every chunk at its place, or two threads have put the same chunk.
         """
-        self._begin()
-        self._end_lane()
-        self._background.shutdown()
-        return self._log.extents()
+        if self._failed:
+            raise self._unusable()
+        self._failed = True  # until this call succeeds
+        map_on_threads(_DataFiles.finish, self._files)
+        logs = [files.log for files in self._files]
+        first = logs[0].keys
+        for log in logs[1:]:
+            if not first.keys().isdisjoint(log.keys):
+                raise _twice(next(key for key in log.keys if key in first))
+            first.update(log.keys)
+        extents = Extents.concatenate([log.extents(self._lanes.files) for log in logs])
+        self._lanes.seal([*first], extents)
+        self._failed = False
+        return extents
 
     def abort(self) -> None:
         """Stop writing and delete this host's files; files that cannot be deleted are removed with the attempt."""
+        self._failed = True
+        for files in self._files:
+            files.abandon()
+        with contextlib.suppress(ShardckptError):  # the caller reports the error that made it give up
+            for lane in self.lanes:
+                self._store.delete_prefix(f"{lane}/")
+
+    def _unusable(self) -> CommitError:
+        return CommitError(f"{self._store}: an earlier write of this host failed; call abort().")
+
+
+class _DataFiles:
+    """The data files of one thread, one after another."""
+
+    def __init__(self, store: Store, lanes: _Lanes, most_bytes: int, most_waiting: int) -> None:
+        self.log = ExtentLog()
+        self._store = store
+        self._lanes = lanes
+        self._most_bytes = most_bytes
+        self._most_waiting = most_waiting
+        self._file: DataFile | None = None
+        self._number = 0
+        """Number of the current file."""
+        self._size = 0
+        self._buffer: NDArray[np.uint8] | None = None
+        """The memory of the file that is filled, if it is an object."""
+        self._background = ThreadPoolExecutor(most_waiting, "shardckpt-packed")
+        self._waiting: deque[tuple[Future[None], DataFile, NDArray[np.uint8] | None]] = deque()
+
+    def room(self, nbytes: int) -> NDArray[np.uint8] | None:
+        """Memory of the current file for the next chunks; None if it has no room for so many bytes."""
+        if nbytes > self._most_bytes - (0 if self._file is None else self._size):
+            return None
+        return self._current().room(nbytes)
+
+    def append(self, keys: Sequence[str], data: Output, lengths: Sequence[int]) -> None:
+        """See `PackedWriter.append`."""
+        ends = list(accumulate(lengths))
+        first = begin = 0
+        while first < len(keys):
+            if self._file is not None and self._size + lengths[first] > self._most_bytes:
+                self._end_file()
+            file = self._current()
+            fitting = bisect_right(ends, begin + self._most_bytes - self._size)
+            last = first + self._lanes.add(self._number, max(1, fitting - first))
+            if last == first:  # the lane is full
+                self._end_file()
+                continue
+            end = ends[last - 1]
+            self.log.add(keys[first:last], self._number, self._size, lengths[first:last])
+            file.append(_between(data, slice(first, last), slice(begin, end)))
+            self._size += end - begin
+            first, begin = last, end
+
+    def finish(self) -> None:
+        """Wait until all files are durable."""
+        self._end_file()
+        while self._waiting:
+            self._settle_one()
+        self._background.shutdown()
+
+    def abandon(self) -> None:
+        """Stop writing."""
         for _, file, _ in self._waiting:
             file.interrupt()
         self._background.shutdown(cancel_futures=True)
@@ -267,31 +306,15 @@ class PackedWriter:
             file.abandon()
         self._waiting.clear()
         self._file = self._buffer = None
-        self._lane = None
-        with contextlib.suppress(ShardckptError):  # the caller reports the error that made it give up
-            for lane in self.lanes:
-                self._store.delete_prefix(f"{lane}/")
 
-    def _begin(self) -> None:
-        """Mark the writer as failed until the call succeeds, so that no later call can succeed after an error."""
-        if self._failed:
-            raise CommitError(f"{self._store}: an earlier write of this host failed; call abort().")
-        self._failed = True
-
-    def _place(self) -> tuple[_Lane, DataFile]:
-        """The lane and the data file for the next chunk."""
-        if self._lane is None:
-            first, step = self._among
-            name = f"{self._prefix}/{first + step * len(self.lanes)}"
-            self.lanes.append(name)
-            self._lane = _Lane(self._store.sub(name), len(self._log))
+    def _current(self) -> DataFile:
+        """The data file for the next chunk."""
         if self._file is None:
-            name = self._lane.next_file()
+            self._number, lane, name = self._lanes.new_file()
             if self._store.location.local is None:
-                self._buffer = object_buffers.take(self._data_file_bytes)
-            self._file, self._size = create_data_file(self._lane.store, name, self._buffer), 0
-            self._log.files.append(f"{self.lanes[-1]}/{name}")
-        return self._lane, self._file
+                self._buffer = object_buffers.take(self._most_bytes)
+            self._file, self._size = create_data_file(lane, name, self._buffer), 0
+        return self._file
 
     def _end_file(self) -> None:
         """Make the current file durable in the background, as soon as there is room for one more."""
@@ -302,14 +325,6 @@ class PackedWriter:
             file.seal()
             self._waiting.append((self._background.submit(file.wait), file, buffer))
 
-    def _end_lane(self) -> None:
-        self._end_file()
-        while self._waiting:
-            self._settle_one()
-        if self._lane is not None:
-            lane, self._lane = self._lane, None
-            lane.seal(self._log.extents(lane.first))
-
     def _settle_one(self) -> None:
         """Wait for the file that has waited longest, and raise its error."""
         waiting, _, buffer = self._waiting.popleft()
@@ -318,58 +333,102 @@ class PackedWriter:
             object_buffers.give_back(buffer)
 
 
-class _Lane:
-    """The index of one OCDBT database until it is written."""
+def _between(data: Output, chunks: slice, span: slice) -> Output:
+    """Some of the chunks, which have these bytes among all."""
+    if isinstance(data, BlocksOut):
+        return replace(data, first=chunks.start, last=chunks.stop)
+    return data[chunks] if isinstance(data, list) else byte_view(data)[span]
 
-    def __init__(self, store: Store, first: int) -> None:
-        self.store = store
-        self.first = first
-        """Number of chunks that were put before its first one."""
-        self.keys: list[bytes] = []
-        self._files: list[str] = []
 
-    def next_file(self) -> str:
-        """The name of one more data file, relative to the lane."""
-        self._files.append(f"d/{len(self._files):05d}")
-        return self._files[-1]
+class _Lanes:
+    """The OCDBT databases of a host, and the names of its data files. Safe to use from several threads."""
 
-    def seal(self, extents: Extents) -> None:
-        """Write the leaf and then the manifest; read them back with TensorStore.
+    def __init__(self, store: Store, folder: str, most_keys: int) -> None:
+        assert 0 < most_keys <= ocdbt.MOST_KEYS, "TensorStore reads no larger leaf"
+        self.names: list[str] = []
+        """Databases, relative to the attempt."""
+        self.files: list[str] = []
+        """Data files, relative to the attempt."""
+        self._store = store
+        self._folder = folder
+        self._most_keys = most_keys
+        self._lane_of: list[int] = []
+        """The lane of each file."""
+        self._keys: list[int] = []
+        """Number of keys of each lane."""
+        self._changing = Lock()
+
+    def new_file(self) -> tuple[int, Store, str]:
+        """A data file in the newest lane that has room: its number, the lane's place, and the name there."""
+        with self._changing:
+            if not self._keys or self._keys[-1] >= self._most_keys:
+                self.names.append(f"{self._folder}/{len(self.names)}")
+                self._keys.append(0)
+            lane = len(self.names) - 1
+            name = f"d/{self._lane_of.count(lane):05d}"
+            self.files.append(f"{self.names[lane]}/{name}")
+            self._lane_of.append(lane)
+            return len(self.files) - 1, self._store.sub(self.names[lane]), name
+
+    def add(self, file: int, keys: int) -> int:
+        """Note up to `keys` further keys in a file; return how many its lane has room for."""
+        with self._changing:
+            lane = self._lane_of[file]
+            some = min(keys, self._most_keys - self._keys[lane])
+            self._keys[lane] += some
+            return some
+
+    def seal(self, keys: Sequence[str], extents: Extents) -> None:
+        """Complete all databases, when all data files are durable.
 
         Args:
-            extents: places of its chunks; the last of the files are its own.
+            keys: the keys of all chunks.
+            extents: their places.
         """
-        order = sorted(range(len(self.keys)), key=self.keys.__getitem__)
-        keys = [self.keys[i] for i in order]
-        before = len(extents.files) - len(self._files)
-        places = np.stack([extents.file - np.uint32(before), extents.offset, extents.length], axis=1).astype(np.int64)[order]
-        node = ocdbt.leaf_node(keys, self._files, *places.T)
-        self.store.write(_TREE, node)
-        self.store.write(_MANIFEST, ocdbt.manifest(_TREE, len(node), len(keys), int(places[:, 2].sum())))
-        self._check(keys, places)
+        lanes = np.array(self._lane_of, np.int64)
+        places = np.stack([extents.file, extents.offset, extents.length], axis=1).astype(np.int64)
+        for lane, name in enumerate(self.names):
+            rows = np.flatnonzero(lanes[extents.file] == lane)
+            order = sorted(rows.tolist(), key=keys.__getitem__)
+            first = int(np.searchsorted(lanes, lane))
+            files = [file.removeprefix(f"{name}/") for file in self.files[first : int(np.searchsorted(lanes, lane, "right"))]]
+            _seal_lane(self._store.sub(name), [keys[i].encode() for i in order], files, places[order] - (first, 0, 0))
 
-    @with_new_keys
-    def _check(self, keys: list[bytes], places: NDArray[np.int64]) -> None:
-        """Compare TensorStore's view with the chunks that were put: keys always, places only the first time in a process.
 
-        `ts.ocdbt.dump`, which shows places, leaks some 500 bytes per key each time (0.1.86).
-        """
-        base = self.store.kvstore()
-        if _places_seen.is_set():
-            with storage_errors("read back", self.store):
-                database = ts.KvStore.open({"driver": "ocdbt", "base": base.spec()}, context=shared_context(self.store.location)).result()
-                listed = database.list().result()
-            if listed != keys:
-                raise CommitError(f"{self.store}: TensorStore finds {len(listed)} chunks where {len(keys)} were put.")
-            return
-        with storage_errors("read back", self.store):
-            root = ts.ocdbt.dump(base, context=shared_context(self.store.location)).result()["versions"][-1]["root"]
-            entries = ts.ocdbt.dump(base, root["location"], context=shared_context(self.store.location)).result()["entries"]
-        found = [(e["key"], e.get("indirect_value")) for e in entries]
-        wanted = [
-            (key, f"value::{self._files[file]}:{offset}:{length}")
-            for key, (file, offset, length) in zip(keys, places.tolist(), strict=True)
-        ]
-        if found != wanted:
-            raise CommitError(f"{self.store}: TensorStore finds {len(found)} chunks where {len(wanted)} were put, or not in their places.")
-        _places_seen.set()
+def _seal_lane(store: Store, keys: list[bytes], files: list[str], places: NDArray[np.int64]) -> None:
+    """Write the leaf of a database, and then its manifest; read them back with TensorStore.
+
+    Args:
+        store: the database.
+        keys: keys of the chunks, ascending.
+        files: its data files.
+        places: (n, 3) file, offset and length of each chunk.
+    """
+    node = ocdbt.leaf_node(keys, files, *places.T)
+    store.write(_TREE, node)
+    store.write(_MANIFEST, ocdbt.manifest(_TREE, len(node), len(keys), int(places[:, 2].sum())))
+    _check_lane(store, keys, files, places)
+
+
+@with_new_keys
+def _check_lane(store: Store, keys: list[bytes], files: list[str], places: NDArray[np.int64]) -> None:
+    """Compare TensorStore's view with the chunks that were put: keys always, places only the first time in a process.
+
+    `ts.ocdbt.dump`, which shows places, leaks some 500 bytes per key each time (0.1.86).
+    """
+    base = store.kvstore()
+    if _places_seen.is_set():
+        with storage_errors("read back", store):
+            database = ts.KvStore.open({"driver": "ocdbt", "base": base.spec()}, context=shared_context(store.location)).result()
+            listed = database.list().result()
+        if listed != keys:
+            raise CommitError(f"{store}: TensorStore finds {len(listed)} chunks where {len(keys)} were put.")
+        return
+    with storage_errors("read back", store):
+        root = ts.ocdbt.dump(base, context=shared_context(store.location)).result()["versions"][-1]["root"]
+        entries = ts.ocdbt.dump(base, root["location"], context=shared_context(store.location)).result()["entries"]
+    places_listed = [(e["key"], e.get("indirect_value")) for e in entries]
+    expected = [(key, f"value::{files[file]}:{offset}:{length}") for key, (file, offset, length) in zip(keys, places.tolist(), strict=True)]
+    if places_listed != expected:
+        raise CommitError(f"{store}: TensorStore finds {len(places_listed)} chunks where {len(expected)} were put, or not in their places.")
+    _places_seen.set()

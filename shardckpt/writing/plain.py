@@ -1,7 +1,7 @@
 """The plain layout's writer: every chunk an object of its own, `zarr/<array path>/c/0/1`.
 
-`put` writes a chunk, and a few threads make it durable, because that is slow on a disk and
-needs a round trip elsewhere. Memory: none of the data on a local disk (the bytes are in the file when `put`
+`append` writes chunks, and a few threads make them durable, because that is slow on a disk and
+needs a round trip elsewhere. Memory: none of the data on a local disk (the bytes are in the file when `append`
 returns); elsewhere `in_flight_bytes`, for the copies of chunks in flight.
 """
 
@@ -11,16 +11,19 @@ import contextlib
 import resource
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
 from shardckpt.errors import CommitError, ShardckptError
 from shardckpt.format.zarr_arrays import plain_key
-from shardckpt.io.datafile import DataFile, create_data_file
-from shardckpt.io.store import Data, Store, byte_view
+from shardckpt.io.datafile import BlocksOut, DataFile, create_data_file
+from shardckpt.io.store import Store, byte_view
 from shardckpt.writing.packed import ExtentLog, Extents
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
+
+    from shardckpt.io.datafile import Output
 
 _THREADS = 16
 _MOST_OPEN = 256
@@ -64,54 +67,38 @@ class PlainWriter:
 
     @property
     def takes_blocks(self) -> bool:
-        """Whether `put_blocks` may be called: each chunk is an object of its own."""
+        """Whether `append` takes blocks that the extension moves: each chunk is an object of its own."""
         return False
 
-    def put(self, key: str, data: Data) -> None:
-        """Write one encoded chunk; the caller may reuse the buffer when this returns.
+    def append(self, keys: Sequence[str], data: Output, lengths: Sequence[int] | None = None, *, thread: int = 0) -> None:
+        """Write encoded chunks, each to an object; like `PackedWriter.append`."""
+        assert thread == 0, "this writer is for one thread"
+        assert not isinstance(data, BlocksOut), "each chunk is an object"
+        if isinstance(data, list):
+            chunks: Iterable[memoryview] = map(byte_view, data)
+        else:
+            assert lengths is not None, "only a list says where each chunk ends"
+            view, ends = byte_view(data), [*accumulate(lengths, initial=0)]
+            chunks = (view[begin:end] for begin, end in pairwise(ends))
+        for key, chunk in zip(keys, chunks, strict=True):
+            self._append(key, chunk)
 
-        Args:
-            key: the chunk's zarr key below the root of the arrays, `model/w/c/0/1`.
-            data: its stored bytes.
-
-        Raises:
-            CommitError: the key was put before, or there are no bytes.
-            StorageError: this chunk, or an earlier one, could not be written.
-        """
+    def _append(self, key: str, chunk: memoryview) -> None:
         self._begin()
-        length = byte_view(data).nbytes
-        self._log.add([key], 0, [length])
-        while self._waiting and (self._in_flight + length > self._limit or len(self._waiting) >= self._most_open):
+        self._log.add([key], 0, 0, [chunk.nbytes])
+        while self._waiting and (self._in_flight + chunk.nbytes > self._limit or len(self._waiting) >= self._most_open):
             self._settle_one()
         draft = None if self._drafts is None else f"{self._drafts}/{len(self._log)}"
         file = create_data_file(self._store, self._place(key), draft=draft)
         try:
-            file.append(data)
+            file.append(chunk)
             file.seal()
         except BaseException:
             file.abandon()
             raise
-        self._waiting.append((self._pool.submit(file.wait), file, length))
-        self._in_flight += length
+        self._waiting.append((self._pool.submit(file.wait), file, chunk.nbytes))
+        self._in_flight += chunk.nbytes
         self._failed = False
-
-    def put_all(self, keys: Sequence[str], data: Data, lengths: Sequence[int]) -> None:
-        """Write encoded chunks, one after another; like `put`.
-
-        Args:
-            keys: one per chunk.
-            data: their bytes, one after another.
-            lengths: bytes of each.
-        """
-        view, begin = byte_view(data), 0
-        for key, length in zip(keys, lengths, strict=True):
-            self.put(key, view[begin : begin + length])
-            begin += length
-
-    def put_each(self, keys: Sequence[str], chunks: Sequence[memoryview]) -> None:
-        """Write encoded chunks, each from a buffer of its own; like `put`."""
-        for key, chunk in zip(keys, chunks, strict=True):
-            self.put(key, chunk)
 
     def finish(self) -> Extents:
         """Wait until everything is durable.

@@ -1,54 +1,35 @@
 """`save`: one checkpoint saved before the call returns, by one process or by many together.
 
-`take_steps` has the order of the steps, which are those of `attempt`. Several threads lay chunks out and write them, some MiB at a
-time, straight from the tensors (`read`). `save_async` (`saver`) has the same steps, and does all except copying on another thread.
+The steps are those of an `Attempt`. Several threads lay chunks out and write them, some MiB at a time, straight from the tensors
+(`staging.read_to_host`). `save_async` (`background`) has the same steps, and does all except copying on another thread.
 """
 
 from __future__ import annotations
 
-import sys
 import time
 from contextlib import closing, nullcontext
-from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from shardckpt import frameworks
-from shardckpt.commit.publish import data_stays
 from shardckpt.errors import out_of_memory
 from shardckpt.frameworks.coordination import Coordinator, check_coordinator, coordinator_of
-from shardckpt.io.buffers import BufferPool, round_up
 from shardckpt.io.cores import cores, note_local_processes
+from shardckpt.io.extension import ENGINE
 from shardckpt.io.failures import saving_takes_threads
 from shardckpt.io.store import Store
 from shardckpt.io.threads import collector_paused
 from shardckpt.io.url import parse
 from shardckpt.options import SaveOptions, checked_options
-from shardckpt.plan.blocks import parts_of, smaller
-from shardckpt.plan.pieces import batches
 from shardckpt.writing.attempt import Attempt
-from shardckpt.writing.save_handle import SaveReport
-from shardckpt.writing.save_plan import stored
+from shardckpt.writing.host import cut
+from shardckpt.writing.staging import MOST_COPIES, read_to_host
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Sequence
 
-    from numpy.typing import NDArray
-
-    from shardckpt.format.record import HostRecord
-    from shardckpt.frameworks.base import Array, Source
-    from shardckpt.frameworks.cuda import Arrival, DeviceCopies
-    from shardckpt.io.buffers import Lease
-    from shardckpt.plan.blocks import Block
     from shardckpt.writing.attempt import StateShare
-    from shardckpt.writing.host import HostWriter
     from shardckpt.writing.save_plan import SavePlan
-
-MOST_COPIES = 32 << 20
-"""Bytes of copies that frameworks make at a time. An allocator reuses so little memory again and again. More would be fresh
-memory each time, which the kernel has to clear: reads from torch_xla then take four times as long."""
 
 _AT_A_TIME = 4 << 20
 """Bytes of elements that a thread of `save` lays out and writes at a time."""
@@ -61,6 +42,58 @@ _LEAST_MEAN = 512 << 10
 far longer than the Python code."""
 _SMALL_STATE = 256 << 20
 """Most bytes of a state that is written faster than the collector of reference cycles visits the objects that this makes."""
+
+
+@dataclass(frozen=True, slots=True)
+class SaveReport:
+    """Report of one process on one save, with the seconds of each phase.
+
+    The phases follow one another without gaps, so they add up:
+
+        stall_s = planning_s + copying_s + blocked_s                  while the call blocked the caller
+        total_s = stall_s + writing_s + waiting_s + committing_s      from the call to the commit
+
+    Background work during the stall counts as stall; `writing_s` is the time for the rest of the writing. `shardckpt.save` blocks its
+    caller for all of `total_s`. It copies while it writes, and `writing_s` includes these copies.
+    """
+
+    url: str
+    attempt: str
+    """Name of the attempt, as in the commit record."""
+    tensors: int
+    """Number of tensors that this process knows."""
+    nbytes: int
+    """Bytes of the elements that this process wrote."""
+    stored_bytes: int
+    """Bytes of these elements in the storage, with padding, compression and checksums."""
+    planning_s: float
+    """Seconds from the call to the first copy: names, layouts, and the assignment of writes."""
+    copying_s: float
+    """Seconds for copies from devices, or from the host's own tensors, to the buffers. Copies from CUDA devices are only queued."""
+    blocked_s: float
+    """Seconds of waiting for a buffer."""
+    writing_s: float
+    """Seconds from the end of the stall until this process's share was durable."""
+    waiting_s: float
+    """Seconds that the committing process waited for the others, or that this process waited for the commit."""
+    committing_s: float
+    """Seconds until the checkpoint was published, on the committing process; 0 on the others."""
+    streamed: bool
+    """Whether the buffers were too small, so that the call waited until part of the state was written."""
+    bases: tuple[str, ...] = ()
+    """The other checkpoints that hold the skipped tensors."""
+    engine: str = ENGINE
+    """The engine that moves raw chunks to a local disk here: `C`, the extension, or `Python`."""
+
+    @property
+    def stall_s(self) -> float:
+        """Seconds for which the call blocked the caller."""
+        return self.planning_s + self.copying_s + self.blocked_s
+
+    @property
+    def total_s(self) -> float:
+        """Seconds from the call to the commit."""
+        return self.stall_s + self.writing_s + self.waiting_s + self.committing_s
 
 
 def save(
@@ -104,219 +137,88 @@ def save(
     try:
         coordinator = coordinator_of(coordinator, options.commit_timeout)
         note_local_processes(coordinator.world.sharing)
-        attempt = Attempt(Store.open(parse(url)), coordinator, options)
-        with saving_takes_threads(attempt.store):
-            return _save(attempt, state, began)
+        store = Store.open(parse(url))
+        with saving_takes_threads(store), Attempt(store, coordinator, options) as attempt:
+            share = attempt.take(state)
+            planned = time.monotonic()
+            short = share.plan.nbytes <= _SMALL_STATE and store.location.local is not None  # waits for no network
+            with collector_paused() if short else nullcontext():
+                _write(attempt, share)
+            durable = time.monotonic()
+            waited = attempt.commit()
     except MemoryError as e:
         raise out_of_memory(str(url), e) from e
+    times = SaveTimes(began, planned, planned, durable, waited)
+    return report(attempt, len(share.plan.tensors), share.plan.nbytes, times)
 
 
-def _save(attempt: Attempt, state: Any, began: float) -> SaveReport:
-    planned, share = began, None
-
-    def write() -> HostRecord:
-        nonlocal planned, share
-        share = attempt.take(state)
-        planned = time.monotonic()
-        short = share.plan.nbytes <= _SMALL_STATE and attempt.store.location.local is not None  # waits for no network
-        with collector_paused() if short else nullcontext():
-            return _write(attempt, share)
-
-    steps = take_steps(attempt, write)
-    assert share is not None
-    return SaveReport(
-        url=str(attempt.store),
-        attempt=attempt.name,
-        tensors=len(share.plan.tensors),
-        nbytes=share.plan.nbytes,
-        stored_bytes=steps.written.stored_bytes,
-        planning_s=planned - began,
-        copying_s=0.0,
-        blocked_s=0.0,
-        writing_s=steps.durable - planned,
-        waiting_s=steps.waited - steps.durable,
-        committing_s=steps.ended - steps.waited,
-        streamed=False,
-        bases=attempt.bases,
-    )
-
-
-class StepTimes(NamedTuple):
-    """Result of the steps of a save, and their end times in seconds of the monotonic clock."""
-
-    written: HostRecord
-    durable: float
-    """Time at which this process's share was durable."""
-    waited: float
-    """Time at which all hosts had finished; on other processes than the committer, time of the publication."""
-    ended: float
-
-
-def take_steps(
-    attempt: Attempt,
-    write: Callable[[], HostRecord],
-    *,
-    on_durable: Callable[[], None] = lambda: None,
-    before_publish: Callable[[], None] = lambda: None,
-) -> StepTimes:
-    """Take all steps of a save in order: write, wait for the other hosts, publish or see it published.
-
-    Args:
-        attempt: the attempt; given up if a step before publishing fails. From the moment that it is durable, its data stays.
-        write: writes this process's share.
-        on_durable: called when this process's share is durable.
-        before_publish: called on the committing process just before the checkpoint is published; an error from it fails the save.
-    """
-    try:
-        written = write()
-        durable_at = time.monotonic()
-        on_durable()
-        record = None
-        if attempt.commits:
-            attempt.await_hosts()
-            waited_at = time.monotonic()
-            record = attempt.assemble_record()
-            with data_stays(attempt.store):
-                before_publish()
-            attempt.check_replaced()
-    except BaseException as e:
-        attempt.give_up(e)
-        raise
-    if record is None:
-        attempt.see_published()
-        ended_at = waited_at = time.monotonic()
-    else:
-        attempt.publish(record)
-        ended_at = time.monotonic()
-    return StepTimes(written, durable_at, waited_at, ended_at)
-
-
-def _write(attempt: Attempt, share: StateShare) -> HostRecord:
-    """Write this process's share straight from its tensors, and return its host record."""
+def _write(attempt: Attempt, share: StateShare) -> None:
+    """Write this process's share straight from its tensors, and its record."""
     quarter, copies = attempt.options.budget // 4, _COPIES[attempt.options.compression]
     staging, at_a_time = min(MOST_COPIES, quarter), min(_AT_A_TIME, quarter // copies)
-
-    def fill(writer: HostWriter) -> None:
-        with closing(read_to_host(share.plan, share.sources, staging)) as batches_on_host:
-            for batch in batches_on_host:
-                writer.put_all(
-                    ((block.piece, box, elements[index]) for block, elements, _ in batch for box, index in parts_of(block, at_a_time)),
-                    at_a_time,
-                )
-
-    threads = _writing_threads(share.plan, 2 * quarter // copies)
-    return attempt.write(share.contents, share.values, fill, 2 * quarter, replicas=share.replicas, threads=threads)
+    threads = writing_threads(share.plan, 2 * quarter // copies)
+    with (
+        attempt.writer(share.contents, share.values, memory=2 * quarter, threads=threads, replicas=share.replicas) as writer,
+        closing(read_to_host(share.plan, share.sources, staging)) as batches_on_host,
+    ):
+        for batch in batches_on_host:
+            blocks = [(block, elements) for block, elements, _ in batch]
+            nbytes = sum(elements.nbytes for _, elements in blocks)
+            writer.append(writer.portions(cut(blocks, at_a_time), at_a_time, nbytes))
 
 
-def _writing_threads(plan: SavePlan, memory: int) -> int:
+def writing_threads(plan: SavePlan, memory: int, most: int | None = None) -> int:
     """Number of threads that lay out and write the plan, each with memory of `_AT_A_TIME` bytes, or of one chunk.
 
     It is one if there is little to write, or if tensors are so small that threads would wait for the interpreter lock.
-    `memory` is for the layouts of all threads together.
+
+    Args:
+        plan: the plan.
+        memory: bytes for the layouts of all threads together.
+        most: most threads; None: the cores of this process.
     """
     blocks = [block for some in plan.blocks.values() for block in some]
     if plan.nbytes < len(blocks) * _LEAST_MEAN:
         return 1
     room = max((_AT_A_TIME, *(block.chunk_bytes for block in blocks)))
-    return max(1, min(cores(), plan.nbytes // _LEAST_SHARE, memory // room))
+    return max(1, min(cores() if most is None else most, plan.nbytes // _LEAST_SHARE, memory // room))
 
 
-class BlockElements(NamedTuple):
-    """A block, and its elements in the stored dtype."""
+@dataclass(frozen=True, slots=True)
+class SaveTimes:
+    """Times at which the phases of a save ended, in seconds of the monotonic clock."""
 
-    block: Block
-    elements: NDArray[np.generic]
-    """An array; or a `DeviceArray`, as far as tensors are left on their devices."""
-    own: bool
-    """Whether the elements are in memory that they share with nothing else."""
-
-
-def is_array(elements: object) -> bool:
-    """Whether the elements of a block are in host memory, and not left on their device."""
-    return isinstance(elements, np.ndarray)
+    began: float
+    planned: float
+    copied: float
+    durable: float
+    waited: float
 
 
-def are_own(blocks: Sequence[Block], source: Source) -> list[bool]:
-    """For each block of a source, whether it will be fetched into memory of its own: a complete box of a source that makes copies."""
-    if not source.private:
-        return [False] * len(blocks)
-    sizes = source.boxes.sizes().tolist()
-    return [block.box.size == sizes[block.held] for block in blocks]
-
-
-def read(plan: SavePlan, sources: Mapping[str, Source], room: int, *, most: int = sys.maxsize) -> Generator[Iterable[BlockElements]]:
-    """All blocks of this process, in batches.
-
-    Elements that are not in memory of their own may be views of the tensors. Use them up before you request the next
-    batch.
+def report(attempt: Attempt, tensors: int, nbytes: int, times: SaveTimes, *, blocked: float = 0.0, streamed: bool = False) -> SaveReport:
+    """Report of a save that has just ended.
 
     Args:
-        plan: the plan of this process's writes.
-        sources: its tensors.
-        room: bytes of copies that may exist at a time; a tensor that needs more is a batch of its own.
-        most: most bytes of a block, unless one chunk has more.
+        attempt: the attempt.
+        tensors: number of tensors that this process knows.
+        nbytes: bytes of the elements that it wrote.
+        times: times at which the phases ended.
+        blocked: seconds for which copying waited.
+        streamed: see the report.
     """
-    for names in batches(plan.blocks, lambda name: (sources[name].staged_bytes,), (room,)):
-        # This frame keeps no reference to the batch: when it is used up, its memory is free for the next one.
-        yield _fetched(plan, {name: sources[name] for name in names}, most)
-
-
-def read_to_host(plan: SavePlan, sources: Mapping[str, Source], room: int) -> Generator[Iterable[BlockElements]]:
-    """Like `read`, with all elements in host memory; close it if it is not used up."""
-    left, copies = frameworks.on_devices(sources, overlap=False)
-    return read(plan, sources, room) if copies is None else _arrived(plan, left, copies, room // 2)
-
-
-def _arrived(plan: SavePlan, sources: Mapping[str, Source], copies: DeviceCopies, room: int) -> Generator[Iterable[BlockElements]]:
-    """Like `read`, for tensors some of which are on devices: each batch is copied to pinned memory while the one before is in use.
-
-    Args:
-        plan: as for `read`.
-        sources: as for `read`; elements on devices are left there.
-        copies: copies those.
-        room: bytes of pinned memory of a batch; there are two.
-    """
-    room = max((room, *(round_up(block.chunk_bytes) for blocks in plan.blocks.values() for block in blocks)))
-    pool = BufferPool(2 * room, copies.pin)
-    blocks = chain.from_iterable(read(plan, sources, room, most=room))
-    before: tuple[Lease, Arrival, list[BlockElements]] | None = None
-    try:
-        for batch in batches(blocks, lambda item: (round_up(item.elements.nbytes),), (room,)):
-            lease, landed = pool.take(room), list[BlockElements]()
-            pairs: list[tuple[Array, Any]] = []
-            for block, elements, own in batch:
-                array: Array = elements
-                if not is_array(elements):
-                    array = lease.array(elements.shape, elements.dtype)
-                    pairs.append((array, elements))
-                landed.append(BlockElements(block, array, own))
-            ahead = lease, copies.copy(pairs), landed
-            if before is not None:
-                yield from _landed(*before)
-            before = ahead
-        if before is not None:
-            yield from _landed(*before)
-    finally:
-        copies.drain()
-
-
-def _landed(lease: Lease, arrival: Arrival, batch: list[BlockElements]) -> Iterator[list[BlockElements]]:
-    with lease:
-        arrival.wait()
-        yield batch
-
-
-def _fetched(plan: SavePlan, sources: Mapping[str, Source], most: int) -> Iterator[BlockElements]:
-    """Fetch a batch before returning, because frameworks have streams and settings of the thread that saves."""
-    wanted = [sorted({block.held for block in plan.blocks[name]}) for name in sources]
-    return _cut(plan, sources, wanted, frameworks.fetch([*sources.values()], wanted), most)
-
-
-def _cut(
-    plan: SavePlan, sources: Mapping[str, Source], wanted: list[list[int]], fetched: list[list[Array]], most: int
-) -> Iterator[BlockElements]:
-    for (name, source), boxes, arrays in zip(sources.items(), wanted, fetched, strict=True):
-        of_box = {i: stored(array, plan.tensors[name]) for i, array in zip(boxes, arrays, strict=True)}
-        for block, own in zip(plan.blocks[name], are_own(plan.blocks[name], source), strict=True):
-            for part in smaller(block, most):
-                yield BlockElements(part, of_box[part.held][part.inside], own)
+    assert attempt.record is not None
+    return SaveReport(
+        url=str(attempt.store),
+        attempt=attempt.name,
+        tensors=tensors,
+        nbytes=nbytes,
+        stored_bytes=attempt.record.stored_bytes,
+        planning_s=times.planned - times.began,
+        copying_s=times.copied - times.planned - blocked,
+        blocked_s=blocked,
+        writing_s=times.durable - times.copied,
+        waiting_s=times.waited - times.durable,
+        committing_s=time.monotonic() - times.waited if attempt.commits else 0.0,
+        streamed=streamed,
+        bases=attempt.bases,
+    )

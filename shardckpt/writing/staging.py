@@ -1,10 +1,13 @@
-"""Staging of a background save: elements move from the thread that saves to the thread that writes.
+"""Copying to the host: the first stage of every save. The second is writing (`host`), which receives elements in host memory.
 
-1. `save.read` goes through this process's blocks in grid order: batch after batch of tensors, whose copies (if the framework
-   makes any) stay within a limit.
-2. A `Stage` receives the blocks on the thread that saves. It keeps blocks that have memory of their own, and copies the others into
+`read` goes through this process's blocks in grid order: batch after batch of tensors, whose copies (if the framework makes any) stay
+within a limit. A save in the foreground writes each batch as it comes (`read_to_host`).
+
+In a background save, elements move from the thread that saves to the thread that writes:
+
+1. A `Stage` receives the blocks on the thread that saves. It keeps blocks that have memory of their own, and copies the others into
    a pooled buffer, many bytes at once (`copying`).
-3. The writing thread receives them in the same order, and cuts them into chunks (`write_chunks`).
+2. The writing thread, and threads that help it, receive them in the same order, cut and grouped for the writer (`Stage.portions`).
 
 The writing thread starts when everything is copied. Before that, the two would share the machine's memory bandwidth,
 and training waits for the copies. The buffer has the size of all blocks that are copied, the same from save to save. If
@@ -13,7 +16,7 @@ saving thread waits for free parts: the save streams. Then all blocks are copied
 
 Blocks of CUDA tensors (`DeviceArray`) are copied by the device: the saving thread only queues their copies, into a buffer of pinned
 memory, and the writing thread waits for their arrival before it reads a part. No part is reused, and the lease is not given back,
-before that.
+before that. A part is reused when all of its portions are written; meanwhile portions of the next part are written.
 
 A save makes one request to the pool for everything that it needs until it is written. So a save waits for other saves only while it
 holds nothing, and a save that has begun to copy waits only for its own writing thread.
@@ -27,49 +30,146 @@ import sys
 import time
 from collections import deque
 from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import chain
 from threading import Condition
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from shardckpt import frameworks
 from shardckpt.errors import BudgetError
 from shardckpt.excerpt import file_size
-from shardckpt.frameworks import fetch
-from shardckpt.io.buffers import round_up
+from shardckpt.io.buffers import BufferPool, round_up
 from shardckpt.io.copying import copy_all
 from shardckpt.layout.dtypes import with_plain_bools
-from shardckpt.plan.blocks import parts_of
-from shardckpt.writing.host import portions
-from shardckpt.writing.save import is_array
+from shardckpt.plan.blocks import smaller
+from shardckpt.plan.pieces import batches
+from shardckpt.writing.host import cut
+from shardckpt.writing.save_plan import stored
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
 
     from shardckpt.format.record import Contents
-    from shardckpt.frameworks.base import Source
+    from shardckpt.frameworks.base import Array, Source
     from shardckpt.frameworks.cuda import Arrival, DeviceCopies
-    from shardckpt.io.buffers import BufferPool, Lease
+    from shardckpt.io.buffers import Lease
     from shardckpt.plan.blocks import Block
     from shardckpt.writing.attempt import StateShare
-    from shardckpt.writing.host import HostWriter
-    from shardckpt.writing.save import BlockElements
+    from shardckpt.writing.host import HostWriter, Portion
+    from shardckpt.writing.save_plan import SavePlan
 
-WRITTEN_BYTES = 2 << 20
-"""Bytes of elements that the background encodes and writes at a time: many small chunks, in no more memory than one may need."""
+MOST_COPIES = 32 << 20
+"""Bytes of copies that frameworks make at a time. An allocator reuses so little memory again and again. More would be fresh
+memory each time, which the kernel has to clear: reads from torch_xla then take four times as long."""
 _BUFFER_BYTES = 32 << 20
 """Bytes of a part of the buffer, if the buffer does not hold everything."""
 _LEAST_PARTS = 8
 """Least number of parts. The end of each part may stay unused, and each thread works on one part at a time."""
 
 
-def write_chunks(writer: HostWriter, blocks: Iterable[tuple[Block, NDArray[np.generic]]]) -> Iterator[int]:
-    """Write the chunks of blocks, some at a time; yield the bytes of the elements written each time."""
-    cut = ((block.piece, box, elements[index]) for block, elements in blocks for box, index in parts_of(block, WRITTEN_BYTES))
-    for portion in portions(cut, writer.portion_bytes(WRITTEN_BYTES)):
-        writer.put_all(portion, WRITTEN_BYTES)
-        yield sum(elements.nbytes for _, _, elements in portion)
+class BlockElements(NamedTuple):
+    """A block, and its elements in the stored dtype."""
+
+    block: Block
+    elements: NDArray[np.generic]
+    """An array; or a `DeviceArray`, as far as tensors are left on their devices."""
+    own: bool
+    """Whether the elements are in memory that they share with nothing else."""
+
+
+def is_array(elements: object) -> bool:
+    """Whether the elements of a block are in host memory, and not left on their device."""
+    return isinstance(elements, np.ndarray)
+
+
+def are_own(blocks: Sequence[Block], source: Source) -> list[bool]:
+    """For each block of a source, whether it will be fetched into memory of its own: a complete box of a source that makes copies."""
+    if not source.private:
+        return [False] * len(blocks)
+    sizes = source.boxes.sizes().tolist()
+    return [block.box.size == sizes[block.held] for block in blocks]
+
+
+def read(plan: SavePlan, sources: Mapping[str, Source], room: int, *, most: int = sys.maxsize) -> Generator[Iterable[BlockElements]]:
+    """All blocks of this process, in batches.
+
+    Elements that are not in memory of their own may be views of the tensors. Use them up before you request the next
+    batch.
+
+    Args:
+        plan: the plan of this process's writes.
+        sources: its tensors.
+        room: bytes of copies that may exist at a time; a tensor that needs more is a batch of its own.
+        most: most bytes of a block, unless one chunk has more.
+    """
+    for names in batches(plan.blocks, lambda name: (sources[name].staged_bytes,), (room,)):
+        # This frame keeps no reference to the batch: when it is used up, its memory is free for the next one.
+        yield _fetched(plan, {name: sources[name] for name in names}, most)
+
+
+def read_to_host(plan: SavePlan, sources: Mapping[str, Source], room: int) -> Generator[Iterable[BlockElements]]:
+    """Like `read`, with all elements in host memory; close it if it is not used up."""
+    left, copies = frameworks.on_devices(sources, overlap=False)
+    return read(plan, sources, room) if copies is None else _arrived(plan, left, copies, room // 2)
+
+
+def _arrived(plan: SavePlan, sources: Mapping[str, Source], copies: DeviceCopies, room: int) -> Generator[Iterable[BlockElements]]:
+    """Like `read`, for tensors some of which are on devices: each batch is copied to pinned memory while the one before is in use.
+
+    Args:
+        plan: as for `read`.
+        sources: as for `read`; elements on devices are left there.
+        copies: copies those.
+        room: bytes of pinned memory of a batch; there are two.
+    """
+    room = max((room, *(round_up(block.chunk_bytes) for blocks in plan.blocks.values() for block in blocks)))
+    pool = BufferPool(2 * room, copies.pin)
+    blocks = chain.from_iterable(read(plan, sources, room, most=room))
+    before: tuple[Lease, Arrival, list[BlockElements]] | None = None
+    try:
+        for batch in batches(blocks, lambda item: (round_up(item.elements.nbytes),), (room,)):
+            lease, landed = pool.take(room), list[BlockElements]()
+            pairs: list[tuple[Array, Any]] = []
+            for block, elements, own in batch:
+                array: Array = elements
+                if not is_array(elements):
+                    array = lease.array(elements.shape, elements.dtype)
+                    pairs.append((array, elements))
+                landed.append(BlockElements(block, array, own))
+            ahead = lease, copies.copy(pairs), landed
+            if before is not None:
+                yield from _landed(*before)
+            before = ahead
+        if before is not None:
+            yield from _landed(*before)
+    finally:
+        copies.drain()
+
+
+def _landed(lease: Lease, arrival: Arrival, batch: list[BlockElements]) -> Iterator[list[BlockElements]]:
+    with lease:
+        arrival.wait()
+        yield batch
+
+
+def _fetched(plan: SavePlan, sources: Mapping[str, Source], most: int) -> Iterator[BlockElements]:
+    """Fetch a batch before returning, because frameworks have streams and settings of the thread that saves."""
+    wanted = [sorted({block.held for block in plan.blocks[name]}) for name in sources]
+    return _cut(plan, sources, wanted, frameworks.fetch([*sources.values()], wanted), most)
+
+
+def _cut(
+    plan: SavePlan, sources: Mapping[str, Source], wanted: list[list[int]], fetched: list[list[Array]], most: int
+) -> Iterator[BlockElements]:
+    for (name, source), boxes, arrays in zip(sources.items(), wanted, fetched, strict=True):
+        of_box = {i: stored(array, plan.tensors[name]) for i, array in zip(boxes, arrays, strict=True)}
+        for block, own in zip(plan.blocks[name], are_own(plan.blocks[name], source), strict=True):
+            for part in smaller(block, most):
+                yield BlockElements(part, of_box[part.held][part.inside], own)
 
 
 @dataclass(slots=True)
@@ -82,6 +182,8 @@ class _Part:
     blocks: list[tuple[Block, NDArray[np.generic]]] = field(default_factory=list)
     arrivals: list[Arrival] = field(default_factory=list)
     """The copies from devices that must arrive before the memory is read or reused."""
+    portions: int = 1
+    """Number of portions that are drawn and not written, and one until all are drawn."""
 
 
 def late_bytes(share: StateShare) -> int:
@@ -101,7 +203,7 @@ class LateElements:
             tensor = share.plan.tensors[name]
             array, memory = memory[: tensor.nbytes].view(tensor.dtype.storage).reshape(tensor.shape), memory[round_up(tensor.nbytes) :]
             self._arrays[name] = array
-            pairs += [(array, elements) for elements in fetch([sources[name]])[0]]  # none of a tensor without elements
+            pairs += [(array, elements) for elements in frameworks.fetch([sources[name]])[0]]  # none of a tensor without elements
         self._arrival = copies.copy(pairs)
 
     def added_to(self, contents: Contents) -> Contents:
@@ -278,27 +380,44 @@ class Stage:
 
     # --- the thread that writes
 
-    def __iter__(self) -> Iterator[list[tuple[Block, NDArray[np.generic]]]]:
-        """Yield the blocks with their elements, some at a time; use them up before the next iteration.
+    def portions(self, writer: HostWriter, at_a_time: int, written: Callable[[int], None]) -> Iterator[Portion]:
+        """Yield the blocks with their elements in portions for a writer, whose threads may draw them, one at a time.
+
+        Args:
+            writer: the writer.
+            at_a_time: as for `HostWriter.portions`.
+            written: as for `HostWriter.portions`.
 
         Raises:
             BaseException: the error of the saving thread.
             CommitError: a tensor on a device was changed while it was copied.
         """
+
+        def free(part: _Part, nbytes: int) -> None:
+            self._count_portions(part, -1)
+            written(nbytes)
+
         while (part := self._next()) is not None:
             for arrival in part.arrivals:
                 arrival.wait()
             if self.copies is not None and not self.streamed:  # all are in this part
                 self.copies.check()
-            try:
-                yield part.blocks
-            finally:
-                part.blocks.clear()
-                with self._changed:
-                    self._free.append(part.memory)
-                    self._changed.notify_all()
+            nbytes = sum(elements.nbytes for _, elements in part.blocks)
+            for portion in writer.portions(cut(part.blocks, at_a_time), at_a_time, nbytes, partial(free, part)):
+                self._count_portions(part, 1)
+                yield portion
+            self._count_portions(part, -1)
         if self.copies is not None:
             self.copies.check()
+
+    def _count_portions(self, part: _Part, more: int) -> None:
+        """Count the portions of a part; when all are written, the part is free."""
+        with self._changed:
+            part.portions += more
+            if part.portions == 0:
+                part.blocks.clear()
+                self._free.append(part.memory)
+                self._changed.notify_all()
 
     def end(self) -> None:
         """Finish the writing side: everything is written, or a side has failed."""

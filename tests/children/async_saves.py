@@ -12,7 +12,7 @@ import numpy as np
 
 import shardckpt
 from shardckpt import SaveOptions
-from shardckpt.writing.saver import Saver
+from shardckpt.writing.background import Saver
 
 MiB = 1 << 20
 LIMIT = 16 * MiB

@@ -22,7 +22,7 @@ from shardckpt.commit.publish import published_attempt
 from shardckpt.frameworks.coordination import Coordinator
 from shardckpt.io.store import Store
 from shardckpt.layout.world import World
-from shardckpt.writing.saver import Saver
+from shardckpt.writing.background import Saver
 
 STATE = {"frozen": np.ones((100, 100), np.float32), "head": np.ones(3, np.float32)}
 

@@ -46,7 +46,7 @@ def write(encoded_chunks):
             for index, data in encoded_chunks(array.view(dtype.storage), chunks):
                 key = f"{path}/{chunk_key(index)}"
                 if key not in leave_out:
-                    writers[count % 2].put(key, data)
+                    writers[count % 2].append([key], [data])
                     count, total = count + 1, total + len(data)
         for writer in writers:
             writer.finish()
@@ -171,7 +171,7 @@ def test_the_merged_index_refers_to_the_very_places_where_hosts_put_their_chunks
         writer = PackedWriter(store, host, data_file_bytes=50, lane_keys=7)
         keys = [f"w/c/{i}/{host}" for i in range(20)]
         for i, key in enumerate(keys):
-            writer.put(key, bytes([i]) * (i + 1))
+            writer.append([key], [bytes([i]) * (i + 1)])
         extents = writer.finish()
         columns = (extents.file.tolist(), extents.offset.tolist(), extents.length.tolist())
         expected |= {key: (extents.files[f], o, n) for key, f, o, n in zip(keys, *columns, strict=True)}
@@ -187,7 +187,7 @@ def test_an_index_of_several_levels_is_walked_whole(store):
     keys = [f"{i:0150d}/c/{i}" for i in range(60_000)]
     writer = PackedWriter(store, 0, lane_keys=25_000)
     for key in keys:
-        writer.put(key, b"x")
+        writer.append([key], [b"x"])
     writer.finish()
     merge_lanes(store, writer.lanes, (), expected_chunks=len(keys), expected_bytes=len(keys))
     root = ts.ocdbt.dump(store.kvstore()).result()["versions"][-1]
@@ -199,7 +199,7 @@ def test_a_chunk_that_two_hosts_wrote_fails_the_commit(store):
     lanes = []
     for host in range(2):
         writer = PackedWriter(store, host)
-        writer.put("w/c/0", b"%d" % host)
+        writer.append(["w/c/0"], [b"%d" % host])
         writer.finish()
         lanes += writer.lanes
     with pytest.raises(CommitError, match="two hosts wrote the same chunk"):
@@ -208,7 +208,7 @@ def test_a_chunk_that_two_hosts_wrote_fails_the_commit(store):
 
 def test_a_lane_that_lacks_chunks_fails_the_commit(store):
     writer = PackedWriter(store, 0)
-    writer.put("w/c/0", b"1")
+    writer.append(["w/c/0"], [b"1"])
     writer.finish()
     with pytest.raises(CommitError, match="wrote 2 chunks"):
         merge_lanes(store, writer.lanes, (), expected_chunks=2, expected_bytes=2)
@@ -216,7 +216,7 @@ def test_a_lane_that_lacks_chunks_fails_the_commit(store):
 
 def test_large_documents_do_not_disturb_the_count(store):
     writer = PackedWriter(store, 0)
-    writer.put("w/c", b"12345")
+    writer.append(["w/c"], [b"12345"])
     writer.finish()
     document = array_json((), DTYPES["uint8"], (), None, {"shardckpt": "x" * (2 << 20)})
     merge_lanes(store, writer.lanes, [("w", document)], expected_chunks=1, expected_bytes=5)

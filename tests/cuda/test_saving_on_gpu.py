@@ -9,7 +9,7 @@ import torch
 import shardckpt
 from shardckpt import CheckpointManager, SaveOptions, errors
 from shardckpt.frameworks import cuda_runtime
-from shardckpt.writing.saver import Saver
+from shardckpt.writing.background import Saver
 
 pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"), pytest.mark.timeout(300)]
 

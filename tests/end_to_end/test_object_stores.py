@@ -134,6 +134,6 @@ def test_data_files_are_bounded_by_64_mib_and_by_memory(cloud):
 def test_data_files_on_a_disk_are_bounded_by_256_mib(tmp_path):
     writer, chunk = PackedWriter(Store.open(tmp_path), 0), bytes(2 * MiB)
     for i in range(DATA_FILE_BYTES // len(chunk) + 3):
-        writer.put(f"w/c/{i}", chunk)
+        writer.append([f"w/c/{i}"], [chunk])
     sizes = [(tmp_path / file).stat().st_size for file in writer.finish().files]
     assert sizes == [DATA_FILE_BYTES, 3 * len(chunk)]

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 import shardckpt
 from shardckpt import SaveOptions, errors
 from shardckpt.frameworks import cuda, cuda_runtime
-from shardckpt.writing.saver import Saver
+from shardckpt.writing.background import Saver
 
 MiB = 1 << 20
 DTYPES = (

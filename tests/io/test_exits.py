@@ -47,7 +47,7 @@ def test_a_save_that_waits_for_others_is_given_up_when_the_program_ends(tmp_path
     program = """if True:
         import sys, numpy, shardckpt
         from one_of_several import OneOfSeveral
-        from shardckpt.writing import saver
+        from shardckpt.writing import background as saver
         class Silent(OneOfSeveral):
             def _set(self, key, value):
                 pass

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import shardckpt
-import shardckpt.writing.saver
+import shardckpt.writing.background
 from shardckpt.training import events
 from shardckpt.training.events import Event, Events, Progressed, SaveCommitted, SaveFailed, SaveStarted
 
@@ -134,7 +134,7 @@ def test_progress_is_told_first_and_last_and_not_for_every_chunk_between():
 def test_a_save_and_a_restore_tell_how_far_they_are(tmp_path):
     state = {f"w{i}": np.arange(50_000.0) + i for i in range(4)}
     total = sum(w.nbytes for w in state.values())
-    saver, options, told = shardckpt.writing.saver.Saver(), shardckpt.SaveOptions(), []
+    saver, options, told = shardckpt.writing.background.Saver(), shardckpt.SaveOptions(), []
     saver.begin(tmp_path / "c", state, options, progress=lambda *now: told.append(now)).wait()
     saver.close()
     assert told[-1] == (total, total)

@@ -21,8 +21,8 @@ import shardckpt
 from shardckpt import CheckpointManager, SaveOptions, errors, frameworks
 from shardckpt.frameworks import cuda
 from shardckpt.io.buffers import BufferPool
+from shardckpt.writing.background import Saver
 from shardckpt.writing.replicas import ReplicaChecksums
-from shardckpt.writing.saver import Saver
 
 MiB = 1 << 20
 ROUNDING = 64

@@ -22,7 +22,7 @@ from shardckpt.plan.pieces import Piece, chunk_boxes
 from shardckpt.reading.locate import Request
 from shardckpt.reading.lookup import WholeTable
 from shardckpt.reading.reader import ChunkReader
-from shardckpt.writing.host import HostWriter, portions
+from shardckpt.writing.host import HostWriter
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -59,6 +59,10 @@ def writer(place: Path, threads, layout="packed", compression=None) -> HostWrite
     return HostWriter(Store.open(place), "a", 0, layout=layout, compression=compression, memory_limit=1 << 26, threads=threads)
 
 
+def append(host, blocks, at_a_time):
+    host.append(host.portions(blocks, at_a_time, sum(elements.nbytes for _, _, elements in blocks)))
+
+
 def read_back(place, record, piece):
     store = Store.open(place)
     table = read_table(store, record.files.table)
@@ -73,7 +77,7 @@ def read_back(place, record, piece):
 def test_what_several_threads_have_written_is_read_back(tmp_path_factory, rows, threads, compression, at_a_time):
     place = tmp_path_factory.mktemp("host")
     host, blocks = writer(place, threads, compression=compression), arrays(rows)
-    host.put_all(blocks, at_a_time)
+    append(host, blocks, at_a_time)
     record, table = host.complete(host.describe(CONTENTS), hosts=1, prior=None)
     assert record.chunks == len(table.rows) == sum(rows)
     assert len(record.files.lanes) <= threads
@@ -87,8 +91,8 @@ def calls(tmp_path, monkeypatch):
     monkeypatch.setattr(extension, "moving", None)
     made = []
     kind = type(create_data_file(Store.open(tmp_path), "x"))
-    append = kind.append
-    monkeypatch.setattr(kind, "append", lambda self, data: made.append(len(data)) or append(self, data))
+    to_file = kind.append
+    monkeypatch.setattr(kind, "append", lambda self, data: made.append(len(data)) or to_file(self, data))
     return made
 
 
@@ -96,15 +100,15 @@ def calls(tmp_path, monkeypatch):
 def test_the_extension_gets_all_blocks_that_are_cut_alike_as_far_as_a_call_may_last(tmp_path, monkeypatch):
     made = []
     kind = type(create_data_file(Store.open(tmp_path), "x"))
-    append = kind.append_blocks
-    monkeypatch.setattr(kind, "append_blocks", lambda self, *some: made.append(some[-1]) or append(self, *some))
+    to_file = kind.append
+    monkeypatch.setattr(kind, "append", lambda self, blocks: made.append(blocks.nbytes) or to_file(self, blocks))
     host, blocks = writer(tmp_path, 1), arrays([3, 1, 3, 1, 3, 9])
-    host.put_all(blocks, 10 * ROW)
+    append(host, blocks, 10 * ROW)
     host.abort()
     assert made == [n * (ROW + 4) for n in (3 + 3 + 3, 1 + 1, 9)], "one for each shape"
     made.clear()
     host = writer(tmp_path / "other", 1)
-    host.put_all(arrays([2000, 2000]), ROW)
+    append(host, arrays([2000, 2000]), ROW)
     host.abort()
     assert made == [2000 * (ROW + 4)] * 2, "a call has at most 32 MiB"
 
@@ -115,14 +119,14 @@ ROW = 4096 * 4
 
 def test_a_block_is_written_by_one_call_however_many_chunks_it_has(tmp_path, calls):
     host = writer(tmp_path, 1)
-    host.put(*arrays([200])[0])
+    append(host, arrays([200]), ROW)
     assert calls == [200 * (ROW + 4)]
     host.abort()
 
 
 def test_blocks_that_are_cut_alike_are_written_by_one_call_as_far_as_there_is_memory(tmp_path, calls):
     host, blocks = writer(tmp_path, 1), arrays([3, 1, 3, 1, 3, 9])
-    host.put_all(blocks, 10 * ROW)
+    append(host, blocks, 10 * ROW)
     record, _ = host.complete(host.describe(CONTENTS), hosts=1, prior=None)
     assert calls == [n * (ROW + 4) for n in (3 + 3, 1 + 1, 3, 9)], "of the first four those of one shape; then one; then a large one"
     for piece, _, values in blocks:
@@ -132,21 +136,22 @@ def test_blocks_that_are_cut_alike_are_written_by_one_call_as_far_as_there_is_me
 def test_edges_that_are_mostly_padding_count_as_they_are_laid_out(tmp_path, calls):
     edges = [(Piece(f"t{i}", (0, 0), (65, 64), (64, 64)), Box((64, 0), (65, 64)), np.ones((1, 64), np.float32)) for i in range(8)]
     host = writer(tmp_path, 1)
-    host.put_all(edges, 4 * ROW)
+    append(host, edges, 4 * ROW)
     assert calls == [4 * (ROW + 4)] * 2
     host.abort()
 
 
-def test_however_small_blocks_are_only_so_many_are_taken_at_a_time():
+def test_however_small_blocks_are_only_so_many_are_taken_at_a_time(tmp_path):
     scalar = Piece("w", (), (), ()), Box((), ()), np.ones((), np.uint8)
-    assert [len(some) for some in portions([scalar] * 20, 8 << 10)] == [8, 8, 4]
+    portions = writer(tmp_path, 1).portions([scalar] * 20, 8 << 10, 20)
+    assert [len(portion.blocks) for portion in portions] == [8, 8, 4]
 
 
 def test_shards_of_a_tensor_lie_side_by_side_in_the_file(tmp_path, calls):
     whole = arrays([4, 4, 4])
     halves = [Box((0, 0), (2, 4096)), Box((2, 0), (4, 4096))]
     host = writer(tmp_path, 1)
-    host.put_all([(piece, half, values[half.slices]) for piece, _, values in whole for half in halves], 1 << 20)
+    append(host, [(piece, half, values[half.slices]) for piece, _, values in whole for half in halves], 1 << 20)
     record, table = host.complete(host.describe(CONTENTS), hosts=1, prior=None)
     assert calls == [12 * (ROW + 4)]
     assert table.rows.offset.tolist() == [*range(0, 12 * (ROW + 4), ROW + 4)], "by array, and in grid order"
@@ -178,9 +183,9 @@ def test_a_block_of_as_many_dimensions_as_can_be_stored_is_laid_out():
 def test_a_chunk_that_two_threads_were_given_is_refused(tmp_path):
     ((piece, box, values),) = arrays([2])
     host = writer(tmp_path, 2)
-    host._encoders[0].put_all([(piece, box, values)])
-    host._encoders[1].put_all([(piece, Box((1, 0), (2, 4096)), values[1:])])
-    with pytest.raises(CommitError, match="chunk 1 of t0 was put twice"):
+    host._encoders[0].append([(piece, box, values)])
+    host._encoders[1].append([(piece, Box((1, 0), (2, 4096)), values[1:])])
+    with pytest.raises(CommitError, match="chunk t0/c/1/0 was put twice"):
         host.complete(host.describe(CONTENTS), hosts=1, prior=None)
     host.abort()
 
@@ -194,6 +199,6 @@ def test_an_error_in_any_thread_ends_all_and_is_the_callers_and_nothing_is_left(
         raise CommitError("this one cannot be read")
 
     with pytest.raises(CommitError, match="this one cannot be read"):
-        host.put_all(given(), 1 << 16)
+        host.append(host.portions(given(), 1 << 16, 300 * ROW))
     host.abort()
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]

@@ -40,7 +40,7 @@ def test_every_chunk_is_where_it_is_said_to_be_and_where_tensorstore_looks(entri
     store = Store.open(f"memory://{uuid.uuid4().hex}")
     writer = PackedWriter(store, 3, data_file_bytes=data_file_bytes, lane_keys=lane_keys)
     for key, data in entries.items():
-        writer.put(key, data)
+        writer.append([key], [data])
     extents = writer.finish()
 
     assert as_placed(store, extents) == list(entries.values())
@@ -56,7 +56,7 @@ def test_every_chunk_is_where_it_is_said_to_be_and_where_tensorstore_looks(entri
 def test_a_host_writes_into_its_own_directory_and_nowhere_else(store):
     writer = PackedWriter(store, 7, data_file_bytes=10)
     for i in range(3):
-        writer.put(f"w/c/{i}", b"12345678")
+        writer.append([f"w/c/{i}"], [b"12345678"])
     extents = writer.finish()
     assert writer.lanes == ["hosts/00007/0"]
     assert list(extents.files) == [f"hosts/00007/0/d/0000{i}" for i in range(3)]
@@ -67,7 +67,7 @@ def test_a_host_writes_into_its_own_directory_and_nowhere_else(store):
 def test_chunks_lie_side_by_side_in_the_order_in_which_they_were_put(store):
     writer = PackedWriter(store, 0)
     for i in (3, 1, 2):
-        writer.put(f"w/c/{i}", b"%d" % i * i)
+        writer.append([f"w/c/{i}"], [b"%d" % i * i])
     extents = writer.finish()
     assert store.read(extents.files[0]) == b"333122"
     assert extents.offset.tolist() == [0, 3, 4]
@@ -76,17 +76,17 @@ def test_chunks_lie_side_by_side_in_the_order_in_which_they_were_put(store):
 
 def test_a_chunk_put_twice_is_an_error_in_another_lane_too(store):
     writer = PackedWriter(store, 0, lane_keys=1)
-    writer.put("w/c/0", b"1")
-    writer.put("w/c/1", b"1")
+    writer.append(["w/c/0"], [b"1"])
+    writer.append(["w/c/1"], [b"1"])
     with pytest.raises(CommitError, match="w/c/0 was put twice"):
-        writer.put("w/c/0", b"2")
+        writer.append(["w/c/0"], [b"2"])
     writer.abort()
 
 
 def test_a_lane_that_was_not_finished_is_no_database(store):
     writer = PackedWriter(store, 0, data_file_bytes=1)
-    writer.put("w/c/0", b"1")
-    writer.put("w/c/1", b"1")
+    writer.append(["w/c/0"], [b"1"])
+    writer.append(["w/c/1"], [b"1"])
     assert not store.exists("hosts/00000/0/manifest.ocdbt")
     writer.abort()
 
@@ -95,14 +95,14 @@ def test_giving_up_leaves_nothing(store):
     store.write("hosts/00001/table", b"another host's")
     writer = PackedWriter(store, 0, data_file_bytes=1, lane_keys=2)
     for i in range(5):
-        writer.put(f"w/c/{i}", b"1")
+        writer.append([f"w/c/{i}"], [b"1"])
     writer.abort()
     assert store.list() == ["hosts/00001/table"]
 
 
 def test_an_attempt_that_is_deleted_while_it_is_written_is_a_storage_error(tmp_path):
     writer = PackedWriter(Store.open(tmp_path), 0)
-    writer.put("w/c/0", b"1")
+    writer.append(["w/c/0"], [b"1"])
     shutil.rmtree(tmp_path / "hosts")
     with pytest.raises(StorageError, match="hosts/00000/0"):
         writer.finish()
@@ -122,7 +122,7 @@ def test_on_an_object_store_a_file_is_one_request_and_what_is_sent_again(proxied
     with proxy.rules.during(Rule("status", kinds=("upload",), objects="*/d/00002"), Rule("reset", kinds=("upload",), objects="*/d/00003")):
         writer = PackedWriter(store, 0, data_file_bytes=8 << 14)
         for i, row in enumerate(data):
-            writer.put(f"w/c/{i}", row)
+            writer.append([f"w/c/{i}"], [row])
         extents = writer.finish()
     assert as_placed(store, extents) == [row.tobytes() for row in data]
     sent = {name.rpartition("/")[2]: nbytes >> 14 for name, nbytes in proxy.traffic.uploaded().items() if nbytes >= 1 << 14}
@@ -136,7 +136,7 @@ def test_files_are_on_their_way_while_the_next_one_fills(proxied):
     with proxy.rules.during(Rule("latency", seconds=3600, times=None, kinds=("upload",), objects="*/d/0*")):
         writer = PackedWriter(store, 0, memory_limit=5 << 14, data_file_bytes=1 << 20)
         for i in range(3):
-            writer.put(f"w/c/{i}", bytes(1 << 14))
+            writer.append([f"w/c/{i}"], [bytes(1 << 14)])
         deadline = time.monotonic() + 60
         while len(proxy.traffic.exchanges()) < 2:
             assert time.monotonic() < deadline

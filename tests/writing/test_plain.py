@@ -18,7 +18,7 @@ def test_every_chunk_is_an_object_of_its_name(entries, in_flight_bytes):
     store = Store.open(f"memory://{uuid.uuid4().hex}")
     writer = PlainWriter(store, in_flight_bytes=in_flight_bytes)
     for key, data in entries.items():
-        writer.put(f"{key}/c/0", data)
+        writer.append([f"{key}/c/0"], [data])
     extents = writer.finish()
     assert {key: store.read(key) for key in store.list()} == {f"zarr/{key}/c/0": data for key, data in entries.items()}
     assert extents.length.tolist() == [len(data) for data in entries.values()]
@@ -31,6 +31,6 @@ def test_buffers_may_be_used_again_at_once(store):
     writer = PlainWriter(store, in_flight_bytes=250)
     for i in range(20):
         buffer[:] = i
-        writer.put(f"w/c/{i}", buffer)
+        writer.append([f"w/c/{i}"], [buffer])
     writer.finish()
     assert [store.read(f"zarr/w/c/{i}") for i in range(20)] == [bytes([i]) * 100 for i in range(20)]

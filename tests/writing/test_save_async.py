@@ -20,7 +20,7 @@ from processes import Processes
 import shardckpt
 from shardckpt import Coordinator, SaveOptions, errors
 from shardckpt.layout.world import World
-from shardckpt.writing.saver import Saver
+from shardckpt.writing.background import Saver
 
 FRAMEWORKS = ["torch", "DTensor", "JAX", "torch_xla"]
 MiB = 1 << 20
@@ -457,7 +457,7 @@ import signal, sys, threading, time
 import numpy as np
 import shardckpt
 from shardckpt import errors
-from shardckpt.writing import saver
+from shardckpt.writing import background as saver
 main, finish = threading.main_thread().ident, saver._Save._finish
 def interrupted(self):
     signal.pthread_kill(main, signal.SIGINT)

@@ -21,7 +21,7 @@ from shardckpt.commit.collecting import collect, delete
 from shardckpt.format.documents import BASES_VERSION, seal
 from shardckpt.state.names import array_path
 from shardckpt.state.select import matches
-from shardckpt.writing.saver import Saver
+from shardckpt.writing.background import Saver
 
 MESH = Mesh((2, 2), ("x", "y"))
 EMBED = np.arange(300 * 40, dtype=np.float32).reshape(300, 40)

@@ -1,6 +1,7 @@
 """Sizes of copies, and the way of copies from the saving thread to the writing one."""
 
 import threading
+import uuid
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from shardckpt import errors, frameworks
 from shardckpt.io.buffers import BufferPool
+from shardckpt.io.store import Store
 from shardckpt.layout.box import Box
 from shardckpt.layout.mesh import Mesh
 from shardckpt.layout.partition_spec import PartitionSpec
@@ -20,10 +22,10 @@ from shardckpt.layout.world import World
 from shardckpt.options import SaveOptions
 from shardckpt.plan.blocks import Block, parts_of, run_boxes, smaller
 from shardckpt.plan.pieces import Piece
+from shardckpt.writing.host import HostWriter
 from shardckpt.writing.plan_cache import PlanCache
-from shardckpt.writing.save import BlockElements, read
 from shardckpt.writing.save_plan import plan_save
-from shardckpt.writing.staging import Stage
+from shardckpt.writing.staging import BlockElements, Stage, read
 
 MiB = 1 << 20
 
@@ -134,6 +136,13 @@ def test_a_batch_is_fetched_by_the_thread_that_asks_for_it_and_used_by_any(monke
 # --- from one thread to the other
 
 
+def portions(stage, at_a_time=MiB, written=lambda _: None):
+    """The portions for a writer of one thread."""
+    place = Store.open(f"memory://{uuid.uuid4().hex}")
+    writer = HostWriter(place, "a", 0, layout="packed", compression=None, memory_limit=MiB)
+    return stage.portions(writer, at_a_time, written)
+
+
 class Saved:
     """One pass of a state through a stage, with a thread that takes everything off."""
 
@@ -164,11 +173,13 @@ class Saved:
 
     def take_off(self):
         try:
-            for i, (block, elements) in enumerate(chain.from_iterable(self.stage)):
+            for i, portion in enumerate(portions(self.stage)):
                 if i == self.die_after:
                     raise errors.StorageError("the disk is full")
-                self.addresses.add(elements.ctypes.data)
-                self.found[block.piece.path][block.inside] = elements
+                for piece, box, elements in portion.blocks:
+                    self.addresses.add(elements.ctypes.data)
+                    self.found[piece.path][box.slices] = elements
+                portion.written()
         except errors.ShardckptError as e:
             self.stage.fail(e)
         finally:
@@ -229,7 +240,7 @@ def test_a_stage_that_gives_up_returns_its_memory():
     assert not pool.kept, "a thread may still be copying into it"
     assert pool.take_at_once(pool.limit) is not None
     with pytest.raises(KeyboardInterrupt):
-        next(iter(stage))
+        next(portions(stage))
 
 
 def test_what_is_in_memory_of_its_own_is_counted_and_not_copied():
@@ -240,8 +251,8 @@ def test_what_is_in_memory_of_its_own_is_counted_and_not_copied():
     stage.close()
     assert MiB + array.nbytes <= pool.high_water < MiB + array.nbytes + 1000
     assert pool.take_at_once(pool.limit - array.nbytes + 1) is None
-    ((_, elements),) = chain.from_iterable(stage)
-    assert elements is array
+    ((_, _, elements),) = (block for portion in portions(stage) for block in portion.blocks)
+    assert np.shares_memory(elements, array)
     stage.end()
     assert pool.take_at_once(pool.limit) is not None
 
@@ -252,8 +263,8 @@ def test_the_buffer_is_not_given_back_while_the_other_side_may_touch_it():
     stage.fit([(block, False)])
     stage.put([BlockElements(block, np.ones(1000), False)])
     stage.close()
-    blocks = iter(stage)
-    ((_, elements),) = next(blocks)
+    blocks = portions(stage)
+    ((_, _, elements),) = next(blocks).blocks
     stage.fail(errors.StorageError("gone"))
     with pool.take(MiB) as lease:
         lease.array((MiB,), np.uint8)[...] = 0

@@ -36,7 +36,7 @@ before = peak()
 writer = Writer(store, {options})
 for i in range({chunks}):
     chunk[0] = i
-    writer.put(f"w/c/{{i}}", chunk)
+    writer.append([f"w/c/{{i}}"], [chunk])
 writer.finish()
 print(peak() - before)
 """
@@ -72,9 +72,9 @@ class WriterTests(ABC):
     def test_any_buffer_will_do_and_may_be_used_again_at_once(self, store, kind):
         buffer = bytearray(b"12345678")
         writer = self.writer(store)
-        writer.put("w/c/0", kind(buffer))
+        writer.append(["w/c/0"], [kind(buffer)])
         buffer[:] = b"xxxxxxxx"
-        writer.put("w/c/1", buffer)
+        writer.append(["w/c/1"], [buffer])
         assert self.stored(store, ["w/c/0", "w/c/1"], writer.finish()) == [b"12345678", b"xxxxxxxx"]
 
     def test_a_host_with_nothing_to_write_creates_nothing(self, store):
@@ -83,18 +83,18 @@ class WriterTests(ABC):
 
     def test_a_chunk_put_twice_is_an_error_with_its_key(self, store):
         writer = self.writer(store)
-        writer.put("w/c/0", b"1")
-        writer.put("w/c/1", b"1")
+        writer.append(["w/c/0"], [b"1"])
+        writer.append(["w/c/1"], [b"1"])
         with pytest.raises(CommitError, match="w/c/0 was put twice"):
-            writer.put("w/c/0", b"2")
+            writer.append(["w/c/0"], [b"2"])
         writer.abort()
 
     def test_after_an_error_nothing_can_be_finished(self, store):
         writer = self.writer(store)
-        writer.put("w/c/0", b"1")
+        writer.append(["w/c/0"], [b"1"])
         with pytest.raises(CommitError):
-            writer.put("w/c/0", b"2")
-        for use in (writer.finish, lambda: writer.put("w/c/1", b"1")):
+            writer.append(["w/c/0"], [b"2"])
+        for use in (writer.finish, lambda: writer.append(["w/c/1"], [b"1"])):
             with pytest.raises(CommitError, match="call abort"):
                 use()
         writer.abort()
@@ -102,15 +102,15 @@ class WriterTests(ABC):
     def test_a_chunk_without_bytes_is_an_error(self, store):
         writer = self.writer(store)
         with pytest.raises(CommitError, match="w/c/0 has no bytes"):
-            writer.put("w/c/0", b"")
+            writer.append(["w/c/0"], [b""])
         writer.abort()
 
     def test_what_another_writer_has_written_is_not_overwritten(self, tmp_path):
         store = Store.open(tmp_path)
         first, second = self.writer(store), self.writer(store)
-        first.put("w/c/0", b"1")
+        first.append(["w/c/0"], [b"1"])
         with pytest.raises(StorageError, match="File exists"):
-            second.put("w/c/0", b"2")
+            second.append(["w/c/0"], [b"2"])
         assert self.stored(store, ["w/c/0"], first.finish()) == [b"1"]
 
     def test_a_disk_that_takes_no_more_is_a_storage_error_with_the_file(self, tmp_path):
@@ -119,7 +119,7 @@ class WriterTests(ABC):
         resource.setrlimit(resource.RLIMIT_FSIZE, (3 << 19, hard))
         try:
             with pytest.raises(StorageError, match=rf"{self.object_of('w/c/0')}: .*File too large"):
-                writer.put("w/c/0", bytes(2 << 20))
+                writer.append(["w/c/0"], [bytes(2 << 20)])
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         writer.abort()
@@ -127,7 +127,7 @@ class WriterTests(ABC):
     def test_an_object_that_cannot_be_written_is_named(self, cloud):
         with environment(cloud.env()):
             writer = self.writer(Store.open(f"{cloud.scheme}://no-such-bucket/run"))
-            writer.put("w/c/0", b"1")
+            writer.append(["w/c/0"], [b"1"])
             with pytest.raises(StorageError, match=f"no-such-bucket/run/{self.object_of('w/c/0')}"):
                 writer.finish()
             with pytest.raises(CommitError, match="call abort"):
@@ -137,7 +137,7 @@ class WriterTests(ABC):
     def test_giving_up_leaves_no_file_open(self, tmp_path):
         writer = self.writer(Store.open(tmp_path))
         for i in range(100):
-            writer.put(f"w/c/{i}", b"1")
+            writer.append([f"w/c/{i}"], [b"1"])
         writer.abort()
         assert not [fd for fd in Path("/proc/self/fd").iterdir() if str(tmp_path) in os.path.realpath(fd)]
 
@@ -147,7 +147,7 @@ class WriterTests(ABC):
             with proxy.rules.during(Rule("status", times=None, kinds=("upload",))):
                 writer = self.writer(store)
                 for i in range(3):
-                    writer.put(f"w/c/{i}", bytes(1 << 14))
+                    writer.append([f"w/c/{i}"], [bytes(1 << 14)])
                 begun = time.monotonic()
                 writer.abort()
                 assert time.monotonic() - begun < 30, "a request is tried again for minutes"
@@ -157,7 +157,7 @@ class WriterTests(ABC):
         (tmp_path / "file").write_text("")
         writer = self.writer(Store.open(tmp_path / "file" / "attempt"))
         with pytest.raises(StorageError, match="cannot make a directory"):
-            writer.put("w/c/0", b"1")
+            writer.append(["w/c/0"], [b"1"])
         writer.abort()
 
     @pytest.mark.parametrize("place", ["file", "memory", "gs", "s3"])

@@ -22,7 +22,7 @@ import torch
 
 import shardckpt
 from shardckpt import SaveOptions
-from shardckpt.writing.saver import Saver
+from shardckpt.writing.background import Saver
 
 if TYPE_CHECKING:
     from collections.abc import Callable

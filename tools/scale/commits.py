@@ -79,8 +79,9 @@ def write_attempt(root: Store, contents: Contents, hosts: int, layout: str = "pa
     elements = np.zeros((1, CHUNKS_PER_TENSOR), np.uint8)
     for host in range(hosts):
         writer = HostWriter(place, ATTEMPT, host, layout=layout, compression=None, memory_limit=1 << 26)
-        for tensor in contents.structure.tensors.values():
-            writer.put(tensor.pieces[0], Box((host, 0), (host + 1, CHUNKS_PER_TENSOR)), elements)
+        box = Box((host, 0), (host + 1, CHUNKS_PER_TENSOR))
+        blocks = [(tensor.pieces[0], box, elements) for tensor in contents.structure.tensors.values()]
+        writer.append(writer.portions(blocks, 1 << 20, len(blocks) * elements.nbytes))
         writer.finish(contents, hosts=hosts, prior=None)
     return place
 

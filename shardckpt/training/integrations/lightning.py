@@ -45,13 +45,13 @@ from shardckpt.reading.checkpoint import Checkpoint
 from shardckpt.reading.restore import restore
 from shardckpt.training.background import noted_on
 from shardckpt.training.integrations.plain import plain
+from shardckpt.writing.background import save_async
 from shardckpt.writing.save import save
-from shardckpt.writing.saver import save_async
 
 if TYPE_CHECKING:
     import os
 
-    from shardckpt.writing.save_handle import SaveHandle
+    from shardckpt.writing.background import SaveHandle
 
 __all__ = ["ShardckptIO"]
 

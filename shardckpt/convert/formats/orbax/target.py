@@ -103,7 +103,7 @@ class OrbaxDirectory(StateWriter):
         key = chunk_key([start // side for start, side in zip(box.start, chunks, strict=True)])
         data, crc = encode(array, chunks, None)
         for name in self._arrays[output.name]:
-            self._writer.put(f"{name}/{key}", data)
+            self._writer.append([f"{name}/{key}"], [data])
             self._parts.append(WrittenBlock(output.name, self._draft.path / name / key, [(0, data.nbytes - CHECKSUM_BYTES)], crc))
         self._missing[output.name] -= 1
 
@@ -120,7 +120,7 @@ class OrbaxDirectory(StateWriter):
         self._write_json("array_metadatas/process_0", documents.array_metadatas(self._entries, self._chunks))
         self._write_json("_METADATA", documents.metadata(self._entries))
         self._write_json("_CHECKPOINT_METADATA", documents.checkpoint_metadata(self._entries, self._began, time.time_ns()))
-        self._writer.put("commit_success.txt", f"Checkpoint commit was successful to {self._draft.final}".encode())
+        self._writer.append(["commit_success.txt"], [f"Checkpoint commit was successful to {self._draft.final}".encode()])
         self._writer.finish()
         return self._parts
 
@@ -140,13 +140,13 @@ class OrbaxDirectory(StateWriter):
                 dtype = documents.scalar_dtype(entry.value)
                 self._write_json(f"{entry.name}/zarr.json", array_json((), dtype, ()))
                 data, _ = encode(np.asarray(entry.value), (), None)
-                self._writer.put(f"{entry.name}/{chunk_key(())}", data)
+                self._writer.append([f"{entry.name}/{chunk_key(())}"], [data])
         texts = documents.strings(self._entries)
         if texts:
             self._write_json("_strings.json", texts)
 
     def _write_json(self, key: str, document: dict[str, Any]) -> None:
-        self._writer.put(key, json.dumps(document).encode())
+        self._writer.append([key], [json.dumps(document).encode()])
 
     def _refuse_bits(self) -> None:
         odd = next((tensor for tensor in self._tensors.values() if tensor.dtype.as_bits), None)

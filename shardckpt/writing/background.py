@@ -1,8 +1,8 @@
 """Saves in the background: one thread per save, and buffers and plans that are kept from save to save.
 
 On the thread that saves: plan, and copy all blocks to the stage (`staging`). On the save's own thread: receive the blocks, write the
-chunks and the record, and commit or wait for the commit. All communication with the storage and with other processes is on that
-thread.
+chunks and the record, and commit or wait for the commit. All communication with other processes is on that thread. Other threads help
+it to write chunks, on at most half of the cores (`SaveOptions.background_threads`), so that training keeps the others.
 
 When the interpreter shuts down, saves in flight are finished first (`shutdown`): this process's writes without a time limit, the work
 of other processes for `_SHUTDOWN_SECONDS` seconds. After that, and after Ctrl-C, the save is given up in order, and a warning is logged. A
@@ -16,14 +16,15 @@ import os
 import threading
 import time
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from threading import Condition
+from typing import TYPE_CHECKING, Any, Literal
 
 from shardckpt import frameworks
-from shardckpt.errors import CommitError, OptionError, out_of_memory_is_typed
+from shardckpt.errors import CommitError, CoordinationError, OptionError, out_of_memory, out_of_memory_is_typed
 from shardckpt.excerpt import file_size
 from shardckpt.frameworks.coordination import Coordinator, check_coordinator, coordinator_of
 from shardckpt.io.buffers import BufferPool
-from shardckpt.io.cores import note_local_processes
+from shardckpt.io.cores import cores, note_local_processes
 from shardckpt.io.failures import is_shutting_down, saving_takes_threads
 from shardckpt.io.shutdown import start_background
 from shardckpt.io.store import Store
@@ -32,19 +33,20 @@ from shardckpt.options import DEFAULT_MEMORY_LIMIT, LEAST_MEMORY_LIMIT, checked_
 from shardckpt.writing.attempt import Attempt
 from shardckpt.writing.packed import object_buffers
 from shardckpt.writing.plan_cache import PlanCache
-from shardckpt.writing.save import MOST_COPIES, are_own, read, take_steps
-from shardckpt.writing.save_handle import SaveHandle, SaveProgress, SaveReport
-from shardckpt.writing.staging import LateElements, Stage, late_bytes, write_chunks
+from shardckpt.writing.save import SaveReport, SaveTimes, report, writing_threads
+from shardckpt.writing.staging import MOST_COPIES, LateElements, Stage, are_own, late_bytes, read
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from shardckpt.format.record import Contents, HostRecord
+    from shardckpt.format.record import Contents
     from shardckpt.options import SaveOptions
     from shardckpt.writing.attempt import StateShare
-    from shardckpt.writing.host import HostWriter
     from shardckpt.writing.replicas import ReplicaChecksums
+    from shardckpt.writing.save_plan import SavePlan
 
+_AT_A_TIME = 2 << 20
+"""Bytes of elements that a thread encodes and writes at a time: many small chunks, in no more memory than one may need."""
 _SHUTDOWN_SECONDS = 60.0
 """Seconds for which the interpreter shutdown waits for other processes, per save in flight."""
 _log = logging.getLogger("shardckpt")
@@ -150,7 +152,9 @@ class _Save:
         self._share: tuple[Contents, bytes | None, ReplicaChecksums | None] | None = None
         self._late: LateElements | None = None
         self._writer_memory = pool.limit // 4 if attempt.store.location.local is None else 0
-        self._tensors = self._nbytes = 0
+        self._threads = 1
+        self._tensors = self._nbytes = self._done = 0
+        self._counting = threading.Lock()
 
     # --- the thread that saves
 
@@ -161,6 +165,7 @@ class _Save:
             self._planned = time.monotonic()
             self._share = share.contents, share.values, share.replicas
             self._tensors, self._nbytes = len(share.plan.tensors), share.plan.nbytes
+            self._threads = self._threads_for(share.plan)
             self.outcome.nbytes = self._nbytes
             self._copy(share)
         except BaseException as e:
@@ -174,6 +179,12 @@ class _Save:
                 self._stage.end()
                 self.attempt.give_up(e)
             raise
+
+    def _threads_for(self, plan: SavePlan) -> int:
+        """Number of threads that write: on a local disk half of the cores, or as many as the caller allows."""
+        if self.attempt.store.location.local is None:
+            return 1
+        return writing_threads(plan, self.pool.limit // 4, self.attempt.options.background_threads or max(1, cores() // 2))
 
     def _copy(self, share: StateShare) -> None:
         """Copy all chunks to the stage; the memory for copies of the frameworks and of the writer is counted too."""
@@ -237,48 +248,145 @@ class _Save:
             _in_flight.discard(self)
 
     def _report(self) -> SaveReport:
-        attempt, stage = self.attempt, self._stage
-        steps = take_steps(attempt, self._write, on_durable=self.outcome.durable, before_publish=self._before_publish)
-        return SaveReport(
-            url=self.outcome.url,
-            attempt=attempt.name,
-            tensors=self._tensors,
-            nbytes=self._nbytes,
-            stored_bytes=steps.written.stored_bytes,
-            planning_s=self._planned - self._began,
-            copying_s=self._copied - self._planned - stage.blocked,
-            blocked_s=stage.blocked,
-            writing_s=steps.durable - self._copied,
-            waiting_s=steps.waited - steps.durable,
-            committing_s=steps.ended - steps.waited,
-            streamed=stage.streamed,
-            bases=attempt.bases,
-        )
+        with self.attempt as attempt:
+            self._write()
+            durable = time.monotonic()
+            self.outcome.durable()
+            waited = attempt.commit(self._before_publish)
+        times, stage = SaveTimes(self._began, self._planned, self._copied, durable, waited), self._stage
+        return report(attempt, self._tensors, self._nbytes, times, blocked=stage.blocked, streamed=stage.streamed)
 
-    def _write(self) -> HostRecord:
+    def _write(self) -> None:
         assert self._share is not None
         (contents, values, replicas), self._share = self._share, None
         try:
             if self._late is not None:
                 contents, self._late = self._late.added_to(contents), None
-            return self.attempt.write(contents, values, self._fill, self._writer_memory, replicas=replicas)
+            with self.attempt.writer(contents, values, memory=self._writer_memory, threads=self._threads, replicas=replicas) as writer:
+                self._writes.set()
+                writer.append(self._stage.portions(writer, _AT_A_TIME, self._count))
         except BaseException as e:
             self._stage.fail(e)
             raise
         finally:
             self._stage.end()
 
-    def _fill(self, writer: HostWriter) -> None:
-        self._writes.set()
-        done = 0
-        for blocks in self._stage:
-            for nbytes in write_chunks(writer, blocks):
-                done += nbytes
-                self._progress(done, self._nbytes)
+    def _count(self, nbytes: int) -> None:
+        """Count bytes that are written, and report the progress; on any thread that writes, one at a time."""
+        with self._counting:
+            self._done += nbytes
+            self._progress(self._done, self._nbytes)
 
 
 _in_flight: set[_Save] = set()
 os.register_at_fork(after_in_child=_in_flight.clear)
+
+
+class SaveHandle:
+    """A save in the background, returned by `save_async`. Threads may share it."""
+
+    def __init__(self, outcome: SaveProgress) -> None:
+        """See `save_async`."""
+        self._outcome = outcome
+
+    @property
+    def url(self) -> str:
+        """Location of the checkpoint."""
+        return self._outcome.url
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of tensors that this process writes."""
+        return self._outcome.nbytes
+
+    @property
+    def report(self) -> SaveReport | None:
+        """The report; None until the save has succeeded."""
+        return self._outcome.report
+
+    def done(self) -> bool:
+        """Whether the save has ended, with or without an error."""
+        return self._outcome.ended
+
+    def wait(self, until: Literal["commit", "local"] = "commit", timeout: float | None = None) -> SaveReport | None:
+        """Wait for the save.
+
+        Args:
+            until: "commit" waits until the checkpoint is committed. "local" waits until this process's share is durable; other
+                processes may still be writing theirs.
+            timeout: seconds; None for no limit. `SaveOptions.commit_timeout` also limits the wait for other processes.
+
+        Returns:
+            The report. With "local" it is None if the save is still in progress.
+
+        Raises:
+            ShardckptError: the error that ended the save (see `save`), at every call. Other exceptions are raised unchanged.
+            CoordinationError: the timeout expired and the save continues; or this process was forked during the save.
+        """
+        if until not in ("commit", "local"):
+            raise OptionError(f'SaveHandle.wait({until!r}): use "commit" or "local".')
+        return self._outcome.wait(until, timeout)
+
+    def __repr__(self) -> str:
+        return f"<SaveHandle of {self.url}: {self._outcome.state}>"
+
+
+class SaveProgress:
+    """The progress of a save. One thread sets it, any number of threads may read it or wait."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.nbytes = 0
+        self.report: SaveReport | None = None
+        self._durable = False
+        self._error: BaseException | None = None
+        self._process = os.getpid()
+        self._changed = Condition()
+
+    @property
+    def ended(self) -> bool:
+        """Whether the save has ended."""
+        return self.report is not None or self._error is not None
+
+    @property
+    def state(self) -> str:
+        """One or two words about the save, for `repr`."""
+        if self._error is not None:
+            return f"failed with {type(self._error).__name__}"
+        return "committed" if self.report is not None else "durable here" if self._durable else "in flight"
+
+    def wait(self, until: str, timeout: float | None) -> SaveReport | None:
+        """See `SaveHandle.wait`."""
+        if not self.ended and os.getpid() != self._process:
+            raise CoordinationError(
+                f"{self.url}: this process was forked from the one that saves; wait for the save there. Start processes that save "
+                f'with multiprocessing.get_context("spawn").'
+            )
+        with self._changed:
+            self._changed.wait_for(lambda: self.ended or (until == "local" and self._durable), timeout)
+        if self._error is not None:
+            raise self._error
+        if self.report is None and not (until == "local" and self._durable):
+            raise CoordinationError(f"{self.url}: the save has not ended within {timeout:g} s, and goes on; call wait() again.")
+        return self.report
+
+    def durable(self) -> None:
+        """Note that this process's share is durable."""
+        with self._changed:
+            self._durable = True
+            self._changed.notify_all()
+
+    def end(self, ended: SaveReport | BaseException) -> None:
+        """Note that the save has ended, with a report or with an error."""
+        with self._changed:
+            if isinstance(ended, SaveReport):
+                self.report = ended
+            else:
+                self._error = ended
+                if isinstance(ended, MemoryError):
+                    self._error = out_of_memory(self.url, ended)
+                    self._error.__cause__ = ended
+            self._changed.notify_all()
 
 
 _saver: Saver | None = None
