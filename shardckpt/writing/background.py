@@ -33,7 +33,7 @@ from shardckpt.options import DEFAULT_MEMORY_LIMIT, LEAST_MEMORY_LIMIT, checked_
 from shardckpt.writing.attempt import Attempt
 from shardckpt.writing.packed import object_buffers
 from shardckpt.writing.plan_cache import PlanCache
-from shardckpt.writing.save import SaveReport, SaveTimes, report, writing_threads
+from shardckpt.writing.save import SaveReport, SaveTimes, report, thread_bytes, writing_threads
 from shardckpt.writing.staging import MOST_COPIES, LateElements, Stage, are_own, late_bytes, read
 
 if TYPE_CHECKING:
@@ -151,7 +151,8 @@ class _Save:
         self._began = self._planned = self._copied = began
         self._share: tuple[Contents, bytes | None, ReplicaChecksums | None] | None = None
         self._late: LateElements | None = None
-        self._writer_memory = pool.limit // 4 if attempt.store.location.local is None else 0
+        self._in_flight = pool.limit // 4 if attempt.store.location.local is None else 0
+        """Bytes of chunks that may be on their way to the storage."""
         self._threads = 1
         self._tensors = self._nbytes = self._done = 0
         self._counting = threading.Lock()
@@ -184,7 +185,9 @@ class _Save:
         """Number of threads that write: on a local disk half of the cores, or as many as the caller allows."""
         if self.attempt.store.location.local is None:
             return 1
-        return writing_threads(plan, self.pool.limit // 4, self.attempt.options.background_threads or max(1, cores() // 2))
+        options = self.attempt.options
+        each = thread_bytes(plan, options.compression, _AT_A_TIME)
+        return writing_threads(plan, options.background_threads or max(1, cores() // 2), self.pool.limit // 4 // each)
 
     def _copy(self, share: StateShare) -> None:
         """Copy all chunks to the stage; the memory for copies of the frameworks and of the writer is counted too."""
@@ -198,7 +201,7 @@ class _Save:
         most = self._stage.fit(
             (pair for name, blocks in plan.blocks.items() for pair in zip(blocks, are_own(blocks, sources[name]), strict=True)),
             fetching=max(room, largest) if largest else 0,
-            writing=self._writer_memory,
+            writing=self._in_flight + self._threads * thread_bytes(plan, self.attempt.options.compression, _AT_A_TIME),
             late=late_bytes(share) + sampled,
             streams=self._stage.copies is None or not overlap,
         )
@@ -262,7 +265,7 @@ class _Save:
         try:
             if self._late is not None:
                 contents, self._late = self._late.added_to(contents), None
-            with self.attempt.writer(contents, values, memory=self._writer_memory, threads=self._threads, replicas=replicas) as writer:
+            with self.attempt.writer(contents, values, memory=self._in_flight, threads=self._threads, replicas=replicas) as writer:
                 self._writes.set()
                 writer.append(self._stage.portions(writer, _AT_A_TIME, self._count))
         except BaseException as e:

@@ -154,12 +154,12 @@ def save(
 
 def _write(attempt: Attempt, share: StateShare) -> None:
     """Write this process's share straight from its tensors, and its record."""
-    quarter, copies = attempt.options.budget // 4, _COPIES[attempt.options.compression]
-    staging, at_a_time = min(MOST_COPIES, quarter), min(_AT_A_TIME, quarter // copies)
-    threads = writing_threads(share.plan, 2 * quarter // copies)
+    options, plan, quarter = attempt.options, share.plan, attempt.options.budget // 4
+    staging, at_a_time = min(MOST_COPIES, quarter), min(_AT_A_TIME, quarter // _COPIES[options.compression])
+    threads = writing_threads(plan, cores(), 2 * quarter // thread_bytes(plan, options.compression, at_a_time))
     with (
         attempt.writer(share.contents, share.values, memory=2 * quarter, threads=threads, replicas=share.replicas) as writer,
-        closing(read_to_host(share.plan, share.sources, staging)) as batches_on_host,
+        closing(read_to_host(plan, share.sources, staging)) as batches_on_host,
     ):
         for batch in batches_on_host:
             blocks = [(block, elements) for block, elements, _ in batch]
@@ -167,21 +167,19 @@ def _write(attempt: Attempt, share: StateShare) -> None:
             writer.append(writer.portions(cut(blocks, at_a_time), at_a_time, nbytes))
 
 
-def writing_threads(plan: SavePlan, memory: int, most: int | None = None) -> int:
-    """Number of threads that lay out and write the plan, each with memory of `_AT_A_TIME` bytes, or of one chunk.
+def thread_bytes(plan: SavePlan, compression: str | None, at_a_time: int) -> int:
+    """Bytes of memory of each thread that writes the plan, if it lays out `at_a_time` bytes of elements at a time, or one chunk."""
+    return _COPIES[compression] * max((at_a_time, *(block.chunk_bytes for some in plan.blocks.values() for block in some)))
+
+
+def writing_threads(plan: SavePlan, *most: int) -> int:
+    """Number of threads that lay out and write the plan: at most any of `most`, and at least one.
 
     It is one if there is little to write, or if tensors are so small that threads would wait for the interpreter lock.
-
-    Args:
-        plan: the plan.
-        memory: bytes for the layouts of all threads together.
-        most: most threads; None: the cores of this process.
     """
-    blocks = [block for some in plan.blocks.values() for block in some]
-    if plan.nbytes < len(blocks) * _LEAST_MEAN:
+    if plan.nbytes < sum(map(len, plan.blocks.values())) * _LEAST_MEAN:
         return 1
-    room = max((_AT_A_TIME, *(block.chunk_bytes for block in blocks)))
-    return max(1, min(cores() if most is None else most, plan.nbytes // _LEAST_SHARE, memory // room))
+    return max(1, min(*most, plan.nbytes // _LEAST_SHARE))
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ def test_many_parts_are_appended_in_their_order_however_few_the_kernel_takes(sto
     monkeypatch.setattr(os, "writev", lambda fd, parts: writev(fd, [*parts[:2], parts[2][:1]] if len(parts) > 2 else parts))
     file = create_data_file(store, "d/0")
     parts = [b"%d," % i for i in range(3000)]
-    file.append_all([memoryview(part) for part in parts])
+    file.append([memoryview(part) for part in parts])
     file.seal()
     file.wait()
     assert store.read("d/0") == b"".join(parts)
@@ -47,7 +47,7 @@ def test_a_disk_begins_with_a_file_while_it_is_appended_to_and_is_told_of_no_byt
     file = create_data_file(Store.open(tmp_path), "d/0")
     for _ in range(9):
         file.append(bytes(3 * MiB))
-        file.append_all([memoryview(bytes(MiB))] * 2)
+        file.append([memoryview(bytes(MiB))] * 2)
     assert told == [(0, 8 * MiB, 8 * MiB), (8 * MiB, 10 * MiB, 18 * MiB), (18 * MiB, 10 * MiB, 28 * MiB), (28 * MiB, 10 * MiB, 38 * MiB)]
     file.seal()
     file.wait()
