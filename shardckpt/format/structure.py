@@ -150,6 +150,8 @@ class Structure:
     tree: Any
     """JSON document of `state.flatten`."""
     tensors: dict[str, TensorRecord]
+    _json: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """The JSON form, once it was made: a lone process writes it into its contents and into the commit record."""
 
     @property
     def bases(self) -> list[Base]:
@@ -167,7 +169,12 @@ class Structure:
         return BASES_VERSION if self.bases else FORMAT_VERSION
 
     def to_json(self) -> dict[str, Any]:
-        """JSON form; equal meshes and shardings appear once."""
+        """JSON form, which is not to be changed; equal meshes and shardings appear once."""
+        if not self._json:
+            self._json.update(self._made_json())
+        return self._json
+
+    def _made_json(self) -> dict[str, Any]:
         bases: dict[Base, int] = {}
         number, layouts = self.layouts_json()
         tensors = {}

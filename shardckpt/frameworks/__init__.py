@@ -63,8 +63,9 @@ _MARKS = {"dcp_protocol": ("__create_write_items__", "global_offsets")}
 """Attributes of an adapter's leaves, which have one of them. Programs without such leaves do not import the adapter."""
 _NO_LEAVES = frozenset((dict, list, tuple, str, int, float, bool, type(None)))
 """Types whose values are no tensors, so that no adapter is asked."""
-_BY_CLASS: dict[type, tuple[str, Callable[[Any], bool]]] = {}
-"""The adapter of a class in its `CLASSES`, and its function `owns`, which decides for one instance. Others are not asked then."""
+_BY_CLASS: dict[type, tuple[str, Callable[[Any], bool], _Adapter]] = {}
+"""The adapter of a class in its `CLASSES`: its name, its function `owns`, which decides for one instance, and itself. No other adapter is
+asked then."""
 
 
 class _Adapter(Protocol):
@@ -80,7 +81,7 @@ class _Adapter(Protocol):
 
 def is_tensor(leaf: object) -> bool:
     """Whether a value in a state is a tensor leaf, or a `Target` that stands for one."""
-    return isinstance(leaf, Target) or _adapter(leaf) is not None
+    return _adapter(leaf) is not None or isinstance(leaf, Target)
 
 
 def identity(leaf: object) -> Hashable | None:
@@ -88,7 +89,7 @@ def identity(leaf: object) -> Hashable | None:
 
     None for a leaf that shares nothing, and for values that are not tensors.
     """
-    adapter = None if isinstance(leaf, Target) else _adapter(leaf)
+    adapter = _adapter(leaf)
     return None if adapter is None else adapter.identity(leaf)
 
 
@@ -130,9 +131,10 @@ def meaning(leaf: object) -> str | EllipsisType | None:
 
     None for most leaves; `...` for a Target, which does not know.
     """
-    if isinstance(leaf, Target):
-        return ...
-    meaning_of = getattr(_adapter(leaf), "meaning", None)
+    adapter = _adapter(leaf)
+    if adapter is None:
+        return ... if isinstance(leaf, Target) else None
+    meaning_of = vars(adapter).get("meaning")
     return None if meaning_of is None else meaning_of(leaf)
 
 
@@ -178,13 +180,15 @@ def sources(
     """
     groups: dict[str, dict[str, object]] = {}
     for name, leaf in leaves.items():
-        groups.setdefault(_required(name, leaf, "saved"), {})[name] = leaf
+        groups.setdefault(_framework(leaf) or _required(name, leaf, "saved"), {})[name] = leaf
         if getattr(leaf, "is_meta", False) and name not in unread:
             raise LeafError(f"{shown(name)}: a meta tensor has no data to save; materialize it first, or leave it out of the state.")
     found: dict[str, Source] = {}
     for framework, group in groups.items():
         found.update(_module(framework).sources(group, world))
-    return {name: _own(found[name], world) if name in local else found[name] for name in leaves}
+    if local:
+        found.update({name: _own(found[name], world) for name in leaves if name in local})
+    return found if len(groups) < 2 else {name: found[name] for name in leaves}
 
 
 def _own(source: Any, world: World) -> Source:
@@ -297,12 +301,15 @@ def _first_match(leaf: object) -> str | None:
         adapter: Any = _module(framework)
         if adapter.matches(leaf):
             if type(leaf) in getattr(adapter, "CLASSES", ()):
-                _BY_CLASS[type(leaf)] = framework, adapter.owns
+                _BY_CLASS[type(leaf)] = framework, adapter.owns, adapter
             return framework
     return None
 
 
 def _adapter(leaf: object) -> _Adapter | None:
+    known = _BY_CLASS.get(type(leaf))
+    if known is not None and known[1](leaf):
+        return known[2]
     framework = _framework(leaf)
     return None if framework is None else _module(framework)
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import cache
 from math import prod
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -55,15 +55,11 @@ class TensorSource:
     name: str
     tensor: Any
     dtype: DType
-    layout: None = None
-    holders: None = None
-    own_pieces: bool = False
-    private: bool = False
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the tensor."""
-        return tuple(self.tensor.shape)
+    shape: tuple[int, ...]
+    holders: list[tuple[int, ...]] | None = None
+    layout: ClassVar[None] = None
+    own_pieces: ClassVar[bool] = False
+    private: ClassVar[bool] = False
 
     @property
     def boxes(self) -> BoxArray:
@@ -159,15 +155,19 @@ def identity(leaf: Any) -> Hashable | None:
 
     None for tensors without memory: without elements, meta tensors, freed storages, and kinds that cannot be stored.
     """
-    leaf = _elements(leaf) if _is_elements(leaf) else leaf
-    if not _has_memory(leaf):
-        return None
+    if type(leaf) not in CLASSES:
+        if not _is_elements(leaf):
+            return None
+        leaf = _elements(leaf)
     dtype = _stored_dtype(leaf.dtype)
-    if dtype is None or not leaf.is_cpu or leaf.is_conj() or leaf.is_neg():
-        return "torch", *_memory(leaf)
+    if dtype is None or not is_host_memory(leaf):
+        return ("torch", *_memory(leaf)) if _has_memory(leaf) else None
     itemsize = leaf.itemsize
-    strides = tuple([itemsize * n for n in leaf.stride()])
-    return "numpy", leaf.data_ptr(), tuple(leaf.shape), strides, *dtype_names(dtype.numpy)
+    try:
+        address, shape, strides = leaf.data_ptr(), tuple(leaf.shape), tuple([itemsize * n for n in leaf.stride()])
+    except RuntimeError:  # a sparse or nested tensor, or one inside a transform of torch.func
+        return None
+    return ("numpy", address, shape, strides, *dtype_names(dtype.numpy)) if address else None
 
 
 def memory_key(tensor: Any) -> tuple[Hashable, ...] | None:
@@ -199,7 +199,7 @@ def sources(leaves: dict[str, Any], world: World) -> dict[str, Source]:  # noqa:
     for name, leaf in leaves.items():
         check_kind(name, leaf)
         plain = _elements(leaf)
-        source = TensorSource(name, plain, dtype_of_tensor(name, plain))
+        source = TensorSource(name, plain, dtype_of_tensor(name, plain), tuple(plain.shape))
         found[name] = source if device_type(plain) == "cpu" else copied_source(source, (plain.detach(),) * len(source.boxes), (leaf,))
     return found
 
@@ -343,14 +343,14 @@ def is_host_memory(tensor: Any) -> bool:
 
 def host_array(tensor: Any, dtype: DType) -> Array:
     """A tensor's elements: its own memory if this holds the values, else a copy."""
-    return array_of(tensor.detach().cpu().resolve_conj().resolve_neg(), dtype)
+    return array_of(tensor if is_host_memory(tensor) else tensor.detach().cpu().resolve_conj().resolve_neg(), dtype)
 
 
 def array_of(tensor: Any, dtype: DType) -> Array:
     """A CPU tensor's memory as a numpy array, without a copy.
 
     Args:
-        tensor: without gradient, conjugation or negation. Its dtype may also be another of the same width.
+        tensor: without conjugation or negation. Its dtype may also be another of the same width.
         dtype: the dtype of its bits.
     """
     kind = dtype.numpy

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from math import prod
+from operator import sub
 
 import numpy as np
 from numpy.typing import NDArray
@@ -59,12 +60,12 @@ class Box:
     @property
     def shape(self) -> tuple[int, ...]:
         """Length of the range, per dimension."""
-        return tuple([b - a for a, b in zip(self.start, self.stop, strict=True)])
+        return tuple(map(sub, self.stop, self.start))
 
     @property
     def size(self) -> int:
         """Number of elements; 1 for a scalar."""
-        return prod(self.shape)
+        return prod(map(sub, self.stop, self.start))
 
     @property
     def slices(self) -> tuple[slice, ...]:

@@ -7,7 +7,7 @@ Blocks can be cut further when they are written (`parts_of`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -36,11 +36,12 @@ class Block:
     """The chunks' box, in the tensor's indices."""
     itemsize: int
     """Stored bytes of an element."""
+    nbytes: int = field(init=False, compare=False)
+    """Bytes of its elements."""
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its elements."""
-        return self.box.size * self.itemsize
+    def __post_init__(self) -> None:
+        """Count its bytes once: a plan is used for many saves."""
+        object.__setattr__(self, "nbytes", self.box.size * self.itemsize)
 
     @property
     def padded_bytes(self) -> int:

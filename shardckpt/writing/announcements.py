@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from shardckpt.frameworks.coordination import Coordinator
     from shardckpt.io.store import Store
 
-WORD, FAILURE = "word", "failure"
+WORD, FAILURE, BEGUN = "word", "failure", "begun"
 """Kinds of announcements: the committer's word on an attempt (or the word of a process that gave up waiting for it), and the failure
-of a process that could not write its share."""
+of a process that could not write its share; what the committer has written first (`shared_storage`)."""
 _KEYS = 64
 """Number of keys per kind of announcement."""
 
@@ -30,12 +30,12 @@ class Announcements:
         self._coordinator = coordinator
         self._place = store.location.name
 
-    def tell(self, what: str, attempt: str, error: BaseException | None) -> None:
-        """Announce an event without waiting; an unreachable coordination store changes nothing."""
+    def tell(self, what: str, attempt: str, error: BaseException | None, **facts: str | None) -> None:
+        """Announce an event without waiting, with facts about it; an unreachable coordination store changes nothing."""
         with suppress(ShardckptError):
             said = {"error": None if error is None else in_words(error), "code": getattr(error, "code", None)}
             save = self._save(attempt)
-            self._coordinator.announce(_key(what, save), {"save": save, "process": self._coordinator.world.process, **said})
+            self._coordinator.announce(_key(what, save), {"save": save, "process": self._coordinator.world.process, **said, **facts})
 
     def heard(self, what: str, attempt: str) -> dict[str, Any] | None:
         """The announcement of that kind about an attempt, or None.

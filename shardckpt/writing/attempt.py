@@ -3,7 +3,8 @@
 1. Take: flatten the state. Every tensor leaf becomes a source that knows its shape, dtype, layout, the distinct boxes
    that this process holds, and the other processes that hold them. Plan (`save_plan`) each tensor's chunks, and the chunks that
    this process writes. Copy everything that is small. No process communicates with another one or with the storage.
-2. Find the tensors that this process skips in the base (`skipping`). Write its chunks, in grid order, until all are durable;
+2. In the first save below a root, look whether all processes share the storage (`shared_storage`). Find the tensors that this process
+   skips in the base (`skipping`). Write its chunks, in grid order, until all are durable;
    then write the chunk table and the host's record.
 3. Process 0 waits for the records of all hosts and commits. The others check from time to time whether it has.
 
@@ -51,6 +52,7 @@ from shardckpt.writing.announcements import FAILURE, WORD, Announcements, in_wor
 from shardckpt.writing.host import HostWriter
 from shardckpt.writing.replicas import ReplicaChecksums
 from shardckpt.writing.save_plan import SavePlan, check_local, plan_save, skipped_names, small_elements, with_arrays_noted
+from shardckpt.writing.shared_storage import SharedStorage
 from shardckpt.writing.turns import turns_at
 
 if TYPE_CHECKING:
@@ -109,6 +111,7 @@ class Attempt:
         self.turns = None if self.alone else turns_at(coordinator, store)
         """This process's calls to this place."""
         self._announcements = None if self.alone else Announcements(coordinator, store)
+        self._storage = None if self._announcements is None else SharedStorage(coordinator, store, self._announcements)
         self.name = (new_attempt() if self.turns is None else self.turns.next_name()) or _UNNAMED
         """Name of the attempt; after a failed save the processes find it when they write."""
         self.prior: Prior | None = None
@@ -234,6 +237,7 @@ class Attempt:
         wait_seconds = 0.0 if self.commits or store.location.bucket is None else _PLACEHOLDER
         self.prior = hold_place(store, prior, overwrite=self.options.overwrite, wait_seconds=wait_seconds)
         self._wrote = True
+        self._look_at_storage(wait=True)
         writer = HostWriter(
             place,
             self.name,
@@ -246,7 +250,9 @@ class Attempt:
         )
         try:
             if not self.alone and self.commits:
-                writer.describe(contents)  # early, so that the others find the same contents written already
+                described = writer.describe(contents)  # early, so that the others find the same contents written already
+                if self._storage is not None and not self._storage.proven:
+                    self._storage.announce(self.name, self.prior.digest, described.key)
             yield writer
             checksums = None if replicas is None else replicas.complete()
             self.record = writer.finish(contents, hosts=self.world.processes, prior=self.prior.digest, values=values, replicas=checksums)
@@ -326,6 +332,8 @@ class Attempt:
                 self._fail(e)
             raise
         self._tell(WORD, None)
+        if self._storage is not None:
+            self._storage.note()
         if published and self.prior.attempt is not None:
             remove_replaced(self.store, self.prior.attempt)
 
@@ -341,6 +349,8 @@ class Attempt:
         except BaseException:
             self.turns.fail(self.name)
             raise
+        if self._storage is not None:
+            self._storage.note()
 
     def _await_word(self, turns: Turns) -> None:
         began, silent, notice = time.monotonic(), "", WaitNotice(str(self.store))
@@ -357,6 +367,7 @@ class Attempt:
                 break
             if word:
                 return
+            self._look_at_storage(wait=False)
             if (now := time.monotonic()) > look:
                 # A later save overwrites the word, and a process that reaches the place by another name than the committer gets none.
                 with suppress(ShardckptError):
@@ -373,6 +384,13 @@ class Attempt:
                 f"{self.store}: this process has written its share, and process {COMMITTER} has not committed {why}. {ALL_MUST_CALL} "
                 f"If process {COMMITTER} is gone, `shardckpt commit` publishes the save."
             )
+
+    def _look_at_storage(self, *, wait: bool) -> None:
+        """Look, in the first saves below a root, whether this process sees what the committer has written there."""
+        if self._storage is not None and not (self.commits or self._storage.proven):
+            assert self.prior is not None
+            limit = self.options.commit_timeout / 2
+            self._storage.check(self.name, self.prior.digest, lambda: self._stopped, wait=wait, limit=limit)
 
     def _committer_word(self) -> bool:
         """Whether the committer has announced the commit; raises its error if it has given up the attempt."""

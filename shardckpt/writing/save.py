@@ -169,7 +169,7 @@ def _write(attempt: Attempt, share: StateShare) -> None:
 
 def thread_bytes(plan: SavePlan, compression: str | None, at_a_time: int) -> int:
     """Bytes of memory of each thread that writes the plan, if it lays out `at_a_time` bytes of elements at a time, or one chunk."""
-    return _COPIES[compression] * max((at_a_time, *(block.chunk_bytes for some in plan.blocks.values() for block in some)))
+    return _COPIES[compression] * max(at_a_time, plan.largest_chunk)
 
 
 def writing_threads(plan: SavePlan, *most: int) -> int:

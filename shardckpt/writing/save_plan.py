@@ -15,10 +15,10 @@ from __future__ import annotations
 
 from collections import Counter
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from hashlib import sha256
-from itertools import product
+from itertools import chain, product
 from math import prod
 from operator import add
 from typing import TYPE_CHECKING, TypeAlias
@@ -89,11 +89,16 @@ class SavePlan:
     """The same chunks as `writes`, cut into blocks that are copied at once."""
     skipped: frozenset[str] = frozenset()
     """Tensors that stay in the base; their records get the base's pieces later."""
+    nbytes: int = field(init=False)
+    """Bytes of the elements that this process writes."""
+    largest_chunk: int = field(init=False)
+    """Bytes of the largest chunk."""
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the elements that this process writes."""
-        return sum(block.nbytes for blocks in self.blocks.values() for block in blocks)
+    def __post_init__(self) -> None:
+        """Count bytes once: a plan is used for many saves."""
+        blocks = [*chain.from_iterable(self.blocks.values())]
+        object.__setattr__(self, "nbytes", sum([block.nbytes for block in blocks]))
+        object.__setattr__(self, "largest_chunk", max([block.chunk_bytes for block in blocks], default=0))
 
 
 def plan_save(sources: Mapping[str, Source], options: SaveOptions, world: World) -> SavePlan:

@@ -158,18 +158,28 @@ def _landed(lease: Lease, arrival: Arrival, batch: list[BlockElements]) -> Itera
 
 def _fetched(plan: SavePlan, sources: Mapping[str, Source], most: int) -> Iterator[BlockElements]:
     """Fetch a batch before returning, because frameworks have streams and settings of the thread that saves."""
-    wanted = [sorted({block.held for block in plan.blocks[name]}) for name in sources]
-    return _cut(plan, sources, wanted, frameworks.fetch([*sources.values()], wanted), most)
+    boxes = [_boxes(plan.blocks[name]) for name in sources]
+    return _cut(plan, sources, boxes, frameworks.fetch([*sources.values()], boxes), most)
+
+
+def _boxes(blocks: Sequence[Block]) -> list[int]:
+    """The held boxes of a tensor's blocks."""
+    return [blocks[0].held] if len(blocks) == 1 else sorted({block.held for block in blocks})
 
 
 def _cut(
-    plan: SavePlan, sources: Mapping[str, Source], wanted: list[list[int]], fetched: list[list[Array]], most: int
+    plan: SavePlan, sources: Mapping[str, Source], boxes: list[list[int]], fetched: list[list[Array]], most: int
 ) -> Iterator[BlockElements]:
-    for (name, source), boxes, arrays in zip(sources.items(), wanted, fetched, strict=True):
-        of_box = {i: stored(array, plan.tensors[name]) for i, array in zip(boxes, arrays, strict=True)}
-        for block, own in zip(plan.blocks[name], are_own(plan.blocks[name], source), strict=True):
+    for (name, source), of_boxes, arrays in zip(sources.items(), boxes, fetched, strict=True):
+        blocks, tensor = plan.blocks[name], plan.tensors[name]
+        of_box = {i: stored(array, tensor) for i, array in zip(of_boxes, arrays, strict=True)}
+        for block, own in zip(blocks, are_own(blocks, source), strict=True):
+            array = of_box[block.held]
+            if block.nbytes == array.nbytes <= most:  # the complete box, which needs no index
+                yield BlockElements(block, array, own)
+                continue
             for part in smaller(block, most):
-                yield BlockElements(part, of_box[part.held][part.inside], own)
+                yield BlockElements(part, array[part.inside], own)
 
 
 @dataclass(slots=True)
@@ -278,7 +288,7 @@ class Stage:
         if self._lease is None and not streams:
             if needed > self._pool.limit:
                 raise BudgetError(
-                    f'SaveOptions(device_copy="overlap"): this process copies {needed:,} bytes to host memory at once, and '
+                    f'SaveOptions(device_copy="overlap"): this process needs {needed:,} bytes of host memory at once, and '
                     f'memory_limit={file_size(self._pool.limit)}; raise memory_limit, or use "wait".'
                 )
             began = time.monotonic()

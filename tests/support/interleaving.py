@@ -142,6 +142,8 @@ class Host(Coordinator):
         self.world = World(process, processes)
         self.run_id = run_id
         self._stage, self._words = stage, words
+        root = stage.store.location.parent or stage.store.location
+        self.notes["shared roots"] = {str(root.resolved)}  # the proof of it has tests of its own
 
     def _set(self, key, value):
         self._stage.gate()

@@ -75,7 +75,9 @@ def test_a_larger_state_streams_through_a_smaller_buffer_within_the_limit(fake, 
 
 def test_overlap_that_does_not_fit_is_refused_with_the_number_of_bytes(fake, tmp_path):
     optimizer, saver = filled(fake, 20), Saver(memory_limit="16MiB")
-    with pytest.raises(errors.BudgetError, match=r"overlap.*copies 20,971,520 bytes.*memory_limit=16 MiB; raise memory_limit, or use"):
+    with pytest.raises(
+        errors.BudgetError, match=r"overlap.*needs 23,068,672 bytes of host memory.*memory_limit=16 MiB; raise memory_limit, or use"
+    ):
         saver.begin(tmp_path / "c", optimizer.parameters, SaveOptions(device_copy="overlap"))
     assert fake.pinnings == 0
     with pytest.raises(errors.NotFoundError):

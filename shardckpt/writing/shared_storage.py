@@ -1,0 +1,112 @@
+"""Proof that all processes of a job share the storage below a root; each process finds it once, in its first save there.
+
+Process 0 announces the version of the commit record that it has found or made, and a file that it has written. A placeholder has a
+random word, so a process that has found the same version sees the same storage. A process that has found another version looks for the
+file, because a network file system may show it late. If it does not see the file, each host has a storage of its own under that name.
+The process then fails before it writes any data; process 0 hears of that as of any other failure.
+
+A process waits for the announcement in its first save alone, and only for a moment: process 0 may come much later. Then it goes on, and
+looks again while it waits for the commit. A checkpoint that was committed proves the same, because process 0 has seen the records of all.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from shardckpt.commit.assemble import pause
+from shardckpt.errors import CommitError, CoordinationError
+from shardckpt.writing.announcements import BEGUN, Announcements
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from shardckpt.frameworks.coordination import Coordinator
+    from shardckpt.io.store import Store
+
+_MOMENT = 1.0
+"""Most seconds that a process waits for the announcement of process 0."""
+_VISIBLE = 30.0
+"""Most seconds until a network file system shows a file: NFS keeps the attributes of a directory for 60 s by default, but asks for a name
+that it has not looked up before at once."""
+_FIRST_LOOK, _LAST_LOOK = 0.01, 1.0
+
+
+class SharedStorage:
+    """What one process knows of the storage of one save."""
+
+    def __init__(self, coordinator: Coordinator, store: Store, announcements: Announcements) -> None:
+        """Nothing is looked at yet."""
+        parent = store.location.parent or store.location
+        self._coordinator = coordinator
+        self._store = store
+        self._announcements = announcements
+        self._root = str(parent.resolved)
+        self._proven: set[str] = coordinator.notes.setdefault("shared roots", set())
+
+    @property
+    def proven(self) -> bool:
+        """Whether all processes are known to share the root."""
+        return self._root in self._proven
+
+    def note(self) -> None:
+        """Note that all processes share the root."""
+        self._proven.add(self._root)
+
+    def announce(self, attempt: str, version: str | None, file: str) -> None:
+        """Announce, as process 0, what it has found and written.
+
+        Args:
+            attempt: name of the attempt.
+            version: SHA-256 of the commit record.
+            file: a file that is complete, relative to the attempt.
+        """
+        self._announcements.tell(BEGUN, attempt, None, version=version, file=file, host=socket.gethostname())
+
+    def check(self, attempt: str, version: str | None, stopped: Callable[[], object], *, wait: bool, limit: float) -> None:
+        """Look, as another process, whether this process sees what process 0 has announced; do nothing if that is not known.
+
+        Args:
+            attempt: name of the attempt.
+            version: SHA-256 of the commit record that this process has found.
+            stopped: returns whether the process stops waiting.
+            wait: whether to wait a moment for the announcement.
+            limit: most seconds to wait in all.
+
+        Raises:
+            CommitError: the root is not shared.
+        """
+        began, said = time.monotonic(), None
+        while (waited := time.monotonic() - began) <= limit and not stopped():
+            if said is None:
+                with suppress(CoordinationError):  # the store is gone: the wait for the commit says so
+                    said = self._announcements.heard(BEGUN, attempt)
+                if said is None and (not wait or waited > _MOMENT):
+                    return
+            if said is not None:
+                if said["version"] == version or self._store.sub(attempt).exists(said["file"]):
+                    self.note()
+                    return
+                if waited > _VISIBLE:
+                    break
+            time.sleep(pause(waited, _FIRST_LOOK, _LAST_LOOK))
+        if said is None or stopped():
+            return
+        us = self._coordinator.world.process
+        raise CommitError(
+            f"{self._store} is not shared: process {us}, on {socket.gethostname()}, does not see {said['file']}, which process 0, on "
+            f"{said['host']}, has written there. {_advice(self._store)} No data was written."
+        )
+
+
+def _advice(store: Store) -> str:
+    """What to do about a storage that each host has for itself."""
+    match store.location.scheme:
+        case "memory":
+            return "memory:// is the memory of one process; save to a disk or a bucket."
+        case "file":
+            return "Each host has a disk of its own there: mount one shared file system on all hosts, or save to a bucket."
+        case _:
+            return "Give all processes the same endpoint, bucket and credentials."
