@@ -1,8 +1,6 @@
 """One process's part in one attempt at a checkpoint: its steps, their order, and the messages between processes.
 
-1. Take: flatten the state. Every tensor leaf becomes a source that knows its shape, dtype, layout, the distinct boxes
-   that this process holds, and the other processes that hold them. Plan (`save_plan`) each tensor's chunks, and the chunks that
-   this process writes. Copy everything that is small. No process communicates with another one or with the storage.
+1. Take this process's share of the state (`state_share`). No process communicates with another one or with the storage.
 2. In the first save below a root, look whether all processes share the storage (`shared_storage`). Find the tensors that this process
    skips in the base (`skipping`). Write its chunks, in grid order, until all are durable;
    then write the chunk table and the host's record.
@@ -14,13 +12,11 @@ The first step runs on the thread that saves. The others may run on another thre
 
 from __future__ import annotations
 
-import json
 import time
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self
 
-from shardckpt import frameworks
 from shardckpt.commit.assemble import assemble, pause, wait_for_hosts
 from shardckpt.commit.base_places import base_location, check_base, check_bases
 from shardckpt.commit.dependants import Dependants
@@ -38,21 +34,15 @@ from shardckpt.commit.publish import (
 )
 from shardckpt.commit.rollback import Rollback
 from shardckpt.errors import CommitError, CoordinationError, OptionError, OtherJobError, ShardckptError
-from shardckpt.format.record import CheckpointRecord, Contents, HostRecord
-from shardckpt.format.structure import Structure
 from shardckpt.frameworks.coordination import ALL_MUST_CALL, SilentStoreError, WaitNotice
-from shardckpt.frameworks.per_process import encode_values, values_file
 from shardckpt.io.datafile import check_space
 from shardckpt.io.failures import is_shutting_down
-from shardckpt.io.threads import collector_paused
 from shardckpt.io.url import parse
-from shardckpt.state import flatten
-from shardckpt.state.flatten import StateOwner, local_names, plain_state, unused_local
 from shardckpt.writing.announcements import FAILURE, WORD, Announcements, in_words
 from shardckpt.writing.host import HostWriter
-from shardckpt.writing.replicas import ReplicaChecksums
-from shardckpt.writing.save_plan import SavePlan, check_local, plan_save, skipped_names, small_elements, with_arrays_noted
+from shardckpt.writing.save_plan import SavePlan, check_local, plan_save
 from shardckpt.writing.shared_storage import SharedStorage
+from shardckpt.writing.state_share import StateShare, share_of
 from shardckpt.writing.turns import turns_at
 
 if TYPE_CHECKING:
@@ -60,12 +50,14 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from shardckpt.format.documents import FileReference
+    from shardckpt.format.record import CheckpointRecord, Contents, HostRecord
     from shardckpt.frameworks.base import Source
     from shardckpt.frameworks.coordination import Coordinator
     from shardckpt.io.store import Store
     from shardckpt.io.url import Location
     from shardckpt.layout.world import World
     from shardckpt.options import SaveOptions
+    from shardckpt.writing.replicas import ReplicaChecksums
     from shardckpt.writing.turns import Turns
 
 COMMITTER = 0
@@ -80,22 +72,6 @@ _COMMITTING = 60.0
 """Seconds that the committer may take after the last host has finished."""
 _UNNAMED = ""
 """Name of an attempt that the processes have not agreed on yet."""
-
-
-@dataclass(frozen=True, slots=True)
-class StateShare:
-    """One process's part of a state, and the plan of what it writes."""
-
-    plan: SavePlan
-    sources: Mapping[str, Source]
-    """Its tensors without the skipped ones. Only the parts in `contents` have been copied so far."""
-    contents: Contents
-    values: bytes | None
-    """The file of the values that this process owns by itself; None: there are none."""
-    late: Sequence[str] = ()
-    """The small plain tensors on devices, which `contents` lacks."""
-    replicas: ReplicaChecksums | None = None
-    """The checksums of boxes that other processes hold, too; None: they are not compared."""
 
 
 class Attempt:
@@ -128,7 +104,7 @@ class Attempt:
         """Reason for which this process stops waiting for others; "" if it does not."""
         self._meets = False
         """Whether this process has begun to meet the others, after a failed save."""
-        self._unused_local: list[str] = []
+        self._unused_local: Sequence[str] = ()
         """Patterns for values of each process that have selected nothing on this process."""
         self._late = False
         """Whether the others had given up the attempt before this process began it."""
@@ -164,49 +140,17 @@ class Attempt:
         """The directory of the attempt."""
         return self.store.sub(self.name)
 
-    @collector_paused()
     def take(
         self, state: Any, plan: Callable[[Mapping[str, Source], SaveOptions, World], SavePlan] = plan_save, *, waits: bool = True
     ) -> StateShare:
-        """Take this process's share of a state. When this returns, everything is copied except the elements of large tensors.
-
-        Args:
-            state: as in `shardckpt.save`.
-            plan: makes the plan, or returns it from a cache.
-            waits: whether to wait for devices to copy small plain tensors; False: they are left to the caller, as `StateShare.late`.
-        """
-        flat = flatten(
-            plain_state(state),
-            frameworks.is_tensor,
-            frameworks.identity,
-            frameworks.meaning,
-            composite=frameworks.composite,
-            local=local_names(state),
-            process=self.world.process,
-        )
-        self._unused_local = unused_local(state)
+        """Take this process's share of a state; see `share_of`. Nothing is written before that."""
+        share = share_of(state, self.options, self.world, plan, waits=waits)
+        self._nbytes, self._skipped, self._unused_local = share.plan.nbytes, share.plan.skipped, share.unused_local
         if self.alone:
             check_local(self._unused_local, {}, self.store)
-        tensors = frameworks.reduce_partial(flat.tensors) if self.options.reduce_partial else flat.tensors
-        sources = frameworks.sources(tensors, self.world, unread=skipped_names(tensors, self.options.skip), local=flat.local)
-        if not self.alone:
-            frameworks.check_aliases(sources, plain=self.options.host_tensors == "replicated")
-        planned = plan(sources, self.options, self.world)
-        self._nbytes, self._skipped = planned.nbytes, planned.skipped
         if self._skipped:
             check_base(self.store.location, self._base)
-        values = values_file(encode_values(flat.per_process, flat.axes)) if flat.per_process else None
-        records = with_arrays_noted(planned.tensors, sources) if isinstance(state, StateOwner) else planned.tensors
-        structure, metadata = Structure(flat.tree, records), json.loads(json.dumps(self.options.metadata))
-        late = [] if waits or not planned.small else [*{*frameworks.names_on_devices(sources)}.intersection(planned.small)]
-        contents = Contents(structure, small_elements(planned, sources, late), metadata)
-        written = {name: source for name, source in sources.items() if name not in self._skipped}
-        replicas = None
-        if planned.replicated:  # empty if they are not to be compared
-            replicas = ReplicaChecksums(planned, sources, wholly=self.options.check_replicas is True or self.options.fingerprint)
-            if waits:
-                replicas.fetch_late()
-        return StateShare(planned, written, contents, values, late, replicas)
+        return share
 
     @contextmanager
     def writer(

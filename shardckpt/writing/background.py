@@ -41,9 +41,9 @@ if TYPE_CHECKING:
 
     from shardckpt.format.record import Contents
     from shardckpt.options import SaveOptions
-    from shardckpt.writing.attempt import StateShare
     from shardckpt.writing.replicas import ReplicaChecksums
     from shardckpt.writing.save_plan import SavePlan
+    from shardckpt.writing.state_share import StateShare
 
 _AT_A_TIME = 2 << 20
 """Bytes of elements that a thread encodes and writes at a time: many small chunks, in no more memory than one may need."""

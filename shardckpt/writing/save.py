@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Sequence
 
-    from shardckpt.writing.attempt import StateShare
     from shardckpt.writing.save_plan import SavePlan
+    from shardckpt.writing.state_share import StateShare
 
 _AT_A_TIME = 4 << 20
 """Bytes of elements that a thread of `save` lays out and writes at a time."""

@@ -35,7 +35,7 @@ _FIRST_LOOK, _LAST_LOOK = 0.01, 1.0
 
 
 class SharedStorage:
-    """What one process knows of the storage of one save."""
+    """Knowledge of one process of the storage of one save."""
 
     def __init__(self, coordinator: Coordinator, store: Store, announcements: Announcements) -> None:
         """Nothing is looked at yet."""
@@ -102,7 +102,7 @@ class SharedStorage:
 
 
 def _advice(store: Store) -> str:
-    """What to do about a storage that each host has for itself."""
+    """Advice about a storage that each host has for itself."""
     match store.location.scheme:
         case "memory":
             return "memory:// is the memory of one process; save to a disk or a bucket."

@@ -58,9 +58,9 @@ if TYPE_CHECKING:
     from shardckpt.frameworks.cuda import Arrival, DeviceCopies
     from shardckpt.io.buffers import Lease
     from shardckpt.plan.blocks import Block
-    from shardckpt.writing.attempt import StateShare
     from shardckpt.writing.host import HostWriter, Portion
     from shardckpt.writing.save_plan import SavePlan
+    from shardckpt.writing.state_share import StateShare
 
 MOST_COPIES = 32 << 20
 """Bytes of copies that frameworks make at a time. An allocator reuses so little memory again and again. More would be fresh
