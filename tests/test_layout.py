@@ -44,8 +44,6 @@ CIRCLES = {
     "frameworks.coordination.base frameworks.coordination.jax_client frameworks.coordination.torch_store",
     # Tensors on CUDA have sources and sinks of their own, which programs without CUDA do not import.
     "frameworks.cuda frameworks.torch",
-    # A type: a reader of bases opens readers, and `open_reader` opens either.
-    "reading.based_reader reading.reader",
     # A type: the body of `Checkpoint.fingerprint`.
     "reading.checkpoint reading.stored_fingerprint",
     # A type: a job asks whether files can be reused, and what reuses them takes the job.

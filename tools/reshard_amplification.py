@@ -43,6 +43,8 @@ PAIRS_PER_READ = 40
 class Recorded:
     """A checkpoint of which there is only the record, for the planner."""
 
+    native = True
+
     def __init__(self, template: shardckpt.Checkpoint, shardings: dict[str, Sharding]) -> None:
         """The template's tensors as if they had been saved laid out so."""
         self.location = template.location

@@ -66,6 +66,8 @@ class ForeignSpec:
 class ForeignSource:
     """A foreign checkpoint that is open for reading: a `reshard.source.Source`."""
 
+    native = False
+
     def __init__(self, foreign: Foreign, arrangement: Arrangement) -> None:
         self.foreign = foreign
         self.location: Location = foreign.location

@@ -1,7 +1,7 @@
 """Threads, and how work is handed to them.
 
 `run_on_threads` processes items on new threads and the calling one, `Workers` on threads that are kept, `map_on_threads` returns the
-results of small reads, and `read_ahead` reads one batch while another one is used.
+results of small reads, and `read_ahead` reads batches while another one is used.
 
 Ctrl-C, at whatever instant it comes, must not leave a thread at work, because the thread may be writing into the caller's memory. An
 interrupt may hide from the caller that a thread has started. An interrupt of `Thread.join` makes it report a running thread as ended
@@ -15,11 +15,13 @@ import gc
 import os
 import threading
 import time
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from itertools import islice
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -227,48 +229,87 @@ def clocks() -> tuple[float, float]:
 
 
 def read_ahead(
-    batches: Sequence[T], read: Callable[[T], R], *, copies: bool, now: Callable[[], tuple[float, float]] = clocks
+    batches: Iterable[T],
+    lend: Callable[[T, bool], R | None],
+    read: Callable[[T], object],
+    *,
+    ahead: int,
+    copies: bool,
+    now: Callable[[], tuple[float, float]] = clocks,
 ) -> Generator[tuple[T, R], None, None]:
-    """Yield each batch when it is read; at most one more batch is read ahead.
+    """Yield each batch when it is read, in order; up to `ahead` more are read meanwhile, so that no thread waits for a batch to end.
 
-    The first batch is read alone. If its reading waited for the storage, the next one is read while one is being placed. If it
-    kept the processors busy, and placing copies on the host, reading and placing take turns: together they would compete for
+    If the caller copies on the host, the first batch is read alone. If its reading waited for the storage, more are read while one
+    is being placed. If it kept the processors busy, reading and placing take turns: together they would compete for
     the interpreter and the processors, and take longer (docs/decisions/0031).
 
     Close the generator if it is not used up: when that returns, no read is in progress.
 
     Args:
-        batches: the batches to read.
-        read: reads one; called on one thread, which is not the caller's.
+        batches: the batches to read; drawn as they are needed. A single one is read by the calling thread.
+        lend: returns what a batch needs, such as memory, which the generator yields with the batch. Called by the calling thread. None:
+            there is no room before an earlier batch has been placed; not if its second argument is True, as it is then the only one.
+        read: reads one; called on other threads.
+        ahead: most batches that are read at a time; 1: one after another, in order.
         copies: whether the caller copies on the host between batches.
         now: returns times as `clocks` does.
     """
-    at_work = _AtWork()
-
-    def read_noted(batch: T) -> R:
-        with at_work.noted():
-            if at_work.over:
-                raise RuntimeError("closed")  # no caller sees this error
-            return read(batch)
-
-    def begin(number: int) -> Future[R]:
-        return ahead.submit(read_noted, batches[number])
-
-    with ThreadPoolExecutor(1, "shardckpt-ahead") as ahead:
+    ahead_of = _Ahead(batches, lend, read)
+    if len(ahead_of.waiting) == 1:
+        yield ahead_of.read_here()
+        return
+    with ThreadPoolExecutor(ahead, "shardckpt-ahead") as pool:
         try:
             began, used = now()
-            coming = begin(0) if batches else None
-            at_once = True
-            for number, batch in enumerate(batches, 1):
-                assert coming is not None
-                result = coming.result()
-                if number == 1 and copies:
+            most, first, together = 1 if copies else ahead, copies, True
+            ahead_of.begin(pool, most, alone=True)
+            while ahead_of.under_way:
+                batch, lent, reading = ahead_of.under_way[0]
+                reading.result()
+                ahead_of.under_way.popleft()
+                if first:
                     ended, used_then = now()
-                    at_once = used_then - used < ended - began  # one busy core uses as much processor time as wall-clock time
-                if at_once and number < len(batches):
-                    coming = begin(number)
-                yield batch, result
-                if not at_once and number < len(batches):
-                    coming = begin(number)
+                    first, together = False, used_then - used < ended - began  # one busy core: as much processor time as wall-clock time
+                    most = ahead if together else 1
+                if together:
+                    ahead_of.begin(pool, most, alone=False)
+                yield batch, lent
+                ahead_of.begin(pool, most, alone=True)
         finally:
-            at_work.stop()
+            ahead_of.at_work.stop()
+
+
+class _Ahead(Generic[T, R]):
+    """The batches of `read_ahead` that are not placed yet."""
+
+    def __init__(self, batches: Iterable[T], lend: Callable[[T, bool], R | None], read: Callable[[T], object]) -> None:
+        self.at_work = _AtWork()
+        self.under_way: deque[tuple[T, R, Future[None]]] = deque()
+        self._rest = iter(batches)
+        self.waiting = deque(islice(self._rest, 2))
+        self._lend = lend
+        self._read = read
+
+    def begin(self, pool: ThreadPoolExecutor, most: int, *, alone: bool) -> None:
+        """Begin to read, until so many batches are under way, or there is no room; `alone`: no batch is being placed."""
+        while len(self.under_way) < most:
+            self.waiting.extend(islice(self._rest, 0 if self.waiting else 1))
+            lent = self._lend(self.waiting[0], alone and not self.under_way) if self.waiting else None
+            if lent is None:
+                break
+            batch = self.waiting.popleft()
+            self.under_way.append((batch, lent, pool.submit(self._read_noted, batch)))
+
+    def read_here(self) -> tuple[T, R]:
+        """Read a batch on this thread."""
+        batch = self.waiting.popleft()
+        lent = self._lend(batch, True)
+        assert lent is not None, "there is room for one batch"
+        self._read(batch)
+        return batch, lent
+
+    def _read_noted(self, batch: T) -> None:
+        with self.at_work.noted():
+            if self.at_work.over:
+                raise RuntimeError("closed")  # no caller sees this error
+            self._read(batch)

@@ -39,7 +39,6 @@ from shardckpt.io.store import Store
 from shardckpt.io.threads import collector_paused
 from shardckpt.io.url import parse
 from shardckpt.layout.box import Box, BoxArray
-from shardckpt.reading.based_reader import BasedReader
 from shardckpt.reading.catalog import steps_beside
 from shardckpt.reading.lazy_array import LazyArray
 from shardckpt.reading.locate import Request
@@ -111,6 +110,9 @@ def open(url: str | os.PathLike[str]) -> Checkpoint:  # noqa: A001  (shardckpt.o
 class Checkpoint:
     """A committed checkpoint, open for reading."""
 
+    native = True
+    """It is no foreign one, which a reshard reads too."""
+
     def __init__(self, url: str | os.PathLike[str]) -> None:
         """Read the commit record; see `shardckpt.open`."""
         self.location = parse(url)
@@ -122,7 +124,7 @@ class Checkpoint:
             """The parsed tree for functions of `shardckpt.state`, so that each need not parse it again."""
             self._stored_name = {**{name: name for name in self.record.structure.tensors}, **alias_map(self.parsed_tree)}
         self._opening = Lock()
-        self._opened: ChunkReader | BasedReader | None = None
+        self._opened: ChunkReader | None = None
         self._reading: tuple[int | None, int] = (None, OBJECT_MEMORY)
         with _opening:
             _opened.add(self)
@@ -247,8 +249,8 @@ class Checkpoint:
             MissingDataError, FormatError: a base is gone, was replaced, or does not hold the tensor.
         """
         elsewhere = [tensor for tensor in tensors if tensor.base is not None]
-        if elsewhere and isinstance(self.reader, BasedReader):
-            self.reader.open(elsewhere)
+        if elsewhere:
+            self.reader.open_bases(elsewhere)
 
     @property
     def place(self) -> Store:
@@ -256,7 +258,7 @@ class Checkpoint:
         return self._place
 
     @property
-    def reader(self) -> ChunkReader | BasedReader:
+    def reader(self) -> ChunkReader:
         """The reader of chunks, which all threads share. It reads the chunk table's header at first use."""
         check_fork(self.location)
         with self._opening:

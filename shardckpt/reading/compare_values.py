@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from shardckpt.format.structure import TensorRecord
     from shardckpt.layout.dtypes import DType
     from shardckpt.plan.pieces import Piece
-    from shardckpt.reading.based_reader import BasedReader
     from shardckpt.reading.reader import ChunkReader
 
 
@@ -82,8 +81,8 @@ class BlockOfPair:
 
 
 def compare_values(
-    a: ChunkReader | BasedReader,
-    b: ChunkReader | BasedReader,
+    a: ChunkReader,
+    b: ChunkReader,
     pairs: Sequence[Pair],
     limit: int,
     progress: Callable[[int, int], None] | None = None,
@@ -166,7 +165,7 @@ def _block_box(piece: Piece, sides: Sequence[int], grid: Sequence[int], k: int) 
     return Box(tuple(start), tuple(min(a + side, end) for a, side, end in zip(start, sides, piece.box.stop, strict=True)))
 
 
-def read_blocks(reader: ChunkReader | BasedReader, batch: Sequence[BlockOfPair], side: str) -> list[NDArray[Any]]:
+def read_blocks(reader: ChunkReader, batch: Sequence[BlockOfPair], side: str) -> list[NDArray[Any]]:
     """The elements of a batch's blocks, in the stored dtype."""
     requests = []
     for block in batch:

@@ -68,17 +68,13 @@ class FetchedChunks:
 class Fetch:
     """Reads the bytes of tasks. Safe to use from several threads."""
 
-    def __init__(self, place: Store, *, direct: bool, scratch: int, of_thread: threading.local) -> None:
-        """Read below `place`, the attempt.
+    def __init__(self, *, scratch: int, of_thread: threading.local) -> None:
+        """Read from the places of the tasks' attempts.
 
         Args:
-            place: location of the attempt.
-            direct: whether a chunk's stored bytes are its elements, so that they may be read into their destination.
             scratch: bytes of each thread's buffer; a larger run gets a larger buffer.
-            of_thread: holds that buffer; readers of other places on the same threads share it.
+            of_thread: holds that buffer.
         """
-        self._place = place
-        self._direct = direct
         self._least = scratch
         self._scratch = of_thread
 
@@ -90,20 +86,22 @@ class Fetch:
             CorruptionError: the file ends before a run does.
             StorageError: the file cannot be read.
         """
-        fetched, vectors = lay_out(task, scratch_buffer(self._scratch, task.nbytes, self._least), direct=self._direct)
-        path = self._place.local_path(task.file)
+        place = task.source.place
+        direct = task.source.codec is None  # then a chunk's stored bytes are its elements
+        fetched, vectors = lay_out(task, scratch_buffer(self._scratch, task.nbytes, self._least), direct=direct)
+        path = place.local_path(task.file)
         run = task.runs[0]
         try:
             if path is None:
                 for run, into in zip(task.runs, vectors, strict=True):
-                    self._place.read_into(task.file, run.start, into)
+                    place.read_into(task.file, run.start, into)
                 return fetched
             # Without O_NONBLOCK, opening a pipe in place of the file would block.
             with OpenFile(str(path), os.O_RDONLY | os.O_NONBLOCK) as fd:
                 for run, into in zip(task.runs, vectors, strict=True):
                     scatter_read(fd, run.start, run.nbytes, into)
         except (OSError, EOFError, MissingDataError, CorruptionError) as e:
-            raise _said(e, task, run, self._place) from e
+            raise _said(e, task, run, place) from e
         return fetched
 
     def move(self, task: ReadTask) -> int | None:
@@ -115,7 +113,8 @@ class Fetch:
         Raises:
             MissingDataError, CorruptionError, StorageError: as for a call.
         """
-        path, chunks = self._place.local_path(task.file), task.chunks
+        place, chunks = task.source.place, task.chunks
+        path = place.local_path(task.file)
         scratch = scratch_buffer(self._scratch, extension.SCRATCH_BYTES, extension.SCRATCH_BYTES)
         places = iter(places_of([band for run in task.runs for band in run.bands]))
         bands = [_described(band, next(places)) for run in task.runs for band in run.bands]
@@ -129,7 +128,7 @@ class Fetch:
             error = e
         if error is not None:
             run = next(run for run in task.runs if row < run.end)
-            raise _said(error, task, run, self._place) from error
+            raise _said(error, task, run, place) from error
         return row if row < task.end else None
 
 

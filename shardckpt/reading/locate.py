@@ -32,11 +32,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from shardckpt.errors import ShardckptError
-    from shardckpt.io.store import Store
     from shardckpt.layout.box import Box
     from shardckpt.plan.pieces import Piece
     from shardckpt.plan.views import View
-    from shardckpt.reading.lookup import Lookup
+    from shardckpt.reading.lookup import ChunkSource
 
     Damaged = Callable[[str, Box, str, ShardckptError], None]
     """Called with tensor name, index range, file and error for each damaged or missing chunk."""
@@ -69,6 +68,8 @@ class Request:
     """One array per box, with the box at its start (the array may be larger). Its dtype is `dtype`, or any other if elements convert."""
     convert_from: np.dtype[np.generic] | None = None
     """dtype that the stored elements mean, if buffers have another dtype; None: all buffers have `dtype`."""
+    source: ChunkSource | None = None
+    """The attempt that holds the chunks; None: the reader's own."""
 
     @classmethod
     def of(cls, tensor: TensorRecord, boxes: BoxArray, buffers: Sequence[Array], *, converts: bool = False) -> Request:
@@ -268,7 +269,7 @@ class Located:
 
     wanted: RequestedChunks
     files: Sequence[str]
-    """Files of the chunk table."""
+    """Files of the chunk tables; each file of each attempt has a number."""
     file: Ints
     """(n,) index into `files`, or `OWN_OBJECT`."""
     offset: Ints
@@ -277,6 +278,8 @@ class Located:
     """(n,) bytes, including the checksum."""
     crc: NDArray[np.uint32]
     """(n,) CRC of the bytes before the checksum."""
+    own: ChunkSource | None = None
+    """The attempt of the chunks whose requests name none."""
 
     def __len__(self) -> int:
         """Number of chunks."""
@@ -284,7 +287,14 @@ class Located:
 
     def take(self, rows: Ints) -> Located:
         """The chunks in `rows`, in that order."""
-        return Located(self.wanted.take(rows), self.files, self.file[rows], self.offset[rows], self.length[rows], self.crc[rows])
+        columns = (self.file[rows], self.offset[rows], self.length[rows], self.crc[rows])
+        return Located(self.wanted.take(rows), self.files, *columns, self.own)
+
+    def source_of(self, row: int) -> ChunkSource:
+        """The attempt that holds a chunk."""
+        source = self.wanted.part_of(row).request.source or self.own
+        assert source is not None
+        return source
 
     def is_own_object(self, row: int) -> bool:
         """Whether the file holds this chunk alone."""
@@ -312,33 +322,34 @@ class _Range:
 
 
 class ChunkFinder:
-    """Finds chunks with the help of an attempt's chunk table."""
+    """Finds chunks with the help of the chunk tables of attempts."""
 
-    def __init__(self, place: Store, table: Lookup, compression: str | None) -> None:
-        """Find chunks below `place`, the attempt.
+    def __init__(self, own: ChunkSource | None) -> None:
+        """Find chunks in `own`, the attempt of the requests that name none."""
+        self._own = own
 
-        Args:
-            place: the attempt, for messages.
-            table: the chunk table.
-            compression: None or "zstd".
-        """
-        self._place = place
-        self._table = table
-        self._compression = compression
+    def source(self, request: Request) -> ChunkSource:
+        """The attempt that holds the chunks of a request."""
+        source = request.source or self._own
+        assert source is not None
+        return source
 
     def check_table(self, request: Request) -> None:
         """Raise MissingDataError unless the table has every chunk of the pieces (a commit makes sure that it has).
 
         This check comes first: a record that claims a trillion chunks must not make the process enumerate them.
         """
+        table = self.source(request).table
         for piece in request.pieces:
-            lost = self._table.first_missing(piece.path, piece.num_chunks)
+            lost = table.first_missing(piece.path, piece.num_chunks)
             if lost is not None:
-                raise self._lost(request.name, chunk_boxes(piece, np.array([lost]))[0])
+                raise self._lost(request, chunk_boxes(piece, np.array([lost]))[0])
 
     def prepare(self, requests: Sequence[Request]) -> None:
-        """Read the table's rows for the chunks of all requests together, then call `check_table` for each request."""
-        self._table.prepare((piece, r.boxes) for r in requests for piece in touched(r.pieces, r.boxes))
+        """Read the tables' rows for the chunks of all requests together, then call `check_table` for each request."""
+        for source in dict.fromkeys(map(self.source, requests)):
+            some = requests if source is self._own else [request for request in requests if self.source(request) is source]
+            source.table.prepare((piece, r.boxes) for r in some for piece in touched(r.pieces, r.boxes))
         for request in requests:
             self.check_table(request)
 
@@ -353,11 +364,12 @@ class ChunkFinder:
 
         The numbers count missing chunks, too; `damaged` is called for each of those when its group comes. This call reads the table.
         """
-        table = self._table.whole()
+        tables = {source: source.table.whole() for source in dict.fromkeys(map(self.source, requests))}
 
         def ranges() -> Iterator[_Range]:
             passed = 0
             for array in [RequestedArray(request, piece) for request in requests for piece in request.pieces]:
+                table = tables[self.source(array.request)]
                 for chunks, held in table.ranges(array.piece, max(0, after - passed), min(most // array.chunk_bytes, MOST_CHUNKS)):
                     yield _Range(array, chunks, held, passed + chunks.stop)
                 passed += array.piece.num_chunks
@@ -383,7 +395,7 @@ class ChunkFinder:
         first = np.setdiff1d(positions, some.held)[:most]
         boxes = chunk_boxes(piece, first)
         for i in range(len(boxes)):
-            damaged(request.name, boxes[i], piece.path, self._lost(request.name, boxes[i]))
+            damaged(request.name, boxes[i], piece.path, self._lost(request, boxes[i]))
         if missing > len(first):
             error = MissingDataError(f"{request.name}: {missing - len(first)} more of its chunks are in no host's chunk table.")
             damaged(request.name, piece.box, piece.path, error)
@@ -406,37 +418,51 @@ class ChunkFinder:
             yield self.located(RequestedChunks.of_positions(batch))
 
     def located(self, wanted: RequestedChunks) -> Located:
-        """Look up the places of chunks; MissingDataError if the table lacks one."""
-        try:
-            files, rows = self._table.find([part.piece.path for part in wanted.parts], wanted.part, wanted.position)
-        except KeyError as e:
-            row = e.args[0]
-            raise self._lost(wanted.part_of(row).request.name, wanted.box(row)) from None
-        offset = np.minimum(rows.offset, _FARTHEST).astype(np.int64)
-        return Located(wanted, files, rows.file.astype(np.int64), offset, rows.length.astype(np.int64), rows.crc)
+        """Look up the places of chunks; MissingDataError if a table lacks one."""
+        sources = list(map(self.source, (part.request for part in wanted.parts)))
+        paths = [part.piece.path for part in wanted.parts]
+        columns = np.zeros((4, len(wanted)), np.int64)
+        files: list[str] = []
+        distinct = {source: i for i, source in enumerate(dict.fromkeys(sources))}
+        number = np.array([distinct[source] for source in sources], np.int64)[wanted.part]
+        for source, i in distinct.items():
+            rows = np.flatnonzero(number == i)
+            try:
+                named, found = source.table.find(paths, wanted.part[rows], wanted.position[rows])
+            except KeyError as e:
+                row = int(rows[e.args[0]])
+                raise self._lost(wanted.part_of(row).request, wanted.box(row)) from None
+            file = found.file.astype(np.int64)
+            file[file != OWN_OBJECT] += len(files)
+            files += named
+            columns[:, rows] = file, np.minimum(found.offset, _FARTHEST), found.length, found.crc
+        file, offset, length, crc = columns
+        return Located(wanted, files, file, offset, length, crc.astype(np.uint32), self._own)
 
     def impossible(self, chunks: Located) -> Ints:
         """Rows of the chunks whose length is impossible for that chunk."""
-        least, most = np.array([self._lengths(part.chunk_bytes) for part in chunks.wanted.parts], np.int64).reshape(-1, 2).T
+        least, most = np.array([self._lengths(part) for part in chunks.wanted.parts], np.int64).reshape(-1, 2).T
         part = chunks.wanted.part
         return np.flatnonzero((chunks.length < least[part]) | (chunks.length > most[part]))
 
     def refusal(self, chunks: Located, row: int) -> FormatError:
         """The error for a chunk with an impossible length."""
-        least, most = self._lengths(chunks.wanted.part_of(row).chunk_bytes)
+        least, most = self._lengths(chunks.wanted.part_of(row))
         return FormatError(
-            f"{chunks.wanted.where(row)}: the chunk table says {chunks.length[row]} bytes in {self._place}/{chunks.file_of(row)}, "
-            f"not {least}{f' to {most}' if most > least else ''}; the checkpoint was not written by shardckpt, or by a faulty version."
+            f"{chunks.wanted.where(row)}: the chunk table says {chunks.length[row]} bytes in "
+            f"{chunks.source_of(row).place}/{chunks.file_of(row)}, not {least}{f' to {most}' if most > least else ''}; the "
+            f"checkpoint was not written by shardckpt, or by a faulty version."
         )
 
-    def _lengths(self, nbytes: int) -> tuple[int, int]:
-        """Least and most stored bytes of a chunk with `nbytes` bytes of elements; a hostile `nbytes` gives lengths that no table has."""
-        least = most = min(nbytes, _FARTHEST) + CHECKSUM_BYTES
-        if self._compression is not None:
+    def _lengths(self, array: RequestedArray) -> tuple[int, int]:
+        """Least and most stored bytes of a chunk of an array; hostile chunk sizes give lengths that no table has."""
+        least = most = min(array.chunk_bytes, _FARTHEST) + CHECKSUM_BYTES
+        if self.source(array.request).codec is not None:
             least, most = CHECKSUM_BYTES, most + (most >> 8) + 64  # ZSTD_compressBound
         return least, most
 
-    def _lost(self, name: str, box: Box) -> MissingDataError:
+    def _lost(self, request: Request, box: Box) -> MissingDataError:
         return MissingDataError(
-            f"{name}{box} at {self._place}: no host's chunk table has this chunk; run `shardckpt verify` for the full list."
+            f"{request.name}{box} at {self.source(request).place}: no host's chunk table has this chunk; run `shardckpt verify` for "
+            f"the full list."
         )

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from shardckpt.format.table import ArrayChunks
+    from shardckpt.io.store import Store
     from shardckpt.layout.box import BoxArray
     from shardckpt.plan.pieces import Piece
 
@@ -36,7 +37,7 @@ class Lookup(Protocol):
 
         Args:
             paths: arrays.
-            array: (n,) the chunk's array among those; ascending.
+            array: (n,) the chunk's array among those.
             chunks: (n,) the chunk's position in its grid.
 
         Raises:
@@ -45,6 +46,18 @@ class Lookup(Protocol):
 
     def whole(self) -> WholeTable:
         """The complete table in memory."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ChunkSource:
+    """An attempt that holds chunks."""
+
+    place: Store
+    """The attempt's place; data files are relative to it."""
+    table: Lookup
+    """The file, offset, length and checksum of each chunk."""
+    codec: str | None
+    """Codec of the chunks: None for raw elements, or "zstd"."""
 
 
 @dataclass(frozen=True, slots=True)

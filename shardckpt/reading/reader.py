@@ -10,6 +10,7 @@
    destination are then copied to each box that needs them, in bands: as many chunks as one copy can move.
 
 `open_reader` makes the reader of a committed attempt. It uses the table of all hosts, or the hosts' own tables if that one is damaged.
+If the checkpoint has bases, `bases` gives each request the attempt that holds its tensor. One call reads from all of them.
 
 Every chunk is read once, even if several boxes share it. Memory besides the destinations: on a local disk a scratch buffer
 of 4 to 8 MiB per thread, which is kept; on object stores `memory`. A chunk larger than a run needs memory of its own size.
@@ -17,6 +18,7 @@ of 4 to 8 MiB per thread, which is kept; on object stores `memory`. A chunk larg
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from threading import Lock
@@ -26,7 +28,7 @@ import crc32c
 import numpy as np
 
 from shardckpt.commit.assemble import merge_tables, read_host_files, read_table
-from shardckpt.errors import CorruptionError, FormatError, ShardckptError, StorageError, of_one_tensor
+from shardckpt.errors import CorruptionError, FormatError, MissingDataError, ShardckptError, StorageError, of_one_tensor
 from shardckpt.format.zarr_arrays import decompress, largest_chunk
 from shardckpt.io import extension
 from shardckpt.io.cores import cores
@@ -35,10 +37,10 @@ from shardckpt.io.status import is_directory
 from shardckpt.io.threads import Workers, clocks, map_on_threads
 from shardckpt.layout.box import BoxArray
 from shardckpt.layout.dtypes import make_bools_plain
-from shardckpt.reading.based_reader import BasedReader
+from shardckpt.reading.bases import Bases
 from shardckpt.reading.fetch import Fetch, FetchedChunks
 from shardckpt.reading.locate import MOST_CHUNKS, ChunkFinder, Request, RequestedChunks
-from shardckpt.reading.lookup import WholeTable
+from shardckpt.reading.lookup import ChunkSource, WholeTable
 from shardckpt.reading.runs import Band, ReadTask, RunLimits, places_of, tasks
 from shardckpt.reading.table_blocks import TableBlocks
 
@@ -48,6 +50,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from shardckpt.format.record import CheckpointRecord
+    from shardckpt.format.structure import TensorRecord
     from shardckpt.io.store import Store
     from shardckpt.io.url import Location
     from shardckpt.plan.pieces import Piece
@@ -122,12 +125,12 @@ def reading_limits(*, local: bool, threads: int | None, memory: int) -> tuple[Ru
 
 
 class ChunkReader:
-    """Reads boxes of the tensors of one attempt; safe to use from several threads."""
+    """Reads boxes of the tensors of a checkpoint, from its own attempt and from its bases; safe to use from several threads."""
 
     def __init__(
         self,
         store: Store,
-        table: Lookup,
+        table: Lookup | Bases,
         *,
         stats: ReadStats | None = None,
         compression: str | None = None,
@@ -139,34 +142,59 @@ class ChunkReader:
 
         Args:
             store: the attempt's place.
-            table: the chunk table.
+            table: the chunk table; or the attempts that hold the tensors, if they are several.
             stats: counts the reads; None: a new one.
             compression: None or "zstd".
             threads: number of concurrent reads; by default `cores()`, but at least two, and no more than `memory` allows. On object
                 stores up to 32, or fewer if they are near.
             memory: bytes in flight; less means smaller reads, and fewer threads on object stores.
-            workers: the threads, if other readers share them, as many as `reading_limits` says. None: its own.
+            workers: the threads, as many as `reading_limits` says. None: new ones.
         """
         self.stats = stats or ReadStats()
         self._store = store
-        self._table = table
-        self._compression = compression
-        self._finder = ChunkFinder(store, table, compression)
+        self._bases = table if isinstance(table, Bases) else None
+        self._own = None if isinstance(table, Bases) else ChunkSource(store, table, compression)
+        self._finder = ChunkFinder(self._own)
         self._limits, threads = reading_limits(local=store.location.local is not None, threads=threads, memory=memory)
         # One pool for all reads, because its threads keep scratch buffers, and fresh memory is slow.
         self._workers = workers or Workers(threads, "shardckpt-read")
-        self._fetch = Fetch(store, direct=compression is None, scratch=self._limits.nbytes, of_thread=self._workers.local)
+        self._fetch = Fetch(scratch=self._limits.nbytes, of_thread=self._workers.local)
+
+    def open_bases(self, tensors: Iterable[TensorRecord]) -> None:
+        """Open the attempts that hold some tensors.
+
+        Raises:
+            MissingDataError, FormatError: a base is gone, was replaced, or does not hold the tensor.
+        """
+        if self._bases is not None:
+            self._bases.open(tensors)
+
+    def _resolved(self, requests: Sequence[Request]) -> Sequence[Request]:
+        """The requests with the attempts that hold their tensors."""
+        return requests if self._bases is None else self._bases.resolve(requests)
+
+    @contextmanager
+    def _may_be_gone(self, requests: Sequence[Request]) -> Iterator[None]:
+        """Raise a clearer error if a base was replaced or deleted while it was being read."""
+        try:
+            yield
+        except MissingDataError:
+            if self._bases is not None:
+                self._bases.check(requests)
+            raise
 
     def read(self, requests: Sequence[Request]) -> None:
         """Fill every request's buffers.
 
         Raises:
-            MissingDataError: a needed chunk is not there.
+            MissingDataError: a needed chunk is not there, or a base is gone or was replaced.
             CorruptionError: a chunk is damaged; the message names tensor, index range and file.
         """
-        self._finder.prepare(requests)
-        self.stats.count(needed=_needed(requests))
-        self._read_all(self._finder.needed(requests))
+        requests = self._resolved(requests)
+        with self._may_be_gone(requests):
+            self._finder.prepare(requests)
+            self.stats.count(needed=_needed(requests))
+            self._read_all(self._finder.needed(requests))
         _make_bools_plain(requests)
 
     def reads(self, groups: Sequence[Sequence[Request]]) -> list[Callable[[], None]]:
@@ -177,9 +205,11 @@ class ChunkReader:
         Returns:
             A callable for each group; it raises what `read` raises.
         """
+        groups = [self._resolved(group) for group in groups]
         requests = [request for group in groups for request in group]
         group_of = {id(request): i for i, group in enumerate(groups) for request in group}
-        self._finder.prepare(requests)
+        with self._may_be_gone(requests):
+            self._finder.prepare(requests)
         found: list[list[ReadTask]] = [[] for _ in groups]
         for chunks in self._finder.needed(requests):
             self._refuse_impossible(chunks)
@@ -190,7 +220,8 @@ class ChunkReader:
 
     def _read_planned(self, group: Sequence[Request], some: Sequence[ReadTask]) -> None:
         self.stats.count(needed=_needed(group))
-        self._workers.do(self._read_task, some)
+        with self._may_be_gone(group):
+            self._workers.do(self._read_task, some)
         _make_bools_plain(group)
 
     def check(self, requests: Sequence[Request], damaged: Damaged, *, after: int = 0, most: int = CHECKED_BYTES) -> Iterator[int]:
@@ -221,12 +252,10 @@ class ChunkReader:
                     except ShardckptError as e:
                         report(one.chunks, one.begin, e)
             chunks, row = task.chunks, task.begin  # a chunk that is an object of its own is a task of its own
-            if chunks.is_own_object(row) and self._store.is_longer(task.file, chunks.stop(row)):
-                report(
-                    chunks,
-                    row,
-                    CorruptionError(f"{chunks.wanted.where(row)}: {self._store}/{task.file} is longer than what was written."),
-                )
+            place = task.source.place
+            if chunks.is_own_object(row) and place.is_longer(task.file, chunks.stop(row)):
+                longer = f"{chunks.wanted.where(row)}: {place}/{task.file} is longer than what was written."
+                report(chunks, row, CorruptionError(longer))
 
         def check_groups(groups: Iterator[tuple[int, Located]]) -> Iterator[int]:
             for done, chunks in groups:
@@ -236,7 +265,7 @@ class ChunkReader:
                 self._each(chunks.take(np.setdiff1d(np.arange(len(chunks)), impossible)), check_task)
                 yield done
 
-        return check_groups(self._finder.every(requests, damaged, after=after, most=most))
+        return check_groups(self._finder.every(self._resolved(requests), damaged, after=after, most=most))
 
     def confirm(self, wanted: Iterable[tuple[Request, Piece, NDArray[np.int64]]]) -> None:
         """Read some chunks and compare them with the table.
@@ -251,7 +280,7 @@ class ChunkReader:
 
     def longer_files(self) -> Iterator[tuple[str, ShardckptError]]:
         """The data files with more bytes than their chunks, between them or at the end. Readers never read those bytes."""
-        for file, nbytes in self._table.whole().bytes_in_files().items():
+        for file, nbytes in self.whole_table().bytes_in_files().items():
             try:
                 if self._store.is_longer(file, nbytes):
                     yield file, CorruptionError(f"{self._store}/{file} has more bytes than the {nbytes} of its chunks.")
@@ -264,8 +293,9 @@ class ChunkReader:
         return self._limits
 
     def whole_table(self) -> WholeTable:
-        """The complete chunk table; reads 28 bytes per chunk."""
-        return self._table.whole()
+        """The complete chunk table, of a checkpoint without bases; reads 28 bytes per chunk."""
+        assert self._own is not None, "several attempts have several tables"
+        return self._own.table.whole()
 
     def stored_chunk(self, name: str, dtype: np.dtype[np.generic], piece: Piece, position: int) -> bytes:
         """A chunk's stored bytes with the checksum, verified, for readers that decode chunks themselves.
@@ -276,9 +306,9 @@ class ChunkReader:
             piece: the array.
             position: the chunk's position in grid order.
         """
-        request = Request(name, dtype, [piece], BoxArray.of([], len(piece.shape)), [])
+        (request,) = self._resolved([Request(name, dtype, [piece], BoxArray.of([], len(piece.shape)), [])])
         self._finder.check_table(request)
-        chunks = self._finder.located(RequestedChunks.of_positions([(request, piece, np.array([position]))]))
+        chunks = self._finder.located(RequestedChunks.of_positions([(request, request.pieces[0], np.array([position]))]))
         self._refuse_impossible(chunks)
         (task,) = tasks(chunks, self._limits)
         fetched = self._verified(task)
@@ -312,7 +342,7 @@ class ChunkReader:
         for band, places in fetched.bands:
             if not places:
                 continue
-            if self._compression is None:
+            if task.source.codec is None:
                 band.scatter(fetched.stored(band), places)
                 continue
             for row in range(band.begin, band.end):
@@ -336,7 +366,7 @@ class ChunkReader:
 
     def _damaged(self, task: ReadTask, row: int) -> ShardckptError:
         chunks = task.chunks
-        place = f"{self._store}/{task.file}, bytes {chunks.offset[row]} to {chunks.stop(row)}"
+        place = f"{task.source.place}/{task.file}, bytes {chunks.offset[row]} to {chunks.stop(row)}"
         return of_one_tensor(
             CorruptionError(
                 f"{chunks.wanted.where(row)} is damaged: {place}, do not have the checksum that was written. Replace the file with "
@@ -346,10 +376,13 @@ class ChunkReader:
 
     def _moves(self, parts: Iterable[RequestedArray]) -> bool:
         """Whether the extension moves the chunks of these arrays: raw ones on a local disk, whose elements are not converted."""
-        if extension.moving is None or self._compression is not None or self._store.location.local is None:
+        if extension.moving is None or self._store.location.local is None:
             return False
         return all(
-            part.request.convert_from is None and len(part.piece.chunks) <= MOST_DIMS and part.request.dtype.itemsize in KINDS
+            part.request.convert_from is None
+            and len(part.piece.chunks) <= MOST_DIMS
+            and part.request.dtype.itemsize in KINDS
+            and self._finder.source(part.request).codec is None
             for part in parts
         )
 
@@ -375,9 +408,7 @@ def _needed(requests: Sequence[Request]) -> int:
     return sum(request.boxes.elements * request.dtype.itemsize for request in requests)
 
 
-def open_reader(
-    place: Store, record: CheckpointRecord, *, threads: int | None = None, memory: int = OBJECT_MEMORY
-) -> ChunkReader | BasedReader:
+def open_reader(place: Store, record: CheckpointRecord, *, threads: int | None = None, memory: int = OBJECT_MEMORY) -> ChunkReader:
     """Open a reader for the chunks of a checkpoint's attempt and its bases.
 
     Args:
@@ -388,22 +419,25 @@ def open_reader(
     """
     stats = ReadStats()
     _, most = reading_limits(local=place.location.local is not None, threads=threads, memory=memory)
-    workers = Workers(most, "shardckpt-read")  # one pool for all bases, because its threads keep scratch buffers
+    workers = Workers(most, "shardckpt-read")
 
-    def of_one(place: Store, record: CheckpointRecord) -> ChunkReader:
+    def open_one(place: Store, record: CheckpointRecord) -> ChunkSource:
         began, used = clocks()
-        lookup, left = _lookup(place, record, stats), memory_of_runs(place.location, record, threads, memory)
+        lookup = _lookup(place, record, stats)
         ended, used_then = clocks()
         if threads is None and place.location.bucket is not None and ended - began - (used_then - used) < NEAR:
             workers.at_once = min(workers.at_once, max(LEAST_THREADS, 2 * cores()))
-        return ChunkReader(place, lookup, stats=stats, compression=record.compression, threads=threads, memory=left, workers=workers)
+        return ChunkSource(place, lookup, record.compression)
 
-    return BasedReader(place, record, stats, of_one) if record.structure.bases else of_one(place, record)
+    left = memory_of_runs(place.location, record, threads, memory)
+    table = Bases(place, record, open_one) if record.structure.bases else open_one(place, record).table
+    return ChunkReader(place, table, stats=stats, compression=record.compression, threads=threads, memory=left, workers=workers)
 
 
 def memory_of_runs(location: Location, record: CheckpointRecord, threads: int | None, memory: int) -> int:
     """A reader's memory that is left for runs: on a local disk each thread also decompresses a chunk beside its run."""
-    if threads is None or record.compression is None or location.local is None:
+    codecs = {record.compression, *(base.compression for base in record.structure.bases)}
+    if threads is None or codecs == {None} or location.local is None:
         return memory
     return memory - threads * largest_chunk(record.structure.tensors.values())
 

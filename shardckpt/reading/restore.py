@@ -17,7 +17,6 @@ import logging
 from contextlib import closing, nullcontext
 from functools import partial
 from itertools import chain
-from threading import Lock
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -35,7 +34,7 @@ from shardckpt.frameworks.coordination import Coordinator, check_coordinator
 from shardckpt.frameworks.per_process import choose_value, decode_value, recorded_axis
 from shardckpt.io.buffers import Arena, BufferPool, Lease
 from shardckpt.io.failures import reading_takes_threads
-from shardckpt.io.threads import collector_paused, read_ahead, run_on_threads, short_pause
+from shardckpt.io.threads import collector_paused, read_ahead, short_pause
 from shardckpt.io.url import parse
 from shardckpt.options import DEFAULT_MEMORY_LIMIT, check_flag, parse_bytes
 from shardckpt.plan.pieces import batches
@@ -52,6 +51,7 @@ from shardckpt.state.select import Only, check_selection, selector
 if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Mapping, Sequence
+    from contextlib import AbstractContextManager
 
     from typing_extensions import TypeVar
 
@@ -70,8 +70,10 @@ _log = logging.getLogger("shardckpt")
 LARGEST_BATCH = 256 << 20
 """Most bytes of a batch without staging; smaller batches join fewer adjacent chunks."""
 STAGED_BATCH = 64 << 20
-"""Bytes of staging for one batch that is read from files. Two such buffers are reused and stay warm, where larger ones would be fresh
+"""Bytes of staging for one batch that is read from files. A few such buffers are reused and stay warm, where larger ones would be fresh
 memory for most of a state. From an object store many requests at a time matter more."""
+READ_AHEAD = 2
+"""Most batches that are read at a time: a thread that finds nothing left in one goes on with the next one."""
 
 
 @leaves_out_with("only=")
@@ -400,45 +402,28 @@ def _read_all(
     checkpoint.open_bases(tensor for job in jobs for tensor in job.stored)
     in_place = in_place and any(landing.fills_leaf for job in jobs for landing in job.landings)
     alone, shared = (list(jobs), []) if meeting is None else meeting.divide(checkpoint, jobs, limit)
-    if all(job.is_in_place for job in jobs):  # nothing is staged
-        # In a bucket the requests for a batch begin while the last ones for the batch before are under way.
-        read_and_place = partial(_read_in_place, at_once=1 if checkpoint.location.bucket is None else 2, placed=placed)
-    else:
+    pool: BufferPool | None = None
+    if not all(job.is_in_place for job in jobs):
         pin = frameworks.pinning(landing.sink for job in jobs for landing in job.landings)
         pool = BufferPool(limit - exchange_bytes(limit) if shared else limit, pin)
         if pin is not None:
             staged = min(staged, pool.limit // 2)
             alone = [part for job in alone for part in job.divided(staged)]
-        read_and_place = partial(_stage_and_place, pool=pool, staged=staged, placed=placed)
+    read_and_place = partial(_read_and_place, pool=pool, staged=staged, placed=placed)
     restored: dict[str, object] = {}
-    for group in shared:
-        restored |= read_and_place(group.jobs, partial(fetch, group.read))
-    return restored | read_and_place(alone, partial(fetch, read_alone))
+    for group in shared:  # its reads are collectives, which all processes make in the same order
+        restored |= read_and_place(group.jobs, partial(fetch, group.read), ahead=1)
+    pinned = pool is not None and pool.pin is not None  # each buffer more would be pinned, which takes longer than reading it
+    return restored | read_and_place(alone, partial(fetch, read_alone), ahead=1 if pinned else READ_AHEAD)
 
 
-def _read_in_place(
-    jobs: Sequence[RestoreJob], fetch: Callable[[Sequence[RestoreJob]], None], *, at_once: int, placed: Callable[[int], None]
-) -> dict[str, object]:
-    """Read some tensors straight into the memory of their leaves, so many batches at a time; the rest as for `_stage_and_place`."""
-    restored: dict[str, object] = {}
-    placing = Lock()
-
-    def read(batch: Sequence[RestoreJob]) -> None:
-        fetch(batch)
-        with placing:
-            restored.update(_place(batch))
-            placed(sum(job.nbytes for job in batch))
-
-    run_on_threads(batches(jobs, lambda job: (job.nbytes,), (LARGEST_BATCH,)), [read] * at_once, "shardckpt-restore")
-    return restored
-
-
-def _stage_and_place(
+def _read_and_place(
     jobs: Sequence[RestoreJob],
     fetch: Callable[[Sequence[RestoreJob]], None],
     *,
-    pool: BufferPool,
+    pool: BufferPool | None,
     staged: int,
+    ahead: int,
     placed: Callable[[int], None],
 ) -> dict[str, object]:
     """Read and place some tensors; return the restored leaves by name.
@@ -446,37 +431,43 @@ def _stage_and_place(
     Args:
         jobs: the tensors and their destinations.
         fetch: fills the buffers of a batch.
-        pool: leases the buffers.
+        pool: leases the buffers; None: all tensors are read straight into the memory of their leaves.
         staged: bytes of staging for one batch, unless one tensor needs more.
+        ahead: most batches that are read at a time.
         placed: called with the bytes placed, after each batch.
     """
     restored: dict[str, object] = {}
-    arena = Arena()
+    arena = None if pool is None else Arena()
     # Batches have at most half of the limit each: one batch is placed while the next one is read.
-    limits = (pool.limit // 2, LARGEST_BATCH, staged)
+    limits = (LARGEST_BATCH if pool is None else pool.limit // 2, LARGEST_BATCH, staged)
     most = min(staged, sum(job.staged_bytes for job in jobs))
-    some = list(batches(jobs, lambda job: (job.staged_bytes + job.placing_bytes, job.nbytes, job.staged_bytes), limits))
+    leases: list[Lease] = []
 
-    def stage(batch: Sequence[RestoreJob]) -> Lease:
+    def lend(batch: Sequence[RestoreJob], wait: bool) -> AbstractContextManager[object] | None:
+        if pool is None or arena is None:
+            return nullcontext()
         nbytes = sum(job.staged_bytes for job in batch)
         if pool.pin is not None:
             nbytes = max(nbytes, most)  # the same each time, so that no more is pinned
-        lease = pool.take(nbytes, beside=sum(job.placing_bytes for job in batch))
-        try:
+        lease = (pool.take if wait else pool.take_at_once)(nbytes, beside=sum(job.placing_bytes for job in batch))
+        if lease is not None:
+            leases.append(lease)
             for job in batch:
                 for landing in job.landings:
                     landing.prepare(lease, arena)
-            fetch(batch)
-        except BaseException:
-            lease.give_back()
-            raise
         return lease
 
-    with closing(read_ahead(some, stage, copies=any(job.placing_bytes for job in jobs))) as coming:
-        for batch, lease in coming:
-            with lease:
-                restored |= _place(batch)
-            placed(sum(job.nbytes for job in batch))
+    some = batches(jobs, lambda job: (job.staged_bytes + job.placing_bytes, job.nbytes, job.staged_bytes), limits)
+    copies = any(job.placing_bytes for job in jobs)
+    try:
+        with closing(read_ahead(some, lend, fetch, ahead=ahead, copies=copies)) as coming:
+            for batch, lease in coming:
+                with lease:
+                    restored |= _place(batch)
+                placed(sum(job.nbytes for job in batch))
+    finally:
+        for lease in leases:
+            lease.give_back()
     return restored
 
 

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from shardckpt.reading.locate import Index, Located
+    from shardckpt.reading.lookup import ChunkSource
 
     Array = NDArray[np.generic]
     Ints = NDArray[np.int64]
@@ -189,8 +190,13 @@ class ReadTask:
 
     @property
     def file(self) -> str:
-        """The file of the runs."""
+        """The file of the runs, relative to `source`."""
         return self.chunks.file_of(self.begin)
+
+    @property
+    def source(self) -> ChunkSource:
+        """The attempt that has the file."""
+        return self.chunks.source_of(self.begin)
 
     @property
     def begin(self) -> int:

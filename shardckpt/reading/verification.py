@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from shardckpt.format.structure import Base, TensorRecord
     from shardckpt.format.table import Table
     from shardckpt.io.store import Store
-    from shardckpt.reading.based_reader import BasedReader
 
     Progress = Callable[[int, int, int], None]
     """Called with chunks checked so far and in all, and bytes of chunks that were read."""
@@ -173,7 +172,7 @@ class _Verification:
                     yield done, sum(some.stats.bytes_read for some in readers)
                 begin += sum(t.num_chunks for t in tensors)
 
-    def _check(self, reader: ChunkReader | BasedReader, place: str, tensors: Sequence[TensorRecord], begin: int) -> Iterator[int]:
+    def _check(self, reader: ChunkReader, place: str, tensors: Sequence[TensorRecord], begin: int) -> Iterator[int]:
         """Compare the chunks of tensors that one checkpoint holds, in groups; yield the number of all chunks up to the end of each.
 
         A tensor whose base cannot be read is damaged.

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from shardckpt.format.record import CheckpointRecord
     from shardckpt.format.structure import TensorRecord
     from shardckpt.plan.pieces import Piece
-    from shardckpt.reading.based_reader import BasedReader
     from shardckpt.reading.reader import ChunkReader
 
 
@@ -30,7 +29,7 @@ DOCUMENT = "zarr.json"
 class ZarrKeys:
     """Documents and chunks by key. Safe to use from several threads."""
 
-    def __init__(self, record: CheckpointRecord, reader: ChunkReader | BasedReader) -> None:
+    def __init__(self, record: CheckpointRecord, reader: ChunkReader) -> None:
         """Show the checkpoint of a commit record; `reader` reads its chunks, also those in bases."""
         self._record = record
         self._reader = reader

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
     from shardckpt.format.record import CheckpointRecord
     from shardckpt.io.url import Location
-    from shardckpt.reading.based_reader import BasedReader
     from shardckpt.reading.reader import ChunkReader
 
 
@@ -36,7 +35,7 @@ class CheckpointStore(Store):
     supports_deletes = False
     supports_listing = True
 
-    def __init__(self, record: CheckpointRecord, reader: ChunkReader | BasedReader) -> None:
+    def __init__(self, record: CheckpointRecord, reader: ChunkReader) -> None:
         """Show the checkpoint of a commit record; `reader` reads its chunks, also those in bases."""
         super().__init__(read_only=True)
         self._record = record

@@ -174,8 +174,7 @@ def plan_reshard(source: OpenSource, options: ReshardOptions, destination: Locat
         OptionError, ShardingError, NamesMismatchError, DtypeMismatchError, LeafError: the request does not fit the source.
         BudgetError: the memory limit is too small; names it, and a sufficient one.
     """
-    record = source.record
-    native = bool(record.hosts)  # without hosts it is foreign, with foreign chunk shapes
+    record, native = source.record, source.native
     layout = options.layout or record.layout
     keep_chunks = native and layout == record.layout
     made = targets(record.structure, options, str(source.location), files=layout == "zarr", keep_chunks=keep_chunks)

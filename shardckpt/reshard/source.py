@@ -43,6 +43,10 @@ class OpenSource(Protocol):
         """Place of the checkpoint."""
 
     @property
+    def native(self) -> bool:
+        """Whether it is a shardckpt checkpoint; a foreign one has foreign chunk shapes."""
+
+    @property
     def record(self) -> CheckpointRecord:
         """Record of the contents. Its `attempt` differs whenever anything stored there differs."""
 

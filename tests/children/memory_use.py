@@ -112,7 +112,8 @@ def restore_host(case):
         checkpoint.reader.read([request for job in batch for request in job.requests()])
 
     with Peak() as peak:
-        restored = restoring._stage_and_place(jobs, fetch, pool=pool, staged=restoring.STAGED_BATCH, placed=lambda _nbytes: None)
+        how = {"staged": restoring.STAGED_BATCH, "ahead": restoring.READ_AHEAD, "placed": lambda _nbytes: None}
+        restored = restoring._read_and_place(jobs, fetch, pool=pool, **how)
     assert restored == {name: len(set(case["devices"])) for name in checkpoint.names()}
     stats = checkpoint.reader.stats
     return {"growth": peak.growth, "high_water": pool.high_water, "read": stats.bytes_read, "needed": stats.bytes_needed}

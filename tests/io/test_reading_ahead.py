@@ -1,4 +1,4 @@
-"""One batch is read ahead of the one that is being placed, where that is faster."""
+"""Batches are read ahead of the one that is being placed, where that is faster."""
 
 import threading
 from contextlib import closing
@@ -34,28 +34,53 @@ class Reading:
             return self.changed.wait_for(lambda: batch in self.begun, SECONDS)
 
 
+def lent(batch, _alone):
+    return -batch
+
+
+@pytest.mark.parametrize("ahead", [1, 2, 4])
 @pytest.mark.parametrize(("copies", "used"), [(False, 1.6), (True, 0.4)])
-def test_the_next_batch_is_read_while_one_is_placed(copies, used):
-    reading = Reading()
-    for batch, result in read_ahead([1, 2, 3], reading, copies=copies, now=clock_of(used)):
-        assert result == -batch
-        assert batch == 3 or reading.begins_with(batch + 1)
-    assert reading.begun == [1, 2, 3]
+def test_the_next_batches_are_read_while_one_is_placed(copies, used, ahead):
+    reading, placed = Reading(), []
+    for batch, found in read_ahead(range(1, 8), lent, reading, ahead=ahead, copies=copies, now=clock_of(used)):
+        assert found == -batch
+        assert reading.begins_with(min(batch + ahead, 7))
+        placed.append(batch)
+    assert placed == sorted(reading.begun) == list(range(1, 8))
 
 
 def test_reading_that_keeps_the_processors_busy_takes_turns_with_copying():
     reading = Reading()
-    for batch, _ in read_ahead([1, 2, 3], reading, copies=True, now=clock_of(1.6)):
+    for batch, _ in read_ahead([1, 2, 3], lent, reading, ahead=2, copies=True, now=clock_of(1.6)):
         assert reading.begun[-1] == batch
     assert reading.begun == [1, 2, 3]
+
+
+def test_a_batch_without_room_waits_until_earlier_ones_are_placed():
+    held, asked = [], []
+
+    def lend(batch, alone):
+        asked.append((batch, alone))
+        if sum(held) + batch > 5 and not alone:
+            return None
+        assert sum(held) + batch <= 5 or not held, "it must not wait for what only its caller can give back"
+        held.append(batch)
+        return batch
+
+    placed = []
+    for batch, found in read_ahead([2, 3, 5, 1, 9, 1], lend, lambda _batch: None, ahead=2, copies=False):
+        placed.append(found)
+        held.remove(batch)
+    assert placed == [2, 3, 5, 1, 9, 1]
+    assert (3, False) in asked
 
 
 def test_nothing_is_read_any_more_when_it_is_closed():
     reading = Reading()
     before = set(threading.enumerate())
-    with closing(read_ahead([1, 2, 3], reading, copies=False)) as batches:
+    with closing(read_ahead([1, 2, 3, 4], lent, reading, ahead=2, copies=False)) as batches:
         next(batches)
-    assert 3 not in reading.begun
+    assert 4 not in reading.begun
     assert set(threading.enumerate()) <= before, "threads of earlier tests may end meanwhile; none is new"
 
 
@@ -64,11 +89,17 @@ def test_what_reading_raises_comes_when_its_batch_is_asked_for():
         if batch == 2:
             raise ValueError("damaged")
 
-    batches = read_ahead([1, 2], read, copies=False)
-    assert next(batches) == (1, None)
+    batches = read_ahead([1, 2], lent, read, ahead=2, copies=False)
+    assert next(batches) == (1, -1)
     with pytest.raises(ValueError, match="damaged"):
         next(batches)
 
 
+def test_a_single_batch_is_read_by_the_calling_thread():
+    threads = []
+    assert list(read_ahead([1], lent, lambda _: threads.append(threading.current_thread()), ahead=2, copies=True)) == [(1, -1)]
+    assert threads == [threading.current_thread()]
+
+
 def test_there_may_be_nothing_to_read():
-    assert list(read_ahead([], Reading(), copies=True)) == []
+    assert list(read_ahead([], lent, Reading(), ahead=2, copies=True)) == []

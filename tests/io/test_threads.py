@@ -145,7 +145,7 @@ def test_the_first_error_stops_the_rest_and_keeps_nothing_alive():
 
 
 def _read_ahead(_, work, items):
-    with closing(read_ahead(items, work, copies=False)) as batches:
+    with closing(read_ahead(items, lambda item, _alone: item + 1, work, ahead=2, copies=False)) as batches:
         list(batches)
 
 

@@ -107,7 +107,7 @@ def find(table, path, chunks):
 
 def lookup(checkpoint):
     """The table alone: reading a million chunks takes longer than finding them."""
-    return checkpoint.reader._table
+    return checkpoint.reader._own.table
 
 
 @pytest.mark.parametrize(("place", "requests"), [("disk", TABLE_BYTES // (4 << 20)), ("objects", TABLE_BYTES // (256 << 10))])

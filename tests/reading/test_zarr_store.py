@@ -133,7 +133,7 @@ def data_files(checkpoint):
     attempt = Path(str(checkpoint.location)) / checkpoint.record.attempt
     if checkpoint.record.layout == "zarr":
         return sorted(p for p in attempt.glob("zarr/**/c/**/*") if p.is_file())
-    return sorted(attempt / file for file in checkpoint.reader._table.whole().files)
+    return sorted(attempt / file for file in checkpoint.reader._own.table.whole().files)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

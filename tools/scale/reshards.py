@@ -59,7 +59,7 @@ def prepared(html: str | None = None) -> Callable[[], dict[str, Any]]:
         started = time.process_time()
         known = parse_checkpoint(data, "checkpoint.json")
         read = time.process_time()
-        source: Any = SimpleNamespace(record=known, location=parse("gs://bucket/llama-405b/step_100000"))
+        source: Any = SimpleNamespace(record=known, native=True, location=parse("gs://bucket/llama-405b/step_100000"))
         options = ReshardOptions(mesh=TARGET, rules=Rules.parse(RULES))
         reshard = plan_reshard(source, options)
         planned = time.process_time()

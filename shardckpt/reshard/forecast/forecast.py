@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 from shardckpt.commit.publish import published_attempt
 from shardckpt.io.store import Store
 from shardckpt.io.url import parse
-from shardckpt.reading.based_reader import BasedReader
 from shardckpt.reading.places import read_places
 from shardckpt.reading.reader import memory_of_runs, reading_limits
 from shardckpt.reshard.forecast.hosts import DEVICES_PER_HOST, Hosts, placed
@@ -89,10 +88,10 @@ class Forecast:
 
 def known_places(checkpoint: Checkpoint) -> Places | None:
     """Places of the checkpoint's chunks, from its chunk table; None if the table is too large, or other checkpoints hold some chunks."""
-    table, reader = checkpoint.record.table, checkpoint.reader
-    if isinstance(reader, BasedReader) or (table is not None and table.size > LARGEST_TABLE):
+    table = checkpoint.record.table
+    if checkpoint.record.structure.bases or (table is not None and table.size > LARGEST_TABLE):
         return None
-    return read_places(checkpoint.place, checkpoint.record, reader.whole_table())
+    return read_places(checkpoint.place, checkpoint.record, checkpoint.reader.whole_table())
 
 
 def forecast(
@@ -117,8 +116,8 @@ def forecast(
         places: places of the source's chunks; None: estimate them from the record.
     """
     record, location = checkpoint.record, checkpoint.location
-    # Bases are read by several readers. Without places the reader is not opened, because that reads the table.
-    limits = None if places is None or isinstance(checkpoint.reader, BasedReader) else checkpoint.reader.limits
+    # Without places the reader is not opened, because that reads the table.
+    limits = None if places is None else checkpoint.reader.limits
     layouts = {name: placed(decision.layout, len(plan.target.tensors[name].shape)) for name, decision in plan.decisions.items()}
     ranked = [(layout, len(plan.target.tensors[name].shape)) for name, layout in layouts.items()]
     each = devices_per_host or min(DEVICES_PER_HOST, max(1, len(Hosts.of(ranked, number=1).owners.device_ids)))
