@@ -162,7 +162,8 @@ class NamedModule:
         """Today's name of each Parameter, by the name that 0.2.0 gave it, where these differ."""
         names = self.parameter_names()
         earlier = {self._earlier(path): names[id(parameter)] for path, parameter in self.module.named_parameters()}
-        return {before: now for before, now in earlier.items() if before not in set(names.values())}
+        today = set(names.values())
+        return {before: now for before, now in earlier.items() if before not in today}
 
     def arranged(self, node: Node, _state: Node, _adaptation: Adaptation | None = None) -> Node:
         """The stored state, with names that 0.2.0 gave changed to today's."""
