@@ -32,7 +32,7 @@ from shardckpt.excerpt import few, numbered
 from shardckpt.format.documents import FORMAT_VERSION, FileReference, TableReference, format_version, open_envelope, utc_now
 from shardckpt.format.record import CheckpointRecord, Contents, HostFiles, HostRecord, host_record_key
 from shardckpt.format.table import OWN_OBJECT, ROW, ArrayChunks, Table, TableHeader, check_sizes
-from shardckpt.format.zarr_arrays import chunk_object_key, encode, plain_key, zarr_documents
+from shardckpt.format.zarr_arrays import chunk_object_key, encode, encoded_documents, plain_key, zarr_documents
 from shardckpt.frameworks.coordination import ALL_MUST_CALL, WaitNotice
 from shardckpt.io.failures import storage_errors
 from shardckpt.io.files import LARGEST_WHOLE, sync_directory
@@ -145,7 +145,6 @@ def assemble(place: Store, said: Mapping[FileReference, Contents] | None = None)
     _check_coverage(place, parts, structure.tensors.values(), table)
     _check_counts(place, hosts, tables)
 
-    documents = partial(zarr_documents, structure, first.compression)
     if first.layout == "packed":
         lanes = [lane for host in hosts for lane in host.files.lanes]
         if small:
@@ -153,13 +152,14 @@ def assemble(place: Store, said: Mapping[FileReference, Contents] | None = None)
         values = {chunk_object_key(piece, position): stored.tobytes() for piece, position, stored, _ in small}
         # Chunks that hosts wrote are there by reference; those of small tensors are values in the index itself.
         chunks, nbytes = sum(host.chunks for host in hosts), sum(host.stored_bytes for host in hosts)
+        documents = partial(encoded_documents, structure, first.compression)
         few_chunks = chunks + len(values) + len(structure.tensors) <= index.MOST_IN_A_LEAF
         if not (few_chunks and index.write_index(place, _places(table, structure), documents(), values)):
             index.merge_lanes(place, lanes, documents(), values=values, expected_chunks=chunks, expected_bytes=nbytes)
     else:
         for piece, position, stored, _ in small:
             place.write(plain_key(chunk_object_key(piece, position)), stored)
-        index.write_plain_documents(place, dict(documents()))
+        index.write_plain_documents(place, dict(zarr_documents(structure, first.compression)))
     return CheckpointRecord(
         attempt=first.attempt,
         created=utc_now(),

@@ -21,7 +21,7 @@ import numpy as np
 import tensorstore as ts
 
 from shardckpt.errors import CommitError, FormatError
-from shardckpt.format.zarr_arrays import PLAIN_ROOT, group_json, parent_groups, plain_key
+from shardckpt.format.zarr_arrays import PLAIN_ROOT, encode_document, group_json, parent_groups, plain_key
 from shardckpt.io import ocdbt
 from shardckpt.io.failures import storage_errors
 from shardckpt.io.files import LARGEST_WHOLE, clear
@@ -52,7 +52,7 @@ _MOST_HEIGHT = 16
 def merge_lanes(
     attempt: Store,
     lanes: Sequence[str],
-    documents: Iterable[tuple[str, Mapping[str, Any]]],
+    documents: Iterable[tuple[str, bytes]],
     *,
     values: Mapping[str, bytes] | None = None,
     expected_chunks: int,
@@ -63,7 +63,7 @@ def merge_lanes(
     Args:
         attempt: the attempt's place.
         lanes: OCDBT databases relative to it.
-        documents: array path and `zarr.json` of each array, made one by one; the groups' documents are made here.
+        documents: array path and encoded `zarr.json` of each array, made one by one; the groups' documents are made here.
         values: key → chunk, for chunks that no lane has; None: there are none.
         expected_chunks: number of chunks in all lanes together.
         expected_bytes: their stored bytes.
@@ -100,7 +100,7 @@ def merge_lanes(
 def write_index(
     attempt: Store,
     chunks: Iterable[tuple[str, str, int, int]],
-    documents: Iterable[tuple[str, Mapping[str, Any]]],
+    documents: Iterable[tuple[str, bytes]],
     values: Mapping[str, bytes],
 ) -> bool:
     """Build the merged index of an attempt with few chunks, as one leaf; if one is there already, the result is the same.
@@ -158,12 +158,12 @@ def write_plain_documents(attempt: Store, documents: Mapping[str, Mapping[str, A
         attempt.write(key, data)
 
 
-def packed_documents(documents: Iterable[tuple[str, Mapping[str, Any]]]) -> Iterator[tuple[str, bytes]]:
-    """Key in the merged index and `zarr.json` of every array and of every group above it."""
+def packed_documents(documents: Iterable[tuple[str, bytes]]) -> Iterator[tuple[str, bytes]]:
+    """Key in the merged index and encoded `zarr.json` of every array and of every group above it."""
     paths = []
     for path, document in documents:
         paths.append(path)
-        yield document_key(path), encode_document(document)
+        yield document_key(path), document
     for path in parent_groups(paths):
         yield document_key(path), encode_document(group_json())
 
@@ -264,8 +264,3 @@ def _entries(place: Store, node: Place | None, prefix: bytes, seen: set[Place], 
 def document_key(path: str) -> str:
     """The key of the `zarr.json` of an array or group."""
     return f"{path}/zarr.json" if path else "zarr.json"
-
-
-def encode_document(document: Mapping[str, Any]) -> bytes:
-    """A document's bytes."""
-    return _encode(document).encode()

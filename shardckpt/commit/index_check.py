@@ -16,7 +16,7 @@ from shardckpt.commit import index
 from shardckpt.commit.assemble import SMALL
 from shardckpt.errors import ShardckptError
 from shardckpt.format.table import OWN_OBJECT
-from shardckpt.format.zarr_arrays import CHECKSUM_BYTES, chunk_object_key, group_json, parent_groups, split_chunk_key
+from shardckpt.format.zarr_arrays import CHECKSUM_BYTES, chunk_object_key, encode_document, group_json, parent_groups, split_chunk_key
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -124,7 +124,7 @@ class IndexCheck:
         if not isinstance(expected, str):
             return _same_chunk(found, expected)
         document = self._document(expected) if expected in self._pieces else group_json()
-        return _same_json(found, index.encode_document(document))
+        return _same_json(found, encode_document(document))
 
     def _misplaced(self, entries: Sequence[tuple[str, Place]]) -> Iterator[str]:
         """The faults of entries of chunks."""

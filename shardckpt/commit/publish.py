@@ -234,7 +234,7 @@ def publish(store: Store, record: CheckpointRecord, prior: Prior) -> bool:
     """
     place = store.sub(record.attempt)
     with collector_paused():
-        data = seal(record.to_json(), record.version)
+        data = record.seal()
         _check_readable(store, record, data)
     try:
         with _locked(place, fcntl.LOCK_SH):

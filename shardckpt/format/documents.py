@@ -69,9 +69,21 @@ def document_digest(document: object) -> str:
 # --- the envelope
 
 
-def seal(record: Mapping[str, Any], version: tuple[int, int] = FORMAT_VERSION) -> bytes:
-    """A record's bytes in its envelope, with the digest."""
-    body = json.dumps(record, separators=(",", ":"), ensure_ascii=True, allow_nan=False).encode()
+def encode(value: Any) -> str:
+    """JSON text of a record, or of a part of one."""
+    return json.dumps(value, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
+
+
+def seal(record: Mapping[str, Any], version: tuple[int, int] = FORMAT_VERSION, *, members: str = "") -> bytes:
+    """A record's bytes in its envelope, with the digest.
+
+    Args:
+        record: the record; not empty if there are `members`.
+        version: version of the format.
+        members: text of further members, which are encoded already.
+    """
+    text = encode(record)
+    body = (f"{text[:-1]},{members}}}" if members else text).encode()
     digest = hashlib.sha256(body).hexdigest()
     major, minor = version
     return f'{{"format":"shardckpt","version":[{major},{minor}],"sha256":"{digest}","record":'.encode() + body + b"}\n"

@@ -183,8 +183,15 @@ class CheckpointRecord:
         """The oldest version of the format that can hold this record."""
         return self.structure.version
 
+    def seal(self) -> bytes:
+        """The stored form."""
+        return seal(self._own_json(), self.version, members=self.structure.encoded)
+
     def to_json(self) -> dict[str, Any]:
         """JSON form."""
+        return {**self._own_json(), **self.structure.to_json()}
+
+    def _own_json(self) -> dict[str, Any]:
         return {
             "attempt": self.attempt,
             "created": self.created,
@@ -199,7 +206,6 @@ class CheckpointRecord:
             **({} if self.fence is None else {"fence": self.fence}),
             "totals": self.totals,
             "metadata": self.metadata,
-            **self.structure.to_json(),
         }
 
     @classmethod
@@ -326,8 +332,8 @@ class Contents:
         small = {name: base64.b64encode(elements).decode() for name, elements in self.small.items()}
         samples = {"samples": self.samples} if self.samples else {}
         processes = {} if self.processes is None else {"processes": self.processes}
-        doc = {"metadata": self.metadata, "small": small, **samples, **processes, "structure": self.structure.to_json()}
-        data = seal(doc, self.structure.version)
+        doc = {"metadata": self.metadata, "small": small, **samples, **processes}
+        data = seal(doc, self.structure.version, members=f'"structure":{{{self.structure.encoded}}}')
         return FileReference.of(f"contents/{hashlib.sha256(data).hexdigest()}.json", data), data
 
     @classmethod

@@ -27,6 +27,7 @@ from shardckpt.format.documents import (
     LAYOUTS,
     LOCAL_VERSION,
     Fields,
+    encode,
 )
 from shardckpt.layout import dtypes
 from shardckpt.layout.mesh import Mesh
@@ -150,8 +151,8 @@ class Structure:
     tree: Any
     """JSON document of `state.flatten`."""
     tensors: dict[str, TensorRecord]
-    _json: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
-    """The JSON form, once it was made: a lone process writes it into its contents and into the commit record."""
+    _encoded: str = field(default="", init=False, repr=False, compare=False)
+    """`encoded`, once it was made."""
 
     @property
     def bases(self) -> list[Base]:
@@ -169,12 +170,7 @@ class Structure:
         return BASES_VERSION if self.bases else FORMAT_VERSION
 
     def to_json(self) -> dict[str, Any]:
-        """JSON form, which is not to be changed; equal meshes and shardings appear once."""
-        if not self._json:
-            self._json.update(self._made_json())
-        return self._json
-
-    def _made_json(self) -> dict[str, Any]:
+        """JSON form; equal meshes and shardings appear once."""
         bases: dict[Base, int] = {}
         number, layouts = self.layouts_json()
         tensors = {}
@@ -200,6 +196,13 @@ class Structure:
             "tensors": tensors,
             "tree": self.tree,
         }
+
+    @property
+    def encoded(self) -> str:
+        """The members of the JSON form as text. It is made once: a lone process writes it into its contents and into the commit record."""
+        if not self._encoded:
+            object.__setattr__(self, "_encoded", encode(self.to_json())[1:-1])
+        return self._encoded
 
     def layouts_json(self) -> tuple[dict[tuple[StoredLayout, int], int], dict[str, list[dict[str, Any]]]]:
         """Positions of the distinct layouts by layout and number of dimensions; and the JSON forms of the layouts and their meshes."""

@@ -13,7 +13,9 @@ key encoding. Stock TensorStore and zarr-python find ordinary arrays; our own re
 
 from __future__ import annotations
 
+import json
 import re
+from dataclasses import replace
 from functools import lru_cache
 from itertools import product
 from math import prod
@@ -156,6 +158,34 @@ def zarr_documents(structure: Structure, compression: str | None, *, in_bases: b
         if tensor.base is None or in_bases:
             for piece in tensor.pieces:
                 yield piece.path, document(tensor, piece)
+
+
+def encoded_documents(structure: Structure, compression: str | None) -> Iterator[tuple[str, bytes]]:
+    """The path and the encoded document of each array that lies in the checkpoint itself.
+
+    Documents of most tensors differ in the name alone, so each form of document is encoded once, and cut where the name goes.
+    """
+    document = zarr_document_maker(structure, compression)
+    forms: dict[Hashable, tuple[str, str]] = {}
+    for name, tensor in structure.tensors.items():
+        if tensor.base is not None:
+            continue
+        for piece in tensor.pieces:
+            form = tensor.layout, tensor.shape, tensor.dtype.name, piece.start, piece.shape, piece.chunks
+            cut = forms.get(form)
+            if cut is None:
+                before, _, after = encode_document(document(replace(tensor, name=_NAME), piece)).decode().partition(json.dumps(_NAME))
+                cut = forms[form] = before, after
+            yield piece.path, f"{cut[0]}{json.dumps(name, ensure_ascii=False)}{cut[1]}".encode()
+
+
+_NAME = "\0"
+"""A name that no tensor has."""
+
+
+def encode_document(document: Mapping[str, Any]) -> bytes:
+    """A document's bytes."""
+    return json.dumps(document, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
 
 
 def zarr_document_maker(structure: Structure, compression: str | None) -> Callable[[TensorRecord, Piece], dict[str, Any]]:

@@ -40,8 +40,9 @@ _LEAST_SHARE = 32 << 20
 _LEAST_MEAN = 512 << 10
 """Least mean bytes of a block for which several threads pay off: copying and writing, which release the interpreter lock, then take
 far longer than the Python code."""
-_SMALL_STATE = 256 << 20
-"""Most bytes of a state that is written faster than the collector of reference cycles visits the objects that this makes."""
+_SMALL_STATE, _SMALL_MEAN = 256 << 20, 64 << 10
+"""Most bytes of a state, or mean bytes of its blocks, that are written faster than the collector of reference cycles visits the
+objects that this makes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,8 +142,9 @@ def save(
         with saving_takes_threads(store), Attempt(store, coordinator, options) as attempt:
             share = attempt.take(state)
             planned = time.monotonic()
-            short = share.plan.nbytes <= _SMALL_STATE and store.location.local is not None  # waits for no network
-            with collector_paused() if short else nullcontext():
+            with (
+                collector_paused() if _is_short(share.plan) and store.location.local is not None else nullcontext()
+            ):  # waits for no network
                 _write(attempt, share)
             durable = time.monotonic()
             waited = attempt.commit()
@@ -165,6 +167,11 @@ def _write(attempt: Attempt, share: StateShare) -> None:
             blocks = [(block, elements) for block, elements, _ in batch]
             nbytes = sum(elements.nbytes for _, elements in blocks)
             writer.append(writer.portions(cut(blocks, at_a_time), at_a_time, nbytes))
+
+
+def _is_short(plan: SavePlan) -> bool:
+    """Whether writing takes less time than visits of the collector of reference cycles meanwhile."""
+    return plan.nbytes <= max(_SMALL_STATE, _SMALL_MEAN * sum(map(len, plan.blocks.values())))
 
 
 def thread_bytes(plan: SavePlan, compression: str | None, at_a_time: int) -> int:

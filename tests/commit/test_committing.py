@@ -26,7 +26,7 @@ from shardckpt.commit.index import dump_index, index_values, packed_documents
 from shardckpt.commit.publish import discard, publish, read_prior
 from shardckpt.errors import CommitError, NotFoundError
 from shardckpt.format.documents import open_envelope, seal
-from shardckpt.format.zarr_arrays import zarr_documents
+from shardckpt.format.zarr_arrays import encoded_documents
 from shardckpt.io.store import Store
 from shardckpt.state.names import natural_key
 
@@ -94,7 +94,7 @@ def index_of(url):
     """Content of the merged index: places of chunks, and documents."""
     opened = shardckpt.open(url)
     place = Store.open(url).sub(opened.record.attempt)
-    keys = dict(packed_documents(zarr_documents(opened.record.structure, opened.record.compression)))
+    keys = dict(packed_documents(encoded_documents(opened.record.structure, opened.record.compression)))
     return dump_index(place), {key: value for key, value in index_values(place) if key in keys}
 
 

@@ -15,7 +15,7 @@ import zarr
 
 from shardckpt.commit.index import dump_index, index_entries, merge_lanes, stock_spec, stock_url, write_plain_documents
 from shardckpt.errors import CommitError, MissingDataError
-from shardckpt.format.zarr_arrays import array_json, chunk_key
+from shardckpt.format.zarr_arrays import array_json, chunk_key, encode_document
 from shardckpt.io.store import Store, shared_context
 from shardckpt.layout.dtypes import DTYPES, of_numpy
 from shardckpt.writing.packed import PackedWriter
@@ -29,6 +29,10 @@ SHAPES = [
     pytest.param((), (), id="scalar"),
     pytest.param((0, 3), (1, 3), id="zero size"),
 ]
+
+
+def encoded(documents):
+    return [(path, encode_document(document)) for path, document in documents.items()]
 
 
 @pytest.fixture
@@ -52,7 +56,7 @@ def write(encoded_chunks):
             writer.finish()
         if layout == "packed":
             lanes = [lane for writer in writers for lane in writer.lanes]
-            merge_lanes(store, lanes, documents.items(), expected_chunks=count, expected_bytes=total)
+            merge_lanes(store, lanes, encoded(documents), expected_chunks=count, expected_bytes=total)
         else:
             write_plain_documents(store, documents)
 
@@ -177,7 +181,7 @@ def test_the_merged_index_refers_to_the_very_places_where_hosts_put_their_chunks
         expected |= {key: (extents.files[f], o, n) for key, f, o, n in zip(keys, *columns, strict=True)}
         lanes += writer.lanes
     documents = {"w": array_json((20, 3), DTYPES["uint8"], (1, 1))}
-    merge_lanes(store, lanes, documents.items(), expected_chunks=60, expected_bytes=3 * 210)
+    merge_lanes(store, lanes, encoded(documents), expected_chunks=60, expected_bytes=3 * 210)
     assert dump_index(store) == expected
     assert [key for key, _ in index_entries(store)] == sorted(expected)
 
@@ -219,7 +223,7 @@ def test_large_documents_do_not_disturb_the_count(store):
     writer.append(["w/c"], [b"12345"])
     writer.finish()
     document = array_json((), DTYPES["uint8"], (), None, {"shardckpt": "x" * (2 << 20)})
-    merge_lanes(store, writer.lanes, [("w", document)], expected_chunks=1, expected_bytes=5)
+    merge_lanes(store, writer.lanes, encoded({"w": document}), expected_chunks=1, expected_bytes=5)
     assert dump_index(store)["w/c"] == ("hosts/00000/0/d/00000", 0, 5)
 
 

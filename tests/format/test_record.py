@@ -210,3 +210,8 @@ def test_a_host_record_that_lacks_a_member_is_refused(member):
     del doc[member]
     with pytest.raises(FormatError, match=f"here: '{member}' is missing"):
         HostRecord.from_json(doc, "here")
+
+
+def test_a_sealed_record_is_its_json_form_in_the_envelope():
+    assert RECORD.seal() == seal(RECORD.to_json(), RECORD.version)
+    assert RECORD.seal() == RECORD.seal()

@@ -10,11 +10,23 @@ import pytest
 import tensorstore as ts
 import zarr
 import zarr.storage
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardckpt.format.zarr_arrays import array_json, chunk_key, group_json, parent_groups
+from shardckpt import Mesh, PartitionSpec, SaveOptions, Sharding, frameworks
+from shardckpt.format.structure import Structure
+from shardckpt.format.zarr_arrays import (
+    array_json,
+    chunk_key,
+    encode_document,
+    encoded_documents,
+    group_json,
+    parent_groups,
+    zarr_documents,
+)
 from shardckpt.layout.dtypes import DTYPES
+from shardckpt.layout.world import World
+from shardckpt.writing.save_plan import tensor_records
 
 NUMPY = [d for d in DTYPES.values() if d.storage.type.__module__ == "numpy"]
 
@@ -87,3 +99,25 @@ def test_chunk_keys_are_tensorstores(shape, chunks):
 def test_every_array_has_all_its_groups_and_no_more(paths):
     groups = parent_groups(paths)
     assert groups == sorted({p.rpartition("/")[0] for p in [*paths, *(g for g in groups if g)]} | {""})
+
+
+@given(
+    st.dictionaries(
+        st.text(st.sampled_from('a"\\ä€\u2028\x01{}b'), min_size=1, max_size=6),
+        st.sampled_from([(), (4,), (3, 5), (2, 0), (300, 200)]),
+        max_size=6,
+    ),
+    st.sampled_from([None, "zstd"]),
+    st.booleans(),
+)
+@settings(max_examples=60, deadline=None)
+def test_documents_that_are_encoded_by_their_form_are_those_that_are_encoded_alone(shapes, compression, sharded):
+    state = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
+    rows = Sharding(Mesh((2,), ("x",)), PartitionSpec("x"))
+    shardings = {"*": rows} if sharded and any(len(shape) for shape in shapes.values()) else {}
+    sources = frameworks.sources({name: value for name, value in state.items() if value.ndim or not sharded})
+    records = tensor_records(sources, SaveOptions(shardings=shardings if sources else {}), World())
+    structure = Structure({}, records)
+    alone = {path: encode_document(document) for path, document in zarr_documents(structure, compression)}
+    assert dict(encoded_documents(structure, compression)) == alone
+    assert all(json.loads(document)["attributes"]["shardckpt"]["name"] in records for document in alone.values())

@@ -46,7 +46,7 @@ PHASES = {
     "records": ((assemble, "_host_records"), (assemble, "_contents")),
     "tables": ((assemble, "_tables"),),
     "coverage": ((assemble, "_merged"), (assemble, "_check_coverage"), (assemble, "_check_counts")),
-    "documents": ((assemble, "zarr_documents"),),
+    "documents": ((assemble, "encoded_documents"),),
     "index": ((index, "write_index"), (index, "merge_lanes"), (index, "write_plain_documents")),
     "table": ((assemble, "write_table"),),
 }
