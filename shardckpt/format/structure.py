@@ -119,8 +119,8 @@ class TensorRecord:
     """Whether the pieces are from one process only, which does not know the other processes' pieces."""
     base: InBase | None = None
     """The place of its elements in a base, or None; with a base, `pieces` are cut like the base's, under this tensor's own name."""
-    array: bool = field(default=False, compare=False)
-    """Whether it was a numpy array in a training state; a hint that readers may ignore."""
+    array: str = field(default="", compare=False)
+    """"numpy" or "jax" for an array of that framework in a training state; a hint that readers may ignore."""
 
     @property
     def is_one_array(self) -> bool:
@@ -183,7 +183,7 @@ class Structure:
             else:
                 entry["pieces"] = [{"start": list(p.start), "shape": list(p.shape), "chunks": list(p.chunks)} for p in t.pieces]
             if t.array:
-                entry["array"] = True
+                entry["array"] = t.array == "numpy" or t.array
             if t.partial:
                 entry["partial"] = True
             if t.base is not None:
@@ -406,4 +406,6 @@ def _tensor(read: Fields, name: str, layouts: list[StoredLayout], bases: list[Ba
         base = InBase(read.pick("base", bases), read.string("base_name") if "base_name" in read.doc else name)
         if partial:
             read.fail("it lies in another checkpoint, and has only some of its pieces")
-    return TensorRecord(name, shape, dtype, layout, pieces, partial, base, array=read.doc.get("array") is True)
+    said = read.doc.get("array")
+    array = "numpy" if said is True else "jax" if said == "jax" else ""
+    return TensorRecord(name, shape, dtype, layout, pieces, partial, base, array=array)

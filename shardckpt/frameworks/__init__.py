@@ -145,7 +145,7 @@ def settle(leaves: Iterable[object]) -> None:
     """
     pending: dict[str, list[object]] = {}
     for leaf in leaves:
-        framework = None if isinstance(leaf, Target) else _framework(leaf)
+        framework = None if isinstance(leaf, Target) else framework_of(leaf)
         if framework is not None:
             pending.setdefault(framework, []).append(leaf)
     for framework, group in pending.items():
@@ -158,7 +158,7 @@ def reduce_partial(leaves: Mapping[str, Any]) -> dict[str, Any]:
     It runs a collective for each partial leaf, in the order of their names: every rank of their meshes must call it with the same
     leaves. All other functions here involve only one process and its own tensors.
     """
-    dtensors = {name: leaf for name, leaf in leaves.items() if _framework(leaf) == "dtensor"}
+    dtensors = {name: leaf for name, leaf in leaves.items() if framework_of(leaf) == "dtensor"}
     module: Any = _module("dtensor") if dtensors else None
     return {**leaves, **(module.reduce_partial(dtensors) if dtensors else {})}
 
@@ -180,7 +180,7 @@ def sources(
     """
     groups: dict[str, dict[str, object]] = {}
     for name, leaf in leaves.items():
-        groups.setdefault(_framework(leaf) or _required(name, leaf, "saved"), {})[name] = leaf
+        groups.setdefault(framework_of(leaf) or _required(name, leaf, "saved"), {})[name] = leaf
         if getattr(leaf, "is_meta", False) and name not in unread:
             raise LeafError(f"{shown(name)}: a meta tensor has no data to save; materialize it first, or leave it out of the state.")
     found: dict[str, Source] = {}
@@ -284,7 +284,8 @@ def target(name: str, leaf: object, shape: tuple[int, ...], dtype: DType) -> Sin
     return _module(_required(name, leaf, "restored")).target(name, leaf, shape, dtype)
 
 
-def _framework(leaf: object) -> str | None:
+def framework_of(leaf: object) -> str | None:
+    """Name of the framework that a leaf is a tensor of; None: it is no tensor of an imported framework."""
     kind = type(leaf)
     if kind in _NO_LEAVES:
         return None
@@ -310,7 +311,7 @@ def _adapter(leaf: object) -> _Adapter | None:
     known = _BY_CLASS.get(type(leaf))
     if known is not None and known[1](leaf):
         return known[2]
-    framework = _framework(leaf)
+    framework = framework_of(leaf)
     return None if framework is None else _module(framework)
 
 
@@ -328,7 +329,7 @@ def _required(name: str, leaf: object, done: str) -> str:
                 f"placements, for a torch tensor a torch.device, for a numpy array sharding=None."
             )
         return framework
-    framework = _framework(leaf)
+    framework = framework_of(leaf)
     if framework is None:
         raise LeafError(f"{shown(name)}: a {type(leaf).__qualname__} cannot be {done} as a tensor; pass a tensor or a numpy array.")
     return framework

@@ -16,6 +16,7 @@ import jax
 from shardckpt.errors import LeafError
 from shardckpt.state.names import shown
 
+_MEANING = "jax.key:"
 _UNNAMED = "<unnamed>"
 """JAX's name for a generator that was defined without a name."""
 
@@ -27,7 +28,22 @@ def is_keys(leaf: Any) -> bool:
 
 def meaning(leaf: Any) -> str | None:
     """Meaning of the stored elements: `jax.key:` and the generator's name; None for numbers."""
-    return f"jax.key:{leaf.dtype._impl.name}" if is_keys(leaf) else None
+    return f"{_MEANING}{leaf.dtype._impl.name}" if is_keys(leaf) else None
+
+
+def new_keys(means: str, words: tuple[int, ...]) -> Any | None:
+    """Placeholder for keys of the generator that a meaning names; None: JAX has no such generator.
+
+    Args:
+        means: result of `meaning`.
+        words: shape of the stored words.
+    """
+    generator = means.removeprefix(_MEANING)
+    try:
+        dtype = jax.eval_shape(lambda: jax.random.key(0, impl=generator)).dtype
+    except ValueError:
+        return None
+    return jax.ShapeDtypeStruct(words[: len(words) - len(key_shape(dtype))], dtype)
 
 
 def key_shape(dtype: Any) -> tuple[int, ...]:

@@ -194,7 +194,7 @@ def restore_adapted(
                 raise OptionError(f"restore(memory_limit={limit}): must be positive.")
             checkpoint = source if isinstance(source, Checkpoint) else Checkpoint(source)
             if adaptation is not None:
-                adaptation.begin(checkpoint, like)
+                adaptation.begin(checkpoint, like, only)
             elif only is not None:
                 check_selection(only, checkpoint.parsed_tree, str(checkpoint.location), each=strict is not False)
             tree, run = checkpoint.parsed_tree, partial(_read_all, checkpoint, limit=limit, meeting=meeting, progress=progress)

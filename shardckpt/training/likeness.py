@@ -86,10 +86,28 @@ def fitting(record: TensorRecord, own: object) -> object:
 
 
 def new_tensor(record: TensorRecord) -> object:
-    """A target for a new tensor on the CPU: torch's if the program has torch and torch has the dtype, and it was not a numpy array."""
+    """A target for a new tensor.
+
+    A JAX array if it was one, and the program has JAX. Otherwise a torch tensor on the CPU, if the program has torch, torch has the
+    dtype, and it was no array; or a numpy array.
+    """
+    jax = imported_module("jax") if record.array == "jax" else None
+    if jax is not None and jax.dtypes.canonicalize_dtype(record.dtype.numpy) == record.dtype.numpy:
+        return jax.ShapeDtypeStruct(record.shape, record.dtype.numpy)
     torch = None if record.array else imported_module("torch")
     kind = getattr(torch, record.dtype.name, None)
     return Target(shape=record.shape) if torch is None or kind is None else torch.empty(record.shape, dtype=kind, device="meta")
+
+
+def _new_keys(record: TensorRecord, meaning: str) -> object:
+    """A target for new random keys of JAX; a numpy array of their words if the program lacks JAX, or JAX lacks the generator."""
+    words = Target(shape=record.shape)
+    if imported_module("jax") is None:
+        return words
+    from shardckpt.frameworks.jax_keys import new_keys
+
+    keys = new_keys(meaning, record.shape)
+    return words if keys is None else keys
 
 
 def mirror(
@@ -120,7 +138,10 @@ def mirror(
         return LEFT_OUT
     if isinstance(node, Tensor | Tied):
         record = stored.tensor(node.name)
-        return tensor(record if stored.adaptation is None else stored.adaptation.record_for(record, own), own)
+        record = record if stored.adaptation is None else stored.adaptation.record_for(record, own)
+        if isinstance(node, Tensor) and node.meaning is not None and not frameworks.is_tensor(own):
+            return _new_keys(record, node.meaning)
+        return tensor(record, own)
     scalar = isinstance(node, Small) and frameworks.is_tensor(own) and getattr(own, "shape", None) == ()
     return own if isinstance(own, PerProcess) or scalar else None  # a small leaf of any kind, or an error where each process has its own
 

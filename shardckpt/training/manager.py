@@ -380,6 +380,7 @@ class CheckpointManager(RunSteps):
             rolled_back=self._lineage.later,
             fallback=self._fallback if fallback is None else fallback,
             check=check,
+            only=only,
             fell_back=lambda damaged, reason: self._background.emit(events.FellBack, damaged, reason=reason),
         )
         self._background.resumed()

@@ -33,13 +33,13 @@ from shardckpt.errors import LeafError, NamesMismatchError, StructureMismatchErr
 from shardckpt.excerpt import excerpt, few
 from shardckpt.frameworks.base import Target
 from shardckpt.frameworks.dcp_protocol import described_like, describes_itself
-from shardckpt.state.document import Branch, child
+from shardckpt.state.document import Branch, Tensor, Tied, child, leaves_of
 from shardckpt.state.names import child_name, shown
 from shardckpt.training.likeness import LEFT_OUT, StoredLeaves, fitting, mirror, new_tensor
 from shardckpt.training.optimizer_state.forms import OptimizerNodes, read_optimizer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from shardckpt.format.structure import TensorRecord
     from shardckpt.reading.naming.adapt import Adaptation
@@ -138,11 +138,12 @@ class NamedOptimizer:
         rest = {name: value for name, value in packed.items() if name not in {"state", "param_groups"}}
         return {"state": state, "param_groups": settings, "group_of": group_of, **rest}
 
-    def read(self, node: Node | None, adaptation: Adaptation | None = None) -> OptimizerNodes | None:
+    def read(self, node: Node | None, state: Node, adaptation: Adaptation | None = None) -> OptimizerNodes | None:
         """The stored state of an optimizer, in any form, with the parameter names used here.
 
         Args:
             node: the stored state.
+            state: the complete stored state, which says which parameters are tied.
             adaptation: what becomes of the stored modules.
 
         Raises:
@@ -156,8 +157,9 @@ class NamedOptimizer:
 
             nodes = self._adapted = self._adapted or follow(nodes, adaptation, self._modules)
         if nodes.form == "named":
-            changed = any(self.current_name(str(name)) != name for name in nodes.members())
-            return replace(nodes.renamed(lambda name: self.current_name(str(name))), form="listed") if changed else nodes
+            own = self._own_names([str(name) for name in nodes.members()], state)
+            changed = any(own[str(name)] != name for name in nodes.members())
+            return replace(nodes.renamed(lambda name: own[str(name)]), form="listed") if changed else nodes
         if nodes.form != "numbered":
             return nodes.renamed(lambda name: name if name in self.parameters else self._own_name(self.current_name(str(name))))
         if adaptation is not None:
@@ -170,18 +172,18 @@ class NamedOptimizer:
                     f"{shown(nodes.name)} has numbers instead of parameter names, so it is not known what belongs to the tensors of which "
                     f"{shown(made)} is made; leave it out with only=, or save the result of get_optimizer_state_dict, which has names."
                 )
-        lengths, own = [len(group.members) for group in nodes.groups], [len(members) for members in self.groups]
-        if lengths != own:
+        lengths, expected = [len(group.members) for group in nodes.groups], [len(members) for members in self.groups]
+        if lengths != expected:
             raise StructureMismatchError(
                 f"{shown(nodes.name)} has numbers instead of parameter names, in groups of {lengths}, but the optimizer here has groups of "
-                f"{own}; make the optimizer as for the save, or save the result of get_optimizer_state_dict, which has names."
+                f"{expected}; make the optimizer as for the save, or save the result of get_optimizer_state_dict, which has names."
             )
         names = dict(zip(nodes.members(), self.parameters, strict=True))
         return nodes.renamed(lambda number: names[number])
 
-    def arranged(self, node: Node, _state: Node, adaptation: Adaptation | None = None) -> Node:
+    def arranged(self, node: Node, state: Node, adaptation: Adaptation | None = None) -> Node:
         """The stored state in the form that `collect` makes; unchanged if it is not recognized as an optimizer's."""
-        nodes = self.read(node, adaptation)
+        nodes = self.read(node, state, adaptation)
         return node if nodes is None or nodes.form == "named" else nodes.named()
 
     def like(self, stored: StoredLeaves, node: Node) -> Any:
@@ -261,6 +263,19 @@ class NamedOptimizer:
         if tensor is not None:
             fit_state(state, adaptation.tensor(tensor), shape, adaptation)
         return lambda record, own: _place(parameter, replace(record, shape=shape) if adaptation.mode(record.name) else record, own)
+
+    def _own_names(self, members: Sequence[str], state: Node) -> dict[str, str]:
+        """The name that each stored parameter has here, also where it is tied, and the module had its names in another order."""
+        found = {name: self.current_name(name) for name in members}
+        strange = [name for name in members if found[name] not in self.parameters]
+        if not strange:
+            return found
+        from shardckpt.training.optimizer_state.moments import place_of
+
+        stored = {leaf.name: leaf.stored for leaf in leaves_of(state) if isinstance(leaf, Tensor | Tied)}
+        free = {stored.get(place_of(name, self._modules)): name for name in self.parameters.keys() - found.values()}
+        free.pop(None, None)
+        return found | {name: free.get(stored.get(place_of(name, self._modules)), name) for name in strange}
 
     def current_name(self, name: str) -> str:
         """The name of a parameter, where 0.2.0 has stored it with parts of a wrapper's name."""

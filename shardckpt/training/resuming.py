@@ -26,6 +26,8 @@ from shardckpt.commit.fingerprints import recorded_fingerprint
 from shardckpt.errors import CorruptionError, FormatError, NotFoundError, OptionError, ReplacedError, ShardckptError, VersionError
 from shardckpt.excerpt import few
 from shardckpt.reading.checkpoint import Checkpoint
+from shardckpt.state.document import stored_names
+from shardckpt.state.select import selector
 from shardckpt.training.steps import list_steps, step_numbers
 from shardckpt.writing.fingerprint import fingerprint
 
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     from shardckpt.frameworks.coordination import Coordinator
     from shardckpt.io.store import Store
     from shardckpt.reading.naming.adapt import Adaptation
+    from shardckpt.state.select import Only
 
 T = TypeVar("T")
 _log = logging.getLogger("shardckpt")
@@ -84,6 +87,7 @@ def resume(
     fallback: bool = False,
     fell_back: Callable[[int, str], None],
     check: bool = False,
+    only: Only | None = None,
 ) -> Resumed | None:
     """Agree on a step, and restore it.
 
@@ -97,6 +101,7 @@ def resume(
         fallback: whether to try earlier steps where one is damaged.
         fell_back: called with each damaged step and a description of the damage.
         check: compare the restored tensors with the recorded fingerprint.
+        only: the names that `read` restores.
 
     Returns:
         The restored step; None if there is no step to restore.
@@ -133,7 +138,7 @@ def resume(
             assert restored is not None
             state, adaptation = restored
             if check:
-                check_restored(checkpoint, state, coordinator, adaptation)
+                check_restored(checkpoint, state, coordinator, adaptation, only)
             later = {int(s): attempt for s, attempt in chosen["later"]}
             notes = () if adaptation is None else tuple(adaptation.notes())
             return Resumed(chosen["step"], state, checkpoint.metadata, chosen["superseded"], later, frozenset(chosen["kept"]), notes)
@@ -149,10 +154,13 @@ def resume(
         damaged, below = damaged or error, chosen["step"]
 
 
-def check_restored(checkpoint: Checkpoint, state: Any, coordinator: Coordinator, adaptation: Adaptation | None = None) -> None:
+def check_restored(
+    checkpoint: Checkpoint, state: Any, coordinator: Coordinator, adaptation: Adaptation | None = None, only: Only | None = None
+) -> None:
     """Compare the tensors of a restored state, where they lie now, with the fingerprint that the save recorded; all processes call it.
 
-    Tensors that lie in a base, tensors that are only in one of the two, and those that were made of others or fitted, are not compared.
+    Tensors that lie in a base, tensors that are only in one of the two, those that `only` leaves out, and those that were made of others or
+    fitted, are not compared.
 
     Raises:
         OptionError: the save recorded no fingerprint.
@@ -164,6 +172,9 @@ def check_restored(checkpoint: Checkpoint, state: Any, coordinator: Coordinator,
         raise OptionError(
             f"{checkpoint.location} has no fingerprint, as check= needs: save with SaveOptions(fingerprint=True), or leave out check=."
         )
+    if only is not None:
+        left_out = set(stored_names(checkpoint.parsed_tree)).difference(stored_names(checkpoint.parsed_tree, selector(only)))
+        recorded = {name: digest for name, digest in recorded.items() if name not in left_out}
     recorded = recorded if adaptation is None else adaptation.expected(recorded)
     found = fingerprint(state, coordinator=coordinator).tensors
     wrong = [name for name in found if found[name] != recorded.get(name, found[name])]

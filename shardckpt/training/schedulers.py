@@ -50,7 +50,7 @@ class NamedScheduler:
     def arranged(self, node: Node, state: Node, adaptation: Adaptation | None = None) -> Node:
         """The stored state in the form that `collect` makes; `state` is the complete stored state, with the optimizer's groups."""
         optimizer = child(state, self.optimizer.key)
-        before, stored = read_optimizer(optimizer), self.optimizer.read(optimizer, adaptation)
+        before, stored = read_optimizer(optimizer), self.optimizer.read(optimizer, state, adaptation)
         firsts = [] if stored is None else stored.firsts()
 
         def by_group(scheduler: Branch, of_each: Branch) -> Branch | None:

@@ -29,7 +29,6 @@ from shardckpt import frameworks
 from shardckpt.errors import LeafError, OptionError, ShardingError
 from shardckpt.format.documents import LARGEST_DIMENSION, MOST_DIMENSIONS
 from shardckpt.format.structure import StoredLayout, TensorRecord
-from shardckpt.frameworks.numpy import ArraySource
 from shardckpt.layout.box import BoxArray
 from shardckpt.layout.dtypes import with_plain_bools
 from shardckpt.layout.placements import Placements
@@ -390,10 +389,10 @@ def small_elements(plan: SavePlan, sources: Mapping[str, Source], without: Seque
     return found
 
 
-def with_arrays_noted(tensors: dict[str, TensorRecord], sources: Mapping[str, Source]) -> dict[str, TensorRecord]:
-    """The records, where numpy arrays are marked: a new object of a training may not say what it had there."""
-    arrays = {name for name, source in sources.items() if isinstance(source, ArraySource)}
-    return {name: replace(tensor, array=True) if name in arrays else tensor for name, tensor in tensors.items()} if arrays else tensors
+def with_arrays_noted(tensors: dict[str, TensorRecord], leaves: Mapping[str, object]) -> dict[str, TensorRecord]:
+    """The records, where arrays of numpy and JAX are marked: a new object of a training may not say what it had there."""
+    found = {name: framework for name, leaf in leaves.items() if (framework := frameworks.framework_of(leaf)) in ("numpy", "jax")}
+    return {name: replace(tensor, array=found[name]) if name in found else tensor for name, tensor in tensors.items()} if found else tensors
 
 
 def check_local(unused: Sequence[str], tree: Tree, where: object) -> None:

@@ -84,7 +84,7 @@ def share_of(
         frameworks.check_aliases(sources, plain=options.host_tensors == "replicated")
     planned = plan(sources, options, world)
     values = values_file(encode_values(flat.per_process, flat.axes)) if flat.per_process else None
-    records = with_arrays_noted(planned.tensors, sources) if isinstance(state, StateOwner) else planned.tensors
+    records = with_arrays_noted(planned.tensors, tensors) if isinstance(state, StateOwner) else planned.tensors
     structure, metadata = Structure(flat.tree, records), json.loads(json.dumps(options.metadata))
     late = [] if waits or not planned.small else [*{*frameworks.names_on_devices(sources)}.intersection(planned.small)]
     contents = Contents(structure, small_elements(planned, sources, late), metadata)

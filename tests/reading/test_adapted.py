@@ -68,6 +68,23 @@ def test_patterns_of_only_are_those_of_the_checkpoint_and_names_may_be_exchanged
         shardckpt.restore(tmp_path / "c", like, rename=rules, only="c")
 
 
+def test_a_leaf_that_is_not_restored_gives_way_to_one_that_takes_its_place(tmp_path):
+    place = tmp_path / "c"
+    shardckpt.save(place, {"a": np.ones(3), "b": np.zeros(3), "c": {"d": np.full(2, 2.0), "e": 5}})
+    like = {"b": np.full(3, 7.0), "c": {"e": 0}}
+    found = shardckpt.restore(place, like, only=["a", "c/e"], rename="s/^a$/b/")
+    assert (found["b"].tolist(), found["c"]) == ([1, 1, 1], {"e": 5})
+    assert shardckpt.restore(place, only="b", rename="s/^a$/b/")["b"].tolist() == [0, 0, 0]
+    assert shardckpt.restore(place, only="a", rename="s/^a$/c/")["c"].tolist() == [1, 1, 1]
+    assert shardckpt.restore(place, only="a", rename="s,^a$,b/f,")["b"]["f"].tolist() == [1, 1, 1]
+    model = torch.nn.ParameterDict({"b": torch.zeros(3)})
+    shardckpt.save(tmp_path / "t", shardckpt.train_state(model=torch.nn.ParameterDict({"a": torch.ones(3), "b": torch.zeros(3)})))
+    shardckpt.restore(tmp_path / "t", shardckpt.train_state(model=model, rng=False), only="model/a", rename="s,/a$,/b,")
+    assert model["b"].tolist() == [1, 1, 1]
+    with pytest.raises(errors.NamesMismatchError, match="would both be called 'b'"):
+        shardckpt.restore(place, only=["a", "b"], rename="s/^a$/b/")
+
+
 @pytest.mark.parametrize(
     ("options", "kind", "says"),
     [
@@ -79,6 +96,7 @@ def test_patterns_of_only_are_those_of_the_checkpoint_and_names_may_be_exchanged
         ({"fit": {"**/nothing": "pad"}}, errors.OptionError, r"'\*\*/nothing'.*matches none of the tensors"),
         ({"fit": {"**": "grow"}}, errors.OptionError, "pad"),
         ({"fit": "pad"}, errors.OptionError, "fit='pad'"),
+        ({"fit": {3: "pad"}}, errors.OptionError, r"fit=\{3: .pad.\}: give patterns"),
         ({"mapping": "hf-nothing"}, errors.OptionError, "there is no mapping"),
         ({"mapping": "hf-gpt2-linear"}, errors.OptionError, "matches no tensor"),
         ({"invert_mapping": True}, errors.OptionError, "no mapping"),

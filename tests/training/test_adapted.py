@@ -396,6 +396,16 @@ def test_check_finds_a_renamed_tensor_that_is_not_what_was_saved(tmp_path):
         manager.restore(new.state(step=0), check=True, rename="s/embed/tokens/")
 
 
+def test_check_compares_only_what_was_selected(tmp_path):
+    saved = {"a": torch.ones(3), "b": torch.zeros(3)}
+    with shardckpt.CheckpointManager(tmp_path / "run", options=shardckpt.SaveOptions(fingerprint=True)) as manager:
+        manager.save(1, saved)
+    with shardckpt.CheckpointManager(tmp_path / "run") as manager:
+        found = manager.restore({"a": torch.full((3,), 7.0), "b": torch.full((3,), 7.0)}, only="a", check=True).state
+        assert [tensor[0].item() for tensor in found.values()] == [1, 7]
+        manager.restore({"b": torch.full((3,), 7.0)}, only="a", rename="s/a/b/", check=True)
+
+
 @pytest.fixture(scope="module")
 def ranks():
     with asked("adapted_ranks") as run:

@@ -486,3 +486,51 @@ def test_state_under_a_key_that_cannot_be_named_is_refused_by_it(tmp_path, key):
     with pytest.raises(LeafError, match="SGD keeps state under"):
         shardckpt.save(tmp_path / "c", state_of(model, optimizer))
     assert not (tmp_path / "c" / "checkpoint.json").exists()
+
+
+class Tied(nn.Module):
+    """One layer under two names."""
+
+    def __init__(self, first, second):
+        super().__init__()
+        layer = nn.Linear(2, 2)
+        self.add_module(first, layer)
+        self.add_module(second, layer)
+
+
+def test_tied_modules_in_another_order_get_their_state(tmp_path):
+    def made(first, second):
+        model = Tied(first, second)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01 if first == "y" else 0.5)
+        return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 3)
+
+    (old, moments, rates), (new, moments_now, rates_now) = made("y", "x"), made("x", "y")
+    old.x(torch.ones(2)).sum().backward()
+    moments.step()
+    rates.step()
+    shardckpt.save(tmp_path / "c", shardckpt.train_state(model=old, optimizer=moments, scheduler=rates))
+    shardckpt.restore(tmp_path / "c", shardckpt.train_state(model=new, optimizer=moments_now, scheduler=rates_now))
+    assert torch.equal(old.x.weight, new.y.weight)
+    assert rates_now.state_dict() == rates.state_dict()
+    for model, optimizer in ((old, moments), (new, moments_now)):
+        for _ in range(2):
+            optimizer.zero_grad()
+            model.x(torch.ones(2)).square().sum().backward()
+            optimizer.step()
+    assert torch.equal(old.x.weight, new.x.weight)
+
+
+def test_modules_that_share_a_weight_in_another_order_get_its_state(tmp_path):
+    def made():
+        one, other = nn.Linear(2, 2), nn.Linear(2, 2)
+        other.weight = one.weight
+        return one, other, torch.optim.Adam([one.weight, one.bias, other.bias])
+
+    (one, other, moments), (one_now, other_now, moments_now) = made(), made()
+    (one(torch.ones(2)) + other(torch.ones(2))).sum().backward()
+    moments.step()
+    shardckpt.save(tmp_path / "c", shardckpt.train_state(a=one, b=other, optimizer=moments))
+    shardckpt.restore(tmp_path / "c", shardckpt.train_state(b=other_now, a=one_now, optimizer=moments_now))
+    for name, tensor in moments.state[one.weight].items():
+        assert torch.equal(tensor, moments_now.state[one_now.weight][name])
+    assert torch.equal(other.bias, other_now.bias)

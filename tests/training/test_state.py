@@ -285,3 +285,41 @@ def test_arrays_come_back_as_arrays_where_a_new_training_has_nothing_yet(tmp_pat
     record = shardckpt.open(tmp_path / "c").record
     assert [name for name, tensor in record.structure.tensors.items() if tensor.array] == ["of/mean", "history"]
     assert record.version == (1, 0)
+
+
+def test_jax_arrays_and_keys_come_back_as_such_where_a_new_training_has_nothing_yet(tmp_path):
+    import jax
+    import jax.numpy as jnp
+
+    class Statistics:
+        def __init__(self, mean=None):
+            self.mean = mean
+
+        def state_dict(self):
+            return {"mean": self.mean}
+
+        def load_state_dict(self, state):
+            self.mean = state["mean"]
+
+    keys, model = jax.random.split(jax.random.key(3), 2), torch.nn.Linear(2, 2)
+    values = {"history": jnp.ones((2, 3), jnp.bfloat16), "keys": keys, "count": np.arange(3), "weight": torch.ones(2)}
+    shardckpt.save(tmp_path / "c", shardckpt.train_state(model=model, of=Statistics(jnp.arange(3.0)), **values))
+    fresh = Statistics()
+    state = shardckpt.train_state(model=model, of=fresh, **dict.fromkeys(values))
+    shardckpt.restore(tmp_path / "c", state)
+    found = state.values
+    assert all(isinstance(array, jax.Array) for array in (fresh.mean, found["history"], found["keys"]))
+    assert (type(found["count"]), type(found["weight"])) == (np.ndarray, torch.Tensor)
+    assert (found["history"].dtype, found["keys"].dtype, fresh.mean.tolist()) == (jnp.bfloat16, keys.dtype, [0, 1, 2])
+    assert (jax.random.key_data(found["keys"]) == jax.random.key_data(keys)).all()
+    assert shardckpt.open(tmp_path / "c").record.version == (1, 0)
+
+    program = """
+import sys, numpy as np, torch, shardckpt
+state = shardckpt.train_state(model=torch.nn.Linear(2, 2), of=None, history=None, keys=None, count=None, weight=None)
+shardckpt.restore(sys.argv[1], state, only=["history", "keys", "count", "weight"])
+assert "jax" not in sys.modules
+print([type(state.values[name]).__name__ for name in ("history", "keys", "count", "weight")], state.values["keys"].dtype)
+"""
+    done = subprocess.run([sys.executable, "-c", program, tmp_path / "c"], stdout=subprocess.PIPE, text=True, check=True, timeout=100)
+    assert done.stdout.strip() == "['ndarray', 'ndarray', 'ndarray', 'Tensor'] uint32"

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -25,7 +26,7 @@ from shardckpt.reading.naming.mapping import TensorMapping
 from shardckpt.reading.naming.mapping_file import read_mapping
 from shardckpt.reading.naming.renaming import rename as renamed_by
 from shardckpt.reading.naming.substitution import parse_substitutions
-from shardckpt.state.document import Branch, Tensor, Tied
+from shardckpt.state.document import Branch, Tensor, Tied, leaves_of
 from shardckpt.state.moving import End, ends_by_place, moved_tree
 from shardckpt.state.names import child_name, component_names, shown
 from shardckpt.state.select import Only, check_selection, selector
@@ -72,17 +73,19 @@ class Adaptation:
         self._fitted: dict[str, str] = {}
         self._restored: set[str] = set()
 
-    def begin(self, checkpoint: Checkpoint, like: object) -> None:
+    def begin(self, checkpoint: Checkpoint, like: object, only: Only | None) -> None:
         """Read and check the options.
 
         Args:
             checkpoint: the source.
             like: the destination, or None.
+            only: the names to restore; others give way where one of these takes their place.
 
         Raises:
             OptionError: one is invalid, or the file of the mapping cannot be read.
         """
         self._checkpoint = checkpoint
+        self._selects = selector(only)
         self._rules = parse_substitutions(self._rename)
         check_flag(self._inverts, "invert_mapping")
         mapping = self._given
@@ -90,7 +93,9 @@ class Adaptation:
             raise OptionError("invert_mapping=True: there is no mapping; give mapping=.")
         mapping = TensorMapping() if mapping is None else mapping if isinstance(mapping, TensorMapping) else read_mapping(mapping)
         self._mapping = mapping.inverse() if self._inverts else mapping
-        if not isinstance(self._fit, Mapping | None) or any(mode not in ("pad", "slice") for mode in (self._fit or {}).values()):
+        fits = self._fit.items() if isinstance(self._fit, Mapping) else []
+        wrong = any(not isinstance(pattern, str) or mode not in ("pad", "slice") for pattern, mode in fits)
+        if wrong or not isinstance(self._fit, Mapping | None):
             raise OptionError(
                 f'fit={excerpt(self._fit)}: give patterns of names with "pad" or "slice", as in fit={{"**/embed.weight": "pad"}}.'
             )
@@ -120,13 +125,24 @@ class Adaptation:
         old = ends_by_place(tree)
         own = {place: place for place in old if place.partition("/")[0] not in apart}
         self.stored = {place: end.node.stored for place, end in old.items() if isinstance(end.node, Tensor | Tied)}
-        self.moved = renamed_by(own, self._rules)
+        self.moved = renamed_by(own, self._rules, partial(self._give_way, old))
         present = {self.moved.get(place, place): end for place, end in old.items() if place not in own or place in self.moved}
         if self._mapping.rules:
             prefixes = [""] if modules is None else [f"{key}/" for key in modules if any(place.startswith(f"{key}/") for place in present)]
             for number, prefix in enumerate(prefixes):
                 present = self._mapped(present, prefix, self._mapping if number == 0 else self._mapping.optional())
         return moved_tree(tree, present.items())
+
+    def _give_way(self, ends: Mapping[str, End], moved: Mapping[str, str]) -> dict[str, str]:
+        """The moves without those of leaves that are not restored, and whose place another leaf takes."""
+        selected = {place for place, end in ends.items() if any(self._selects(leaf.name) for leaf in (end.node, *leaves_of(end.node)))}
+        taken = {new for place, new in moved.items() if place in selected}
+        above = {parent for new in taken for parent in _parents(new)}
+        return {
+            place: new
+            for place, new in moved.items()
+            if place in selected or not (new in taken or new in above or any(parent in taken for parent in _parents(new)))
+        }
 
     def _mapped(self, present: dict[str, End], prefix: str, mapping: TensorMapping) -> dict[str, End]:
         """The contents of the state after the mapping of the names with a prefix."""
@@ -294,3 +310,9 @@ class Adaptation:
     def expected(self, recorded: Mapping[str, str]) -> dict[str, str]:
         """Recorded fingerprints by the places in `like`, of the tensors that are restored as they are stored."""
         return {self.places[name]: digest for name, digest in recorded.items() if name in self.places and name not in self._fitted}
+
+
+def _parents(place: str) -> list[str]:
+    """The places of the containers around a place."""
+    components = place.split("/")
+    return ["/".join(components[:depth]) for depth in range(1, len(components))]

@@ -17,7 +17,7 @@ from shardckpt.state.names import did_you_mean, shown
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from shardckpt.reading.naming.substitution import Substitution
 
@@ -72,12 +72,17 @@ class NameTable:
         return changed
 
 
-def rename(names: Mapping[str, str], rules: Iterable[Substitution | NameTable]) -> dict[str, str]:
+def rename(
+    names: Mapping[str, str],
+    rules: Iterable[Substitution | NameTable],
+    give_way: Callable[[dict[str, str]], dict[str, str]] | None = None,
+) -> dict[str, str]:
     """Apply rules to names, one after the other.
 
     Args:
         names: name in the source → present name.
         rules: the rules, in order.
+        give_way: leaves out the names that other ones replace.
 
     Returns:
         Name in the source → new name, without the leaves that are left out.
@@ -91,6 +96,7 @@ def rename(names: Mapping[str, str], rules: Iterable[Substitution | NameTable]) 
         changes = rule.changes(renamed)
         present = {old: changes.get(old, name) for old, name in renamed.items()}
         renamed = {old: name for old, name in present.items() if name is not None}
+    renamed = renamed if give_way is None else give_way(renamed)
     _refuse_collisions(renamed)
     return renamed
 
