@@ -190,7 +190,8 @@ class _Verification:
         def damaged(name: str, box: Box, file: str, error: ShardckptError) -> None:
             self._damaged(Damage(name, box, f"{place}/{file}", str(error)))
 
-        requests = [Request.of(t, BoxArray.of([], len(t.shape)), []) for t in tensors]
+        no_boxes = {ndim: BoxArray.of([], ndim) for ndim in {len(t.shape) for t in tensors}}
+        requests = [Request.of(t, no_boxes[len(t.shape)], []) for t in tensors]
         try:
             groups = reader.check(requests, damaged, after=max(0, self.after - begin), most=self.group_bytes)
         except ShardckptError as e:
