@@ -378,14 +378,14 @@ class Encoder:
             keys += map(piece.path.__add__, ends)
         chunks, elements = blocks[0][0].chunks, [elements for _, _, elements in blocks]
         size = room_for(chunks, elements[0].itemsize)
-        crcs = self._append_moved(keys, size, elements, chunks) if self.moves_blocks else None
+        crcs = self._append_with_extension(keys, size, elements, chunks) if self.moves_blocks else None
         if crcs is None:
-            crcs = self._append_laid_out_here(keys, size, elements, chunks)
+            crcs = self._append_with_numpy(keys, size, elements, chunks)
         self._path.extend(numbers)
         self._chunk.extend(positions)
         self._crc.extend(crcs)
 
-    def _append_moved(self, keys: Sequence[str], size: int, elements: list[Array], chunks: tuple[int, ...]) -> list[int] | None:
+    def _append_with_extension(self, keys: Sequence[str], size: int, elements: list[Array], chunks: tuple[int, ...]) -> list[int] | None:
         """Write chunks with the extension; return their checksums, or None if it does not move such ones."""
         if len(chunks) > extension.MOST_DIMS or elements[0].itemsize not in extension.KINDS:
             return None
@@ -396,7 +396,7 @@ class Encoder:
         crcs: list[int] = blocks.crcs.tolist()
         return crcs
 
-    def _append_laid_out_here(self, keys: Sequence[str], size: int, elements: list[Array], chunks: tuple[int, ...]) -> list[int]:
+    def _append_with_numpy(self, keys: Sequence[str], size: int, elements: list[Array], chunks: tuple[int, ...]) -> list[int]:
         """Lay chunks out in memory and write them; return their checksums."""
         nbytes = len(keys) * size
         memory = self._writer.room(nbytes) if self._compression is None else None

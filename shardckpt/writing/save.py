@@ -26,9 +26,11 @@ from shardckpt.writing.staging import MOST_COPIES, read_to_host
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
+    from shardckpt.writing.host import HostWriter
     from shardckpt.writing.save_plan import SavePlan
+    from shardckpt.writing.staging import BlockElements
     from shardckpt.writing.state_share import StateShare
 
 _AT_A_TIME = 4 << 20
@@ -164,9 +166,14 @@ def _write(attempt: Attempt, share: StateShare) -> None:
         closing(read_to_host(plan, share.sources, staging)) as batches_on_host,
     ):
         for batch in batches_on_host:
-            blocks = [(block, elements) for block, elements, _ in batch]
-            nbytes = sum(elements.nbytes for _, elements in blocks)
-            writer.append(writer.portions(cut(blocks, at_a_time), at_a_time, nbytes))
+            _append(writer, batch, at_a_time)
+
+
+def _append(writer: HostWriter, batch: Iterable[BlockElements], at_a_time: int) -> None:
+    """Write a batch. No reference to it is left: its memory is free for the next one."""
+    blocks = [(block, elements) for block, elements, _ in batch]
+    nbytes = sum(elements.nbytes for _, elements in blocks)
+    writer.append(writer.portions(cut(blocks, at_a_time), at_a_time, nbytes))
 
 
 def _is_short(plan: SavePlan) -> bool:
