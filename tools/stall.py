@@ -36,7 +36,7 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from shardckpt.writing.staging import BlockElements
+    from shardckpt.writing.state_share import BlockElements
 
 BATCH = 256
 _RATE = 1e-3
@@ -71,7 +71,7 @@ def measure(place: str, state: Callable[[], Any], step: Callable[[], Any], saves
     from shardckpt.state import flatten
     from shardckpt.writing.background import Saver
     from shardckpt.writing.save_plan import plan_save
-    from shardckpt.writing.staging import MOST_COPIES, read
+    from shardckpt.writing.state_share import MOST_COPIES, read
 
     saver = Saver(memory_limit=parse_bytes("4GiB", "memory_limit"))
     world = Coordinator.current().world

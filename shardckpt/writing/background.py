@@ -34,7 +34,8 @@ from shardckpt.writing.attempt import Attempt
 from shardckpt.writing.packed import object_buffers
 from shardckpt.writing.plan_cache import PlanCache
 from shardckpt.writing.save import SaveReport, SaveTimes, report, thread_bytes, writing_threads
-from shardckpt.writing.staging import MOST_COPIES, LateElements, Stage, are_own, late_bytes, read
+from shardckpt.writing.staging import LateElements, Stage, late_bytes
+from shardckpt.writing.state_share import MOST_COPIES, are_own, read
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

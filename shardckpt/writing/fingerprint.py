@@ -16,7 +16,7 @@ from shardckpt.state.names import shown
 from shardckpt.writing.attempt import COMMITTER
 from shardckpt.writing.replicas import ReplicaChecksums
 from shardckpt.writing.save_plan import plan_save, small_elements
-from shardckpt.writing.staging import MOST_COPIES, read_to_host
+from shardckpt.writing.state_share import MOST_COPIES, read_to_host
 
 
 def fingerprint(state: Any, *, coordinator: Coordinator | None = None) -> Fingerprint:

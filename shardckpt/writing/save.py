@@ -1,7 +1,7 @@
 """`save`: one checkpoint saved before the call returns, by one process or by many together.
 
 The steps are those of an `Attempt`. Several threads lay chunks out and write them, some MiB at a time, straight from the tensors
-(`staging.read_to_host`). `save_async` (`background`) has the same steps, and does all except copying on another thread.
+(`state_share.read_to_host`). `save_async` (`background`) has the same steps, and does all except copying on another thread.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from shardckpt.io.url import parse
 from shardckpt.options import SaveOptions, checked_options
 from shardckpt.writing.attempt import Attempt
 from shardckpt.writing.host import cut
-from shardckpt.writing.staging import MOST_COPIES, read_to_host
+from shardckpt.writing.state_share import MOST_COPIES, read_to_host
 
 if TYPE_CHECKING:
     import os
@@ -30,8 +30,7 @@ if TYPE_CHECKING:
 
     from shardckpt.writing.host import HostWriter
     from shardckpt.writing.save_plan import SavePlan
-    from shardckpt.writing.staging import BlockElements
-    from shardckpt.writing.state_share import StateShare
+    from shardckpt.writing.state_share import BlockElements, StateShare
 
 _AT_A_TIME = 4 << 20
 """Bytes of elements that a thread of `save` lays out and writes at a time."""

@@ -1,13 +1,10 @@
-"""Copying to the host: the first stage of every save. The second is writing (`host`), which receives elements in host memory.
+"""Staging of a background save: elements move from the thread that saves to the threads that write.
 
-`read` goes through this process's blocks in grid order: batch after batch of tensors, whose copies (if the framework makes any) stay
-within a limit. A save in the foreground writes each batch as it comes (`read_to_host`).
-
-In a background save, elements move from the thread that saves to the thread that writes:
-
-1. A `Stage` receives the blocks on the thread that saves. It keeps blocks that have memory of their own, and copies the others into
+1. `state_share.read` goes through this process's blocks in grid order: batch after batch of tensors, whose copies (if the framework makes
+   any) stay within a limit.
+2. A `Stage` receives the blocks on the thread that saves. It keeps blocks that have memory of their own, and copies the others into
    a pooled buffer, many bytes at once (`copying`).
-2. The writing thread, and threads that help it, receive them in the same order, cut and grouped for the writer (`Stage.portions`).
+3. The writing thread, and threads that help it, receive them in the same order, cut and grouped for the writer (`Stage.portions`).
 
 The writing thread starts when everything is copied. Before that, the two would share the machine's memory bandwidth,
 and training waits for the copies. The buffer has the size of all blocks that are copied, the same from save to save. If
@@ -31,9 +28,8 @@ import time
 from collections import deque
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain
 from threading import Condition
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -43,143 +39,26 @@ from shardckpt.excerpt import file_size
 from shardckpt.io.buffers import BufferPool, round_up
 from shardckpt.io.copying import copy_all
 from shardckpt.layout.dtypes import with_plain_bools
-from shardckpt.plan.blocks import smaller
-from shardckpt.plan.pieces import batches
 from shardckpt.writing.host import cut
-from shardckpt.writing.save_plan import stored
+from shardckpt.writing.state_share import is_array
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from numpy.typing import NDArray
 
     from shardckpt.format.record import Contents
-    from shardckpt.frameworks.base import Array, Source
+    from shardckpt.frameworks.base import Source
     from shardckpt.frameworks.cuda import Arrival, DeviceCopies
     from shardckpt.io.buffers import Lease
     from shardckpt.plan.blocks import Block
     from shardckpt.writing.host import HostWriter, Portion
-    from shardckpt.writing.save_plan import SavePlan
-    from shardckpt.writing.state_share import StateShare
+    from shardckpt.writing.state_share import BlockElements, StateShare
 
-MOST_COPIES = 32 << 20
-"""Bytes of copies that frameworks make at a time. An allocator reuses so little memory again and again. More would be fresh
-memory each time, which the kernel has to clear: reads from torch_xla then take four times as long."""
 _BUFFER_BYTES = 32 << 20
 """Bytes of a part of the buffer, if the buffer does not hold everything."""
 _LEAST_PARTS = 8
 """Least number of parts. The end of each part may stay unused, and each thread works on one part at a time."""
-
-
-class BlockElements(NamedTuple):
-    """A block, and its elements in the stored dtype."""
-
-    block: Block
-    elements: NDArray[np.generic]
-    """An array; or a `DeviceArray`, as far as tensors are left on their devices."""
-    own: bool
-    """Whether the elements are in memory that they share with nothing else."""
-
-
-def is_array(elements: object) -> bool:
-    """Whether the elements of a block are in host memory, and not left on their device."""
-    return isinstance(elements, np.ndarray)
-
-
-def are_own(blocks: Sequence[Block], source: Source) -> list[bool]:
-    """For each block of a source, whether it will be fetched into memory of its own: a complete box of a source that makes copies."""
-    if not source.private:
-        return [False] * len(blocks)
-    sizes = source.boxes.sizes().tolist()
-    return [block.box.size == sizes[block.held] for block in blocks]
-
-
-def read(plan: SavePlan, sources: Mapping[str, Source], room: int, *, most: int = sys.maxsize) -> Generator[Iterable[BlockElements]]:
-    """All blocks of this process, in batches.
-
-    Elements that are not in memory of their own may be views of the tensors. Use them up before you request the next
-    batch.
-
-    Args:
-        plan: the plan of this process's writes.
-        sources: its tensors.
-        room: bytes of copies that may exist at a time; a tensor that needs more is a batch of its own.
-        most: most bytes of a block, unless one chunk has more.
-    """
-    for names in batches(plan.blocks, lambda name: (sources[name].staged_bytes,), (room,)):
-        # This frame keeps no reference to the batch: when it is used up, its memory is free for the next one.
-        yield _fetched(plan, {name: sources[name] for name in names}, most)
-
-
-def read_to_host(plan: SavePlan, sources: Mapping[str, Source], room: int) -> Generator[Iterable[BlockElements]]:
-    """Like `read`, with all elements in host memory; close it if it is not used up."""
-    left, copies = frameworks.on_devices(sources, overlap=False)
-    return read(plan, sources, room) if copies is None else _arrived(plan, left, copies, room // 2)
-
-
-def _arrived(plan: SavePlan, sources: Mapping[str, Source], copies: DeviceCopies, room: int) -> Generator[Iterable[BlockElements]]:
-    """Like `read`, for tensors some of which are on devices: each batch is copied to pinned memory while the one before is in use.
-
-    Args:
-        plan: as for `read`.
-        sources: as for `read`; elements on devices are left there.
-        copies: copies those.
-        room: bytes of pinned memory of a batch; there are two.
-    """
-    room = max((room, *(round_up(block.chunk_bytes) for blocks in plan.blocks.values() for block in blocks)))
-    pool = BufferPool(2 * room, copies.pin)
-    blocks = chain.from_iterable(read(plan, sources, room, most=room))
-    before: tuple[Lease, Arrival, list[BlockElements]] | None = None
-    try:
-        for batch in batches(blocks, lambda item: (round_up(item.elements.nbytes),), (room,)):
-            lease, landed = pool.take(room), list[BlockElements]()
-            pairs: list[tuple[Array, Any]] = []
-            for block, elements, own in batch:
-                array: Array = elements
-                if not is_array(elements):
-                    array = lease.array(elements.shape, elements.dtype)
-                    pairs.append((array, elements))
-                landed.append(BlockElements(block, array, own))
-            ahead = lease, copies.copy(pairs), landed
-            if before is not None:
-                yield from _landed(*before)
-            before = ahead
-        if before is not None:
-            yield from _landed(*before)
-    finally:
-        copies.drain()
-
-
-def _landed(lease: Lease, arrival: Arrival, batch: list[BlockElements]) -> Iterator[list[BlockElements]]:
-    with lease:
-        arrival.wait()
-        yield batch
-
-
-def _fetched(plan: SavePlan, sources: Mapping[str, Source], most: int) -> Iterator[BlockElements]:
-    """Fetch a batch before returning, because frameworks have streams and settings of the thread that saves."""
-    boxes = [_boxes(plan.blocks[name]) for name in sources]
-    return _cut(plan, sources, boxes, frameworks.fetch([*sources.values()], boxes), most)
-
-
-def _boxes(blocks: Sequence[Block]) -> list[int]:
-    """The held boxes of a tensor's blocks."""
-    return [blocks[0].held] if len(blocks) == 1 else sorted({block.held for block in blocks})
-
-
-def _cut(
-    plan: SavePlan, sources: Mapping[str, Source], boxes: list[list[int]], fetched: list[list[Array]], most: int
-) -> Iterator[BlockElements]:
-    for (name, source), of_boxes, arrays in zip(sources.items(), boxes, fetched, strict=True):
-        blocks, tensor = plan.blocks[name], plan.tensors[name]
-        of_box = {i: stored(array, tensor) for i, array in zip(of_boxes, arrays, strict=True)}
-        for block, own in zip(blocks, are_own(blocks, source), strict=True):
-            array = of_box[block.held]
-            if block.nbytes == array.nbytes <= most:  # the complete box, which needs no index
-                yield BlockElements(block, array, own)
-                continue
-            for part in smaller(block, most):
-                yield BlockElements(part, array[part.inside], own)
 
 
 @dataclass(slots=True)

@@ -25,7 +25,8 @@ from shardckpt.plan.pieces import Piece
 from shardckpt.writing.host import HostWriter
 from shardckpt.writing.plan_cache import PlanCache
 from shardckpt.writing.save_plan import plan_save
-from shardckpt.writing.staging import BlockElements, Stage, read
+from shardckpt.writing.staging import Stage
+from shardckpt.writing.state_share import BlockElements, read
 
 MiB = 1 << 20
 
