@@ -196,7 +196,7 @@ class Attempt:
             if not self.alone and self.commits:
                 described = writer.describe(contents)  # early, so that the others find the same contents written already
                 if self._storage is not None and not self._storage.proven:
-                    self._storage.announce(self.name, self.prior.digest, described.key)
+                    self._storage.announce(self.name, described.key)
             yield writer
             checksums = None if replicas is None else replicas.complete()
             self.record = writer.finish(contents, hosts=self.world.processes, prior=self.prior.digest, values=values, replicas=checksums)
@@ -332,9 +332,8 @@ class Attempt:
     def _look_at_storage(self, *, wait: bool) -> None:
         """Look, in the first saves below a root, whether this process sees what the committer has written there."""
         if self._storage is not None and not (self.commits or self._storage.proven):
-            assert self.prior is not None
             limit = self.options.commit_timeout / 2
-            self._storage.check(self.name, self.prior.digest, lambda: self._stopped, wait=wait, limit=limit)
+            self._storage.check(self.name, lambda: self._stopped, wait=wait, limit=limit)
 
     def _committer_word(self) -> bool:
         """Whether the committer has announced the commit; raises its error if it has given up the attempt."""

@@ -1,9 +1,8 @@
 """Proof that all processes of a job share the storage below a root; each process finds it once, in its first save there.
 
-Process 0 announces the version of the commit record that it has found or made, and a file that it has written. A placeholder has a
-random word, so a process that has found the same version sees the same storage. A process that has found another version looks for the
-file, because a network file system may show it late. If it does not see the file, each host has a storage of its own under that name.
-The process then fails before it writes any data; process 0 hears of that as of any other failure.
+Process 0 announces a file that it has written in this save, and the others look for it; a network file system may show it late. The
+same commit record proves nothing: hosts may hold copies of one checkpoint. A process that does not see the file fails before it writes
+any data, because each host has a storage of its own under that name; process 0 hears of that as of any other failure.
 
 A process waits for the announcement in its first save alone, and only for a moment: process 0 may come much later. Then it goes on, and
 looks again while it waits for the commit. A checkpoint that was committed proves the same, because process 0 has seen the records of all.
@@ -55,22 +54,20 @@ class SharedStorage:
         """Note that all processes share the root."""
         self._proven.add(self._root)
 
-    def announce(self, attempt: str, version: str | None, file: str) -> None:
-        """Announce, as process 0, what it has found and written.
+    def announce(self, attempt: str, file: str) -> None:
+        """Announce, as process 0, what it has written.
 
         Args:
             attempt: name of the attempt.
-            version: SHA-256 of the commit record.
             file: a file that is complete, relative to the attempt.
         """
-        self._announcements.tell(BEGUN, attempt, None, version=version, file=file, host=socket.gethostname())
+        self._announcements.tell(BEGUN, attempt, None, file=file, host=socket.gethostname())
 
-    def check(self, attempt: str, version: str | None, stopped: Callable[[], object], *, wait: bool, limit: float) -> None:
+    def check(self, attempt: str, stopped: Callable[[], object], *, wait: bool, limit: float) -> None:
         """Look, as another process, whether this process sees what process 0 has announced; do nothing if that is not known.
 
         Args:
             attempt: name of the attempt.
-            version: SHA-256 of the commit record that this process has found.
             stopped: returns whether the process stops waiting.
             wait: whether to wait a moment for the announcement.
             limit: most seconds to wait in all.
@@ -86,7 +83,7 @@ class SharedStorage:
                 if said is None and (not wait or waited > _MOMENT):
                     return
             if said is not None:
-                if said["version"] == version or self._store.sub(attempt).exists(said["file"]):
+                if self._store.sub(attempt).exists(said["file"]):
                     self.note()
                     return
                 if waited > _VISIBLE:

@@ -16,11 +16,11 @@ def _state():
     return {"w": np.arange(600_000, dtype=np.float32), "b": np.arange(3)}
 
 
-def save(coordinator, urls, how="save", timeout=20):
+def save(coordinator, urls, how="save", timeout=20, replaces=()):
     """Each process saves to its own url of `urls`."""
     url = urls[coordinator.world.process]
     if how == "save":
-        shardckpt.save(url, _state(), options=SaveOptions(commit_timeout=timeout), coordinator=coordinator)
+        shardckpt.save(url, _state(), options=SaveOptions(commit_timeout=timeout, overwrite=bool(replaces)), coordinator=coordinator)
     elif how == "save_async":
         shardckpt.save_async(url, _state(), options=SaveOptions(commit_timeout=timeout), coordinator=coordinator).wait()
     else:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
 import uuid
 from pathlib import Path
 
+import numpy as np
 import pytest
 from emulators import environment
 from processes import Processes
@@ -114,3 +116,12 @@ def test_the_next_save_finds_a_storage_that_is_shared_by_then(tmp_path, job):
 def test_a_checkpoint_is_replaced_by_processes_that_find_the_same_one(tmp_path, job):
     assert job.run("save", 2, [tmp_path / "1"] * 2) == ["saved"] * 2
     assert job.run("save_over", 2, tmp_path / "1") == ["saved"] * 2
+
+
+def test_copies_of_a_checkpoint_on_each_host_are_not_taken_for_one(tmp_path, job):
+    roots = own_roots(tmp_path, 2)
+    shardckpt.save(roots[0] / "1", {"w": np.arange(3)})
+    shutil.copytree(roots[0] / "1", roots[1] / "1")
+    answers = job.run("save", 2, [root / "1" for root in roots], "save", 20, ["1"])
+    assert all("is not shared: process 1, on " in answer["message"] for answer in answers), answers
+    assert [shardckpt.restore(root / "1")["w"].tolist() for root in roots] == [[0, 1, 2]] * 2
