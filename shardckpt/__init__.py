@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from shardckpt.views.safe_open import safe_open
     from shardckpt.writing.background import SaveHandle, save_async
     from shardckpt.writing.fingerprint import fingerprint
-    from shardckpt.writing.save import save
+    from shardckpt.writing.save import SaveReport, save
 
 __all__ = [
     "Bandwidths",
