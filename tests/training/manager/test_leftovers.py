@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 from failing import removal_refused
 from placeholders import undo_commit
@@ -72,6 +74,8 @@ def test_leftovers_that_can_never_be_collected_are_named_in_the_log_once(run, ca
     left = run.root / "1" / "20200101T000000-0000000a" / "hosts" / "00000"
     left.mkdir(parents=True)
     (left / "table").write_bytes(b"of a killed save")
+    for path in (left / "table", left, left.parent, left.parent.parent):
+        os.utime(path, (1_600_000_000, 1_600_000_000))  # idle for longer than any time in which a save may be at work
     with removal_refused("00000"), run.manager(options=shardckpt.SaveOptions(commit_timeout=0.05)) as manager:
         manager.restore()
         for step in (2, 3, 4):
