@@ -137,9 +137,10 @@ def test_files_are_on_their_way_while_the_next_one_fills(proxied):
         writer = PackedWriter(store, 0, memory_limit=5 << 14, data_file_bytes=1 << 20)
         for i in range(3):
             writer.append([f"w/c/{i}"], [bytes(1 << 14)])
+        expected = [f"{store.location.bucket}/run/hosts/00000/0/d/0000{i}" for i in range(2)]
         deadline = time.monotonic() + 60
-        while len(proxy.traffic.exchanges()) < 2:
+        while sorted(proxy.traffic.uploaded()) != expected:  # a request that has just begun has no name yet
             assert time.monotonic() < deadline
             time.sleep(0.01)
         writer.abort()
-    assert sorted(proxy.traffic.uploaded()) == [f"{store.location.bucket}/run/hosts/00000/0/d/0000{i}" for i in range(2)]
+    assert sorted(proxy.traffic.uploaded()) == expected
