@@ -39,7 +39,7 @@ from shardckpt.commit import collecting
 from shardckpt.training import events, policies, retention
 from shardckpt.writing import (
     attempt,
-    saver,  # noqa: F401
+    background,  # noqa: F401
 )
 
 PROCESSES = (1, 2, 3, 4)

@@ -94,7 +94,7 @@ class SharedStorage:
         us = self._coordinator.world.process
         raise CommitError(
             f"{self._store} is not shared: process {us}, on {socket.gethostname()}, does not see {said['file']}, which process 0, on "
-            f"{said['host']}, has written there. {_advice(self._store)} No data was written."
+            f"{said['host']}, has written there. {_advice(self._store)} {'No data was written' if wait else 'Nothing was published'}."
         )
 
 

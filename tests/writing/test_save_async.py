@@ -428,7 +428,7 @@ def test_a_save_takes_no_more_memory_than_its_limit(tmp_path, job, mebibytes, li
 def test_a_hundred_saves_take_no_more_memory_than_the_first_ones(tmp_path, job):
     ((sizes, high_water),) = job.run("growth", 1, tmp_path / "c", 110)
     assert (sizes[-1] - sizes[0]) / 100 < MiB // 8
-    assert high_water < MiB
+    assert high_water < 3 * MiB, "the buffer, and what the writing thread lays out"
 
 
 @pytest.mark.slow
