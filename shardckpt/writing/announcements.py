@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from shardckpt.io.store import Store
 
 WORD, FAILURE, BEGUN = "word", "failure", "begun"
-"""Kinds of announcements: the committer's word on an attempt (or the word of a process that gave up waiting for it), and the failure
-of a process that could not write its share; what the committer has written first (`shared_storage`)."""
+"""Kinds of announcements: the committer's word on an attempt (or the word of a process that gave up waiting for it), the failure of a
+process that could not write its share; and what the committer has written first (`shared_storage`)."""
 _KEYS = 64
 """Number of keys per kind of announcement."""
 

@@ -1,12 +1,12 @@
 """One process's part in one attempt at a checkpoint: its steps, their order, and the messages between processes.
 
 1. Take this process's share of the state (`state_share`). No process communicates with another one or with the storage.
-2. In the first save below a root, look whether all processes share the storage (`shared_storage`). Find the tensors that this process
+2. In the first save below a root, check whether all processes share the storage (`shared_storage`). Find the tensors that this process
    skips in the base (`skipping`). Write its chunks, in grid order, until all are durable;
    then write the chunk table and the host's record.
 3. Process 0 waits for the records of all hosts and commits. The others check from time to time whether it has.
 
-An `Attempt` is a context manager: an error before the last step gives it up. `take`, `writer` and `commit` are the three steps.
+An `Attempt` is a context manager: if an error occurs before publishing begins, it is given up. `take`, `writer` and `commit` are its steps.
 The first step runs on the thread that saves. The others may run on another thread, and need nothing of the state.
 """
 
@@ -131,7 +131,7 @@ class Attempt:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Give the attempt up after an error, unless it was complete: from the moment that it is durable, its data stays."""
+        """After an error, give the attempt up, unless publishing has begun."""
         if error is not None and not self._ended:
             self.give_up(error)
 
@@ -143,7 +143,7 @@ class Attempt:
     def take(
         self, state: Any, plan: Callable[[Mapping[str, Source], SaveOptions, World], SavePlan] = plan_save, *, waits: bool = True
     ) -> StateShare:
-        """Take this process's share of a state; see `share_of`. Nothing is written before that."""
+        """Take this process's share of a state; see `share_of`. This writes nothing."""
         share = share_of(state, self.options, self.world, plan, waits=waits)
         self._nbytes, self._skipped, self._unused_local = share.plan.nbytes, share.plan.skipped, share.unused_local
         if self.alone:
@@ -216,8 +216,8 @@ class Attempt:
             before_publish: called on the committing process just before the checkpoint is published; an error from it fails the save.
 
         Returns:
-            The time, in seconds of the monotonic clock, at which all hosts had finished; on other processes than the committer, at
-            which the checkpoint was seen published.
+            The time, in seconds of the monotonic clock, at which all hosts had finished; on the other processes, the time at which
+            they saw the checkpoint published.
         """
         if not self.commits:
             self._ended = True
@@ -330,7 +330,7 @@ class Attempt:
             )
 
     def _look_at_storage(self, *, wait: bool) -> None:
-        """Look, in the first saves below a root, whether this process sees what the committer has written there."""
+        """In the first save below a root, check that this process sees what the committer has written there."""
         if self._storage is not None and not (self.commits or self._storage.proven):
             limit = self.options.commit_timeout / 2
             self._storage.check(self.name, lambda: self._stopped, wait=wait, limit=limit)

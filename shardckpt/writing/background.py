@@ -1,8 +1,8 @@
 """Saves in the background: one thread per save, and buffers and plans that are kept from save to save.
 
 On the thread that saves: plan, and copy all blocks to the stage (`staging`). On the save's own thread: receive the blocks, write the
-chunks and the record, and commit or wait for the commit. All communication with other processes is on that thread. Other threads help
-it to write chunks, on at most half of the cores (`SaveOptions.background_threads`), so that training keeps the others.
+chunks and the record, and commit or wait for the commit. All communication with other processes is on that thread. More threads help
+it to write chunks: on half of the cores, unless `SaveOptions.background_threads` says otherwise, so that training keeps the rest.
 
 When the interpreter shuts down, saves in flight are finished first (`shutdown`): this process's writes without a time limit, the work
 of other processes for `_SHUTDOWN_SECONDS` seconds. After that, and after Ctrl-C, the save is given up in order, and a warning is logged. A
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from shardckpt.writing.state_share import StateShare
 
 _AT_A_TIME = 2 << 20
-"""Bytes of elements that a thread encodes and writes at a time: many small chunks, in no more memory than one may need."""
+"""Bytes of elements that a thread encodes and writes at a time: many small chunks, in no more memory than a large one."""
 _SHUTDOWN_SECONDS = 60.0
 """Seconds for which the interpreter shutdown waits for other processes, per save in flight."""
 _log = logging.getLogger("shardckpt")

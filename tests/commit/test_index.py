@@ -199,6 +199,7 @@ def test_an_index_of_several_levels_is_walked_whole(store):
     assert [key for key, _ in index_entries(store)] == keys
 
 
+@pytest.mark.timeout(400)  # TensorStore merges indexes on a mount with the habits of NFS in seconds, or in minutes
 def test_a_chunk_that_two_hosts_wrote_fails_the_commit(store):
     lanes = []
     for host in range(2):
@@ -210,6 +211,7 @@ def test_a_chunk_that_two_hosts_wrote_fails_the_commit(store):
         merge_lanes(store, lanes, (), expected_chunks=2, expected_bytes=2)
 
 
+@pytest.mark.timeout(400)  # TensorStore merges indexes on a mount with the habits of NFS in seconds, or in minutes
 def test_a_lane_that_lacks_chunks_fails_the_commit(store):
     writer = PackedWriter(store, 0)
     writer.append(["w/c/0"], [b"1"])
@@ -218,6 +220,7 @@ def test_a_lane_that_lacks_chunks_fails_the_commit(store):
         merge_lanes(store, writer.lanes, (), expected_chunks=2, expected_bytes=2)
 
 
+@pytest.mark.timeout(400)  # TensorStore merges indexes on a mount with the habits of NFS in seconds, or in minutes
 def test_large_documents_do_not_disturb_the_count(store):
     writer = PackedWriter(store, 0)
     writer.append(["w/c"], [b"12345"])
