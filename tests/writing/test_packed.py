@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import time
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -51,6 +52,30 @@ def test_every_chunk_is_where_it_is_said_to_be_and_where_tensorstore_looks(entri
     sizes = np.bincount(extents.file, extents.length, len(extents.files))
     counts = np.bincount(extents.file, minlength=len(extents.files))
     assert ((sizes <= data_file_bytes) | (counts == 1)).all()
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.integers(1, 9), max_size=40), st.integers(1, 60), st.integers(1, 9))
+def test_threads_share_the_databases_of_a_host(tmp_path_factory, counts, data_file_bytes, lane_keys):
+    """Three threads at once; no database gets more keys than it may have, and each chunk is in one."""
+    store = Store.open(tmp_path_factory.mktemp("host"))
+    writer = PackedWriter(store, 3, data_file_bytes=data_file_bytes, lane_keys=lane_keys, threads=3)
+    entries = {f"{i}/c/{j}": f"{i}.{j}".encode() for i, count in enumerate(counts) for j in range(count)}
+
+    def write(thread):
+        for i in range(thread, len(counts), 3):
+            keys = [f"{i}/c/{j}" for j in range(counts[i])]
+            writer.append(keys, [entries[key] for key in keys], thread=thread)
+
+    with ThreadPoolExecutor(3) as threads:
+        list(threads.map(write, range(3)))
+    extents = writer.finish()
+    order = [f"{i}/c/{j}" for thread in range(3) for i in range(thread, len(counts), 3) for j in range(counts[i])]
+    assert as_placed(store, extents) == [entries[key] for key in order]
+    lanes = [as_tensorstore_reads_it(store, lane) for lane in writer.lanes]
+    assert all(len(lane) <= lane_keys for lane in lanes)
+    assert sum(map(len, lanes)) == len(entries)
+    assert {k: v for lane in lanes for k, v in lane.items()} == entries
 
 
 def test_a_host_writes_into_its_own_directory_and_nowhere_else(store):
