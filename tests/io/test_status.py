@@ -127,6 +127,7 @@ COMMANDS = [
 ]
 
 
+@pytest.mark.timeout(400)  # it starts some dozen programs, one after another
 def test_every_command_of_a_user_who_may_not_enter_a_directory_says_so(places):
     entries = [[one.replace("CLOSED", str(places / "closed")).replace("OK", str(places / "ok")) for one in each] for each in COMMANDS]
     for command, (code, err) in zip(COMMANDS, as_another_user(places, entries), strict=True):
