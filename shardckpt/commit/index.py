@@ -12,7 +12,6 @@ and none of this.
 
 from __future__ import annotations
 
-import json
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
@@ -43,7 +42,6 @@ _MANIFEST = "manifest.ocdbt"
 _LEAF = "d/leaf"
 MOST_IN_A_LEAF = 1 << 12
 """Most chunks and documents of an index that `write_index` makes. TensorStore takes five requests, one after another, to merge indexes."""
-_encode = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode
 _MOST_HEIGHT = 16
 """Height that a tree of valid nodes never exceeds; a damaged tree might have cycles."""
 

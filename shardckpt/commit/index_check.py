@@ -55,14 +55,14 @@ class IndexCheck:
         """Faults of the merged index and of the lanes' own indexes, from which it can be rebuilt."""
         inline = self._inline_keys()
         chunks = len(self._table.rows) - len(inline)
-        wanted = {index.document_key(path): path for path in (*self._pieces, *self._groups)}
-        found = yield from self._database("", {**wanted, **inline})
-        if found not in (None, chunks):
-            yield MANIFEST, f"the index has {found} chunks, the chunk tables have {chunks}"
+        documents = {index.document_key(path): path for path in (*self._pieces, *self._groups)}
+        in_index = yield from self._database("", {**documents, **inline})
+        if in_index not in (None, chunks):
+            yield MANIFEST, f"the index has {in_index} chunks, the chunk tables have {chunks}"
         in_lanes: int | None = 0
         for lane in lanes:
-            found = yield from self._database(lane, {})
-            in_lanes = None if in_lanes is None or found is None else in_lanes + found
+            in_lane = yield from self._database(lane, {})
+            in_lanes = None if in_lanes is None or in_lane is None else in_lanes + in_lane
         if in_lanes not in (None, chunks):
             yield "hosts", f"the lanes' indexes have {in_lanes} chunks, the chunk tables have {chunks}"
 

@@ -187,6 +187,13 @@ class HostWriter:
         for some in batches(blocks, lambda block: (_bytes_of_chunks(block),), (most,)):
             yield Portion(some, partial(written, sum(elements.nbytes for _, _, elements in some)))
 
+    def portions_of(
+        self, blocks: Sequence[tuple[Block, Array]], at_a_time: int, written: Callable[[int], None] = lambda _: None
+    ) -> Iterator[Portion]:
+        """Cut blocks into boxes of at most `at_a_time` bytes with their padding, or of one chunk, and group these; see `portions`."""
+        cut = ((block.piece, box, elements[index]) for block, elements in blocks for box, index in parts_of(block, at_a_time))
+        return self.portions(cut, at_a_time, sum(elements.nbytes for _, elements in blocks), written)
+
     def append_laid_out(self, chunks: Sequence[tuple[Piece, int, NDArray[np.uint8]]]) -> None:
         """Write chunks of arrays by position from elements in their stored form; see `Encoder.append_laid_out`."""
         self._encoders[0].append_laid_out(chunks)
@@ -319,11 +326,6 @@ class Portion(NamedTuple):
     blocks: list[Elements]
     written: Callable[[], None]
     """Called when they are written."""
-
-
-def cut(blocks: Iterable[tuple[Block, Array]], most: int) -> Iterator[Elements]:
-    """Cut blocks into boxes of at most `most` bytes with their padding, or of one chunk."""
-    return ((block.piece, box, elements[index]) for block, elements in blocks for box, index in parts_of(block, most))
 
 
 class Encoder:

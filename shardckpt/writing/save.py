@@ -21,7 +21,6 @@ from shardckpt.io.threads import collector_paused
 from shardckpt.io.url import parse
 from shardckpt.options import SaveOptions, checked_options
 from shardckpt.writing.attempt import Attempt
-from shardckpt.writing.host import cut
 from shardckpt.writing.state_share import MOST_COPIES, read_to_host
 
 if TYPE_CHECKING:
@@ -143,9 +142,8 @@ def save(
         with saving_takes_threads(store), Attempt(store, coordinator, options) as attempt:
             share = attempt.take(state)
             planned = time.monotonic()
-            with (
-                collector_paused() if _is_short(share.plan) and store.location.local is not None else nullcontext()
-            ):  # waits for no network
+            short = store.location.local is not None and _is_short(share.plan)  # waits for no network
+            with collector_paused() if short else nullcontext():
                 _write(attempt, share)
             durable = time.monotonic()
             waited = attempt.commit()
@@ -170,9 +168,7 @@ def _write(attempt: Attempt, share: StateShare) -> None:
 
 def _append(writer: HostWriter, batch: Iterable[BlockElements], at_a_time: int) -> None:
     """Write a batch. No reference to it is left: its memory is free for the next one."""
-    blocks = [(block, elements) for block, elements, _ in batch]
-    nbytes = sum(elements.nbytes for _, elements in blocks)
-    writer.append(writer.portions(cut(blocks, at_a_time), at_a_time, nbytes))
+    writer.append(writer.portions_of([(block, elements) for block, elements, _ in batch], at_a_time))
 
 
 def _is_short(plan: SavePlan) -> bool:

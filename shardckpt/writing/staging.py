@@ -39,7 +39,6 @@ from shardckpt.excerpt import file_size
 from shardckpt.io.buffers import BufferPool, round_up
 from shardckpt.io.copying import copy_all
 from shardckpt.layout.dtypes import with_plain_bools
-from shardckpt.writing.host import cut
 from shardckpt.writing.state_share import is_array
 
 if TYPE_CHECKING:
@@ -274,8 +273,8 @@ class Stage:
 
         Args:
             writer: the writer.
-            at_a_time: as for `HostWriter.portions`.
-            written: as for `HostWriter.portions`.
+            at_a_time: as for `HostWriter.portions_of`.
+            written: as for `HostWriter.portions_of`.
 
         Raises:
             BaseException: the error of the saving thread.
@@ -291,8 +290,7 @@ class Stage:
                 arrival.wait()
             if self.copies is not None and not self.streamed:  # all are in this part
                 self.copies.check()
-            nbytes = sum(elements.nbytes for _, elements in part.blocks)
-            for portion in writer.portions(cut(part.blocks, at_a_time), at_a_time, nbytes, partial(free, part)):
+            for portion in writer.portions_of(part.blocks, at_a_time, partial(free, part)):
                 self._count_portions(part, 1)
                 yield portion
             self._count_portions(part, -1)
