@@ -129,6 +129,8 @@ class BufferPool:
         self.pin = pin
         self.high_water = 0
         """Most bytes that existed at once: leased, counted beside leases, or kept for reuse."""
+        self.copying: set[int] = set()
+        """Threads that are filling a lease, by their identifiers: a signal handler on such a thread must not wait for another lease."""
         self._leased = 0
         """Bytes that are leased, or counted beside leases."""
         self._kept: list[NDArray[np.uint8]] = []

@@ -71,6 +71,11 @@ def start_background(
             raise
 
 
+def has_begun() -> bool:
+    """Whether the interpreter shutdown has begun to end the background; the main thread is alive until that is done."""
+    return _closed
+
+
 def _end_all() -> None:
     """At interpreter shutdown: finish all tasks, then stop them; after Ctrl-C, at any moment, stop them at once."""
     global _closed  # noqa: PLW0603  (of the interpreter)

@@ -5,8 +5,8 @@ chunks and the record, and commit or wait for the commit. All communication with
 it to write chunks: on half of the cores, unless `SaveOptions.background_threads` says otherwise, so that training keeps the rest.
 
 When the interpreter shuts down, saves in flight are finished first (`shutdown`): this process's writes without a time limit, the work
-of other processes for `_SHUTDOWN_SECONDS` seconds. After that, and after Ctrl-C, the save is given up in order, and a warning is logged. A
-killed process leaves an attempt that is either unpublished or published. A fork of this process has none of the saves in flight.
+of other processes for `_SHUTDOWN_SECONDS` seconds. After that, and after Ctrl-C, the save is given up in order. A save that fails then
+logs a warning. A killed process leaves an attempt that is either unpublished or published. A fork of this process has none of the saves in flight.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from shardckpt.excerpt import file_size
 from shardckpt.frameworks.coordination import Coordinator, check_coordinator, coordinator_of
 from shardckpt.io.buffers import BufferPool
 from shardckpt.io.cores import cores, note_local_processes
-from shardckpt.io.failures import is_shutting_down, saving_takes_threads
-from shardckpt.io.shutdown import start_background
+from shardckpt.io.failures import saving_takes_threads
+from shardckpt.io.shutdown import has_begun, start_background
 from shardckpt.io.store import Store
 from shardckpt.io.url import parse
 from shardckpt.options import DEFAULT_MEMORY_LIMIT, LEAST_MEMORY_LIMIT, checked_options, parse_bytes
@@ -245,8 +245,8 @@ class _Save:
                 self.outcome.end(self._report())
         except BaseException as e:  # noqa: BLE001  (the handle raises it)
             self.outcome.end(e)
-            if is_shutting_down():
-                _log.warning("%s: the program ended before the save: %s", self.outcome.url, e)
+            if has_begun():  # perhaps nobody waits for the handle any more
+                _log.warning("%s: the save failed while the program ended: %s", self.outcome.url, e)
         finally:
             self._writes.set()
             _in_flight.discard(self)
@@ -423,6 +423,7 @@ def save_async(
     Raises:
         LeafError, ShardingError, OptionError: as in `save`; nothing was begun.
         CommitError: Python is shutting down; nothing was begun. The handle raises all other errors.
+        BudgetError: a signal handler makes this call amid another one, and would wait for its memory for ever; nothing was begun.
     """
     options = checked_options(options, skip)
     return _shared_saver(options.budget).begin(url, state, options, coordinator=coordinator)

@@ -28,7 +28,7 @@ import time
 from collections import deque
 from dataclasses import dataclass, field, replace
 from functools import partial
-from threading import Condition
+from threading import Condition, get_ident
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -124,6 +124,8 @@ class Stage:
         self._pool = pool
         self._start = start
         self._lease: Lease | None = None
+        self._fills: int | None = None
+        """The thread that saves, in `BufferPool.copying`, while it fills the lease."""
         self._sides = {"copying"}
         """The sides that may still use the buffer."""
         self._fetching = 0
@@ -152,8 +154,17 @@ class Stage:
             Most bytes of a block.
 
         Raises:
-            BudgetError: the limit is too small for all blocks, and `streams` is not set; or too much memory to pin.
+            BudgetError: the limit is too small for all blocks, and `streams` is not set; or too much memory to pin; or this thread
+                would wait for another save that it is in the middle of itself.
         """
+        most = self._fit(blocks, fetching=fetching, writing=writing, late=late, streams=streams)
+        if get_ident() not in self._pool.copying:
+            self._fills = get_ident()
+            self._pool.copying.add(self._fills)
+        return most
+
+    def _fit(self, blocks: Iterable[tuple[Block, bool]], *, fetching: int, writing: int, late: int, streams: bool) -> int:
+        """See `fit`."""
         wanted = [*blocks]
         copied = sum(round_up(block.nbytes) for block, own in wanted if not own)
         late = round_up(late)
@@ -169,18 +180,14 @@ class Stage:
                     f'SaveOptions(device_copy="overlap"): this process needs {needed:,} bytes of host memory at once, and '
                     f'memory_limit={file_size(self._pool.limit)}; raise memory_limit, or use "wait".'
                 )
-            began = time.monotonic()
-            self._lease = self._pool.take(late + copied, beside=kept + beside)
-            self.blocked += time.monotonic() - began
+            self._lease = self._take(late + copied, beside=kept + beside)
         if self._lease is not None:
             self.late = self._lease.array((late,), np.uint8).view(np.uint8)
             self._free.append(self._lease.array((copied,), np.uint8))
             return sys.maxsize
         chunk = max((round_up(block.chunk_bytes) for block, _ in wanted), default=0)
         least = max(chunk, (self._pool.limit - beside) // _LEAST_PARTS)
-        began = time.monotonic()
-        self._lease = self._pool.take(late + least, most=late + sum(round_up(block.nbytes) for block, _ in wanted), beside=beside)
-        self.blocked += time.monotonic() - began
+        self._lease = self._take(late + least, most=late + sum(round_up(block.nbytes) for block, _ in wanted), beside=beside)
         self.late = self._lease.array((late,), np.uint8).view(np.uint8)
         room = self._lease.nbytes - late
         size = max(chunk, round_up(min(_BUFFER_BYTES, room // _LEAST_PARTS)))
@@ -188,6 +195,19 @@ class Stage:
         self.streamed = True
         self._start_writing()
         return size
+
+    def _take(self, nbytes: int, *, most: int = 0, beside: int) -> Lease:
+        """Wait for a lease, unless this thread itself would have to give memory back."""
+        if get_ident() in self._pool.copying:
+            raise BudgetError(
+                f"memory_limit={file_size(self._pool.limit)} is in use by a save that this thread is in the middle of, and a signal handler or "
+                f"a finalizer has begun another one. Let it set a flag, and save when the first call has returned "
+                f"(of a CheckpointManager: `preemption=OnPreemption()`); or raise memory_limit."
+            )
+        began = time.monotonic()
+        lease = self._pool.take(nbytes, most=most, beside=beside)
+        self.blocked += time.monotonic() - began
+        return lease
 
     def put(self, batch: Iterable[BlockElements]) -> None:
         """Keep or copy blocks: their tensors may change when this returns.
@@ -329,6 +349,8 @@ class Stage:
 
     def _leave(self, side: str) -> None:
         """Note that one side no longer uses the buffer; the last side gives the lease back."""
+        if side == "copying" and self._fills is not None:
+            self._pool.copying.discard(self._fills)
         with self._changed:
             self._sides.discard(side)
             lease = None

@@ -71,6 +71,26 @@ def interrupted(_coordinator, url):
     return [error[0], len([path for path in left if path.is_file()]), threading.active_count()]
 
 
+def interrupted_by_another_save(_coordinator, url, mebibytes):
+    """A signal handler that saves, too, while the thread that saves waits for a buffer in the middle of a save."""
+    saver = Saver(memory_limit=LIMIT)
+    struck = threading.Event()
+
+    def strike(done, total):
+        if done > total // 2 and not struck.is_set():
+            struck.set()
+            signal.raise_signal(signal.SIGUSR1)
+
+    def handler(*_):
+        saver.begin(f"{url}-nested", state(mebibytes), SaveOptions()).wait()
+
+    signal.signal(signal.SIGUSR1, handler)
+    error = error_of(lambda: saver.begin(url, state(200), SaveOptions(), progress=strike).wait())
+    saver.begin(f"{url}-later", state(1), SaveOptions()).wait()
+    saver.close()
+    return error
+
+
 def killed_by_sigterm(_coordinator, url, mebibytes):
     """SIGTERM, as a scheduler sends it, with a save in flight that is half written."""
 

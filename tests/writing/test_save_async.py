@@ -294,6 +294,16 @@ def test_ctrl_c_while_copying_gives_the_save_up(tmp_path, job):
     assert_holds(tmp_path / "c")
 
 
+@pytest.mark.parametrize("mebibytes", [1, 40])
+def test_a_signal_handler_that_saves_amid_another_save_never_waits_for_it(tmp_path, job, mebibytes):
+    (error,) = job.run("interrupted_by_another_save", 1, tmp_path / "c", mebibytes)
+    kind, said = error
+    assert kind == "BudgetError"
+    assert "memory_limit=16 MiB is in use by a save that this thread is in the middle of" in said
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["c-later"]
+    assert_holds(tmp_path / "c-later")
+
+
 def test_a_process_that_is_stopped_leaves_nothing_half_visible(tmp_path, job):
     shardckpt.save(tmp_path / "c", state(2))
     assert job.run("killed_by_sigterm", 1, tmp_path / "new", 30) == [{"signal": signal.SIGTERM}]
@@ -314,6 +324,22 @@ def test_the_end_of_a_program_finishes_what_is_in_flight(tmp_path, mode):
     assert "Exception ignored" not in done.stderr
     assert_holds(tmp_path / "0", 4)
     assert_holds(tmp_path / "1", 40)
+
+
+def test_a_save_that_fails_while_the_program_ends_is_reported_in_the_log(tmp_path):
+    """Nobody can wait for it any more, and the program's own exit status says nothing of it."""
+    program = """if True:
+        import sys, threading, numpy
+        from shardckpt import SaveOptions
+        from shardckpt.writing.background import Saver
+        ends = threading.Event()
+        threading._register_atexit(ends.set)
+        def fail():
+            ends.wait()
+            raise ValueError("not fit to be published")
+        Saver().begin(sys.argv[1], {"w": numpy.ones(9)}, SaveOptions(), before_publish=fail)"""
+    done = subprocess.run([sys.executable, "-c", program, tmp_path / "c"], capture_output=True, text=True, timeout=60, check=False)
+    assert done.stderr == f"{tmp_path / 'c'}: the save failed while the program ended: not fit to be published\n"
 
 
 def test_a_save_that_begins_when_python_ends_is_refused(tmp_path):
