@@ -5,8 +5,9 @@ chunks and the record, and commit or wait for the commit. All communication with
 it to write chunks: on half of the cores, unless `SaveOptions.background_threads` says otherwise, so that training keeps the rest.
 
 When the interpreter shuts down, saves in flight are finished first (`shutdown`): this process's writes without a time limit, the work
-of other processes for `_SHUTDOWN_SECONDS` seconds. After that, and after Ctrl-C, the save is given up in order. A save that fails then
-logs a warning. A killed process leaves an attempt that is either unpublished or published. A fork of this process has none of the saves in flight.
+of other processes for `_SHUTDOWN_SECONDS` seconds. After that, and after Ctrl-C, the save is given up in order. A save that fails during
+the shutdown logs a warning. A killed process leaves an attempt that is either unpublished or published. A fork of this process has none
+of the saves in flight.
 """
 
 from __future__ import annotations

@@ -200,9 +200,9 @@ class Stage:
         """Wait for a lease, unless this thread itself would have to give memory back."""
         if get_ident() in self._pool.copying:
             raise BudgetError(
-                f"memory_limit={file_size(self._pool.limit)} is in use by a save that this thread is in the middle of, and a signal handler or "
-                f"a finalizer has begun another one. Let it set a flag, and save when the first call has returned "
-                f"(of a CheckpointManager: `preemption=OnPreemption()`); or raise memory_limit."
+                f"memory_limit={file_size(self._pool.limit)} is in use by a save that this thread is in the middle of, and a "
+                f"signal handler or a finalizer has begun another one. Let it set a flag, and save when the first call has "
+                f"returned (of a CheckpointManager: `preemption=OnPreemption()`); or raise memory_limit."
             )
         began = time.monotonic()
         lease = self._pool.take(nbytes, most=most, beside=beside)
