@@ -199,8 +199,11 @@ def _host_records(place: Store) -> tuple[list[HostRecord], list[FileReference]]:
             + " Nothing was published."
         )
     for host in hosts[1:]:
-        for what in ("hosts", "prior", "layout", "compression"):
-            expected, found = getattr(first, what), getattr(host, what)
+        for what in ("hosts", "prior", "layout", "compression", "fingerprint"):
+            if what == "fingerprint":
+                expected, found = first.files.sums is not None, host.files.sums is not None
+            else:
+                expected, found = getattr(first, what), getattr(host, what)
             if expected != found and what == "prior":
                 raise CommitError(
                     f"{place}: while hosts 0 and {host.host} began to save, another checkpoint was committed, or deleted, at this place; "
@@ -272,7 +275,8 @@ def _merged(place: Store, tables: Sequence[Table], parts: _Parts, tensors: Itera
             )
         raise CommitError(
             f"{place}: more than one host wrote the same chunks of {name}; nothing was published. "
-            f"If processes hold different tensors under one name, rename them; give all processes the same host_tensors=."
+            f"If processes hold different tensors under one name, rename them; give all processes the same host_tensors= "
+            f"and check_replicas=."
             f"{_lacking(parts)}"
         )
     return merged

@@ -43,7 +43,8 @@ def check_replicas(place: Store, hosts: Sequence[HostRecord], tensors: Mapping[s
             local = ', or give each its own name and SaveOptions(host_tensors="local")' if plain else ""
             raise CommitError(
                 f"{place}: {shown(differs[0])}: this {'plain' if plain else 'replicated'} tensor {differs[1]}, and all write a part of "
-                f"it; make them equal{local}. SaveOptions(check_replicas=False) stores the lowest process's copy. Nothing was published."
+                f"it; make them equal, and check_replicas= the same on all processes{local}. SaveOptions(check_replicas=False) "
+                f"stores the lowest process's copy. Nothing was published."
             )
 
 

@@ -87,6 +87,8 @@ def held(rank, case):
 def save_held(coordinator, url, case, options=None):
     ours = join(coordinator)
     state = {"same": torch.arange(30_000.0), "w": held(ours.world.process, case)}
+    if isinstance(options, list):  # one for each process
+        options = options[ours.world.process]
     try:
         if case.get("background"):
             shardckpt.save_async(url, state, options=SaveOptions(**(options or {}))).wait()

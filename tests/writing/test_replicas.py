@@ -107,6 +107,25 @@ def test_without_comparison_the_lowest_process_s_copy_is_stored_as_a_whole(tmp_p
     assert opened.fingerprint().tensors == opened.fingerprint(recorded=False).tensors
 
 
+@pytest.mark.parametrize(
+    ("one", "why"),
+    [
+        ({"fingerprint": True}, "hosts 0 and 1 disagree on fingerprint: True and False; save with the same options on all"),
+        ({"check_replicas": True}, "make them equal, and check_replicas= the same on all processes"),
+        ({"check_replicas": False}, "give all processes the same host_tensors= and check_replicas="),
+    ],
+)
+def test_processes_with_different_options_of_comparison_are_told_of_the_option(tmp_path, job, one, why):
+    answers = job.run("save_held", 2, tmp_path / "c", {"kind": "replicated", "size": 300_000, "drifted": []}, [one, {}])
+    assert [why in answer["message"] for answer in answers] == [True, True]
+
+
+def test_a_fingerprint_that_one_process_does_not_record_fails_the_save_even_if_nothing_is_compared(tmp_path, job):
+    options = [{"fingerprint": True, "check_replicas": False}, {"check_replicas": False}]
+    answers = job.run("save_held", 2, tmp_path / "c", {"kind": "plain", "size": 300_000, "drifted": []}, options)
+    assert ["disagree on fingerprint" in answer["message"] for answer in answers] == [True, True]
+
+
 def test_equal_replicas_are_described_by_files_that_nobody_has_to_read(tmp_path, job, monkeypatch):
     job.run("save_held", 2, tmp_path / "c", {"kind": "replicated", "size": 300_000})
     assert len(list((tmp_path / "c").glob("*/contents/*"))) == 1
