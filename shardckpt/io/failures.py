@@ -75,9 +75,13 @@ def storage_errors(action: str, place: object) -> Iterator[None]:
     except ShardckptError:
         raise
     except (OSError, ValueError, RuntimeError, LookupError) as e:
-        said = _said(e, place)
-        advice = _advice(said, e, place)
-        raise StorageError(f"cannot {action} {shortened(str(place), _LONGEST)}: {shortened(said, _LONGEST)}; {advice}.") from e
+        raise StorageError(f"cannot {action} {failure_at(place, e)}") from e
+
+
+def failure_at(place: object, error: Exception) -> str:
+    """The end of a message about an error of TensorStore or the system: the place, the error's own text, and what to do."""
+    said = _said(error, place)
+    return f"{shortened(str(place), _LONGEST)}: {shortened(said, _LONGEST)}; {_advice(said, error, place)}."
 
 
 def _said(error: Exception, place: object) -> str:

@@ -19,6 +19,7 @@ from shardckpt.format.zarr_arrays import CHECKSUM_BYTES
 from shardckpt.io import extension
 from shardckpt.io.buffers import MOST_VECTORS, after
 from shardckpt.io.descriptor import OpenFile
+from shardckpt.io.failures import failure_at
 from shardckpt.reading.runs import EVERYTHING, places_of
 
 if TYPE_CHECKING:
@@ -270,4 +271,6 @@ def _said(error: Exception, task: ReadTask, run: ChunkRun, place: Store) -> Shar
         row += run.begin
         where = f"{chunks.wanted.where(row)}: {place}/{task.file}"
         return of_one_tensor(CorruptionError(f"{where} is cut off before byte {chunks.stop(row)}; replace it with a backup."))
+    if not isinstance(error, ShardckptError):
+        return StorageError(f"{chunks.wanted.where(run.begin)}: cannot read {failure_at(f'{place}/{task.file}', error)}")
     return StorageError(f"{first} cannot be read ({error}).")

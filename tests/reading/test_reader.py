@@ -268,10 +268,16 @@ assert all((row == 1).all() for row in out)
     assert int(run.stdout) <= 60 + 16
 
 
-def test_a_storage_that_is_down_is_a_storage_error_that_names_the_tensor(tmp_path):
+def test_a_file_that_the_system_does_not_read_is_a_storage_error_that_names_the_tensor_and_what_to_do(tmp_path):
     store = Store.open(tmp_path)
     piece, table = written(store, np.ones((2, 10), np.uint8))
-    (tmp_path / FILES[0]).unlink()
-    (tmp_path / FILES[0]).mkdir()
-    with pytest.raises(StorageError, match=r"w\[0:1, 0:10\].* cannot be read"):
+    file = tmp_path / FILES[0]
+    file.unlink()
+    file.mkdir()
+    with pytest.raises(StorageError, match=rf"w\[0:1, 0:10\]: cannot read {file}: .*Is a directory"):
+        read_all(ChunkReader(store, WholeTable.of(FILES, {"w": table})), piece, np.uint8)
+    file.rmdir()
+    file.parent.rmdir()
+    file.parent.touch()
+    with pytest.raises(StorageError, match=rf"w\[0:1, 0:10\]: cannot read {file}: Not a directory; a file stands where"):
         read_all(ChunkReader(store, WholeTable.of(FILES, {"w": table})), piece, np.uint8)
