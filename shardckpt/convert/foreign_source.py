@@ -3,7 +3,7 @@
 1. `ForeignSpec` is sent to the workers; each opens the checkpoint for itself.
 2. `ForeignSource` implements a reshard's source. Its record has the contents of a commit record: the structure of the new checkpoint
    (`arrangement`), and in place of an attempt a digest that identifies this source.
-3. `ForeignReader` reads the requested elements.
+3. The reader of `reading/` reads the requested elements, with the lookup of `foreign_chunks`.
 """
 
 from __future__ import annotations
@@ -15,14 +15,16 @@ from typing import TYPE_CHECKING, Any
 
 from shardckpt.convert.arrangement import Arrangement
 from shardckpt.convert.detect import module_of
-from shardckpt.convert.foreign_reader import ForeignReader
+from shardckpt.convert.foreign_chunks import ForeignChunks
 from shardckpt.convert.naming.choose import NameOptions
 from shardckpt.convert.strict_json import is_json
 from shardckpt.format.documents import document_digest
 from shardckpt.format.record import CheckpointRecord
 from shardckpt.format.zarr_arrays import largest_chunk
+from shardckpt.io.threads import Workers
 from shardckpt.io.url import parse
-from shardckpt.reading.reader import OBJECT_MEMORY, OBJECT_THREADS, ReadStats
+from shardckpt.reading.reader import OBJECT_MEMORY, OBJECT_THREADS, ChunkReader, ReadStats
+from shardckpt.reading.runs import RunLimits
 from shardckpt.reshard.memory import READERS
 
 if TYPE_CHECKING:
@@ -34,6 +36,8 @@ _JOINED = 4 << 20
 """Bytes to which chunks are joined for a read from a local disk, the memory of one thread there (`reshard.memory`)."""
 _OBJECT_JOINED = 8 << 20
 """Bytes to which chunks are joined for a read from an object store, where a request costs milliseconds."""
+_MOST_JOINED = 256
+"""Most chunks in one read: preadv accepts 1,024 pieces of memory, and there may be one more before each chunk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +99,7 @@ class ForeignSource:
         )
 
     @cached_property
-    def reader(self) -> ForeignReader:
+    def reader(self) -> ChunkReader:
         """The reader of its chunks; created on first use."""
         threads, memory = self._limits
         joined = _JOINED
@@ -103,7 +107,9 @@ class ForeignSource:
             joined = _OBJECT_JOINED
             chunk = max(joined, largest_chunk(self.foreign.structure.tensors.values()))
             threads = max(1, min(OBJECT_THREADS, memory // chunk))
-        return ForeignReader(self.foreign, self._arrangement, self.stats, threads, joined)
+        chunks = ForeignChunks(self.foreign, self._arrangement, self.stats)
+        limits, workers = RunLimits(joined, gap=0, chunks=_MOST_JOINED), Workers(threads, "shardckpt-import")
+        return ChunkReader(chunks, stats=self.stats, workers=workers, limits=limits)
 
     def limit_reading(self, *, threads: int | None, memory: int) -> None:
         """See `Source`. For an object store the memory limits the number of threads."""

@@ -19,7 +19,7 @@ from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Generic, TypeVar
 
@@ -198,17 +198,18 @@ class Workers:
         self._pool = ThreadPoolExecutor(threads, name)
 
     def do(self, work: Callable[[T], object], tasks: Iterable[T]) -> None:
-        """Call `work` for each task; the first error stops the rest, and is raised.
+        """Call `work` for each task; the first error stops the rest, and is raised. Tasks are drawn as threads get free.
 
         The calling thread does the work itself if there is only one task, or if only one thread works at a time. When this returns or
         raises, no thread is at work on any of the tasks.
         """
-        listed = list(tasks)
-        if len(listed) < 2 or self.at_once == 1:
-            for task in listed:
+        rest = iter(tasks)
+        first = list(islice(rest, self.at_once))
+        if len(first) < 2:
+            for task in chain(first, rest):
                 work(task)
             return
-        _run(listed, self._pool.submit, [work] * min(self.at_once, len(listed)))
+        _run(chain(first, rest), self._pool.submit, [work] * len(first))
 
 
 def map_on_threads(read: Callable[[T], R], items: Iterable[T]) -> list[R]:

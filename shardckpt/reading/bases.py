@@ -14,19 +14,19 @@ from shardckpt.commit.base_places import base_record, holder
 from shardckpt.state.names import shown
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Sequence
 
     from shardckpt.format.record import CheckpointRecord
     from shardckpt.format.structure import Base, TensorRecord
     from shardckpt.io.store import Store
+    from shardckpt.reading.fetch import ReadableChunks
     from shardckpt.reading.locate import Request
-    from shardckpt.reading.lookup import ChunkSource
 
 
 class Bases:
-    """The attempts that hold the tensors of a checkpoint: its own and its bases'. Safe to use from several threads."""
+    """The attempts that hold the tensors of a checkpoint: its own and its bases'. A `Resolver`."""
 
-    def __init__(self, place: Store, record: CheckpointRecord, open_one: Callable[[Store, CheckpointRecord], ChunkSource]) -> None:
+    def __init__(self, place: Store, record: CheckpointRecord, open_one: Callable[[Store, CheckpointRecord], ReadableChunks]) -> None:
         """Nothing is read yet.
 
         Args:
@@ -37,23 +37,14 @@ class Bases:
         parent = place.location.parent
         assert parent is not None
         self._checkpoint = parent
-        self._place = place
+        self.place = place
         self._record = record
         self._open_one = open_one
-        self._opened: dict[Base | None, tuple[ChunkSource, CheckpointRecord]] = {}
+        self._opened: dict[Base | None, tuple[ReadableChunks, CheckpointRecord]] = {}
         self._opening = Lock()
 
-    def open(self, tensors: Iterable[TensorRecord]) -> None:
-        """Open the attempts of some tensors.
-
-        Raises:
-            MissingDataError, FormatError: a base is gone, was replaced, or does not hold the tensor.
-        """
-        for tensor in tensors:
-            self._holder(tensor)
-
     def resolve(self, requests: Sequence[Request]) -> list[Request]:
-        """The requests with the attempts that hold their tensors, and the arrays there; raises what `open` raises."""
+        """The requests with the attempts that hold their tensors, and the arrays there; these attempts are opened."""
         found = []
         for request in requests:
             tensor = self._record.structure.tensors[request.name]
@@ -65,19 +56,19 @@ class Bases:
             found.append(replace(request, pieces=pieces, source=source))
         return found
 
-    def check(self, requests: Iterable[Request]) -> None:
-        """Raise the error that says so if a base of some requests has been replaced or deleted."""
+    def check_places(self, requests: Sequence[Request]) -> None:
+        """See `Resolver`."""
         tensors = {_base(tensor): tensor for tensor in (self._record.structure.tensors[request.name] for request in requests)}
         for base, tensor in tensors.items():
             if base is not None:
                 base_record(self._checkpoint, base, shown(tensor.name))
 
-    def _holder(self, tensor: TensorRecord) -> tuple[ChunkSource, TensorRecord]:
+    def _holder(self, tensor: TensorRecord) -> tuple[ReadableChunks, TensorRecord]:
         """The attempt that holds a tensor, and the tensor's record there; opens the attempt if necessary."""
         base = _base(tensor)
         with self._opening:
             if base not in self._opened:
-                at = (self._place, self._record) if base is None else base_record(self._checkpoint, base, shown(tensor.name))
+                at = (self.place, self._record) if base is None else base_record(self._checkpoint, base, shown(tensor.name))
                 self._opened[base] = self._open_one(*at), at[1]
             source, record = self._opened[base]
         return source, tensor if base is None else holder(self._checkpoint, tensor, record)

@@ -248,9 +248,9 @@ class Checkpoint:
         Raises:
             MissingDataError, FormatError: a base is gone, was replaced, or does not hold the tensor.
         """
-        elsewhere = [tensor for tensor in tensors if tensor.base is not None]
-        if elsewhere:
-            self.reader.open_bases(elsewhere)
+        requests = [Request.of(tensor, BoxArray.of([], len(tensor.shape)), []) for tensor in tensors if tensor.base is not None]
+        if requests:
+            self.reader.source.resolve(requests)
 
     @property
     def place(self) -> Store:

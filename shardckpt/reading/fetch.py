@@ -1,8 +1,11 @@
-"""Reads of a task's bytes from the storage.
+"""Reads of a task's bytes from the storage, and the elements in them.
+
+`ReadableChunks` are what holds chunks: an attempt, or a checkpoint of another format (`convert.foreign_chunks`). Their lookup says where
+they lie. Their codec, a function, gives the elements of a task's chunks: it asks for their stored bytes, verified, and decodes them.
 
 A chunk that is contiguous in its destination is read directly into it, any other chunk into the thread's scratch buffer. On a local
-disk that is a positional scatter read, on an object store one ranged request. Nothing is verified here, but by the extension, which
-reads raw chunks of a local disk, verifies them and copies them to their destinations in one call (`Fetch.move`).
+disk that is a positional scatter read, on an object store one ranged request. The extension reads raw chunks of an attempt on a local disk,
+verifies them and copies them to their destinations in one call (`Fetch.move`).
 """
 
 from __future__ import annotations
@@ -10,32 +13,41 @@ from __future__ import annotations
 import os
 from bisect import bisect_left
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
+import crc32c
 import numpy as np
 
 from shardckpt.errors import CorruptionError, MissingDataError, ShardckptError, StorageError, of_one_tensor
-from shardckpt.format.zarr_arrays import CHECKSUM_BYTES
+from shardckpt.format.zarr_arrays import CHECKSUM_BYTES, decompress
 from shardckpt.io import extension
 from shardckpt.io.buffers import MOST_VECTORS, after
 from shardckpt.io.descriptor import OpenFile
 from shardckpt.io.failures import failure_at
-from shardckpt.reading.runs import EVERYTHING, places_of
+from shardckpt.reading.runs import EVERYTHING, Band, places_of
 
 if TYPE_CHECKING:
     import threading
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
 
     from shardckpt.io.store import Store
-    from shardckpt.reading.locate import Index
-    from shardckpt.reading.runs import Band, ChunkRun, Place, ReadTask
+    from shardckpt.reading.locate import Index, Request
+    from shardckpt.reading.lookup import ChunkSource, Lookup
+    from shardckpt.reading.runs import ChunkRun, Place, ReadTask
 
     Ints = NDArray[np.int64]
     BandOfChunks = tuple[int, int, int, tuple[int, ...], tuple[tuple[NDArray[np.generic], tuple[int, ...], int], ...]]
     """Offset of the first chunk in the file, number of chunks, bytes of an element, shape of a chunk; and for each place of the band memory
     for the elements of all its chunks, their first index in each chunk, and the dimension along which chunks follow."""
+    BandOfElements = tuple[Band, Sequence[Place], NDArray[np.uint8]]
+    """A band, its destinations, and (chunks, bytes) the elements of its chunks."""
+    Codec = Callable[[ReadTask, "ReadStored"], Iterator[BandOfElements]]
+    """Gives the elements of a task's chunks, except those that were read directly into their destination.
+
+    It may ask for the stored bytes of any other task, too: elements may be stored as differences from another chunk.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +63,6 @@ class FetchedChunks:
     """For each chunk its offset in `data`; for a chunk read into its destination the offset at which only its checksum ends the chunk."""
     bands: Sequence[tuple[Band, Sequence[Place]]]
     """The bands that were not read into their destinations, and their destinations."""
-    checksum_bytes: int = CHECKSUM_BYTES
-    """Bytes of the checksum at the end of each chunk."""
 
     def checksums(self) -> NDArray[np.uint32]:
         """For each chunk the checksum at its end."""
@@ -63,7 +73,125 @@ class FetchedChunks:
     def stored(self, band: Band) -> NDArray[np.uint8]:
         """(chunks, bytes) stored bytes of a band's chunks, which have equal lengths, without their checksums."""
         begin, length = int(self.at[band.begin - self.task.begin]), int(self.task.chunks.length[band.begin])
-        return self.data[begin : begin + (band.end - band.begin) * length].reshape(-1, length)[:, : length - self.checksum_bytes]
+        rows = self.data[begin : begin + (band.end - band.begin) * length].reshape(-1, length)
+        return rows[:, : length - self.task.source.checksum_bytes]
+
+
+class ReadStored(Protocol):
+    """Reads the stored bytes of a task's chunks, and verifies them; `ChunkReader` does."""
+
+    def __call__(self, task: ReadTask, *, direct: bool) -> FetchedChunks:
+        """Read a task; `direct`: stored bytes are elements, and may be read directly into their destination."""
+
+
+def raw(task: ReadTask, read: ReadStored) -> Iterator[BandOfElements]:
+    """The codec of chunks whose stored bytes are their elements."""
+    fetched = read(task, direct=True)
+    for band, places in fetched.bands:
+        yield band, places, fetched.stored(band)
+
+
+def zstd(task: ReadTask, read: ReadStored) -> Iterator[BandOfElements]:
+    """The codec of compressed chunks; memory has room for the elements of one at a time."""
+    fetched = read(task, direct=False)
+    for band, places in fetched.bands:
+        part = band.chunks.wanted.part_of(band.begin)
+        for row in range(band.begin, band.end if places else band.begin):
+            where, alone = f"{band.chunks.wanted.where(row)}, {task.file}", Band(band.chunks, row, row + 1)
+            stored = np.asarray(fetched.payloads[row - task.begin])
+            yield alone, places_of([alone])[0], decompress(stored, part.chunk_bytes, where)[np.newaxis]
+
+
+CODECS: Mapping[str | None, Codec] = {None: raw, "zstd": zstd}
+"""The codec of each `compression` of a commit record."""
+
+
+class Resolver(Protocol):
+    """Turns requests for tensors of a checkpoint into requests for stored tensors. Safe to use from several threads."""
+
+    place: Store
+    """The place of the checkpoint's own chunks."""
+
+    def resolve(self, requests: Sequence[Request]) -> Sequence[Request]:
+        """The requests for the stored tensors, each with the source of its chunks, unless that is the reader's own.
+
+        Raises:
+            MissingDataError, FormatError: a place that holds chunks is gone, was replaced, or does not hold the tensor.
+        """
+
+    def check_places(self, requests: Sequence[Request]) -> None:
+        """Raise a clear error if a place that holds the chunks of some requests was replaced or deleted since it was opened."""
+
+
+class ReadableChunks:
+    """An attempt that holds chunks; a `Resolver` for a checkpoint whose tensors are all there."""
+
+    checksum_bytes = CHECKSUM_BYTES
+    """Bytes of the checksum at the end of each chunk."""
+
+    def __init__(self, place: Store, table: Lookup, codec: Codec = raw) -> None:
+        """Nothing is read yet; for the arguments see `ChunkSource` and `Codec`."""
+        self.place, self.table, self.codec = place, table, codec
+
+    def resolve(self, requests: Sequence[Request]) -> Sequence[Request]:
+        """See `Resolver`."""
+        return requests
+
+    def check_places(self, requests: Sequence[Request]) -> None:
+        """See `Resolver`; the attempt was opened by the caller, who compares it with the checkpoint."""
+
+    def lengths(self, nbytes: int) -> tuple[int, int]:
+        """See `ChunkSource`."""
+        most = nbytes + CHECKSUM_BYTES
+        return (most, most) if self.codec is raw else (CHECKSUM_BYTES, most + (most >> 8) + 64)  # ZSTD_compressBound
+
+    def read_into(self, task: ReadTask, vectors: Sequence[Sequence[memoryview]]) -> None:
+        """Read the bytes of each run of a task into its memory, one vector after another.
+
+        Raises:
+            MissingDataError: the file does not exist.
+            CorruptionError: the file ends before a run does.
+            StorageError: the file cannot be read.
+        """
+        path = self.place.local_path(task.file)
+        run = task.runs[0]
+        try:
+            if path is None:
+                for run, into in zip(task.runs, vectors, strict=True):
+                    self.place.read_into(task.file, run.start, into)
+                return
+            # Without O_NONBLOCK, opening a pipe in place of the file would block.
+            with OpenFile(str(path), os.O_RDONLY | os.O_NONBLOCK) as fd:
+                for run, into in zip(task.runs, vectors, strict=True):
+                    scatter_read(fd, run.start, run.nbytes, into)
+        except (OSError, EOFError, MissingDataError, CorruptionError) as e:
+            raise _said(e, task, run) from e
+
+    def verify(self, fetched: FetchedChunks) -> None:
+        """Compare each chunk with the table and with its own checksum; CorruptionError if one differs."""
+        task = fetched.task
+        expected = task.chunks.crc[task.begin : task.end]
+        found = np.fromiter(map(crc32c.crc32c, fetched.payloads), np.uint32, len(expected))
+        wrong = (found != expected) | (fetched.checksums() != expected)
+        if wrong.any():
+            raise damaged_chunk(task, task.begin + int(np.argmax(wrong)))
+
+
+def as_readable(source: ChunkSource) -> ReadableChunks:
+    """The source of chunks that were found, to read them."""
+    assert isinstance(source, ReadableChunks)
+    return source
+
+
+def damaged_chunk(task: ReadTask, row: int) -> ShardckptError:
+    """The error for a chunk of a task that does not have its checksum."""
+    chunks = task.chunks
+    place = f"{task.source.place}/{task.file}, bytes {chunks.offset[row]} to {chunks.stop(row)}"
+    return of_one_tensor(
+        CorruptionError(
+            f"{chunks.wanted.where(row)} is damaged: {place}, do not have the checksum that was written. Replace the file with a backup."
+        )
+    )
 
 
 class Fetch:
@@ -79,30 +207,10 @@ class Fetch:
         self._least = scratch
         self._scratch = of_thread
 
-    def __call__(self, task: ReadTask) -> FetchedChunks:
-        """Read a task.
-
-        Raises:
-            MissingDataError: the file does not exist.
-            CorruptionError: the file ends before a run does.
-            StorageError: the file cannot be read.
-        """
-        place = task.source.place
-        direct = task.source.codec is None  # then a chunk's stored bytes are its elements
-        fetched, vectors = lay_out(task, scratch_buffer(self._scratch, task.nbytes, self._least), direct=direct)
-        path = place.local_path(task.file)
-        run = task.runs[0]
-        try:
-            if path is None:
-                for run, into in zip(task.runs, vectors, strict=True):
-                    place.read_into(task.file, run.start, into)
-                return fetched
-            # Without O_NONBLOCK, opening a pipe in place of the file would block.
-            with OpenFile(str(path), os.O_RDONLY | os.O_NONBLOCK) as fd:
-                for run, into in zip(task.runs, vectors, strict=True):
-                    scatter_read(fd, run.start, run.nbytes, into)
-        except (OSError, EOFError, MissingDataError, CorruptionError) as e:
-            raise _said(e, task, run, place) from e
+    def __call__(self, task: ReadTask, *, direct: bool) -> FetchedChunks:
+        """Read a task, as `ReadStored`, but verify nothing."""
+        fetched, vectors = _lay_out(task, _scratch_buffer(self._scratch, task.nbytes, self._least), direct=direct)
+        as_readable(task.source).read_into(task, vectors)
         return fetched
 
     def move(self, task: ReadTask) -> int | None:
@@ -112,11 +220,10 @@ class Fetch:
             The row of the first chunk that is damaged; None: all are right.
 
         Raises:
-            MissingDataError, CorruptionError, StorageError: as for a call.
+            MissingDataError, CorruptionError, StorageError: the file is missing or too short, or cannot be read.
         """
-        place, chunks = task.source.place, task.chunks
-        path = place.local_path(task.file)
-        scratch = scratch_buffer(self._scratch, extension.SCRATCH_BYTES, extension.SCRATCH_BYTES)
+        chunks, path = task.chunks, task.source.place.local_path(task.file)
+        scratch = _scratch_buffer(self._scratch, extension.SCRATCH_BYTES, extension.SCRATCH_BYTES)
         places = iter(places_of([band for run in task.runs for band in run.bands]))
         bands = [_described(band, next(places)) for run in task.runs for band in run.bands]
         row, crcs = task.begin, np.ascontiguousarray(chunks.crc[task.begin : task.end], np.uint32)
@@ -129,7 +236,7 @@ class Fetch:
             error = e
         if error is not None:
             run = next(run for run in task.runs if row < run.end)
-            raise _said(error, task, run, place) from error
+            raise _said(error, task, run) from error
         return row if row < task.end else None
 
 
@@ -187,18 +294,15 @@ def _corner(in_chunk: Index, chunks: tuple[int, ...]) -> tuple[int, ...]:
     return (0,) * len(chunks) if in_chunk is EVERYTHING else tuple(side.start for side in in_chunk if isinstance(side, slice))
 
 
-def lay_out(
-    task: ReadTask, data: NDArray[np.uint8], *, direct: bool, checksum_bytes: int = CHECKSUM_BYTES
-) -> tuple[FetchedChunks, list[list[memoryview]]]:
+def _lay_out(task: ReadTask, data: NDArray[np.uint8], *, direct: bool) -> tuple[FetchedChunks, list[list[memoryview]]]:
     """Assign memory to each byte of a task before it is read: by chunk, and for each run one vector after another.
 
     Args:
         task: the task.
         data: scratch memory, of at least the bytes of the task.
         direct: whether a chunk's stored bytes are its elements, so that they may be read into their destination.
-        checksum_bytes: bytes of the checksum at the end of each chunk.
     """
-    stored = data.data
+    stored, checksum_bytes = data.data, task.source.checksum_bytes
     offset, length = (column[task.begin : task.end].tolist() for column in (task.chunks.offset, task.chunks.length))
     places = iter(places_of([band for run in task.runs for band in run.bands]))
     payloads: list[memoryview] = []
@@ -231,10 +335,10 @@ def lay_out(
         if kept < free:
             into.append(stored[kept:free])
         vectors.append(into)
-    return FetchedChunks(task, payloads, data, np.array(at), bands, checksum_bytes), vectors
+    return FetchedChunks(task, payloads, data, np.array(at), bands), vectors
 
 
-def scratch_buffer(thread: threading.local, nbytes: int, least: int) -> NDArray[np.uint8]:
+def _scratch_buffer(thread: threading.local, nbytes: int, least: int) -> NDArray[np.uint8]:
     """A thread's scratch buffer, with at least `nbytes` bytes; its earlier contents are lost.
 
     Args:
@@ -259,9 +363,9 @@ def scatter_read(fd: int, offset: int, length: int, vectors: Sequence[memoryview
             vectors = after(vectors, got)
 
 
-def _said(error: Exception, task: ReadTask, run: ChunkRun, place: Store) -> ShardckptError:
+def _said(error: Exception, task: ReadTask, run: ChunkRun) -> ShardckptError:
     """The typed error for a failed run, with the tensor and the file."""
-    chunks = task.chunks
+    chunks, place = task.chunks, task.source.place
     first = f"{chunks.wanted.where(run.begin)}: {place}/{task.file}"
     if isinstance(error, (FileNotFoundError, MissingDataError)):
         return of_one_tensor(MissingDataError(f"{first} is missing; put it back from a backup."))

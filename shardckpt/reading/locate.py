@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from shardckpt.errors import FormatError, MissingDataError
 from shardckpt.format.structure import TensorRecord
 from shardckpt.format.table import OWN_OBJECT
-from shardckpt.format.zarr_arrays import CHECKSUM_BYTES, chunk_object_key, plain_key
+from shardckpt.format.zarr_arrays import chunk_object_key, plain_key
 from shardckpt.layout.box import BoxArray
 from shardckpt.plan.pieces import batches, chunk_boxes, overlaps_of, touched, touching
 
@@ -88,21 +88,23 @@ class TensorBoxes:
         self.boxes: list[BoxArray] = []
         self.buffers: list[Array] = []
 
-    def add(self, view: View, box: Box, elements: Array) -> None:
-        """Add what a view of the tensor has of a box.
+    def add(self, view: View, boxes: BoxArray, buffers: Sequence[Array]) -> None:
+        """Add what a view of the tensor has of some boxes.
 
         Args:
             view: places a box of the tensor in an output.
-            box: a box of the output.
-            elements: an array with the box at its start.
+            boxes: boxes of the output.
+            buffers: for each an array with the box at its start.
         """
-        common = view.inside.overlap(box)
-        if common is None:
+        inside, which = view.inside, boxes.overlapping(view.inside)
+        if not len(which):
             return
-        sides = zip(common.start, common.stop, box.start, strict=True)
-        inside: Any = (*(slice(a - first, b - first) for a, b, first in sides), ...)
-        self.boxes.append(view.back(BoxArray.of([common], common.ndim)))
-        self.buffers.append(view.part(elements[inside]))
+        first = boxes.start[which]
+        common = BoxArray(np.maximum(first, inside.start), np.minimum(boxes.stop[which], inside.stop))
+        self.boxes.append(view.back(common))
+        for i, begin, end in zip(which.tolist(), (common.start - first).tolist(), (common.stop - first).tolist(), strict=True):
+            part: Any = (*map(slice, begin, end), ...)
+            self.buffers.append(view.part(buffers[i][part]))
 
     def request(self, tensor: TensorRecord, *, converts: bool) -> Request:
         """A request for all of them, as `Request.of` makes it."""
@@ -121,8 +123,7 @@ class MadeTensor(TensorRecord):
         found: dict[str, tuple[TensorRecord, TensorBoxes]] = {}
         for view, stored in self.sources:
             _, some = found.setdefault(stored.name, (stored, TensorBoxes()))
-            for i, buffer in enumerate(buffers):
-                some.add(view, boxes[i], buffer)
+            some.add(view, boxes, buffers)
         return [some.request(stored, converts=converts) for stored, some in found.values() if some.boxes]
 
 
@@ -456,10 +457,7 @@ class ChunkFinder:
 
     def _lengths(self, array: RequestedArray) -> tuple[int, int]:
         """Least and most stored bytes of a chunk of an array; hostile chunk sizes give lengths that no table has."""
-        least = most = min(array.chunk_bytes, _FARTHEST) + CHECKSUM_BYTES
-        if self.source(array.request).codec is not None:
-            least, most = CHECKSUM_BYTES, most + (most >> 8) + 64  # ZSTD_compressBound
-        return least, most
+        return self.source(array.request).lengths(min(array.chunk_bytes, _FARTHEST))
 
     def _lost(self, request: Request, box: Box) -> MissingDataError:
         return MissingDataError(

@@ -1,6 +1,6 @@
 """Lookup of chunks: the interface of a chunk table, and an implementation for a table in memory.
 
-`TableBlocks` implements the same without reading the complete table.
+`TableBlocks` is a lookup that does not read the complete table, and `convert.foreign_chunks` has one for checkpoints of other formats.
 """
 
 from __future__ import annotations
@@ -48,16 +48,18 @@ class Lookup(Protocol):
         """The complete table in memory."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ChunkSource:
-    """An attempt that holds chunks."""
+class ChunkSource(Protocol):
+    """A place with chunks and the table of them: what is needed to find chunks. `ReadableChunks` also reads them."""
 
     place: Store
-    """The attempt's place; data files are relative to it."""
+    """Data files are relative to it."""
     table: Lookup
     """The file, offset, length and checksum of each chunk."""
-    codec: str | None
-    """Codec of the chunks: None for raw elements, or "zstd"."""
+    checksum_bytes: int
+    """Bytes of the checksum at the end of each chunk."""
+
+    def lengths(self, nbytes: int) -> tuple[int, int]:
+        """Least and most stored bytes of a chunk whose elements have `nbytes` bytes."""
 
 
 @dataclass(frozen=True, slots=True)

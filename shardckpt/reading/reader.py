@@ -10,7 +10,8 @@
    destination are then copied to each box that needs them, in bands: as many chunks as one copy can move.
 
 `open_reader` makes the reader of a committed attempt. It uses the table of all hosts, or the hosts' own tables if that one is damaged.
-If the checkpoint has bases, `bases` gives each request the attempt that holds its tensor. One call reads from all of them.
+If the checkpoint has bases, `bases` gives each request the attempt that holds its tensor. One call reads from all of them. Checkpoints of
+other formats are read in the same way, with the lookup of `convert.foreign_chunks`.
 
 Every chunk is read once, even if several boxes share it. Memory besides the destinations: on a local disk a scratch buffer
 of 4 to 8 MiB per thread, which is kept; on object stores `memory`. A chunk larger than a run needs memory of its own size.
@@ -21,15 +22,15 @@ from __future__ import annotations
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
-import crc32c
 import numpy as np
 
 from shardckpt.commit.assemble import merge_tables, read_host_files, read_table
-from shardckpt.errors import CorruptionError, FormatError, MissingDataError, ShardckptError, StorageError, of_one_tensor
-from shardckpt.format.zarr_arrays import decompress, largest_chunk
+from shardckpt.errors import CorruptionError, FormatError, MissingDataError, ShardckptError, StorageError
+from shardckpt.format.zarr_arrays import largest_chunk
 from shardckpt.io import extension
 from shardckpt.io.cores import cores
 from shardckpt.io.extension import CALL_BYTES, ENGINE, KINDS, MOST_DIMS
@@ -38,10 +39,10 @@ from shardckpt.io.threads import Workers, clocks, map_on_threads
 from shardckpt.layout.box import BoxArray
 from shardckpt.layout.dtypes import make_bools_plain
 from shardckpt.reading.bases import Bases
-from shardckpt.reading.fetch import Fetch, FetchedChunks
+from shardckpt.reading.fetch import CODECS, Fetch, ReadableChunks, as_readable, damaged_chunk, raw
 from shardckpt.reading.locate import MOST_CHUNKS, ChunkFinder, Request, RequestedChunks
-from shardckpt.reading.lookup import ChunkSource, WholeTable
-from shardckpt.reading.runs import Band, ReadTask, RunLimits, places_of, tasks
+from shardckpt.reading.lookup import WholeTable
+from shardckpt.reading.runs import ReadTask, RunLimits, tasks
 from shardckpt.reading.table_blocks import TableBlocks
 
 if TYPE_CHECKING:
@@ -50,10 +51,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from shardckpt.format.record import CheckpointRecord
-    from shardckpt.format.structure import TensorRecord
     from shardckpt.io.store import Store
     from shardckpt.io.url import Location
     from shardckpt.plan.pieces import Piece
+    from shardckpt.reading.fetch import FetchedChunks, Resolver
     from shardckpt.reading.locate import Damaged, Located, RequestedArray
     from shardckpt.reading.lookup import Lookup
 
@@ -125,62 +126,47 @@ def reading_limits(*, local: bool, threads: int | None, memory: int) -> tuple[Ru
 
 
 class ChunkReader:
-    """Reads boxes of the tensors of a checkpoint, from its own attempt and from its bases; safe to use from several threads."""
+    """Reads boxes of the tensors of a checkpoint; safe to use from several threads."""
 
     def __init__(
         self,
-        store: Store,
-        table: Lookup | Bases,
+        source: Resolver,
         *,
         stats: ReadStats | None = None,
-        compression: str | None = None,
         threads: int | None = None,
         memory: int = OBJECT_MEMORY,
         workers: Workers | None = None,
+        limits: RunLimits | None = None,
     ) -> None:
-        """Read below `store`, the attempt.
+        """Nothing is read yet.
 
         Args:
-            store: the attempt's place.
-            table: the chunk table; or the attempts that hold the tensors, if they are several.
+            source: what holds the chunks, if it is one; or the resolver that gives each request its source.
             stats: counts the reads; None: a new one.
-            compression: None or "zstd".
             threads: number of concurrent reads; by default `cores()`, but at least two, and no more than `memory` allows. On object
                 stores up to 32, or fewer if they are near.
             memory: bytes in flight; less means smaller reads, and fewer threads on object stores.
             workers: the threads, as many as `reading_limits` says. None: new ones.
+            limits: limits for joining chunks into one read; None: by threads and memory.
         """
         self.stats = stats or ReadStats()
-        self._store = store
-        self._bases = table if isinstance(table, Bases) else None
-        self._own = None if isinstance(table, Bases) else ChunkSource(store, table, compression)
+        self.source = source
+        """The argument of that name."""
+        self._own = source if isinstance(source, ReadableChunks) else None
         self._finder = ChunkFinder(self._own)
-        self._limits, threads = reading_limits(local=store.location.local is not None, threads=threads, memory=memory)
+        found, threads = reading_limits(local=source.place.location.local is not None, threads=threads, memory=memory)
+        self._limits = limits or found
         # One pool for all reads, because its threads keep scratch buffers, and fresh memory is slow.
         self._workers = workers or Workers(threads, "shardckpt-read")
         self._fetch = Fetch(scratch=self._limits.nbytes, of_thread=self._workers.local)
 
-    def open_bases(self, tensors: Iterable[TensorRecord]) -> None:
-        """Open the attempts that hold some tensors.
-
-        Raises:
-            MissingDataError, FormatError: a base is gone, was replaced, or does not hold the tensor.
-        """
-        if self._bases is not None:
-            self._bases.open(tensors)
-
-    def _resolved(self, requests: Sequence[Request]) -> Sequence[Request]:
-        """The requests with the attempts that hold their tensors."""
-        return requests if self._bases is None else self._bases.resolve(requests)
-
     @contextmanager
     def _may_be_gone(self, requests: Sequence[Request]) -> Iterator[None]:
-        """Raise a clearer error if a base was replaced or deleted while it was being read."""
+        """Raise a clearer error if a place was replaced or deleted while it was being read."""
         try:
             yield
         except MissingDataError:
-            if self._bases is not None:
-                self._bases.check(requests)
+            self.source.check_places(requests)
             raise
 
     def read(self, requests: Sequence[Request]) -> None:
@@ -190,7 +176,7 @@ class ChunkReader:
             MissingDataError: a needed chunk is not there, or a base is gone or was replaced.
             CorruptionError: a chunk is damaged; the message names tensor, index range and file.
         """
-        requests = self._resolved(requests)
+        requests = self.source.resolve(requests)
         with self._may_be_gone(requests):
             self._finder.prepare(requests)
             self.stats.count(needed=_needed(requests))
@@ -205,16 +191,15 @@ class ChunkReader:
         Returns:
             A callable for each group; it raises what `read` raises.
         """
-        groups = [self._resolved(group) for group in groups]
+        groups = [self.source.resolve(group) for group in groups]
         requests = [request for group in groups for request in group]
         group_of = {id(request): i for i, group in enumerate(groups) for request in group}
         with self._may_be_gone(requests):
             self._finder.prepare(requests)
         found: list[list[ReadTask]] = [[] for _ in groups]
         for chunks in self._finder.needed(requests):
-            self._refuse_impossible(chunks)
             of_part = np.array([group_of[id(part.request)] for part in chunks.wanted.parts])
-            for task in tasks(chunks, self._joining(chunks), of_part[chunks.wanted.part]):
+            for task in self._tasks(chunks, of_part[chunks.wanted.part]):
                 found[of_part[task.chunks.wanted.part[task.begin]]].append(task)
         return [partial(self._read_planned, group, some) for group, some in zip(groups, found, strict=True)]
 
@@ -262,10 +247,11 @@ class ChunkReader:
                 impossible = self._finder.impossible(chunks)
                 for row in impossible.tolist():
                     report(chunks, row, self._finder.refusal(chunks, row))
-                self._each(chunks.take(np.setdiff1d(np.arange(len(chunks)), impossible)), check_task)
+                possible = chunks.take(np.setdiff1d(np.arange(len(chunks)), impossible))
+                self._workers.do(check_task, tasks(possible, self._joining(possible)))
                 yield done
 
-        return check_groups(self._finder.every(self._resolved(requests), damaged, after=after, most=most))
+        return check_groups(self._finder.every(self.source.resolve(requests), damaged, after=after, most=most))
 
     def confirm(self, wanted: Iterable[tuple[Request, Piece, NDArray[np.int64]]]) -> None:
         """Read some chunks and compare them with the table.
@@ -280,10 +266,11 @@ class ChunkReader:
 
     def longer_files(self) -> Iterator[tuple[str, ShardckptError]]:
         """The data files with more bytes than their chunks, between them or at the end. Readers never read those bytes."""
+        place = self.source.place
         for file, nbytes in self.whole_table().bytes_in_files().items():
             try:
-                if self._store.is_longer(file, nbytes):
-                    yield file, CorruptionError(f"{self._store}/{file} has more bytes than the {nbytes} of its chunks.")
+                if place.is_longer(file, nbytes):
+                    yield file, CorruptionError(f"{place}/{file} has more bytes than the {nbytes} of its chunks.")
             except StorageError as e:
                 yield file, e
 
@@ -306,28 +293,22 @@ class ChunkReader:
             piece: the array.
             position: the chunk's position in grid order.
         """
-        (request,) = self._resolved([Request(name, dtype, [piece], BoxArray.of([], len(piece.shape)), [])])
+        (request,) = self.source.resolve([Request(name, dtype, [piece], BoxArray.of([], len(piece.shape)), [])])
         self._finder.check_table(request)
         chunks = self._finder.located(RequestedChunks.of_positions([(request, request.pieces[0], np.array([position]))]))
-        self._refuse_impossible(chunks)
-        (task,) = tasks(chunks, self._limits)
-        fetched = self._verified(task)
+        (task,) = self._tasks(chunks)
+        fetched = self._read_stored(task, direct=False)
         return bytes(fetched.payloads[0]) + fetched.checksums().astype("<u4").tobytes()
 
     def _read_all(self, some: Iterable[Located]) -> None:
-        """Read chunks, verify them, and copy them to their destinations."""
-        for chunks in some:
-            self._refuse_impossible(chunks)
-            self._each(chunks, self._read_task)
+        """Read chunks, verify them, and copy them to their destinations; threads go on with the next batch before all of one is read."""
+        self._workers.do(self._read_task, chain.from_iterable(map(self._tasks, some)))
 
-    def _refuse_impossible(self, chunks: Located) -> None:
-        """Raise FormatError for an impossible chunk length, before memory is allocated for it."""
+    def _tasks(self, chunks: Located, group: NDArray[np.int64] | None = None) -> Iterator[ReadTask]:
+        """The tasks that read a batch of chunks; FormatError for an impossible length, before memory is allocated for it."""
         for row in self._finder.impossible(chunks)[:1].tolist():
             raise self._finder.refusal(chunks, row)
-
-    def _each(self, chunks: Located, work: Callable[[ReadTask], None]) -> None:
-        """Call `work` for all chunks, several chunks of a file at a time, on several threads; the first error stops the others."""
-        self._workers.do(work, tasks(chunks, self._joining(chunks)))
+        return tasks(chunks, self._joining(chunks), group)
 
     def _read_task(self, task: ReadTask) -> None:
         """Read chunks of one file, verify each and copy it to its destinations."""
@@ -336,53 +317,29 @@ class ChunkReader:
             damaged = self._fetch.move(task)
             self.stats.count(reads=len(task.runs), read=task.nbytes)
             if damaged is not None:
-                raise self._damaged(task, damaged)
+                raise damaged_chunk(task, damaged)
             return
-        fetched = self._verified(task)
-        for band, places in fetched.bands:
-            if not places:
-                continue
-            if task.source.codec is None:
-                band.scatter(fetched.stored(band), places)
-                continue
-            for row in range(band.begin, band.end):
-                part, where = task.chunks.wanted.part_of(row), f"{task.chunks.wanted.where(row)}, {task.file}"
-                raw = decompress(np.asarray(fetched.payloads[row - task.begin]), part.chunk_bytes, where)
-                alone = Band(task.chunks, row, row + 1)
-                alone.scatter(raw[np.newaxis], places_of([alone])[0])
-                del raw  # before the next is decompressed: the reader's memory has room for one at a time
+        for band, places, elements in as_readable(task.source).codec(task, self._read_stored):
+            if places:
+                band.scatter(elements, places)
+            del elements  # before the codec makes the next: memory has room for those of one chunk
 
-    def _verified(self, task: ReadTask) -> FetchedChunks:
-        """Read chunks of one file; each is compared with the table and with its own checksum before any is returned."""
-        fetched = self._fetch(task)
-        chunks = task.chunks
+    def _read_stored(self, task: ReadTask, *, direct: bool) -> FetchedChunks:
+        """Read chunks of one file; all are verified before any is returned."""
+        fetched = self._fetch(task, direct=direct)
         self.stats.count(reads=len(task.runs), read=task.nbytes)
-        expected = chunks.crc[task.begin : task.end]
-        found = np.fromiter(map(crc32c.crc32c, fetched.payloads), np.uint32, len(expected))
-        wrong = (found != expected) | (fetched.checksums() != expected)
-        if wrong.any():
-            raise self._damaged(task, task.begin + int(np.argmax(wrong)))
+        as_readable(task.source).verify(fetched)
         return fetched
-
-    def _damaged(self, task: ReadTask, row: int) -> ShardckptError:
-        chunks = task.chunks
-        place = f"{task.source.place}/{task.file}, bytes {chunks.offset[row]} to {chunks.stop(row)}"
-        return of_one_tensor(
-            CorruptionError(
-                f"{chunks.wanted.where(row)} is damaged: {place}, do not have the checksum that was written. Replace the file with "
-                f"a backup."
-            )
-        )
 
     def _moves(self, parts: Iterable[RequestedArray]) -> bool:
         """Whether the extension moves the chunks of these arrays: raw ones on a local disk, whose elements are not converted."""
-        if extension.moving is None or self._store.location.local is None:
+        if extension.moving is None or self.source.place.location.local is None:
             return False
         return all(
             part.request.convert_from is None
             and len(part.piece.chunks) <= MOST_DIMS
             and part.request.dtype.itemsize in KINDS
-            and self._finder.source(part.request).codec is None
+            and as_readable(self._finder.source(part.request)).codec is raw
             for part in parts
         )
 
@@ -421,17 +378,17 @@ def open_reader(place: Store, record: CheckpointRecord, *, threads: int | None =
     _, most = reading_limits(local=place.location.local is not None, threads=threads, memory=memory)
     workers = Workers(most, "shardckpt-read")
 
-    def open_one(place: Store, record: CheckpointRecord) -> ChunkSource:
+    def open_one(place: Store, record: CheckpointRecord) -> ReadableChunks:
         began, used = clocks()
         lookup = _lookup(place, record, stats)
         ended, used_then = clocks()
         if threads is None and place.location.bucket is not None and ended - began - (used_then - used) < NEAR:
             workers.at_once = min(workers.at_once, max(LEAST_THREADS, 2 * cores()))
-        return ChunkSource(place, lookup, record.compression)
+        return ReadableChunks(place, lookup, CODECS[record.compression])
 
     left = memory_of_runs(place.location, record, threads, memory)
-    table = Bases(place, record, open_one) if record.structure.bases else open_one(place, record).table
-    return ChunkReader(place, table, stats=stats, compression=record.compression, threads=threads, memory=left, workers=workers)
+    source = Bases(place, record, open_one) if record.structure.bases else open_one(place, record)
+    return ChunkReader(source, stats=stats, threads=threads, memory=left, workers=workers)
 
 
 def memory_of_runs(location: Location, record: CheckpointRecord, threads: int | None, memory: int) -> int:

@@ -26,6 +26,7 @@ from shardckpt.format.zarr_arrays import zarr_document_maker
 from shardckpt.io.threads import short_pause
 from shardckpt.layout.box import Box, BoxArray
 from shardckpt.plan.pieces import batches
+from shardckpt.reading.fetch import CODECS, ReadableChunks
 from shardckpt.reading.locate import Request
 from shardckpt.reading.lookup import WholeTable
 from shardckpt.reading.reader import CHECKED_BYTES, ChunkReader, open_reader
@@ -141,7 +142,7 @@ class _Verification:
         if version is not None and self.versions and version != max(self.versions):
             self._damaged_record("it names another format version than the hosts' files")
         complete = self.report.ok
-        reader = ChunkReader(self.place, table, compression=self.record.compression)
+        reader = ChunkReader(ReadableChunks(self.place, table, CODECS[self.record.compression]))
         self.progress(self.after, total, 0)
         for done, bytes_read in self._chunks(reader):
             self.report.bytes_read = bytes_read

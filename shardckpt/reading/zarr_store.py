@@ -65,7 +65,7 @@ class CheckpointStore(Store):
     @property
     def _place(self) -> Location:
         """Location of the attempt."""
-        return self._reader._store.location  # noqa: SLF001  (pickling and comparing are the only uses)
+        return self._reader.source.place.location
 
     # --- reading ----------------------------------------------------------------------------------------------------
 

@@ -40,6 +40,7 @@ from shardckpt.io.threads import map_on_threads
 from shardckpt.io.url import parse
 from shardckpt.layout.box import BoxArray
 from shardckpt.reading.checkpoint import Checkpoint
+from shardckpt.reading.fetch import CODECS, ReadableChunks
 from shardckpt.reading.locate import Request
 from shardckpt.reading.lookup import WholeTable
 from shardckpt.reading.reader import ChunkReader
@@ -170,9 +171,7 @@ class OpenJob:
         """
         plan, arrays = self.plan, table.arrays()
         reader = ChunkReader(
-            place,
-            WholeTable(table),
-            compression=plan.compression,
+            ReadableChunks(place, WholeTable(table), CODECS[plan.compression]),
             threads=readers(place.location),
             memory=plan.memory.writing,
         )

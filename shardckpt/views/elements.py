@@ -229,7 +229,7 @@ class OutputReader:
         for number, box, elements in wanted:
             output = self._outputs[number]
             for view in output.sources:
-                found[view.tensor, output.dtype != self._tensors[view.tensor].dtype].add(view, box, elements)
+                found[view.tensor, output.dtype != self._tensors[view.tensor].dtype].add(view, BoxArray.of([box], box.ndim), [elements])
         requests = [some.request(self._tensors[name], converts=converts) for (name, converts), some in found.items() if some.boxes]
         if requests:
             with self._checkpoint.reading():

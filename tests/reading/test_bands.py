@@ -17,7 +17,7 @@ from shardckpt.io import extension
 from shardckpt.io.store import Store
 from shardckpt.layout.box import Box, BoxArray
 from shardckpt.plan.pieces import Piece
-from shardckpt.reading.fetch import scatter_read
+from shardckpt.reading.fetch import ReadableChunks, scatter_read
 from shardckpt.reading.locate import Request
 from shardckpt.reading.lookup import WholeTable
 from shardckpt.reading.reader import ChunkReader
@@ -67,7 +67,7 @@ def test_boxes_are_read_out_of_chunks_in_any_order_into_memory_of_any_strides(tm
         bases.append(np.zeros([room[axis] for axis in axes], dtype))
         buffers.append(bases[-1].transpose(np.argsort(axes))[(*(slice(None, None, step) for step in steps), ...)])
 
-    ChunkReader(store, table, threads=2).read([Request("w", dtype, [piece], BoxArray.of(boxes, len(shape)), buffers)])
+    ChunkReader(ReadableChunks(store, table), threads=2).read([Request("w", dtype, [piece], BoxArray.of(boxes, len(shape)), buffers)])
 
     for box, buffer, base in zip(boxes, buffers, bases, strict=True):
         inside = buffer[(*map(slice, box.shape), ...)]
@@ -92,7 +92,9 @@ def test_chunks_that_are_read_into_place_take_room_beside_it_for_their_checksums
 
     monkeypatch.setattr(shardckpt.reading.fetch, "scatter_read", noted)
     monkeypatch.setattr(extension, "moving", None)  # which has no such memory
-    ChunkReader(store, table, threads=2).read([Request("w", array.dtype, [piece], BoxArray.of([Box((0, 0), (64, 8))], 2), [into])])
+    ChunkReader(ReadableChunks(store, table), threads=2).read(
+        [Request("w", array.dtype, [piece], BoxArray.of([Box((0, 0), (64, 8))], 2), [into])]
+    )
 
     assert np.array_equal(into, array)
     assert len(beside) == 8

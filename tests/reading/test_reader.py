@@ -20,9 +20,11 @@ from shardckpt.format.table import ArrayChunks
 from shardckpt.io.store import Store
 from shardckpt.layout.box import Box, BoxArray
 from shardckpt.plan.pieces import Piece
-from shardckpt.reading.locate import Request
+from shardckpt.reading.fetch import ReadableChunks
+from shardckpt.reading.locate import ChunkFinder, Request, RequestedChunks
 from shardckpt.reading.lookup import WholeTable
 from shardckpt.reading.reader import LOCAL_RUN, ChunkReader
+from shardckpt.reading.runs import Band, RunLimits, places_of, tasks
 
 
 def written(store, rows, gaps=(), file="hosts/00000/0/d/00000"):
@@ -53,7 +55,7 @@ FILES = ["hosts/00000/0/d/00000"]
 def test_what_was_written_is_read_from_every_kind_of_store(store):
     rows = np.random.default_rng(0).integers(0, 256, (50, 1000), np.uint8)
     piece, table = written(store, rows, {7: 3, 20: 100_000})
-    reader = ChunkReader(store, WholeTable.of(FILES, {"w": table}))
+    reader = ChunkReader(ReadableChunks(store, WholeTable.of(FILES, {"w": table})))
     for _ in range(3):
         assert np.array_equal(read_all(reader, piece, np.uint8), rows)
     column = np.zeros((50, 1), np.uint8)
@@ -67,7 +69,7 @@ def test_groups_that_are_planned_together_are_read_when_their_calls_are_made_and
     rows = np.random.default_rng(0).integers(0, 256, (50, 1000), np.uint8)
     piece, table = written(store, rows, {7: 3, 20: 100_000})
     before = set(threading.enumerate())
-    reader = ChunkReader(store, WholeTable.of(FILES, {"w": table}), threads=threads)
+    reader = ChunkReader(ReadableChunks(store, WholeTable.of(FILES, {"w": table})), threads=threads)
     parts = [[(0, 10), (30, 50)], [(5, 31)], [], [(10, 11), (2, 3)]]
     buffers = [[np.zeros((stop - start, 1000), np.uint8) for start, stop in part] for part in parts]
     groups = [
@@ -102,7 +104,7 @@ def test_neighbours_are_one_request_and_small_gaps_are_read_along(proxied):
     proxy, store = proxied
     rows = np.random.default_rng(0).integers(0, 256, (64, 1 << 10), np.uint8)
     piece, table = written(store, rows, {10: 1000, 20: 65536, 30: 65537, 40: 1 << 20})
-    reader = ChunkReader(store, WholeTable.of(FILES, {"w": table}))
+    reader = ChunkReader(ReadableChunks(store, WholeTable.of(FILES, {"w": table})))
     proxy.traffic.reset()
     assert np.array_equal(read_all(reader, piece, np.uint8), rows)
     summary = proxy.traffic.summary()
@@ -116,7 +118,9 @@ def test_whole_files_are_read_in_requests_of_8_mib_and_more(proxied):
     piece, table = written(store, rows)
     for memory, most, requests in ((256 << 20, 10 << 20, 4), (512 << 20, 16 << 20, 3), (1 << 20, 10 << 20, 4)):
         proxy.traffic.reset()
-        assert np.array_equal(read_all(ChunkReader(store, WholeTable.of(FILES, {"w": table}), memory=memory), piece, np.int64), rows)
+        assert np.array_equal(
+            read_all(ChunkReader(ReadableChunks(store, WholeTable.of(FILES, {"w": table})), memory=memory), piece, np.int64), rows
+        )
         sizes = [e.bytes_down for e in proxy.traffic.exchanges()]
         assert len(sizes) == requests
         assert max(sizes) <= most
@@ -129,7 +133,7 @@ def test_many_requests_are_under_way_at_once(proxied):
     rows = np.arange(12 * 1000).reshape(12, 1000)
     gaps = dict.fromkeys(range(1, 12), 70_000)
     piece, table = written(store, rows, gaps)
-    reader = ChunkReader(store, WholeTable.of(FILES, {"w": table}))
+    reader = ChunkReader(ReadableChunks(store, WholeTable.of(FILES, {"w": table})))
     proxy.traffic.reset()
     with proxy.rules.during(Rule("latency", seconds=1, times=None, kinds=("read",))):
         read = threading.Thread(target=read_all, args=(reader, piece, np.int64))
@@ -145,7 +149,7 @@ def test_a_read_that_breaks_off_is_repeated(proxied):
     proxy, store = proxied
     rows = np.random.default_rng(0).integers(0, 256, (16, 1 << 16), np.uint8)
     piece, table = written(store, rows)
-    reader = ChunkReader(store, WholeTable.of(FILES, {"w": table}))
+    reader = ChunkReader(ReadableChunks(store, WholeTable.of(FILES, {"w": table})))
     for fault in (Rule("truncate"), Rule("reset"), Rule("status", status=429)):
         with proxy.rules.during(fault):
             assert np.array_equal(read_all(reader, piece, np.uint8), rows)
@@ -157,7 +161,7 @@ def test_errors_name_the_tensor_the_elements_and_the_object(cloud_store):
     piece, table = written(cloud_store, rows)
     file = f"{cloud_store}/hosts/00000/0/d/00000"
     data = cloud_store.read(FILES[0])
-    reader = ChunkReader(cloud_store, WholeTable.of(FILES, {"w": table}))
+    reader = ChunkReader(ReadableChunks(cloud_store, WholeTable.of(FILES, {"w": table})))
 
     cloud_store.write(FILES[0], data[:2000])
     with pytest.raises(CorruptionError, match=rf"w\[1:2, 0:1000\].*{file}.*cut off"):
@@ -177,12 +181,44 @@ def test_every_damaged_chunk_is_found_and_no_other(cloud_store):
     for i in (3, 17):
         data[1004 * i + 5] ^= 1
     cloud_store.write(FILES[0], data + b"more")
-    reader = ChunkReader(cloud_store, WholeTable.of(FILES, {"w": table}))
+    reader = ChunkReader(ReadableChunks(cloud_store, WholeTable.of(FILES, {"w": table})))
     found = []
     request = Request("w", np.dtype(np.uint8), [piece], BoxArray.of([], 2), [])
     groups = reader.check([request], lambda name, box, file, error: found.append(box.start[0]), most=9 * 1000)
     assert [(done, sorted(found)) for done in groups] == [(9, [3]), (18, [3, 17]), (27, [3, 17]), (36, [3, 17]), (40, [3, 17])]
     assert [file for file, _ in reader.longer_files()] == FILES
+
+
+def test_threads_go_on_with_the_next_batch_of_chunks_before_all_of_one_is_read(store, monkeypatch):
+    rows = np.random.default_rng(0).integers(0, 256, (2, 1000), np.uint8)
+    piece, table = written(store, rows)
+    at_work = threading.Barrier(2)
+
+    class Waiting(ReadableChunks):
+        def read_into(self, task, vectors):
+            at_work.wait(20)
+            super().read_into(task, vectors)
+
+    monkeypatch.setattr("shardckpt.reading.locate.MOST_CHUNKS", 1)
+    monkeypatch.setattr("shardckpt.io.extension.moving", None)
+    assert np.array_equal(read_all(ChunkReader(Waiting(store, WholeTable.of(FILES, {"w": table})), threads=2), piece, np.uint8), rows)
+
+
+def test_a_codec_may_ask_for_other_chunks_too(tmp_path):
+    """Chunks that are stored as the difference from the chunk before them."""
+    store, rows = Store.open(tmp_path), np.random.default_rng(0).integers(0, 256, (5, 1000), np.uint8)
+    piece, table = written(store, np.diff(rows, axis=0, prepend=np.uint8(0)), dict.fromkeys(range(5), 1))
+
+    def differences(task, read):
+        for one in task.alone():
+            array, band = one.chunks.wanted.part_of(one.begin), Band(one.chunks, one.begin, one.end)
+            up_to_it = np.arange(one.chunks.wanted.position[one.begin] + 1)
+            needed = ChunkFinder(task.source).located(RequestedChunks.of_positions([(array.request, array.piece, up_to_it)]))
+            steps = [np.array(read(step, direct=False).payloads[0]) for step in tasks(needed, RunLimits(1, gap=0, chunks=1))]
+            yield band, places_of([band])[0], np.sum(steps, axis=0, dtype=np.uint8)[np.newaxis]
+
+    reader = ChunkReader(ReadableChunks(store, WholeTable.of(FILES, {"w": table}), differences), threads=2)
+    assert np.array_equal(read_all(reader, piece, np.uint8), rows)
 
 
 def test_no_buffer_is_written_to_after_an_error(tmp_path):
@@ -193,7 +229,7 @@ def test_no_buffer_is_written_to_after_an_error(tmp_path):
     raw = bytearray((tmp_path / FILES[0]).read_bytes())
     raw[0] ^= 1
     (tmp_path / FILES[0]).write_bytes(raw)
-    reader = ChunkReader(store, WholeTable.of(FILES, {"w": table}), threads=4)
+    reader = ChunkReader(ReadableChunks(store, WholeTable.of(FILES, {"w": table})), threads=4)
     out = np.zeros(piece.shape, np.uint8)
     request = Request("w", np.dtype(np.uint8), [piece], BoxArray.of([Box.full(piece.shape)], 2), [out])
     for _ in range(5):
@@ -208,7 +244,7 @@ def test_the_same_threads_serve_all_reads(tmp_path):
     store = Store.open(tmp_path)
     rows = np.random.default_rng(0).integers(0, 256, (16, 1 << 20), np.uint8)
     piece, table = written(store, rows)
-    reader = ChunkReader(store, WholeTable.of(FILES, {"w": table}), threads=2)
+    reader = ChunkReader(ReadableChunks(store, WholeTable.of(FILES, {"w": table})), threads=2)
 
     def threads():
         return {t for t in threading.enumerate() if t.name.startswith("shardckpt-read")}
@@ -227,7 +263,7 @@ def test_a_run_of_more_chunks_than_one_system_call_takes_is_read_in_place(tmp_pa
     rows = np.random.default_rng(0).integers(0, 256, (os.sysconf("SC_IOV_MAX") * 3, 8), np.uint8)
     piece, table = written(store, rows)
     assert rows.nbytes < LOCAL_RUN[0]
-    assert np.array_equal(read_all(ChunkReader(store, WholeTable.of(FILES, {"w": table})), piece, np.uint8), rows)
+    assert np.array_equal(read_all(ChunkReader(ReadableChunks(store, WholeTable.of(FILES, {"w": table}))), piece, np.uint8), rows)
 
 
 def test_memory_stays_within_the_limit(cloud):
@@ -241,7 +277,8 @@ import numpy as np
 import crc32c
 from shardckpt.layout.box import Box, BoxArray
 from shardckpt.reading.lookup import WholeTable
-from shardckpt.reading.locate import Request
+from shardckpt.reading.locate import ChunkFinder, Request, RequestedChunks
+from shardckpt.reading.fetch import ReadableChunks
 from shardckpt.reading.reader import ChunkReader
 from shardckpt.io.store import Store
 from shardckpt.format.table import ArrayChunks
@@ -256,7 +293,7 @@ out = np.zeros((n, size), np.uint8)
 out[:] = 7
 store.read(file, 0, 10)
 before = peak()
-reader = ChunkReader(store, WholeTable.of([file], {"w": table}), memory=60 << 20)
+reader = ChunkReader(ReadableChunks(store, WholeTable.of([file], {"w": table})), memory=60 << 20)
 piece = Piece("w", (0, 0), (n, size), (1, size))
 for _ in range(4):
     reader.read([Request("w", out.dtype, [piece], BoxArray.of([Box.full(out.shape)], 2), [out])])
@@ -275,9 +312,9 @@ def test_a_file_that_the_system_does_not_read_is_a_storage_error_that_names_the_
     file.unlink()
     file.mkdir()
     with pytest.raises(StorageError, match=rf"w\[0:1, 0:10\]: cannot read {file}: .*Is a directory"):
-        read_all(ChunkReader(store, WholeTable.of(FILES, {"w": table})), piece, np.uint8)
+        read_all(ChunkReader(ReadableChunks(store, WholeTable.of(FILES, {"w": table}))), piece, np.uint8)
     file.rmdir()
     file.parent.rmdir()
     file.parent.touch()
     with pytest.raises(StorageError, match=rf"w\[0:1, 0:10\]: cannot read {file}: Not a directory; a file stands where"):
-        read_all(ChunkReader(store, WholeTable.of(FILES, {"w": table})), piece, np.uint8)
+        read_all(ChunkReader(ReadableChunks(store, WholeTable.of(FILES, {"w": table}))), piece, np.uint8)

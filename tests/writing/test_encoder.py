@@ -19,6 +19,7 @@ from shardckpt.io.datafile import create_data_file
 from shardckpt.io.store import Store
 from shardckpt.layout.box import Box, BoxArray
 from shardckpt.plan.pieces import Piece, chunk_boxes
+from shardckpt.reading.fetch import CODECS, ReadableChunks
 from shardckpt.reading.locate import Request
 from shardckpt.reading.lookup import WholeTable
 from shardckpt.reading.reader import ChunkReader
@@ -68,7 +69,7 @@ def read_back(place, record, piece):
     table = read_table(store, record.files.table)
     out = np.empty(piece.shape, np.float32)
     request = Request(piece.path, out.dtype, [piece], BoxArray.of([piece.box], 2), [out])
-    ChunkReader(store, WholeTable(table), compression=record.compression).read([request])
+    ChunkReader(ReadableChunks(store, WholeTable(table), CODECS[record.compression])).read([request])
     return out
 
 

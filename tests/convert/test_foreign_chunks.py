@@ -94,6 +94,56 @@ def test_what_follows_in_a_file_is_read_together_and_once(tmp_path: Path) -> Non
     assert all((buffer == state[name]).all() for name, _, buffer in [*straight, *copied])
 
 
+def test_groups_that_share_a_tensor_are_each_read_in_few_reads(tmp_path: Path) -> None:
+    state = {name: np.random.default_rng(i).random((300, 1000), np.float32) for i, name in enumerate("abc")}
+    save_file(state, tmp_path / "model.safetensors")
+    source = ForeignSpec(str(tmp_path / "model.safetensors"), "safetensors").open()
+    tensors = source.record.structure.tensors
+    wanted = [("ab", np.float32), ("bc", np.float64), ("a", np.float32)]
+    buffers = [{name: np.zeros((300, 1000), dtype) for name in names} for names, dtype in wanted]
+    groups = [
+        [
+            Request.of(tensors[name], BoxArray.of([Box.full((300, 1000))], 2), [into], converts=into.dtype == np.float64)
+            for name, into in group.items()
+        ]
+        for group in buffers
+    ]
+
+    calls = source.reader.reads(groups)
+    assert not any(into.any() for group in buffers for into in group.values())
+    for call in calls:
+        call()
+
+    assert all((into == state[name]).all() for group in buffers for name, into in group.items())
+    assert (source.stats.reads, source.stats.bytes_read) == (3, 5 * state["a"].nbytes)
+
+
+def test_a_stored_bool_that_is_neither_0_nor_1_is_read_as_true(tmp_path: Path) -> None:
+    save_file({"mask": np.array([0, 1, 7, 0], np.uint8).view(bool)}, tmp_path / "model.safetensors")
+    source = ForeignSpec(str(tmp_path / "model.safetensors"), "safetensors").open()
+    into = np.empty(4, source.record.structure.tensors["mask"].dtype.storage)
+    read(source, [("mask", Box.full((4,)), into)])
+    assert into.tobytes() == b"\0\1\1\0"
+
+
+def test_the_table_of_a_file_has_the_place_of_each_chunk(tmp_path: Path) -> None:
+    state = {"a": np.random.default_rng(0).random((700, 1000), np.float32), "b": np.arange(5), "none": np.zeros((0, 3), np.int8)}
+    file = tmp_path / "model.safetensors"
+    save_file(state, file)
+    raw = file.read_bytes()
+    source = ForeignSpec(str(file), "safetensors").open()
+
+    table = source.reader.whole_table()
+
+    for name, tensor in source.record.structure.tensors.items():
+        (piece,) = tensor.pieces
+        rows = table.arrays[piece.path]
+        places = [(table.files[row], at, n) for row, at, n in zip(rows.file, rows.offset.tolist(), rows.length.tolist(), strict=True)]
+        assert rows.chunk.tolist() == list(range(piece.num_chunks))
+        assert {where for where, _, _ in places} <= {str(file)}
+        assert b"".join(raw[at : at + n] for _, at, n in places) == state[name].tobytes()
+
+
 def test_a_tensor_whose_rows_move_is_read_in_as_few_reads_as_one_that_stays(tmp_path: Path) -> None:
     state = {"q": np.arange(4 * MiB, dtype=np.float32).reshape(1024, 4096)}
     save_file(state, tmp_path / "model.safetensors")
