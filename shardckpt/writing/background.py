@@ -395,7 +395,7 @@ class SaveProgress:
 
 
 _saver: Saver | None = None
-_choosing = threading.Lock()
+_choosing = threading.RLock()  # a signal handler may save, too
 
 
 def save_async(

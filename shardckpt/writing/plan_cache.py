@@ -7,8 +7,6 @@ objects, so the comparison is cheap, and nothing has to be hashed. The key has n
 
 from __future__ import annotations
 
-from collections import deque
-from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.writing.save_plan import SavePlan, plan_save
@@ -25,25 +23,20 @@ _REMEMBERED = 4
 
 
 class PlanCache:
-    """Plans saves. Safe to use from several threads."""
+    """Plans saves. Safe to use from several threads, and from a signal handler: nothing is locked during the comparison."""
 
     def __init__(self) -> None:
         """Create an empty cache."""
-        self._plans: deque[tuple[Any, SavePlan]] = deque(maxlen=_REMEMBERED)
-        self._changing = Lock()
+        self._plans: tuple[tuple[Any, SavePlan], ...] = ()
+        """Keys and plans, the last used one last. Replaced as a whole: of two saves at once, one may be forgotten."""
 
     def plan(self, sources: Mapping[str, Source], options: SaveOptions, world: World) -> SavePlan:
         """The result of `plan_save`, which must not be modified."""
-        key = _key(sources, options, world)
-        with self._changing:
-            for i, (known, plan) in enumerate(self._plans):
-                if known == key:
-                    del self._plans[i]
-                    self._plans.append((known, plan))
-                    return plan
-        plan = plan_save(sources, options, world)
-        with self._changing:
-            self._plans.append((key, plan))
+        key, plans = _key(sources, options, world), self._plans
+        found = next((plan for known, plan in plans if known == key), None)
+        plan = plan_save(sources, options, world) if found is None else found
+        others = [pair for pair in self._plans if pair[1] is not plan]
+        self._plans = (*others[1 - _REMEMBERED :], (key, plan))
         return plan
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 import shardckpt
-from shardckpt import SaveOptions
+from shardckpt import Mesh, PartitionSpec, SaveOptions, Sharding
 from shardckpt.writing.background import Saver
 
 MiB = 1 << 20
@@ -89,6 +89,31 @@ def interrupted_by_another_save(_coordinator, url, mebibytes):
     saver.begin(f"{url}-later", state(1), SaveOptions()).wait()
     saver.close()
     return error
+
+
+class Noticed(Sharding):
+    """A layout like any other, which sends a signal when the thread that saves compares it with that of an earlier save."""
+
+    __hash__ = Sharding.__hash__
+
+    def __eq__(self, other):
+        if threading.current_thread() is threading.main_thread():
+            signal.raise_signal(signal.SIGUSR1)
+        return super().__eq__(other)
+
+
+def interrupted_as_it_compares_plans(_coordinator, url):
+    """A signal handler that saves, too, while the thread that saves looks for the plan of an earlier save."""
+    saver, nested = Saver(), []
+
+    def handler(*_):
+        nested.append(saver.begin(f"{url}-{len(nested)}", state(2), SaveOptions()).wait())
+
+    signal.signal(signal.SIGUSR1, handler)
+    for number in range(2):
+        options = SaveOptions(shardings={"w": Noticed(Mesh((2,), ("x",)), PartitionSpec("x"))})
+        saver.begin(f"{url}-again" if number else url, state(2), options).wait()
+    return len(nested)
 
 
 def killed_by_sigterm(_coordinator, url, mebibytes):

@@ -304,6 +304,14 @@ def test_a_signal_handler_that_saves_amid_another_save_never_waits_for_it(tmp_pa
     assert_holds(tmp_path / "c-later")
 
 
+def test_a_signal_handler_that_saves_amid_the_planning_of_another_save_does_not_hang(tmp_path, job):
+    (nested,) = job.run("interrupted_as_it_compares_plans", 1, tmp_path / "c")
+    assert nested > 0
+    for url in (tmp_path / "c", tmp_path / "c-again"):
+        assert_holds(url, 2)
+    assert_holds(tmp_path / "c-0", 2)
+
+
 def test_a_process_that_is_stopped_leaves_nothing_half_visible(tmp_path, job):
     shardckpt.save(tmp_path / "c", state(2))
     assert job.run("killed_by_sigterm", 1, tmp_path / "new", 30) == [{"signal": signal.SIGTERM}]
