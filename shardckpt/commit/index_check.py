@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import crc32c
 import numpy as np
@@ -19,7 +19,7 @@ from shardckpt.format.table import OWN_OBJECT
 from shardckpt.format.zarr_arrays import CHECKSUM_BYTES, chunk_object_key, encode_document, group_json, parent_groups, split_chunk_key
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Generator, Iterator, Sequence
 
     from shardckpt.format.table import Table
     from shardckpt.io.ocdbt import Place
@@ -36,12 +36,12 @@ _AT_ONCE = 1 << 12
 class IndexCheck:
     """Compares the indexes of an attempt with its chunk tables."""
 
-    def __init__(self, attempt: Store, document: Callable[[str], Mapping[str, Any]], pieces: dict[str, Piece], table: Table) -> None:
+    def __init__(self, attempt: Store, document: Callable[[str], bytes], pieces: dict[str, Piece], table: Table) -> None:
         """Set the expected contents of the indexes.
 
         Args:
             attempt: the attempt's place.
-            document: makes the zarr.json of an array, by its path.
+            document: makes the encoded zarr.json of an array, by its path.
             pieces: array path → the array.
             table: the places of its chunks.
         """
@@ -80,7 +80,7 @@ class IndexCheck:
 
     def plain(self) -> Iterator[Fault]:
         """Faults of the zarr.json documents of the plain layout."""
-        for key, document in index.plain_documents({path: self._document(path) for path in self._pieces}).items():
+        for key, document in index.plain_documents({path: json.loads(self._document(path)) for path in self._pieces}).items():
             try:
                 if not _same_json(self._attempt.read(key), document):
                     yield key, "the zarr document differs from the saved one"
@@ -123,8 +123,7 @@ class IndexCheck:
         """Whether a value is the document of a path, or a chunk of those bytes and crc32c."""
         if not isinstance(expected, str):
             return _same_chunk(found, expected)
-        document = self._document(expected) if expected in self._pieces else group_json()
-        return _same_json(found, encode_document(document))
+        return _same_json(found, self._document(expected) if expected in self._pieces else encode_document(group_json()))
 
     def _misplaced(self, entries: Sequence[tuple[str, Place]]) -> Iterator[str]:
         """The faults of entries of chunks."""

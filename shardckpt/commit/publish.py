@@ -290,12 +290,16 @@ def is_published(store: Store, attempt: str) -> bool:
 
 
 def _check_readable(store: Store, record: CheckpointRecord, data: bytes) -> None:
-    """Parse a commit record as every reader will, before it replaces a readable one."""
+    """Parse a commit record as every reader will, before it replaces a readable one; its tensors once for all saves of the same ones."""
     why = f"{store}: nothing was published, because it could not be read again"
     if len(data) > LARGEST_WHOLE:
         raise CommitError(f"{why}: its record would have {len(data)} bytes, and readers take at most {LARGEST_WHOLE}.")
     try:
-        parse_checkpoint(data, store.path_of(RECORD))
+        if record.structure.known_to_be_readable:
+            parse_checkpoint(record.seal(tensors=False), store.path_of(RECORD), record.structure.tensors)
+        else:
+            parse_checkpoint(data, store.path_of(RECORD))
+            record.structure.note_readable()
         for table in (record.table, record.small_table):
             if table is not None:
                 check_sizes(table, f"{store.path_of(record.attempt)}/{table.key}")

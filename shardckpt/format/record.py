@@ -26,7 +26,7 @@ from shardckpt.format.documents import (
     seal,
 )
 from shardckpt.format.replicas import ReplicasReference
-from shardckpt.format.structure import Structure
+from shardckpt.format.structure import Structure, TensorRecord
 from shardckpt.state.names import shown
 
 if TYPE_CHECKING:
@@ -183,9 +183,9 @@ class CheckpointRecord:
         """The oldest version of the format that can hold this record."""
         return self.structure.version
 
-    def seal(self) -> bytes:
-        """The stored form."""
-        return seal(self._own_json(), self.version, members=self.structure.encoded)
+    def seal(self, *, tensors: bool = True) -> bytes:
+        """The stored form; or the same without the tensors, to try how the rest is read."""
+        return seal(self._own_json(), self.version, members=self.structure.encoded if tensors else self.structure.encoded_tree)
 
     def to_json(self) -> dict[str, Any]:
         """JSON form."""
@@ -209,8 +209,8 @@ class CheckpointRecord:
         }
 
     @classmethod
-    def from_json(cls, doc: Any, where: str) -> CheckpointRecord:
-        """Inverse of `to_json`."""
+    def from_json(cls, doc: Any, where: str, tensors: dict[str, TensorRecord] | None = None) -> CheckpointRecord:
+        """Inverse of `to_json`; for `tensors` see `Structure.from_json`."""
         read = Fields(doc, where)
         hosts = read.sequence("hosts")
         totals = Fields(read.mapping("totals"), where)
@@ -221,7 +221,7 @@ class CheckpointRecord:
             layout=read.one_of("layout", LAYOUTS),
             compression=read.one_of("compression", COMPRESSIONS),
             hosts=tuple(FileReference.from_fields(Fields({"host": h}, where), "host") for h in hosts),
-            structure=Structure.from_json(doc, where),
+            structure=Structure.from_json(doc, where, tensors=tensors),
             metadata=read.metadata(),
             totals={k: totals.integer(k) for k in ("tensors", "bytes", "stored_bytes", "chunks")},
             table=TableReference.from_fields(read, "table") if "table" in read.doc else None,
@@ -247,13 +247,13 @@ class Tombstone:
         return {"tombstone": self.reason, "nonce": self.nonce, **({"begun": True} if self.begun else {})}
 
 
-def parse_checkpoint(data: bytes, where: str) -> CheckpointRecord | Tombstone:
-    """Parse the contents of `checkpoint.json`."""
+def parse_checkpoint(data: bytes, where: str, tensors: dict[str, TensorRecord] | None = None) -> CheckpointRecord | Tombstone:
+    """Parse the contents of `checkpoint.json`; for `tensors` see `Structure.from_json`."""
     doc = open_envelope(data, where)
     if "tombstone" in doc:
         read = Fields(doc, where)
         return Tombstone(read.string("tombstone"), read.string("nonce") if "nonce" in doc else "", doc.get("begun") is True)
-    return replace(CheckpointRecord.from_json(doc, where), sha256=envelope_digest(data, where))
+    return replace(CheckpointRecord.from_json(doc, where, tensors), sha256=envelope_digest(data, where))
 
 
 def _hosts(read: Fields) -> int:

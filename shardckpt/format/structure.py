@@ -10,7 +10,6 @@ that time. Attempt names are never reused, so a checkpoint that replaces the bas
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -35,6 +34,7 @@ from shardckpt.layout.op_sharding import OpSharding
 from shardckpt.layout.placements import Placements
 from shardckpt.layout.sharding import Layout, Sharding
 from shardckpt.plan.pieces import Piece, coverage_gap
+from shardckpt.state import parse as parse_tree
 from shardckpt.state import tensor_names
 from shardckpt.state.names import array_path, piece_path, shown
 from shardckpt.state.union import union
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from shardckpt.layout.dtypes import DType
+    from shardckpt.state.document import Node
 
 StoredLayout: TypeAlias = Layout | Placements
 """A tensor's layout when it was saved: in GSPMD's form if that can express it, otherwise in DTensor's."""
@@ -144,6 +145,16 @@ class TensorRecord:
         return sum(p.num_chunks for p in self.pieces)
 
 
+@dataclass(slots=True)
+class _KnownTensors:
+    """Facts about the tensors of some structures, found once for all of them."""
+
+    text: str = ""
+    """All members of the JSON form but the tree, encoded; "": not yet."""
+    readable: bool = False
+    """Whether that text has been read again without an error."""
+
+
 @dataclass(frozen=True, slots=True)
 class Structure:
     """The structure of a checkpoint: the tree, its small leaves, and every tensor's record."""
@@ -151,8 +162,11 @@ class Structure:
     tree: Any
     """JSON document of `state.flatten`."""
     tensors: dict[str, TensorRecord]
-    _encoded: str = field(default="", init=False, repr=False, compare=False)
-    """`encoded`, once it was made."""
+    _tree_text: str = field(default="", init=False, repr=False, compare=False)
+    """The tree as text, once it was encoded."""
+    _nodes: Node | None = field(default=None, init=False, repr=False, compare=False)
+    """The parsed tree, once it was parsed."""
+    _known: _KnownTensors = field(default_factory=_KnownTensors, init=False, repr=False, compare=False)
 
     @property
     def bases(self) -> list[Base]:
@@ -162,10 +176,10 @@ class Structure:
     @property
     def version(self) -> tuple[int, int]:
         """The oldest version of the format that can hold it."""
-        text = json.dumps(self.tree)  # a search in a text is faster than a walk
-        if '{"$composite": {' in text:
+        text = self.encoded_tree  # a search in a text is faster than a walk
+        if '{"$composite":{' in text:
             return COMPOSITE_VERSION
-        if '{"$local": {' in text:
+        if '{"$local":{' in text:
             return LOCAL_VERSION
         return BASES_VERSION if self.bases else FORMAT_VERSION
 
@@ -200,9 +214,39 @@ class Structure:
     @property
     def encoded(self) -> str:
         """The members of the JSON form as text. It is made once: a lone process writes it into its contents and into the commit record."""
-        if not self._encoded:
-            object.__setattr__(self, "_encoded", encode(self.to_json())[1:-1])
-        return self._encoded
+        if not self._known.text:
+            self._known.text = encode({key: value for key, value in self.to_json().items() if key != "tree"})[1:-1]
+        return f"{self._known.text},{self.encoded_tree}"
+
+    @property
+    def encoded_tree(self) -> str:
+        """The last of these members: the tree."""
+        if not self._tree_text:
+            object.__setattr__(self, "_tree_text", f'"tree":{encode(self.tree)}')
+        return self._tree_text
+
+    @property
+    def nodes(self) -> Node:
+        """The tree parsed, once, for functions of `shardckpt.state`."""
+        if self._nodes is None:
+            object.__setattr__(self, "_nodes", parse_tree(self.tree))
+        assert self._nodes is not None
+        return self._nodes
+
+    @property
+    def known_to_be_readable(self) -> bool:
+        """Whether these tensors have been read from their JSON form, here or in a structure that this one was made from."""
+        return self._known.readable
+
+    def note_readable(self) -> None:
+        """Note that the JSON form has been read without an error."""
+        self._known.readable = True
+
+    def with_tree(self, tree: Any) -> Structure:
+        """The same tensors in another tree. They are encoded, and found readable, once for both."""
+        other = Structure(tree, self.tensors)
+        object.__setattr__(other, "_known", self._known)
+        return other
 
     def layouts_json(self) -> tuple[dict[tuple[StoredLayout, int], int], dict[str, list[dict[str, Any]]]]:
         """Positions of the distinct layouts by layout and number of dimensions; and the JSON forms of the layouts and their meshes."""
@@ -237,41 +281,52 @@ class Structure:
         return cls(tree, {name: _complete(tensors[name]) for name in tensor_names(tree)})
 
     @classmethod
-    def from_json(cls, doc: Any, where: str, *, allow_partial: bool = False) -> Structure:
+    def from_json(cls, doc: Any, where: str, *, allow_partial: bool = False, tensors: dict[str, TensorRecord] | None = None) -> Structure:
         """Inverse of `to_json`; raises FormatError for any document that `to_json` would not write.
 
         Args:
             doc: the JSON form.
             where: its file, for messages.
             allow_partial: whether tensors may lack pieces, as in a document from one process.
+            tensors: the tensors, for a document of nothing but the tree; None: they are in the document.
         """
         read = Fields(doc, where)
-        layouts, bases = _layouts(read), bases_of(read.doc, where)
-        tensors: dict[str, TensorRecord] = {}
-        known: dict[str, TensorRecord] = {}
-        suited: set[tuple[int, int]] = set()
-        for name, entry in read.mapping("tensors").items():
-            # Among a thousand tensors only some dozen differ in more than their names. The key is text, because 1, 1.0 and True are equal.
-            text = repr(entry)
-            if text in known:
-                tensors[name] = known[text].called(name)
-                continue
-            inside = Fields(entry, f"{where}: tensor {shown(name)}")
-            t = tensors[name] = _tensor(inside, name, layouts, bases, allow_partial=allow_partial)
-            if t.is_one_array:
-                known[text] = t
-            if t.layout is not None and (id(t.layout), len(t.shape)) not in suited:
-                try:
-                    t.layout.parts(len(t.shape))
-                except ShardingError as e:
-                    raise FormatError(f"{where}: tensor {shown(name)}: {e}") from e
-                suited.add((id(t.layout), len(t.shape)))
+        if tensors is None:
+            tensors = _tensors(read, where, allow_partial=allow_partial)
         tree = read.value("tree")
-        named = tensor_names(tree)
+        nodes = parse_tree(tree)
+        named = tensor_names(nodes)
         if set(named) != set(tensors):
             odd = min(set(named) ^ set(tensors))
             read.fail(f"the tree and the list of tensors disagree about {shown(odd)}")
-        return cls(tree, {name: tensors[name] for name in named})
+        found = cls(tree, {name: tensors[name] for name in named})
+        object.__setattr__(found, "_nodes", nodes)
+        return found
+
+
+def _tensors(read: Fields, where: str, *, allow_partial: bool) -> dict[str, TensorRecord]:
+    """The tensors of a structure's JSON form."""
+    layouts, bases = _layouts(read), bases_of(read.doc, where)
+    tensors: dict[str, TensorRecord] = {}
+    known: dict[str, TensorRecord] = {}
+    suited: set[tuple[int, int]] = set()
+    for name, entry in read.mapping("tensors").items():
+        # Among a thousand tensors only some dozen differ in more than their names. The key is text, because 1, 1.0 and True are equal.
+        text = repr(entry)
+        if text in known:
+            tensors[name] = known[text].called(name)
+            continue
+        inside = Fields(entry, f"{where}: tensor {shown(name)}")
+        t = tensors[name] = _tensor(inside, name, layouts, bases, allow_partial=allow_partial)
+        if t.is_one_array:
+            known[text] = t
+        if t.layout is not None and (id(t.layout), len(t.shape)) not in suited:
+            try:
+                t.layout.parts(len(t.shape))
+            except ShardingError as e:
+                raise FormatError(f"{where}: tensor {shown(name)}: {e}") from e
+            suited.add((id(t.layout), len(t.shape)))
+    return tensors
 
 
 def _joined(one: TensorRecord, other: TensorRecord, processes: Sequence[int], others: Sequence[int]) -> TensorRecord:

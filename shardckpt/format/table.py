@@ -346,6 +346,11 @@ class Table:
         rows = self.rows
         return ArrayChunks(rows.chunk[part], rows.file[part], rows.offset[part], rows.length[part], rows.crc[part])
 
+    def chunks_of(self, path: str) -> NDArray[np.uint64]:
+        """The positions of the chunks of one array; none if the table does not have it."""
+        begin = self._firsts().get(path, 0)
+        return self.rows.chunk[begin : begin + self.counts.get(path, 0)]
+
     def _firsts(self) -> dict[str, int]:
         """Array path → its first row."""
         if self._first is None:

@@ -161,24 +161,34 @@ def zarr_documents(structure: Structure, compression: str | None, *, in_bases: b
 
 
 def encoded_documents(structure: Structure, compression: str | None) -> Iterator[tuple[str, bytes]]:
-    """The path and the encoded document of each array that lies in the checkpoint itself.
+    """The path and the encoded document of each array that lies in the checkpoint itself."""
+    encoded = document_encoder(structure, compression)
+    for tensor in structure.tensors.values():
+        if tensor.base is None:
+            for piece in tensor.pieces:
+                yield piece.path, encoded(tensor, piece)
+
+
+def document_encoder(structure: Structure, compression: str | None) -> Callable[[TensorRecord, Piece], bytes]:
+    """A function that makes and encodes the document of a piece of a tensor that lies in the checkpoint itself.
 
     Documents of most tensors differ in the name alone, so each form of document is encoded once, and cut where the name goes.
     """
     document = zarr_document_maker(structure, compression)
     forms: dict[Hashable, tuple[str, str]] = {}
-    for name, tensor in structure.tensors.items():
-        if tensor.base is not None:
-            continue
-        for piece in tensor.pieces:
-            form = tensor.layout, tensor.shape, tensor.dtype.name, piece.start, piece.shape, piece.chunks
-            cut = forms.get(form)
-            if cut is None:
-                before, _, after = encode_document(document(replace(tensor, name=_NAME), piece)).decode().partition(json.dumps(_NAME))
-                cut = forms[form] = before, after
-            yield piece.path, f"{cut[0]}{json.dumps(name, ensure_ascii=False)}{cut[1]}".encode()
+
+    def encoded(tensor: TensorRecord, piece: Piece) -> bytes:
+        form = tensor.layout, tensor.shape, tensor.dtype.name, piece.start, piece.shape, piece.chunks
+        cut = forms.get(form)
+        if cut is None:
+            before, _, after = encode_document(document(replace(tensor, name=_NAME), piece)).decode().partition(json.dumps(_NAME))
+            cut = forms[form] = before, after
+        return f"{cut[0]}{_json_text(tensor.name)}{cut[1]}".encode()
+
+    return encoded
 
 
+_json_text = json.JSONEncoder(ensure_ascii=False).encode
 _NAME = "\0"
 """A name that no tensor has."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import cache
 from math import prod
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -56,6 +56,8 @@ class TensorSource:
     tensor: Any
     dtype: DType
     shape: tuple[int, ...]
+    on_host: bool
+    """Whether the elements are the tensor's own memory, on the host, and need no copy."""
     holders: list[tuple[int, ...]] | None = None
     layout: ClassVar[None] = None
     own_pieces: ClassVar[bool] = False
@@ -69,12 +71,14 @@ class TensorSource:
     @property
     def staged_bytes(self) -> int:
         """Bytes of a copy if the tensor is not on the host, or has a pending conjugation or negation; else 0."""
-        return 0 if is_host_memory(self.tensor) else prod(self.shape) * self.dtype.itemsize
+        return 0 if self.on_host else prod(self.shape) * self.dtype.itemsize
 
     @classmethod
     def fetch(cls, sources: Sequence[TensorSource], wanted: Sequence[Sequence[int]]) -> list[list[Array]]:
         """Views of tensors on the CPU, copies of all others."""
-        return [[host_array(s.tensor, s.dtype)] if boxes else [] for s, boxes in zip(sources, wanted, strict=True)]
+        return [
+            [(array_of if s.on_host else host_array)(s.tensor, s.dtype)] if boxes else [] for s, boxes in zip(sources, wanted, strict=True)
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +99,12 @@ class TensorSink:
     """The processes that need the same boxes; None: not known."""
     placing_bytes: int = 0
     adopts: bool = False
+    on_host: bool = field(init=False)
+    """Whether all of the memory is on the host."""
+
+    def __post_init__(self) -> None:
+        """Ask once where the memory is."""
+        object.__setattr__(self, "on_host", {*map(device_type, self.views)} <= {"cpu"})
 
     @property
     def buffer_shapes(self) -> list[tuple[int, ...]]:
@@ -104,9 +114,7 @@ class TensorSink:
     @property
     def destinations(self) -> list[Array] | None:
         """The memory itself; None if it is not on the host."""
-        if any(device_type(view) != "cpu" for view in self.views):
-            return None
-        return [array_of(view, self.dtype) for view in self.views]
+        return [array_of(view, self.dtype) for view in self.views] if self.on_host else None
 
     def sharers(self, world: World) -> tuple[int, ...] | None:
         """The processes that the layout gives."""
@@ -115,7 +123,7 @@ class TensorSink:
     def place(self, buffers: Sequence[Array]) -> object:
         """Copy the buffers that are not the memory itself into it, and record the write as autograd does under no_grad."""
         for view, buffer in zip(self.views, buffers, strict=True):
-            if device_type(view) != "cpu":
+            if not self.on_host:
                 view.copy_(tensor_of(buffer, self.dtype))
             elif buffer.__array_interface__["data"][0] != view.data_ptr():
                 array_of(view, self.dtype)[...] = buffer
@@ -199,7 +207,7 @@ def sources(leaves: dict[str, Any], world: World) -> dict[str, Source]:  # noqa:
     for name, leaf in leaves.items():
         check_kind(name, leaf)
         plain = _elements(leaf)
-        source = TensorSource(name, plain, dtype_of_tensor(name, plain), tuple(plain.shape))
+        source = TensorSource(name, plain, dtype_of_tensor(name, plain), tuple(plain.shape), is_host_memory(plain))
         found[name] = source if device_type(plain) == "cpu" else copied_source(source, (plain.detach(),) * len(source.boxes), (leaf,))
     return found
 
@@ -293,11 +301,11 @@ def copied_source(source: Source, views: tuple[Any, ...], watched: tuple[Any, ..
 
 def sink_of(sink: TensorSink) -> Sink:
     """The sink itself, or one that fills CUDA memory in parts."""
-    if not sink.views or device_type(sink.views[0]) != "cuda":
+    if sink.on_host or device_type(sink.views[0]) != "cuda":
         return sink
     from shardckpt.frameworks.cuda import CudaSink
 
-    return CudaSink(**{field.name: getattr(sink, field.name) for field in fields(sink)})
+    return CudaSink(**{one.name: getattr(sink, one.name) for one in fields(sink) if one.init})
 
 
 def check_fillable(name: str, tensor: Any) -> None:

@@ -39,14 +39,13 @@ class Block:
     nbytes: int = field(init=False, compare=False)
     """Bytes of its elements."""
 
+    padded_bytes: int = field(init=False, compare=False)
+    """Stored bytes of its chunks, including the padding at the piece's edges."""
+
     def __post_init__(self) -> None:
         """Count its bytes once: a plan is used for many saves."""
         object.__setattr__(self, "nbytes", self.box.size * self.itemsize)
-
-    @property
-    def padded_bytes(self) -> int:
-        """Stored bytes of its chunks, including the padding at the piece's edges."""
-        return padded_size(self.box.shape, self.piece.chunks) * self.itemsize
+        object.__setattr__(self, "padded_bytes", padded_size(self.box.shape, self.piece.chunks) * self.itemsize)
 
     @property
     def chunk_bytes(self) -> int:
@@ -101,7 +100,10 @@ def parts_of(block: Block, most: int) -> Iterator[tuple[Box, Index]]:
 
     Each item is a box in the tensor's indices and its index in the block's array.
     """
-    for part in _cut(block, most) if block.padded_bytes > most else (block,):
+    if block.padded_bytes <= most:
+        yield block.box, (...,)
+        return
+    for part in _cut(block, most):
         yield part.box, _index(part.box.start, part.box.stop, block.box.start)
 
 

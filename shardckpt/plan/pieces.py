@@ -353,6 +353,18 @@ def batches(items: Iterable[T], costs: Callable[[T], tuple[int, ...]], limits: t
     [[3, 4], [9], [1, 1], [1]]
     """
     batch: list[T] = []
+    if len(limits) == 1:  # the same in numbers, which is several times faster
+        total, (most,) = 0, limits
+        for item in items:
+            (price,) = costs(item)
+            total += price
+            if batch and total > most:
+                yield batch
+                batch, total = [], price
+            batch.append(item)
+        if batch:
+            yield batch
+        return
     spent: list[int] = []
     for item in items:
         cost = costs(item)

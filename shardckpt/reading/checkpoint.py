@@ -47,7 +47,6 @@ from shardckpt.reading.stored_fingerprint import stored_fingerprint
 from shardckpt.reading.verification import verify
 from shardckpt.state import alias_map
 from shardckpt.state import names as naming
-from shardckpt.state import parse as parse_tree
 from shardckpt.state.names import array_path, piece_path
 
 if TYPE_CHECKING:
@@ -120,7 +119,7 @@ class Checkpoint:
         self.record = _read_record(self._store)
         self._place = self._store.sub(self.record.attempt)
         with collector_paused():
-            self.parsed_tree = parse_tree(self.record.structure.tree)
+            self.parsed_tree = self.record.structure.nodes
             """The parsed tree for functions of `shardckpt.state`, so that each need not parse it again."""
             self._stored_name = {**{name: name for name in self.record.structure.tensors}, **alias_map(self.parsed_tree)}
         self._opening = Lock()

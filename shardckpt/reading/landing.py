@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from shardckpt import frameworks
 from shardckpt.errors import DtypeMismatchError, ShapeMismatchError, StructureMismatchError
+from shardckpt.format.structure import TensorRecord
 from shardckpt.frameworks.base import InPlace
 from shardckpt.io.buffers import round_up
 from shardckpt.io.threads import collector_paused
@@ -32,7 +33,6 @@ from shardckpt.state.leaves import array_of_number
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 
-    from shardckpt.format.structure import TensorRecord
     from shardckpt.frameworks.base import Sink
     from shardckpt.io.buffers import Arena, Lease
     from shardckpt.reading.checkpoint import Checkpoint
@@ -62,7 +62,7 @@ class Landing:
         self.memory: Sequence[Array] = getattr(sink, "memory", ()) if self.destinations is None else self.destinations
         """The leaf's own memory: only to compare addresses, as it may be on a device."""
         same = sink.dtype is tensor.dtype or sink.dtype == tensor.dtype
-        self.converts = not same or not all(v.dtype.isnative for v in self.destinations or ())
+        self.converts = not same or not all([v.dtype.isnative for v in self.destinations or ()])  # noqa: C419  (faster than a generator)
         """Whether elements are converted on their way into the buffers."""
         self.staged_bytes = 0
         """Host bytes that it needs in addition to its own memory."""
@@ -117,25 +117,24 @@ class RestoreJob:
     landings: list[Landing]
     nbytes: int = field(init=False)
     """Stored bytes of the boxes that this process needs: its own share, not the complete tensor."""
+    staged_bytes: int = field(init=False)
+    """Bytes of staging that the job leases from the pool."""
+    placing_bytes: int = field(init=False)
+    """Additional host bytes while a leaf is placed; one leaf is placed at a time."""
 
     def __post_init__(self) -> None:
         """Count the bytes once."""
-        self.nbytes = sum([landing.boxes.elements for landing in self.landings]) * self.tensor.dtype.storage.itemsize
+        elements = self.staged_bytes = self.placing_bytes = 0
+        for landing in self.landings:
+            elements += landing.boxes.elements
+            self.staged_bytes += landing.staged_bytes
+            self.placing_bytes = max(self.placing_bytes, landing.sink.placing_bytes)
+        self.nbytes = elements * self.tensor.dtype.storage.itemsize
 
     @property
     def is_in_place(self) -> bool:
         """Whether chunks are read straight into the leaves' own memory, and nothing remains to be copied."""
-        return all(landing.destinations is not None and not landing.sink.placing_bytes for landing in self.landings)
-
-    @property
-    def staged_bytes(self) -> int:
-        """Bytes of staging that the job leases from the pool."""
-        return sum(landing.staged_bytes for landing in self.landings)
-
-    @property
-    def placing_bytes(self) -> int:
-        """Additional host bytes while a leaf is placed; one leaf is placed at a time."""
-        return max(landing.sink.placing_bytes for landing in self.landings)
+        return not self.placing_bytes and all(landing.destinations is not None for landing in self.landings)
 
     def divided(self, room: int) -> list[RestoreJob]:
         """The job in parts that need `room` bytes of staging, if all its sinks can be filled in parts; no chunk is read for two parts.
@@ -167,6 +166,9 @@ class RestoreJob:
 
     def requests(self) -> list[Request]:
         """Requests for all boxes of all landings, so that a chunk that several of them need is read once."""
+        if len(self.landings) == 1 and type(self.tensor) is TensorRecord:  # nearly always
+            (landing,) = self.landings
+            return [Request.of(self.tensor, landing.boxes, landing.targets, converts=landing.converts)]
         converts = any(landing.converts for landing in self.landings)
         boxes = BoxArray.concatenate([landing.boxes for landing in self.landings])
         buffers = [buffer for landing in self.landings for buffer in landing.targets]

@@ -232,6 +232,14 @@ class RequestedChunks:
         """The chunks in `rows`, in that order."""
         return RequestedChunks(self.parts, self.part[rows], self.position[rows], self.targets.take(rows))
 
+    def between(self, begin: int, end: int) -> RequestedChunks:
+        """Consecutive chunks, with no other parts than theirs."""
+        some = self.take(np.arange(begin, min(end, len(self))))
+        if len(some) == len(self):
+            return self
+        first, last = int(some.part.min()), int(some.part.max())
+        return RequestedChunks(self.parts[first : last + 1], some.part - first, some.position, some.targets)
+
     def part_of(self, row: int) -> RequestedArray:
         """The request and array that a chunk belongs to."""
         return self.parts[int(self.part[row])]
@@ -358,7 +366,7 @@ class ChunkFinder:
         """Yield batches of the chunks that the requests' boxes touch; each chunk comes once even if several boxes share it."""
         wanted = RequestedChunks.of_boxes(requests)
         for i in range(0, len(wanted), MOST_CHUNKS):
-            yield self.located(wanted.take(np.arange(i, min(i + MOST_CHUNKS, len(wanted)))))
+            yield self.located(wanted.between(i, i + MOST_CHUNKS))
 
     def every(self, requests: Sequence[Request], damaged: Damaged, *, after: int, most: int) -> Iterator[tuple[int, Located]]:
         """Yield groups of all chunks of the requests' pieces that the table has, each with the number of chunks up to its end.

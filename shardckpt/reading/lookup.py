@@ -107,7 +107,7 @@ class WholeTable:
             begin: the first chunk.
             most: at least 1 in any case.
         """
-        chunk = self.table.array(piece.path).chunk
+        chunk = self.table.chunks_of(piece.path)
         num_chunks = piece.num_chunks
         most = max(1, most)
         if begin == 0 and num_chunks == len(chunk) <= most and (num_chunks == 0 or chunk[-1] == num_chunks - 1):

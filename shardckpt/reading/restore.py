@@ -476,6 +476,8 @@ def _place(batch: Sequence[RestoreJob]) -> dict[str, object]:
     restored: dict[str, object] = {}
     for job in batch:
         for landing in job.landings:
-            restored.update(dict.fromkeys(landing.names, landing.finish()))
+            leaf = landing.finish()
+            for name in landing.names:
+                restored[name] = leaf
             landing.buffers = []
     return restored

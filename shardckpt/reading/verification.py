@@ -22,7 +22,7 @@ from shardckpt.commit.publish import RECORD
 from shardckpt.errors import FormatError, OptionError, ShardckptError
 from shardckpt.format.documents import envelope_digest, format_version
 from shardckpt.format.record import CheckpointRecord, parse_checkpoint
-from shardckpt.format.zarr_arrays import zarr_document_maker
+from shardckpt.format.zarr_arrays import document_encoder
 from shardckpt.io.threads import short_pause
 from shardckpt.layout.box import Box, BoxArray
 from shardckpt.plan.pieces import batches
@@ -272,7 +272,7 @@ class _Verification:
     def _index(self, table: WholeTable) -> None:
         """Compare the metadata for stock zarr readers with the record and the table."""
         structure = self.record.structure
-        document = zarr_document_maker(structure, self.record.compression)
+        document = document_encoder(structure, self.record.compression)
         arrays = {p.path: (t, p) for t in structure.tensors.values() if t.base is None for p in t.pieces}
         pieces = {path: piece for path, (_, piece) in arrays.items()}
         check = IndexCheck(self.place, lambda path: document(*arrays[path]), pieces, table.table)

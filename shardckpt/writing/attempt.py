@@ -40,22 +40,20 @@ from shardckpt.io.failures import is_shutting_down
 from shardckpt.io.url import parse
 from shardckpt.writing.announcements import FAILURE, WORD, Announcements, in_words
 from shardckpt.writing.host import HostWriter
-from shardckpt.writing.save_plan import SavePlan, check_local, plan_save
+from shardckpt.writing.save_plan import check_local
 from shardckpt.writing.shared_storage import SharedStorage
 from shardckpt.writing.state_share import StateShare, share_of
 from shardckpt.writing.turns import turns_at
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from types import TracebackType
 
     from shardckpt.format.documents import FileReference
     from shardckpt.format.record import CheckpointRecord, Contents, HostRecord
-    from shardckpt.frameworks.base import Source
     from shardckpt.frameworks.coordination import Coordinator
     from shardckpt.io.store import Store
     from shardckpt.io.url import Location
-    from shardckpt.layout.world import World
     from shardckpt.options import SaveOptions
     from shardckpt.writing.replicas import ReplicaChecksums
     from shardckpt.writing.turns import Turns
@@ -140,11 +138,9 @@ class Attempt:
         """The directory of the attempt."""
         return self.store.sub(self.name)
 
-    def take(
-        self, state: Any, plan: Callable[[Mapping[str, Source], SaveOptions, World], SavePlan] = plan_save, *, waits: bool = True
-    ) -> StateShare:
+    def take(self, state: Any, *, waits: bool = True) -> StateShare:
         """Take this process's share of a state; see `share_of`. This writes nothing."""
-        share = share_of(state, self.options, self.world, plan, waits=waits)
+        share = share_of(state, self.options, self.world, waits=waits)
         self._nbytes, self._skipped, self._unused_local = share.plan.nbytes, share.plan.skipped, share.unused_local
         if self.alone:
             check_local(self._unused_local, {}, self.store)

@@ -33,7 +33,6 @@ from shardckpt.io.url import parse
 from shardckpt.options import DEFAULT_MEMORY_LIMIT, LEAST_MEMORY_LIMIT, checked_options, parse_bytes
 from shardckpt.writing.attempt import Attempt
 from shardckpt.writing.packed import object_buffers
-from shardckpt.writing.plan_cache import PlanCache
 from shardckpt.writing.save import SaveReport, SaveTimes, report, thread_bytes, writing_threads
 from shardckpt.writing.staging import LateElements, Stage, late_bytes
 from shardckpt.writing.state_share import MOST_COPIES, are_own, read
@@ -77,10 +76,9 @@ class Saver:
         self._renew()
 
     def _renew(self) -> None:
-        """Drop all buffers and plans: in a fork, threads that do not exist there may hold them."""
+        """Drop all buffers: in a fork, threads that do not exist there may hold them."""
         self.pool = BufferPool(self.memory_limit)
         """The pool of all buffers."""
-        self._plans = PlanCache()
         self._process = os.getpid()
 
     @out_of_memory_is_typed
@@ -118,7 +116,7 @@ class Saver:
             self._renew()
         save = _Save(self.pool, Attempt(Store.open(parse(url)), coordinator, options), began, before_publish, progress)
         with saving_takes_threads(save.outcome.url):
-            save.run(state, self._plans)
+            save.run(state)
         return SaveHandle(save.outcome)
 
     def close(self) -> None:
@@ -161,10 +159,10 @@ class _Save:
 
     # --- the thread that saves
 
-    def run(self, state: Any, plans: PlanCache) -> None:
+    def run(self, state: Any) -> None:
         """Plan and copy; the rest continues in the background after the return."""
         try:
-            share = self.attempt.take(state, plans.plan, waits=False)
+            share = self.attempt.take(state, waits=False)
             self._planned = time.monotonic()
             self._share = share.contents, share.values, share.replicas
             self._tensors, self._nbytes = len(share.plan.tensors), share.plan.nbytes

@@ -51,3 +51,7 @@ def _key(sources: Mapping[str, Source], options: SaveOptions, world: World) -> t
 
 def _bytes_of(boxes: Any) -> tuple[bytes, bytes]:
     return boxes.start.tobytes(), boxes.stop.tobytes()
+
+
+plans = PlanCache()
+"""The plans of this process's saves."""

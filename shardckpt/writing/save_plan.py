@@ -28,7 +28,7 @@ import numpy as np
 from shardckpt import frameworks
 from shardckpt.errors import LeafError, OptionError, ShardingError
 from shardckpt.format.documents import LARGEST_DIMENSION, MOST_DIMENSIONS
-from shardckpt.format.structure import StoredLayout, TensorRecord
+from shardckpt.format.structure import StoredLayout, Structure, TensorRecord
 from shardckpt.layout.box import BoxArray
 from shardckpt.layout.dtypes import with_plain_bools
 from shardckpt.layout.placements import Placements
@@ -93,11 +93,19 @@ class SavePlan:
     largest_chunk: int = field(init=False)
     """Bytes of the largest chunk."""
 
+    _structure: Structure = field(init=False, repr=False, compare=False)
+    """The tensors without a tree."""
+
     def __post_init__(self) -> None:
         """Count bytes once: a plan is used for many saves."""
+        object.__setattr__(self, "_structure", Structure({}, self.tensors))
         blocks = [*chain.from_iterable(self.blocks.values())]
         object.__setattr__(self, "nbytes", sum([block.nbytes for block in blocks]))
         object.__setattr__(self, "largest_chunk", max([block.chunk_bytes for block in blocks], default=0))
+
+    def structure(self, tree: Tree, tensors: dict[str, TensorRecord]) -> Structure:
+        """The structure of a state with these tensors, the plan's own or changed ones; its own are encoded once for all saves."""
+        return self._structure.with_tree(tree) if tensors is self.tensors else Structure(tree, tensors)
 
 
 def plan_save(sources: Mapping[str, Source], options: SaveOptions, world: World) -> SavePlan:

@@ -20,7 +20,6 @@ import numpy as np
 
 from shardckpt import frameworks
 from shardckpt.format.record import Contents
-from shardckpt.format.structure import Structure
 from shardckpt.frameworks.per_process import encode_values, values_file
 from shardckpt.io.buffers import BufferPool, round_up
 from shardckpt.io.threads import collector_paused
@@ -28,11 +27,12 @@ from shardckpt.plan.blocks import smaller
 from shardckpt.plan.pieces import batches
 from shardckpt.state import flatten
 from shardckpt.state.flatten import StateOwner, local_names, plain_state, unused_local
+from shardckpt.writing.plan_cache import plans
 from shardckpt.writing.replicas import ReplicaChecksums
 from shardckpt.writing.save_plan import skipped_names, small_elements, stored, with_arrays_noted
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -69,21 +69,13 @@ class StateShare:
 
 
 @collector_paused()
-def share_of(
-    state: Any,
-    options: SaveOptions,
-    world: World,
-    plan: Callable[[Mapping[str, Source], SaveOptions, World], SavePlan],
-    *,
-    waits: bool,
-) -> StateShare:
+def share_of(state: Any, options: SaveOptions, world: World, *, waits: bool) -> StateShare:
     """One process's share of a state. When this returns, everything is copied except the elements of large tensors.
 
     Args:
         state: as in `shardckpt.save`.
         options: the options of the save.
         world: this process and the others.
-        plan: makes the plan, or returns it from a cache.
         waits: whether to wait for devices to copy small plain tensors; False: they are left to the caller, as `StateShare.late`.
 
     Raises:
@@ -102,10 +94,10 @@ def share_of(
     sources = frameworks.sources(tensors, world, unread=skipped_names(tensors, options.skip), local=flat.local)
     if world.processes > 1:
         frameworks.check_aliases(sources, plain=options.host_tensors == "replicated")
-    planned = plan(sources, options, world)
+    planned = plans.plan(sources, options, world)
     values = values_file(encode_values(flat.per_process, flat.axes)) if flat.per_process else None
     records = with_arrays_noted(planned.tensors, tensors) if isinstance(state, StateOwner) else planned.tensors
-    structure, metadata = Structure(flat.tree, records), json.loads(json.dumps(options.metadata))
+    structure, metadata = planned.structure(flat.tree, records), json.loads(json.dumps(options.metadata))
     late = [] if waits or not planned.small else [*{*frameworks.names_on_devices(sources)}.intersection(planned.small)]
     contents = Contents(structure, small_elements(planned, sources, late), metadata)
     written = {name: source for name, source in sources.items() if name not in planned.skipped}

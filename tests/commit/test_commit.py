@@ -10,6 +10,8 @@ import shutil
 import subprocess
 import sys
 import threading
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -21,8 +23,10 @@ from shardckpt import SaveOptions, errors
 from shardckpt.commit import assemble, index
 from shardckpt.commit import publish as commit
 from shardckpt.commit.attempts import is_attempt
+from shardckpt.format import structure
 from shardckpt.io import extension
 from shardckpt.io.store import Store
+from shardckpt.io.url import parse
 from shardckpt.writing import attempt, host
 
 LAYOUTS = ["packed", "zarr"]
@@ -338,3 +342,37 @@ def test_a_file_in_place_of_the_directory_is_a_storage_error(tmp_path):
 def test_attempts_have_names_of_their_own():
     names = list(itertools.islice(iter(commit.new_attempt, None), 100))
     assert len(set(names)) == 100
+
+
+# --- saves of the same tensors -------------------------------------------------------------------------------------
+
+
+def test_tensors_of_later_saves_are_neither_encoded_nor_tried_to_be_read_again(tmp_path, monkeypatch):
+    counts = Counter()
+
+    def counted(module, name):
+        real = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *a, **k: (counts.update([name]), real(*a, **k))[1])
+
+    counted(structure, "_tensors")
+    counted(structure.Structure, "to_json")
+    name = f"not saved before {tmp_path}"
+    for step in range(3):
+        shardckpt.save(tmp_path / str(step), {"step": step, name: np.full(3, step)})
+    assert counts == {"_tensors": 1, "to_json": 1}
+    for step in range(3):
+        restored = shardckpt.restore(tmp_path / str(step))
+        assert (restored["step"], restored[name].tolist()) == (step, [step] * 3)
+
+
+def test_a_tree_that_readers_would_refuse_is_not_published_though_its_tensors_are_known(tmp_path):
+    shardckpt.save(tmp_path / "c", {"w": np.zeros(3)})
+    record = shardckpt.open(tmp_path / "c").record
+    store = Store.open(parse(str(tmp_path / "other")))
+    commit._check_readable(store, record, record.seal())
+    assert record.structure.known_to_be_readable
+    for tree in ({"w": "$odd"}, {"v": "$tensor"}, {"w": "$tensor", "v": "$tensor"}, {"w": "$tensor", "n": {"$tied": "v"}}):
+        other = replace(record, structure=record.structure.with_tree(tree))
+        assert other.structure.known_to_be_readable
+        with pytest.raises(errors.CommitError, match="could not be read again"):
+            commit._check_readable(store, other, other.seal())
