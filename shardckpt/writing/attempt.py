@@ -34,9 +34,11 @@ from shardckpt.commit.publish import (
 )
 from shardckpt.commit.rollback import Rollback
 from shardckpt.errors import CommitError, CoordinationError, OptionError, OtherJobError, ShardckptError
-from shardckpt.frameworks.coordination import ALL_MUST_CALL, SilentStoreError, WaitNotice
+from shardckpt.frameworks.coordination import ALL_MUST_CALL, SilentStoreError, WaitNotice, coordinator_of
+from shardckpt.io.cores import note_local_processes
 from shardckpt.io.datafile import check_space
 from shardckpt.io.failures import is_shutting_down
+from shardckpt.io.store import Store
 from shardckpt.io.url import parse
 from shardckpt.writing.announcements import FAILURE, WORD, Announcements, in_words
 from shardckpt.writing.host import HostWriter
@@ -46,13 +48,13 @@ from shardckpt.writing.state_share import StateShare, share_of
 from shardckpt.writing.turns import turns_at
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Callable, Iterator, Sequence
     from types import TracebackType
 
     from shardckpt.format.documents import FileReference
     from shardckpt.format.record import CheckpointRecord, Contents, HostRecord
     from shardckpt.frameworks.coordination import Coordinator
-    from shardckpt.io.store import Store
     from shardckpt.io.url import Location
     from shardckpt.options import SaveOptions
     from shardckpt.writing.replicas import ReplicaChecksums
@@ -123,6 +125,13 @@ class Attempt:
             )
             self.give_up(error)  # so that other processes do not wait for this one
             raise error
+
+    @classmethod
+    def at(cls, url: str | os.PathLike[str], coordinator: Coordinator | None, options: SaveOptions) -> Self:
+        """An attempt at a checkpoint at `url`; the coordinator is detected if there is none."""
+        coordinator = coordinator_of(coordinator, options.commit_timeout)
+        note_local_processes(coordinator.world.sharing)
+        return cls(Store.open(parse(url)), coordinator, options)
 
     def __enter__(self) -> Self:
         """This attempt."""

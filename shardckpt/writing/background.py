@@ -23,13 +23,11 @@ from typing import TYPE_CHECKING, Any, Literal
 from shardckpt import frameworks
 from shardckpt.errors import CommitError, CoordinationError, OptionError, out_of_memory, out_of_memory_is_typed
 from shardckpt.excerpt import file_size
-from shardckpt.frameworks.coordination import Coordinator, check_coordinator, coordinator_of
+from shardckpt.frameworks.coordination import Coordinator, check_coordinator
 from shardckpt.io.buffers import BufferPool
-from shardckpt.io.cores import cores, note_local_processes
+from shardckpt.io.cores import cores
 from shardckpt.io.failures import saving_takes_threads
 from shardckpt.io.shutdown import has_begun, start_background
-from shardckpt.io.store import Store
-from shardckpt.io.url import parse
 from shardckpt.options import DEFAULT_MEMORY_LIMIT, LEAST_MEMORY_LIMIT, checked_options, parse_bytes
 from shardckpt.writing.attempt import Attempt
 from shardckpt.writing.packed import object_buffers
@@ -110,11 +108,9 @@ class Saver:
         began = time.monotonic()
         options = checked_options(options)
         check_coordinator(coordinator)
-        coordinator = coordinator_of(coordinator or self._coordinator, options.commit_timeout)
-        note_local_processes(coordinator.world.sharing)
         if os.getpid() != self._process:
             self._renew()
-        save = _Save(self.pool, Attempt(Store.open(parse(url)), coordinator, options), began, before_publish, progress)
+        save = _Save(self.pool, Attempt.at(url, coordinator or self._coordinator, options), began, before_publish, progress)
         with saving_takes_threads(save.outcome.url):
             save.run(state)
         return SaveHandle(save.outcome)

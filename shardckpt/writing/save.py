@@ -12,13 +12,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.errors import out_of_memory
-from shardckpt.frameworks.coordination import Coordinator, check_coordinator, coordinator_of
-from shardckpt.io.cores import cores, note_local_processes
+from shardckpt.frameworks.coordination import Coordinator, check_coordinator
+from shardckpt.io.cores import cores
 from shardckpt.io.extension import ENGINE
 from shardckpt.io.failures import saving_takes_threads
-from shardckpt.io.store import Store
 from shardckpt.io.threads import collector_paused
-from shardckpt.io.url import parse
 from shardckpt.options import SaveOptions, checked_options
 from shardckpt.writing.attempt import Attempt
 from shardckpt.writing.state_share import MOST_COPIES, read_to_host
@@ -136,13 +134,11 @@ def save(
     options = checked_options(options, skip)
     check_coordinator(coordinator)
     try:
-        coordinator = coordinator_of(coordinator, options.commit_timeout)
-        note_local_processes(coordinator.world.sharing)
-        store = Store.open(parse(url))
-        with saving_takes_threads(store), Attempt(store, coordinator, options) as attempt:
+        attempt = Attempt.at(url, coordinator, options)
+        with saving_takes_threads(attempt.store), attempt:
             share = attempt.take(state)
             planned = time.monotonic()
-            short = store.location.local is not None and _is_short(share.plan)  # waits for no network
+            short = attempt.store.location.local is not None and _is_short(share.plan)  # waits for no network
             with collector_paused() if short else nullcontext():
                 _write(attempt, share)
             durable = time.monotonic()
