@@ -21,7 +21,7 @@ from hashlib import sha256
 from itertools import chain, product
 from math import prod
 from operator import add
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
@@ -422,3 +422,47 @@ def check_local(unused: Sequence[str], tree: Tree, where: object) -> None:
                 f"{where}: train_state(local=…): the pattern {unknown[0]!r} selects no value of this state on any process. Correct "
                 f"it, or leave it out; `shardckpt info` lists the names of a checkpoint."
             )
+
+
+# --- plans of earlier saves ------------------------------------------------------------------------------------------
+
+_REMEMBERED = 4
+"""Most cached plans: a job that saves different states in turn has few of them."""
+
+
+class PlanCache:
+    """Plans saves, and remembers the last few plans.
+
+    A plan depends on the tensors' metadata, on some options, and on the world. These are its key, as one tuple with a row per tensor,
+    which is compared with the keys of the last few saves. Equal rows mostly are the same objects, so the comparison is cheap, and nothing
+    has to be hashed. The key has no counter and no tensor identity.
+
+    Safe to use from several threads, and from a signal handler: nothing is locked during the comparison.
+    """
+
+    def __init__(self) -> None:
+        """Create an empty cache."""
+        self._plans: tuple[tuple[Any, SavePlan], ...] = ()
+        """Keys and plans, the last used one last. Replaced as a whole: of two saves at once, one may be forgotten."""
+
+    def plan(self, sources: Mapping[str, Source], options: SaveOptions, world: World) -> SavePlan:
+        """The result of `plan_save`, which must not be modified."""
+        key, plans = _key(sources, options, world), self._plans
+        found = next((plan for known, plan in plans if known == key), None)
+        plan = plan_save(sources, options, world) if found is None else found
+        others = [pair for pair in self._plans if pair[1] is not plan]
+        self._plans = (*others[1 - _REMEMBERED :], (key, plan))
+        return plan
+
+
+def _key(sources: Mapping[str, Source], options: SaveOptions, world: World) -> tuple[Any, ...]:
+    rows = []
+    for name, source in sources.items():
+        start, stop = source.boxes.start.tobytes(), source.boxes.stop.tobytes()
+        rows.append((name, source.shape, source.dtype, source.layout, source.own_pieces, source.holders, start, stop))
+    dealt = options.host_tensors, options.check_replicas is False
+    return (world.process, world.processes, *dealt, options.layout, [*options.shardings.items()], options.skip, rows)
+
+
+plans = PlanCache()
+"""The plans of this process's saves."""

@@ -27,9 +27,8 @@ from shardckpt.plan.blocks import smaller
 from shardckpt.plan.pieces import batches
 from shardckpt.state import flatten
 from shardckpt.state.flatten import StateOwner, local_names, plain_state, unused_local
-from shardckpt.writing.plan_cache import plans
 from shardckpt.writing.replicas import ReplicaChecksums
-from shardckpt.writing.save_plan import skipped_names, small_elements, stored, with_arrays_noted
+from shardckpt.writing.save_plan import plans, skipped_names, small_elements, stored, with_arrays_noted
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence

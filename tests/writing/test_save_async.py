@@ -164,7 +164,7 @@ def test_later_saves_use_the_buffers_and_the_plan_of_the_first(tmp_path, monkeyp
     saver = Saver(memory_limit="16MiB")
     saver.begin(tmp_path / "0", state(5), SaveOptions()).wait()
     kept, most = saver.pool.kept, saver.pool.high_water
-    monkeypatch.setattr("shardckpt.writing.plan_cache.plan_save", None)  # is not called any more
+    monkeypatch.setattr("shardckpt.writing.save_plan.plan_save", None)  # is not called any more
     for i in range(1, 4):
         saver.begin(tmp_path / str(i), state(5, i), SaveOptions()).wait()
         assert saver.pool.kept == kept

@@ -23,8 +23,7 @@ from shardckpt.options import SaveOptions
 from shardckpt.plan.blocks import Block, parts_of, run_boxes, smaller
 from shardckpt.plan.pieces import Piece
 from shardckpt.writing.host import HostWriter
-from shardckpt.writing.plan_cache import PlanCache
-from shardckpt.writing.save_plan import plan_save
+from shardckpt.writing.save_plan import PlanCache, plan_save
 from shardckpt.writing.staging import Stage
 from shardckpt.writing.state_share import BlockElements, read
 
