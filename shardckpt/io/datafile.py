@@ -265,6 +265,8 @@ class _ObjectDataFile:
 
     def abandon(self) -> None:
         self.interrupt()
+        if self._upload is not None:
+            self._upload.let_go()
         self._buffer = self._buffer[:0]
 
 

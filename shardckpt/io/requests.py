@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
+_MOMENT = 1.0
+"""Seconds that a given-up request may go on before nobody waits for it any more."""
+
+
 class Upload:
     """An upload on a thread of its own. The thread is a daemon: one that is given up, and hangs in the network, keeps nobody waiting."""
 
@@ -28,8 +32,10 @@ class Upload:
         self._retry = Retry()
         self._ended = threading.Event()
         self._error: BaseException | None = None
+        self._thread: threading.Thread | None = None
         if background:
-            threading.Thread(target=self._run, name="shardckpt-upload", daemon=True).start()
+            self._thread = threading.Thread(target=self._run, name="shardckpt-upload", daemon=True)
+            self._thread.start()
         else:
             self._run()
 
@@ -51,6 +57,11 @@ class Upload:
         if not self._ended.is_set():
             self._retry.give_up()
             self._ended.set()
+
+    def let_go(self) -> None:
+        """After `abandon`: wait a moment for a request in progress, so that the object that it makes can be deleted."""
+        if self._thread is not None:
+            self._thread.join(_MOMENT)
 
     def _run(self) -> None:
         try:

@@ -186,6 +186,24 @@ def run_on_threads(items: Iterable[T], works: Sequence[Callable[[T], object]], n
     _run(items, start, works[1:], works[0])
 
 
+def call_aside(work: Callable[[], R], name: str) -> R:
+    """The result of a call on another thread, where Ctrl-C raises nothing; the caller waits for its end however often Ctrl-C is pressed.
+
+    For C++ code that calls Python functions which must not raise, such as torch's writer when it is destroyed.
+
+    Args:
+        work: the call.
+        name: name of the thread.
+    """
+    results: list[R] = []
+
+    def start(run: Callable[[], None]) -> None:
+        threading.Thread(target=run, name=name, daemon=True).start()
+
+    _run([None], start, [lambda _: results.append(work())])
+    return results[0]
+
+
 class Workers:
     """A thread pool, started on demand and kept together with thread-local data; for several callers."""
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import io
 import os
+from contextlib import suppress
 from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -36,6 +37,7 @@ from shardckpt.errors import MissingDataError, NamesMismatchError, StructureMism
 from shardckpt.excerpt import excerpt
 from shardckpt.io.failures import storage_errors
 from shardckpt.io.files import sync_directory
+from shardckpt.io.threads import call_aside
 from shardckpt.io.url import parse as parse_url
 from shardckpt.state import parse, unflatten
 from shardckpt.state.document import Branch, Tensor, Tied, leaves_of
@@ -134,7 +136,8 @@ class DcpDirectory(StateWriter):
 
     def abort(self) -> None:
         """Remove the written files."""
-        self._file.close()
+        with suppress(OSError):  # the last bytes may not fit on the disk, which may be why the export failed
+            self._file.close()
         super().abort()
 
     def _flatten(self, tree: Node, left: dict[str, str]) -> None:
@@ -171,12 +174,15 @@ class DcpDirectory(StateWriter):
 
         with storage_errors("write", self._where):
             offset = self._file.tell()
-            if isinstance(value, torch.Tensor):
-                torch.save(value, self._file)
-            else:
-                item = io.BytesIO()
-                torch.save(value, item)
-                self._file.write(item.getbuffer())
+            try:
+                if isinstance(value, torch.Tensor):
+                    call_aside(lambda: torch.save(value, self._file), "shardckpt-export")
+                else:
+                    item = io.BytesIO()
+                    torch.save(value, item)
+                    self._file.write(item.getbuffer())
+            finally:
+                self._file.check()
         place = _StorageInfo(_FILE, offset, self._file.tell() - offset)
         self._parts.append(WrittenBlock(name, self._draft.path / _FILE, [(offset, place.length)], self._file.take_checksum()))
         return place
@@ -210,15 +216,30 @@ class DcpDirectory(StateWriter):
 
 
 class _SummedFile:
-    """A file that is written from front to back, with the crc32c of the written bytes; it has the file methods that torch.save calls."""
+    """A file that is written from front to back, with the crc32c of the written bytes; it has the file methods that torch.save calls.
+
+    `write` keeps the first error for `check`, and writes nothing after it. torch's writer calls it once more when it is destroyed, perhaps
+    long after; an error would then end the process.
+    """
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("xb")
         self._crc = 0
+        self._failure: Exception | None = None
 
     def write(self, data: Any) -> int:
-        self._crc = crc32c.crc32c(data, self._crc)
-        return self._file.write(data)
+        if self._failure is None:
+            try:
+                self._crc = crc32c.crc32c(data, self._crc)
+                self._file.write(data)
+            except Exception as e:  # noqa: BLE001  (`check` raises it)
+                self._failure = e
+        return memoryview(data).nbytes
+
+    def check(self) -> None:
+        """Raise the error of an earlier `write`, if there is one."""
+        if self._failure is not None:
+            raise self._failure
 
     def tell(self) -> int:
         return self._file.tell()
