@@ -1,6 +1,7 @@
 """Keys and bytes at one location, with typed errors: the only storage interface of shardckpt.
 
-A `Store` uses `files` on disk, `buckets` on object stores, and a TensorStore key-value store for `memory://`. It adds:
+A kind of storage is a subclass of `Store` with the methods that begin with an underscore: `disk_store`, `bucket_store`, `memory_store`.
+The class itself adds:
 
 1. *Reliable conditional writes.* Create-if-absent passes the generation that reading the missing key returned
    (an empty `if_equal` overwrites silently). A lost race shows as an empty generation in the result. If a network
@@ -14,11 +15,10 @@ buckets have another one, until settings or keys change. So `memory://` is one m
 
 from __future__ import annotations
 
-import dataclasses
+from abc import ABC, abstractmethod
 from collections import deque
-from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import cache, lru_cache, wraps
+from importlib import import_module
 from itertools import count
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
@@ -28,22 +28,15 @@ from numpy.typing import NDArray
 
 from shardckpt.errors import CorruptionError, MissingDataError, StorageError
 from shardckpt.format.documents import check_key
-from shardckpt.io import files
-from shardckpt.io.buckets import cloud, listing
-from shardckpt.io.buckets.bucket import Bucket, open_bucket
-from shardckpt.io.buckets.rate_limit import ALONE, RequestShare
-from shardckpt.io.deletion import delete_objects, remove_tree
+from shardckpt.io.buckets import cloud
 from shardckpt.io.failures import begin_use, storage_errors
-from shardckpt.io.files import DurableDirectories
-from shardckpt.io.locks import remove_directory
 from shardckpt.io.requests import Upload
-from shardckpt.io.status import is_file
 from shardckpt.io.url import Location, parse
 
 if TYPE_CHECKING:
     import builtins
     import os
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from pathlib import Path
 
     from shardckpt.io.buckets.retry import Retry
@@ -89,16 +82,22 @@ def with_new_keys(operation: Callable[P, T]) -> Callable[P, T]:
     return run
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Store:
+_KINDS = {
+    "file": ("shardckpt.io.disk_store", "DiskStore"),
+    "memory": ("shardckpt.io.memory_store", "MemoryStore"),
+    **dict.fromkeys(("gs", "s3", "http", "https"), ("shardckpt.io.bucket_store", "BucketStore")),
+}
+"""The class of each scheme's stores, and its module."""
+
+
+class Store(ABC):
     """Keys and bytes below one location. Keys are relative, with slashes. Safe to use from several threads."""
 
-    location: Location
-    """The location that keys are relative to."""
-    _directories: DurableDirectories | None = field(repr=False)
-    """On disk: creates directories."""
-    _share: RequestShare = ALONE
-    """This process's share of an object store's request rate."""
+    __slots__ = ("location",)
+
+    def __init__(self, location: Location) -> None:
+        """Keys are relative to `location`; nothing is read or created."""
+        self.location = location
 
     @classmethod
     def open(cls, location: Location | str | os.PathLike[str]) -> Store:
@@ -110,19 +109,18 @@ class Store:
             OptionError: an environment variable that configures an object store has an invalid value.
         """
         place = location if isinstance(location, Location) else parse(location)
-        store = cls(place, None if place.local is None else DurableDirectories(place.local))
-        if place.bucket is not None:
-            cloud.prepare(place.scheme)
-            store.kvstore()  # for its errors: indexes are written last
-        return store
+        module, name = _KINDS[place.scheme]
+        opened: Store = getattr(import_module(module), name).at(place)
+        return opened
 
     def sub(self, prefix: str) -> Store:
         """The store of a location below this one."""
-        return Store(self.location.join(prefix.rstrip("/")), self._directories, self._share)
+        return self._moved(self.location.join(prefix.rstrip("/")))
 
     def among(self, process: int, processes: int) -> Store:
         """The same location for one of several processes that use it now; each keeps to its share of an object store's request rate."""
-        return dataclasses.replace(self, _share=RequestShare(process, processes))
+        del process, processes
+        return self
 
     def kvstore(self) -> Any:
         """The location as a `ts.KvStore`: for memory, and for operations that only TensorStore has (OCDBT)."""
@@ -140,12 +138,8 @@ class Store:
 
     def local_path(self, key: str) -> Path | None:
         """A key's path ("": the location itself) on this machine's file system; None if it is not there."""
-        if self.location.local is None:
-            return None
-        if not key:
-            return self.location.local
-        check_key(key.removesuffix("/"), self)
-        return self.location.local / key
+        del key
+        return None
 
     def read(self, key: str, start: int | None = None, stop: int | None = None) -> bytes:
         """Read an object's bytes, or its bytes from `start` to `stop`.
@@ -155,7 +149,7 @@ class Store:
             CorruptionError: the object ends before `stop`.
             FormatError: the complete object was requested, and the file on disk has more than `files.LARGEST_WHOLE` bytes.
         """
-        data, _ = self._read(key, start, stop)
+        data, _ = self._read_checked(key, start, stop, versioned=False)
         if data is None:
             raise self._missing(key)
         return data
@@ -168,24 +162,14 @@ class Store:
         Raises:
             CorruptionError, FormatError: as for `read`.
         """
-        data, generation = self._read(key, start, stop)
-        if self.location.local is not None and start is None and stop is None:
-            generation = files.generation_of(data)
-        return data, generation
+        return self._read_checked(key, start, stop, versioned=True)
 
-    def _read(self, key: str, start: int | None, stop: int | None) -> tuple[bytes | None, bytes]:
-        """Read an object's bytes, and its generation; b"" on a disk."""
+    def _read_checked(self, key: str, start: int | None, stop: int | None, *, versioned: bool) -> tuple[bytes | None, bytes]:
+        """Read an object's bytes, all of those that are asked for, and its generation, if it is asked for."""
         check_key(key, self)
         with storage_errors("read", self.path_of(key)):
             try:
-                if (path := self._file(key)) is not None:
-                    data, generation = files.read(path, start or 0, stop), b""
-                elif self.location.bucket is not None:
-                    return self._bucket.read(self._name(key), start or 0, stop, self._share)
-                else:
-                    span = None if start is None and stop is None else slice(start or 0, stop)
-                    found = self.kvstore().read(key, byte_range=span).result()
-                    data, generation = found.value if found.state == "value" else None, found.stamp.generation
+                data, generation = self._read(key, start, stop, versioned=versioned)
             except (ValueError, EOFError) as e:
                 if isinstance(e, ValueError) and "OUT_OF_RANGE" not in str(e):
                     raise
@@ -204,19 +188,11 @@ class Store:
             MissingDataError: there is no such object.
             CorruptionError: the object ends before the buffers are full.
         """
-        stop = start + sum(map(len, into))
-        if self.location.bucket is None:
-            data, generation = self._read(key, start, stop)
-            if data is None:
-                raise self._missing(key)
-            rest = memoryview(data)
-            for part in into:
-                part[:], rest = rest[: len(part)], rest[len(part) :]
-            return generation
         check_key(key, self)
+        stop = start + sum(map(len, into))
         with storage_errors("read", self.path_of(key)):
             try:
-                return self._bucket.read_into(self._name(key), start, into, self._share)
+                return self._read_into(key, start, into)
             except FileNotFoundError as e:
                 raise self._missing(key) from e
             except EOFError as e:
@@ -226,12 +202,7 @@ class Store:
         """Bytes of the object; None if it does not exist. Reads none of them, except from memory."""
         check_key(key, self)
         with storage_errors("look for", self.path_of(key)):
-            if self.location.bucket is not None:
-                return self._bucket.stat(self._name(key), self._share)[0]
-            if (path := self._file(key)) is not None:
-                return path.stat().st_size if is_file(path) else None
-        data, _ = self._read(key, None, None)
-        return None if data is None else len(data)
+            return self._size(key)
 
     def is_longer(self, key: str, nbytes: int) -> bool:
         """Whether the object exists and has more than `nbytes` bytes."""
@@ -241,25 +212,13 @@ class Store:
         """Whether the object exists; reads none of its bytes."""
         check_key(key, self)
         with storage_errors("look for", self.path_of(key)):
-            if self.location.bucket is not None:
-                return self._bucket.stat(self._name(key), self._share)[0] is not None
-            if (path := self._file(key)) is not None:
-                return is_file(path)
-            return bool(self.kvstore().list(ts.KvStore.KeyRange(key.encode(), key.encode() + b"\0")).result())
+            return self._exists(key)
 
     def change_token(self, key: str) -> object:
         """A value that differs after each write of an object, for comparison in one process; reads no bytes, except from memory."""
         check_key(key, self)
         with storage_errors("look for", self.path_of(key)):
-            if self.location.bucket is not None:
-                return self._bucket.stat(self._name(key), self._share)[1]
-            if (path := self._file(key)) is not None:
-                try:
-                    found = path.stat()
-                except (FileNotFoundError, NotADirectoryError):
-                    return None
-                return found.st_dev, found.st_ino, found.st_mtime_ns, found.st_ctime_ns, found.st_size
-        return self.read_versioned(key)[1]
+            return self._change_token(key)
 
     def create(self, key: str, data: Data) -> bool:
         """Create an object if it does not exist; durable when this returns.
@@ -281,6 +240,7 @@ class Store:
             again after a deletion, and on a disk and on S3 a generation is a digest, which matches again when the same bytes return.
         """
         assert generation, "an empty generation would overwrite whatever is there"
+        check_key(key, self)
         with storage_errors("write", self.path_of(key)):
             if self._write(key, data, generation):
                 return True
@@ -288,13 +248,17 @@ class Store:
 
     def write(self, key: str, data: Data) -> None:
         """Write an object, and overwrite any object there; durable when this returns."""
+        check_key(key, self)
         with storage_errors("write", self.path_of(key)):
             self._write(key, data, None)
 
     def upload(self, key: str, data: Data) -> Upload:
         """Begin to write an object, and overwrite any object there; the buffer must stay as it is until that ends."""
         check_key(key, self)
-        return Upload(self.path_of(key), lambda retry: self._write(key, data, None, retry), background=self.location.bucket is not None)
+        return Upload(self.path_of(key), lambda retry: self._write(key, data, None, retry), background=self.uploads_on_threads)
+
+    uploads_on_threads = False
+    """Whether an upload goes on while its caller does something else."""
 
     def delete(self, key: str) -> None:
         """Delete an object, if there is one."""
@@ -312,18 +276,10 @@ class Store:
         assert generation, "an empty generation would delete whatever is there"
         check_key(key, self)
         with storage_errors("delete", self.path_of(key)):
-            if self.location.bucket is not None:
-                return self._bucket.delete_if(self._name(key), generation)
-            if (path := self._file(key)) is not None:
-                return files.remove(path, generation)
-            return bool(self.kvstore().write(key, None, if_equal=generation).result().generation)
+            return self._remove(key, generation)
 
-    def remove_empty(self) -> None:
+    def remove_empty(self) -> None:  # noqa: B027  (a storage without directories has none to remove)
         """On disk: remove the location's directory if it is empty. Object stores have no directories."""
-        path = self.local_path("")
-        if path is not None:
-            with suppress(OSError):
-                remove_directory(path)
 
     def delete_prefix(self, prefix: str = "") -> None:
         """Delete everything below `prefix`: "" (the complete location) or a name that ends in a slash.
@@ -332,22 +288,12 @@ class Store:
         """
         assert prefix == "" or prefix.endswith("/"), "a prefix without a slash would take its namesakes along: step1, step10"
         with storage_errors("delete", self.path_of(prefix)):
-            path = self.local_path(prefix)
-            if path is not None:
-                remove_tree(path)
-            elif self.location.bucket is None:
-                self.kvstore().delete_range(_starting_with(prefix)).result()
-            else:
-                delete_objects(listing.keys(self.location, prefix), self._delete)
+            self._delete_below(prefix)
 
     def list(self, prefix: str = "") -> builtins.list[str]:
         """All keys that start with `prefix`, sorted; empty if the location does not exist. For prefixes of a few objects."""
-        if self.location.bucket is not None:
-            return sorted(listing.keys(self.location, prefix))
         with storage_errors("list", self.path_of(prefix)):
-            if (top := self._file("")) is not None:
-                return sorted(name for name, _ in files.below(top, prefix))
-            return sorted(key.decode() for key in self.kvstore().list(_starting_with(prefix)).result())
+            return sorted(self._list(prefix))
 
     def list_children(self, prefix: str = "") -> builtins.list[str]:
         """The names directly below `prefix` ("" or ending in a slash), sorted; a name that has keys below it ends in a slash.
@@ -355,12 +301,7 @@ class Store:
         On disk, one directory is read, and the name of an empty directory ends in a slash too.
         """
         with storage_errors("list", self.path_of(prefix)):
-            if (path := self.local_path(prefix)) is not None:
-                return listing.directory(path)
-            if self.location.bucket is not None:
-                return listing.children(self.location, prefix)
-            heads = (key.removeprefix(prefix).partition("/") for key in self.list(prefix))
-            return sorted({head + slash for head, slash, _ in heads})
+            return self._list_children(prefix)
 
     def sizes(self, prefix: str) -> dict[str, int]:
         """Bytes of every object whose key starts with `prefix`, which may be a complete key.
@@ -368,24 +309,10 @@ class Store:
         On disk, those of the files in one directory; on a web server, that of the file whose key is `prefix`.
         """
         with storage_errors("list", self.path_of(prefix)):
-            folder = prefix[: prefix.rfind("/") + 1]
-            if (top := self.local_path(folder)) is not None:
-                names = [folder + name for name in listing.directory(top) if not name.endswith("/")]
-                return {name: (top / name.removeprefix(folder)).stat().st_size for name in names if name.startswith(prefix)}
-            if self.location.is_web:
-                nbytes, _ = self._bucket.stat(self._name(prefix), self._share)
-                return {} if nbytes is None else {prefix: nbytes}
-            if self.location.bucket is None:
-                return {key: len(self.read(key)) for key in self.list(prefix)}
-            return {found.name: found.nbytes for page in listing.pages(self.location, prefix) for found in page.objects}
+            return self._sizes(prefix)
 
-    def make_parents(self, key: str) -> None:
+    def make_parents(self, key: str) -> None:  # noqa: B027  (nor any to create)
         """On disk: create the parent directories of a key, durably. Object stores have none."""
-        path = self.local_path(key)
-        if path is not None:
-            with storage_errors("make a directory for", path):
-                assert self._directories is not None
-                self._directories.make(path.parent)
 
     def _missing(self, key: str) -> MissingDataError:
         return MissingDataError(f"{self.path_of(key)} is missing; put it back from a backup.")
@@ -393,41 +320,65 @@ class Store:
     def _cut_off(self, key: str, stop: int | None, why: object) -> CorruptionError:
         return CorruptionError(f"{self.path_of(key)} ends before byte {stop}: {why}; replace it with a backup.")
 
-    @property
-    def _bucket(self) -> Bucket:
-        """Requests about the objects of the location's bucket."""
-        begin_use(self.location)
-        return open_bucket(self.location)
+    # --- a kind of storage; keys are checked, and errors of the system are typed by the caller
 
-    def _file(self, key: str) -> Path | None:
-        """Note the use (`begin_use`), and return the key's path; None if the location is not on disk."""
-        begin_use(self.location)
-        return self.local_path(key)
+    @classmethod
+    @abstractmethod
+    def at(cls, location: Location) -> Store:
+        """A store of this kind; raises what `open` raises."""
 
-    def _name(self, key: str) -> str:
-        """An object's name in its bucket."""
-        return self.location.object_prefix + key
+    @abstractmethod
+    def _moved(self, location: Location) -> Store:
+        """The store of another location in the same storage."""
 
+    @abstractmethod
+    def _read(self, key: str, start: int | None, stop: int | None, *, versioned: bool) -> tuple[bytes | None, bytes]:
+        """Read bytes, None if there is no object, and the generation, which may be b"" unless `versioned`.
+
+        Raises:
+            EOFError, ValueError("OUT_OF_RANGE…"): the object ends before `stop`.
+        """
+
+    def _read_into(self, key: str, start: int, into: Sequence[memoryview]) -> bytes:
+        """Fill buffers; FileNotFoundError or EOFError where that is impossible."""
+        data, generation = self._read_checked(key, start, start + sum(map(len, into)), versioned=False)
+        if data is None:
+            raise FileNotFoundError(key)
+        rest = memoryview(data)
+        for part in into:
+            part[:], rest = rest[: len(part)], rest[len(part) :]
+        return generation
+
+    @abstractmethod
+    def _size(self, key: str) -> int | None: ...
+
+    @abstractmethod
+    def _exists(self, key: str) -> bool: ...
+
+    @abstractmethod
+    def _change_token(self, key: str) -> object: ...
+
+    @abstractmethod
     def _write(self, key: str, data: Data, generation: bytes | None, retry: Retry | None = None) -> bool:
         """Write; False if the object no longer has `generation`."""
-        check_key(key, self)
-        if self.location.bucket is not None:
-            view = byte_view(data)
-            return bool(self._bucket.write(self._name(key), [view], generation=generation, share=self._share, retry=retry))
-        if (path := self._file(key)) is not None:
-            self.make_parents(key)
-            return files.replace(path, byte_view(data), generation)
-        value = data if isinstance(data, (bytes, bytearray)) else bytes(byte_view(data))
-        return bool(self.kvstore().write(key, value, if_equal=generation).result().generation)
 
-    def _delete(self, key: str) -> None:
-        """Delete an object, if there is one."""
-        if self.location.bucket is not None:
-            self._bucket.delete(self._name(key), self._share)
-        elif (path := self._file(key)) is not None:
-            files.delete(path)
-        else:
-            self.kvstore().write(key, None).result()
+    @abstractmethod
+    def _delete(self, key: str) -> None: ...
+
+    @abstractmethod
+    def _remove(self, key: str, generation: bytes) -> bool: ...
+
+    @abstractmethod
+    def _delete_below(self, prefix: str) -> None: ...
+
+    @abstractmethod
+    def _list(self, prefix: str) -> Iterable[str]: ...
+
+    @abstractmethod
+    def _list_children(self, prefix: str) -> builtins.list[str]: ...
+
+    @abstractmethod
+    def _sizes(self, prefix: str) -> dict[str, int]: ...
 
 
 def _same(there: bytes | None, data: Data) -> bool:
@@ -438,9 +389,3 @@ def byte_view(data: Data) -> memoryview:
     """A flat byte view of contiguous bytes of any kind, without a copy."""
     view = memoryview(data)  # type: ignore[arg-type]  # an ndarray is a buffer; its types say so from Python 3.12 on
     return view.cast("B") if view.nbytes else memoryview(b"")
-
-
-def _starting_with(prefix: str) -> Any:
-    """The range of keys that start with `prefix`; "" means all keys."""
-    first = prefix.encode()
-    return ts.KvStore.KeyRange(first, first[:-1] + bytes([first[-1] + 1]) if first else b"")
