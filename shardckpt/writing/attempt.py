@@ -97,7 +97,7 @@ class Attempt:
         self._nbytes = 0
         """Bytes that this process writes, before compression."""
         self._said: dict[FileReference, Contents] = {}
-        """This process's contents by the file that holds them, if it is the only process."""
+        """This process's contents by their file, if it saves alone."""
         self._wrote = False
         """Whether any file of the attempt may exist."""
         self._stopped = ""
@@ -109,7 +109,7 @@ class Attempt:
         self._late = False
         """Whether the others had given up the attempt before this process began it."""
         self._vouches = False
-        """Whether this process's record may exist, which lets other processes commit the attempt."""
+        """Whether this process's record may exist. Others may then commit the attempt, so its files must stay."""
         self._dependants: Dependants | None = None
         """The checkpoints that need the one to be replaced, if there is one; used by the committing process."""
         self._durable = False
@@ -117,7 +117,7 @@ class Attempt:
         self.record: HostRecord | None = None
         """The record of this process's share, when that is durable."""
         self._ended = False
-        """Whether all that is left is to publish, or to see it published; both handle their errors themselves."""
+        """Whether only publishing, or waiting for it, is left. Both report their own errors, so `give_up` is not called."""
         if is_shutting_down():
             error = CommitError(
                 f"{store}: Python is shutting down and starts no threads any more, so nothing can be saved, and nothing was. "
@@ -359,7 +359,7 @@ class Attempt:
         return None if closed is None else f"it has given up another save to this place: {closed}"
 
     def _tell_in_vain(self) -> None:
-        """Announce the end of a wait to processes that are late, or have missed this save and would complete it with later data."""
+        """Announce that this process has stopped waiting, so that a late process does not complete the attempt with newer data."""
         self._tell(WORD, CommitError(f"process {self.world.process} does not wait for it any more."))
 
     def stop_waiting(self, why: str) -> None:

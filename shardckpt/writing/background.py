@@ -143,7 +143,7 @@ class _Save:
         self._stage = Stage(pool, self._start)
         self._thread: threading.Thread | None = None
         self._writes = threading.Event()
-        """Set when this process begins to write, or has ended without."""
+        """Set when this process has begun to write, or has ended without writing."""
         self._began = self._planned = self._copied = began
         self._share: tuple[Contents, bytes | None, ReplicaChecksums | None] | None = None
         self._late: LateElements | None = None

@@ -182,7 +182,7 @@ class HostWriter:
             written: called with the bytes of the elements of each portion that is written, on the thread that has written it.
         """
         most = at_a_time
-        if self._encoders[0].moves_blocks:  # they are not laid out: longer calls, and still work for all threads
+        if self._encoders[0].moves_blocks:  # larger portions, but still one for each thread
             most = max(at_a_time, min(extension.CALL_BYTES, nbytes // len(self._encoders)))
         for some in batches(blocks, lambda block: (_bytes_of_chunks(block),), (most,)):
             yield Portion(some, partial(written, sum(elements.nbytes for _, _, elements in some)))
@@ -325,7 +325,7 @@ class Portion(NamedTuple):
 
     blocks: list[Elements]
     written: Callable[[], None]
-    """Called when they are written."""
+    """Called after these blocks are written."""
 
 
 class Encoder:

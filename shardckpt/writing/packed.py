@@ -334,7 +334,7 @@ class _DataFiles:
 
 
 def _between(data: Output, chunks: slice, span: slice) -> Output:
-    """Some of the chunks, which have these bytes among all."""
+    """The part of `data` with these chunks, which are these bytes of it."""
     if isinstance(data, BlocksOut):
         return replace(data, first=chunks.start, last=chunks.stop)
     return data[chunks] if isinstance(data, list) else byte_view(data)[span]

@@ -5,7 +5,7 @@ its own copy of every such box, and writes them beside its chunks (`format.repli
 
 1. "sample": of a box that the host reads without a copy, and of a box on a CUDA device, at most `SAMPLED` elements on a regular
    grid that begins at its first element. It costs about 50 µs per box; on a CUDA device the elements are copied behind
-   the state's own, and the host waits for neither. Boxes on other devices are not compared.
+   the state's own, and the host does not wait for them. Boxes on other devices are not compared.
 2. True: all elements of all these boxes, also those on devices, which are copied to the host for that.
 """
 

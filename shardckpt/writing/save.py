@@ -32,15 +32,15 @@ if TYPE_CHECKING:
 _AT_A_TIME = 4 << 20
 """Bytes of elements that a thread of `save` lays out and writes at a time."""
 _COPIES = {None: 1, "zstd": 3}
-"""Copies of these bytes that a thread holds, by compression: laid out; with zstd also the compressed chunks, and their joined bytes."""
+"""Buffers of that size that a thread has, by compression: for laid-out chunks; with zstd also for compressed ones, alone and joined."""
 _LEAST_SHARE = 32 << 20
 """Least bytes that each thread writes on average: less does not justify data files of its own."""
 _LEAST_MEAN = 512 << 10
 """Least mean bytes of a block for which several threads pay off: copying and writing, which release the interpreter lock, then take
 far longer than the Python code."""
 _SMALL_STATE, _SMALL_MEAN = 256 << 20, 64 << 10
-"""Most bytes of a state, or mean bytes of its blocks, that are written faster than the collector of reference cycles visits the
-objects that this makes."""
+"""Most bytes of a state, or mean bytes of its blocks, for which one pass of the collector of reference cycles takes longer than the
+write."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class SaveReport:
     committing_s: float
     """Seconds until the checkpoint was published, on the committing process; 0 on the others."""
     streamed: bool
-    """Whether the buffers were too small, so that the call waited until part of the state was written."""
+    """Whether the state exceeded the buffers, so that the call waited until part of it was written."""
     bases: tuple[str, ...] = ()
     """The other checkpoints that hold the skipped tensors."""
     engine: str = ENGINE

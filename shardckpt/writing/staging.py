@@ -71,7 +71,7 @@ class _Part:
     arrivals: list[Arrival] = field(default_factory=list)
     """The copies from devices that must arrive before the memory is read or reused."""
     portions: int = 1
-    """Number of portions that are drawn and not written, and one until all are drawn."""
+    """Portions that are drawn but not yet written, plus one while more may be drawn."""
 
 
 def late_bytes(share: StateShare) -> int:
@@ -134,7 +134,7 @@ class Stage:
         self._ready: deque[_Part] = deque()
         self._closed = False
         self._interrupted = False
-        """Whether copying has failed: after Ctrl-C a thread may still be copying into the buffer, so no other save may reuse it."""
+        """Whether copying has failed. After Ctrl-C a thread may still write into the buffer, so the pool must not reuse it."""
         self._failure: BaseException | None = None
         self._changed = Condition()
 

@@ -11,8 +11,9 @@ call, its counter is behind for ever. So the processes begin to count anew after
    to an attempt that the others have left behind, so its call fails. It announces this; then process 0 gives up the call in
    which it waits, and names that process. All of them meet in the call after that. If the process was only late, it comes to the meeting
    of the present call within seconds, and this call succeeds.
-4. Process 0 itself may have missed a call. Then the calls of the others that begin before its own call fails, fail with it. A call that
-   begins later waits for the next call of process 0: whether process 0 has missed a call, or was only late, nobody can see.
+4. Process 0 itself may have missed a call. Then the calls of the others that begin before its own call fails, fail because that call
+   fails. A call that begins later waits for the next call of process 0: whether process 0 has missed a call, or was only late, nobody can
+   see.
 
 A failed save costs this one meeting at its place. All other saves have none.
 """
