@@ -241,7 +241,7 @@ class _Save:
         except BaseException as e:  # noqa: BLE001  (the handle raises it)
             self.outcome.end(e)
             if has_begun():  # perhaps nobody waits for the handle any more
-                _log.warning("%s: the save failed while the program ended: %s", self.outcome.url, e)
+                self.outcome.warn()
         finally:
             self._writes.set()
             _in_flight.discard(self)
@@ -324,7 +324,14 @@ class SaveHandle:
         """
         if until not in ("commit", "local"):
             raise OptionError(f'SaveHandle.wait({until!r}): use "commit" or "local".')
-        return self._outcome.wait(until, timeout)
+        try:
+            return self._outcome.wait(until, timeout)
+        finally:
+            self._outcome.told = self._outcome.ended
+
+    def __del__(self) -> None:
+        """Leave the save to itself; if it fails, or has failed, that is in the log."""
+        self._outcome.let_go()
 
     def __repr__(self) -> str:
         return f"<SaveHandle of {self.url}: {self._outcome.state}>"
@@ -337,6 +344,10 @@ class SaveProgress:
         self.url = url
         self.nbytes = 0
         self.report: SaveReport | None = None
+        self.told = False
+        """Whether a caller has got the report or the error, or the log has the error."""
+        self._let_go = False
+        """Whether nobody can wait for it any more."""
         self._durable = False
         self._error: BaseException | None = None
         self._process = os.getpid()
@@ -386,6 +397,19 @@ class SaveProgress:
                     self._error = out_of_memory(self.url, ended)
                     self._error.__cause__ = ended
             self._changed.notify_all()
+        if self._let_go:
+            self.warn()
+
+    def let_go(self) -> None:
+        """Note that nobody can wait for it any more; called at any moment, so it locks nothing."""
+        self._let_go = True
+        self.warn()
+
+    def warn(self) -> None:
+        """Log the error, if there is one that nobody was told."""
+        if self._error is not None and not self.told and os.getpid() == self._process:
+            self.told = True
+            _log.warning("%s: the save failed in the background, and nothing waited for it: %s", self.url, self._error)
 
 
 _saver: Saver | None = None

@@ -1,5 +1,6 @@
 """Saving in the background: what was copied is what is saved, failures are told, and nothing is left half done."""
 
+import gc
 import json
 import os
 import signal
@@ -334,6 +335,31 @@ def test_the_end_of_a_program_finishes_what_is_in_flight(tmp_path, mode):
     assert_holds(tmp_path / "1", 40)
 
 
+@pytest.mark.parametrize("dropped", ["before it fails", "after it failed", "when it was waited for"])
+def test_a_failure_that_no_caller_was_told_is_reported_in_the_log_once(tmp_path, caplog, dropped):
+    go_on = threading.Event()
+
+    def fail():
+        go_on.wait(30)
+        raise ValueError("not fit to be published")
+
+    saver = Saver()
+    handle = saver.begin(tmp_path / "c", state(), SaveOptions(), before_publish=fail)
+    if dropped == "before it fails":
+        del handle
+    go_on.set()
+    if dropped == "when it was waited for":
+        with pytest.raises(ValueError, match="not fit"):
+            handle.wait()
+    saver.close()
+    assert len(caplog.messages) == (dropped == "before it fails")
+    if dropped != "before it fails":
+        del handle
+    gc.collect()
+    told = [f"{tmp_path / 'c'}: the save failed in the background, and nothing waited for it: not fit to be published"]
+    assert caplog.messages == (told if dropped != "when it was waited for" else [])
+
+
 def test_a_save_that_fails_while_the_program_ends_is_reported_in_the_log(tmp_path):
     """Nobody can wait for it any more, and the program's own exit status says nothing of it."""
     program = """if True:
@@ -347,7 +373,7 @@ def test_a_save_that_fails_while_the_program_ends_is_reported_in_the_log(tmp_pat
             raise ValueError("not fit to be published")
         Saver().begin(sys.argv[1], {"w": numpy.ones(9)}, SaveOptions(), before_publish=fail)"""
     done = subprocess.run([sys.executable, "-c", program, tmp_path / "c"], capture_output=True, text=True, timeout=60, check=False)
-    assert done.stderr == f"{tmp_path / 'c'}: the save failed while the program ended: not fit to be published\n"
+    assert done.stderr == f"{tmp_path / 'c'}: the save failed in the background, and nothing waited for it: not fit to be published\n"
 
 
 def test_a_save_that_begins_when_python_ends_is_refused(tmp_path):
