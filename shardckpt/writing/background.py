@@ -428,6 +428,7 @@ def save_async(
 
     The state may change when the call returns: the checkpoint gets the values at the call. Copies of CUDA tensors are only queued then;
     `SaveOptions.device_copy` orders later work after them. `wait()` on the handle returns the report of the save, or raises its error.
+    An error is in the log if the handle is dropped before.
 
     Buffers and the plan of the writes are kept, so later saves of the same state are faster than the first. Buffers have at most
     `memory_limit` bytes. If the state is larger, the call waits until the rest is written (`SaveReport.streamed`).
