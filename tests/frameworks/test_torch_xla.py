@@ -156,7 +156,7 @@ def test_replicas_of_a_partially_replicated_tensor_are_read_and_dropped(round_tr
 def test_the_bytes_that_a_source_says_it_stages_are_what_fetching_it_takes(answers):
     for case, found in zip(MEMORY, answers["memory"], strict=True):
         # The allocator may have some of it at hand already.
-        assert 0.8 * found["said"] <= found["peak"] <= 1.05 * found["said"], case
+        assert 0.7 * found["said"] <= found["peak"] <= 1.05 * found["said"], case
     tiled, partial, replicated = (found["said"] for found in answers["memory"])
     assert tiled == replicated == partial / 4
 

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 import uuid
 
 import crc32c
@@ -135,12 +136,13 @@ def test_many_requests_are_under_way_at_once(proxied):
     piece, table = written(store, rows, gaps)
     reader = ChunkReader(ReadableChunks(store, WholeTable.of(FILES, {"w": table})))
     proxy.traffic.reset()
-    with proxy.rules.during(Rule("latency", seconds=1, times=None, kinds=("read",))):
+    with proxy.rules.during(Rule("latency", seconds=3, times=None, kinds=("read",))):
         read = threading.Thread(target=read_all, args=(reader, piece, np.int64))
         read.start()
         seen = 0
         while read.is_alive() and seen < 12:
-            seen = sum(e.status is None for e in proxy.traffic.exchanges())
+            seen = max(seen, sum(e.status is None for e in proxy.traffic.exchanges()))
+            time.sleep(0.01)
         read.join()
     assert seen == 12
 
