@@ -154,8 +154,8 @@ def assemble(place: Store, said: Mapping[FileReference, Contents] | None = None)
         chunks, nbytes = sum(host.chunks for host in hosts), sum(host.stored_bytes for host in hosts)
         documents = partial(encoded_documents, structure, first.compression)
         few_chunks = chunks + len(values) + len(structure.tensors) <= index.MOST_IN_A_LEAF
-        if not (few_chunks and index.write_index(place, _places(table, structure), documents(), values)):
-            index.merge_lanes(place, lanes, documents(), values=values, expected_chunks=chunks, expected_bytes=nbytes)
+        if not (few_chunks and index.write_index(place, partial(_places, table, structure), documents, values)):
+            index.merge_lanes(place, lanes, documents, values=values, expected_chunks=chunks, expected_bytes=nbytes)
     else:
         for piece, position, stored, _ in small:
             place.write(plain_key(chunk_object_key(piece, position)), stored)

@@ -27,7 +27,7 @@ from shardckpt.io.files import LARGEST_WHOLE, clear
 from shardckpt.io.store import Store, shared_context, with_new_keys
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from shardckpt.io.ocdbt import Place, Version
     from shardckpt.io.url import Location
@@ -50,7 +50,7 @@ _MOST_HEIGHT = 16
 def merge_lanes(
     attempt: Store,
     lanes: Sequence[str],
-    documents: Iterable[tuple[str, bytes]],
+    documents: Callable[[], Iterable[tuple[str, bytes]]],
     *,
     values: Mapping[str, bytes] | None = None,
     expected_chunks: int,
@@ -61,7 +61,8 @@ def merge_lanes(
     Args:
         attempt: the attempt's place.
         lanes: OCDBT databases relative to it.
-        documents: array path and encoded `zarr.json` of each array, made one by one; the groups' documents are made here.
+        documents: yields array path and encoded `zarr.json` of each array; the groups' documents are made here. Called again where all is
+            repeated because keys were rotated.
         values: key → chunk, for chunks that no lane has; None: there are none.
         expected_chunks: number of chunks in all lanes together.
         expected_bytes: their stored bytes.
@@ -80,7 +81,7 @@ def merge_lanes(
         # The few documents come first, because the second transaction rewrites the nodes that it touches.
         with ts.Transaction() as writes:
             within = database.with_transaction(writes)
-            written = _await(within.write(key, data) for key, data in chain(packed_documents(documents), (values or {}).items()))
+            written = _await(within.write(key, data) for key, data in chain(packed_documents(documents()), (values or {}).items()))
         with ts.Transaction() as copies:
             within = database.with_transaction(copies)
             _await(_database(attempt.sub(lane)).experimental_copy_range_to(within) for lane in lanes)
@@ -97,8 +98,8 @@ def merge_lanes(
 @with_new_keys
 def write_index(
     attempt: Store,
-    chunks: Iterable[tuple[str, str, int, int]],
-    documents: Iterable[tuple[str, bytes]],
+    chunks: Callable[[], Iterable[tuple[str, str, int, int]]],
+    documents: Callable[[], Iterable[tuple[str, bytes]]],
     values: Mapping[str, bytes],
 ) -> bool:
     """Build the merged index of an attempt with few chunks, as one leaf; if one is there already, the result is the same.
@@ -107,7 +108,7 @@ def write_index(
 
     Args:
         attempt: the attempt's place.
-        chunks: the chunks in data files: key, file relative to the attempt, offset and bytes.
+        chunks: yields the chunks in data files: key, file relative to the attempt, offset and bytes. Called as `documents` is.
         documents: as for `merge_lanes`.
         values: as for `merge_lanes`.
 
@@ -115,10 +116,10 @@ def write_index(
         CommitError: TensorStore does not find every key.
         StorageError: the storage failed.
     """
-    inside = {key.encode(): data for key, data in chain(packed_documents(documents), values.items())}
+    inside = {key.encode(): data for key, data in chain(packed_documents(documents()), values.items())}
     if max(map(len, inside.values()), default=0) > _MOST_INSIDE:
         return False
-    places = {key.encode(): (file, offset, length) for key, file, offset, length in chunks}
+    places = {key.encode(): (file, offset, length) for key, file, offset, length in chunks()}
     files = {file: i for i, file in enumerate(dict.fromkeys(file for file, _, _ in places.values()))}
     keys = sorted([*inside, *places])
     rows = np.zeros((len(keys), 3), np.int64)

@@ -7,15 +7,18 @@ import json
 import os
 import shutil
 import uuid
+from functools import partial
 
 import numpy as np
 import pytest
 import tensorstore as ts
 import zarr
 
+import shardckpt
 from shardckpt.commit.index import dump_index, index_entries, merge_lanes, stock_spec, stock_url, write_plain_documents
-from shardckpt.errors import CommitError, MissingDataError
+from shardckpt.errors import CommitError, MissingDataError, StorageError
 from shardckpt.format.zarr_arrays import array_json, chunk_key, encode_document
+from shardckpt.io import store as store_module
 from shardckpt.io.store import Store, shared_context
 from shardckpt.layout.dtypes import DTYPES, of_numpy
 from shardckpt.writing.packed import PackedWriter
@@ -56,7 +59,7 @@ def write(encoded_chunks):
             writer.finish()
         if layout == "packed":
             lanes = [lane for writer in writers for lane in writer.lanes]
-            merge_lanes(store, lanes, encoded(documents), expected_chunks=count, expected_bytes=total)
+            merge_lanes(store, lanes, partial(encoded, documents), expected_chunks=count, expected_bytes=total)
         else:
             write_plain_documents(store, documents)
 
@@ -165,7 +168,7 @@ def test_the_merged_index_adds_a_manifest_and_one_directory(tmp_path, write, ran
 
 
 def test_a_state_without_arrays_has_an_index_all_the_same(store):
-    merge_lanes(store, [], (), expected_chunks=0, expected_bytes=0)
+    merge_lanes(store, [], tuple, expected_chunks=0, expected_bytes=0)
     assert dump_index(store) == {}
 
 
@@ -181,7 +184,7 @@ def test_the_merged_index_refers_to_the_very_places_where_hosts_put_their_chunks
         expected |= {key: (extents.files[f], o, n) for key, f, o, n in zip(keys, *columns, strict=True)}
         lanes += writer.lanes
     documents = {"w": array_json((20, 3), DTYPES["uint8"], (1, 1))}
-    merge_lanes(store, lanes, encoded(documents), expected_chunks=60, expected_bytes=3 * 210)
+    merge_lanes(store, lanes, partial(encoded, documents), expected_chunks=60, expected_bytes=3 * 210)
     assert dump_index(store) == expected
     assert [key for key, _ in index_entries(store)] == sorted(expected)
 
@@ -193,7 +196,7 @@ def test_an_index_of_several_levels_is_walked_whole(store):
     for key in keys:
         writer.append([key], [b"x"])
     writer.finish()
-    merge_lanes(store, writer.lanes, (), expected_chunks=len(keys), expected_bytes=len(keys))
+    merge_lanes(store, writer.lanes, tuple, expected_chunks=len(keys), expected_bytes=len(keys))
     root = ts.ocdbt.dump(store.kvstore()).result()["versions"][-1]
     assert root["root_height"] > 0
     assert [key for key, _ in index_entries(store)] == keys
@@ -208,7 +211,7 @@ def test_a_chunk_that_two_hosts_wrote_fails_the_commit(store):
         writer.finish()
         lanes += writer.lanes
     with pytest.raises(CommitError, match="two hosts wrote the same chunk"):
-        merge_lanes(store, lanes, (), expected_chunks=2, expected_bytes=2)
+        merge_lanes(store, lanes, tuple, expected_chunks=2, expected_bytes=2)
 
 
 @pytest.mark.timeout(400)  # TensorStore merges indexes on a mount with the habits of NFS in seconds, or in minutes
@@ -217,7 +220,7 @@ def test_a_lane_that_lacks_chunks_fails_the_commit(store):
     writer.append(["w/c/0"], [b"1"])
     writer.finish()
     with pytest.raises(CommitError, match="wrote 2 chunks"):
-        merge_lanes(store, writer.lanes, (), expected_chunks=2, expected_bytes=2)
+        merge_lanes(store, writer.lanes, tuple, expected_chunks=2, expected_bytes=2)
 
 
 @pytest.mark.timeout(400)  # TensorStore merges indexes on a mount with the habits of NFS in seconds, or in minutes
@@ -226,10 +229,27 @@ def test_large_documents_do_not_disturb_the_count(store):
     writer.append(["w/c"], [b"12345"])
     writer.finish()
     document = array_json((), DTYPES["uint8"], (), None, {"shardckpt": "x" * (2 << 20)})
-    merge_lanes(store, writer.lanes, encoded({"w": document}), expected_chunks=1, expected_bytes=5)
+    merge_lanes(store, writer.lanes, partial(encoded, {"w": document}), expected_chunks=1, expected_bytes=5)
     assert dump_index(store)["w/c"] == ("hosts/00000/0/d/00000", 0, 5)
 
 
 def test_an_attempt_without_an_index_says_so(store):
     with pytest.raises(MissingDataError, match=r"manifest\.ocdbt"):
         dump_index(store)
+
+
+def test_an_index_that_is_written_again_because_keys_were_rotated_is_complete(tmp_path, monkeypatch):
+    """The first write fails, in a process that has used a bucket with other keys."""
+    monkeypatch.setattr(store_module, "_stamps", ["of earlier keys"])
+    write, failed = Store.write, []
+
+    def fails_once(store, key, data):
+        if key == "d/leaf" and not failed:
+            failed.append(key)
+            raise StorageError("cannot write: access denied")
+        write(store, key, data)
+
+    monkeypatch.setattr(Store, "write", fails_once)
+    shardckpt.save(tmp_path / "c", {"w": np.arange(12).reshape(3, 4)})
+    assert failed
+    assert shardckpt.open(tmp_path / "c").verify().damage == []
