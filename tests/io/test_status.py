@@ -90,7 +90,7 @@ def places():
 def as_another_user(places, entries):
     command = [sys.executable, CHILDREN / "another_user.py", places / "mine"]
     env = os.environ | {"COLUMNS": "200", "PYTHONIOENCODING": "utf-8"}
-    finished = subprocess.run(command, input=json.dumps(entries), capture_output=True, text=True, check=False, timeout=300, env=env)
+    finished = subprocess.run(command, input=json.dumps(entries), capture_output=True, text=True, check=False, timeout=600, env=env)
     assert finished.returncode == 0, finished.stderr
     return json.loads(finished.stdout)
 
@@ -127,7 +127,7 @@ COMMANDS = [
 ]
 
 
-@pytest.mark.timeout(400)  # it starts some dozen programs, one after another
+@pytest.mark.timeout(700)  # it starts some dozen programs, one after another
 def test_every_command_of_a_user_who_may_not_enter_a_directory_says_so(places):
     entries = [[one.replace("CLOSED", str(places / "closed")).replace("OK", str(places / "ok")) for one in each] for each in COMMANDS]
     for command, (code, err) in zip(COMMANDS, as_another_user(places, entries), strict=True):
