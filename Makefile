@@ -5,7 +5,29 @@ BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile --max-worker-restart 0
 TORTURE := SHARDCKPT_TORTURE=1 $(BIN)/python -m pytest -vv -o timeout=3600 -o faulthandler_timeout=0
 STAMP := $(VENV)/.installed
+# Some files of each folder of tests: those that take least time for what they try.
+QUICK := $(addprefix tests/,state plan golden reshard/rules test_declarations.py test_layout.py test_options.py test_public_api.py \
+  $(addprefix cli/test_,bases.py commit.py diff.py export.py import.py info.py ls.py options.py verify.py) \
+  commit/test_commit.py $(addprefix runs/test_,collecting_one_place.py ended.py retention.py unpublished.py) \
+  $(addprefix convert/test_,export_places.py from_megatron.py import_names.py split_models.py strided.py to_torch.py) \
+  $(addprefix damage/test_,files.py indexes.py places.py) docs/test_prose.py end_to_end/test_saving_and_restoring.py \
+  $(addprefix format/test_,table.py zarr_dtypes.py zarr_meta.py) $(addprefix frameworks/test_,composites.py numpy.py per_process.py) \
+  $(addprefix hostile/test_,attempts.py tables.py) $(addprefix io/test_,buffers.py datafile.py ocdbt.py store.py threads.py url.py) \
+  $(addprefix layout/test_,mesh.py partition_spec.py placements.py sharding.py tile_assignment.py) \
+  $(addprefix reading/test_,bools.py lazy_array.py mapping.py renaming.py restoring.py table_blocks.py) \
+  $(addprefix reshard/test_,dtypes.py reshard_commit.py) $(addprefix serve/test_,api.py client.py renumbered.py) \
+  $(addprefix streaming/test_,batch_memory.py stream.py) torture/test_export_full_disk.py \
+  $(addprefix training/,test_policies.py manager/test_decisions.py) \
+  versions/test_versions.py $(addprefix views/test_,filesystem.py placeholders.py proof.py) $(addprefix writing/test_,encoder.py packed.py plain.py staging.py))
+PYTHONS ?= python3.12 python3.13 python3.14
+# The newest that runs: older ones do not get the newest JAX, numpy and zarr.
+NEWEST = $(shell for one in $(PYTHONS) $(PYTHON); do $$one -c "" 2>/dev/null && echo $$one; done | sort -V | tail -1)
+CORE := $(addprefix tests/,golden state plan io writing reading)
 LATEST := tests/frameworks tests/training tests/convert tests/state tests/end_to_end
+ACCESS := $(addprefix tests/serve/test_,safety.py proxies.py calculations.py rights.py audit.py)
+ACCESS_TOOLS := pytest pytest-timeout hypothesis aiohttp
+# The packages of the service, each with the oldest version that is allowed.
+GUARDS := $(shell sed -n 's/^serve = \[\(.*\)\]$$/\1/p' pyproject.toml | tr -d '",')
 ON_FUSE := $(addprefix tests/io/test_,store.py file_systems.py ages.py datafile.py space.py) tests/commit $(addprefix tests/convert/test_,several_files.py notes.py \
   export_interrupted.py export_places.py to_safetensors.py to_dcp.py to_orbax.py to_torch.py)
 BOTH_WAYS := tests/golden tests/damage/test_swaps.py tests/io/test_moving.py tests/io/test_datafile.py tests/reading/test_bands.py \
@@ -16,25 +38,29 @@ NOT_ON_FUSE := not may_not_be_written and not one_place_that_cannot_be_collected
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test without-extension sweeps browser fuse ray vllm latest cuda cores cuda-wheels torture soak bench bench-quick scale scale-quick check format lint types layers examples docs release clean
+.PHONY: help setup demo test quick without-extension sweeps browser deploy fuse ray vllm latest oldest pythons cuda cores cuda-wheels torture soak bench bench-quick scale scale-quick check format lint types layers examples docs release clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 setup: $(STAMP) ## create .venv and install everything into it
 
-$(STAMP): pyproject.toml constraints.txt $(wildcard shardckpt/io/*.c) tools/build_extension.py
+$(STAMP): pyproject.toml constraints.txt $(wildcard shardckpt/io/*.c) tools/build_extension.py tools/azurite.py
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	test -x $(BIN)/uv || $(BIN)/python -m pip install --quiet --disable-pip-version-check uv
-	$(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python --constraint constraints.txt --group test --editable '.[xla,all]'
 	$(BIN)/python tools/build_extension.py || true
+	$(BIN)/python tools/azurite.py || true
 	@touch $(STAMP)
 
 demo: setup ## train, save, be killed, restore onto another mesh, train on
 	$(BIN)/python tools/demo.py
 
-test: setup ## the tests, but for sweeps over all faults, flips and interleavings, the programs in tools/, and those in a browser or on FUSE
-	$(PYTEST) -m "not slow and not browser and not fuse and not ray and not vllm"
+test: setup ## the tests, but for sweeps over all faults, flips and interleavings, the programs in tools/, and those in a browser, behind nginx or on FUSE
+	$(PYTEST) -m "not slow and not browser and not deploy and not fuse and not ray and not vllm"
+
+quick: lint types layers ## for a person at work: those three, and some tests of each package, in some three minutes
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not deploy" $(QUICK)
 
 without-extension: setup ## tests of what the C extension does, without it
 	SHARDCKPT_NO_EXTENSION=1 $(BIN)/python -m pytest -p no:xdist -m "not slow" $(BOTH_WAYS)
@@ -48,6 +74,13 @@ browser: setup ## the pages in a real Chromium, which is installed where that ca
 	    DEBIAN_FRONTEND=noninteractive apt-get install --yes --quiet=2 --no-install-recommends chromium; } || \
 	  { echo "Chromium is missing, and only root on Debian can be helped: install the package chromium"; exit 1; }
 	$(BIN)/python -m pytest -p no:xdist -m browser tests/cli/browser tests/serve/browser tests/docs/browser
+
+deploy: setup ## what deploy/ has, with a real nginx, promtool and systemd-analyze, which are installed where that can be done
+	@command -v nginx >/dev/null && command -v promtool >/dev/null && command -v systemd-analyze >/dev/null || \
+	  { test "$$(id -u)" = 0 && command -v apt-get >/dev/null && apt-get update --quiet=2 && \
+	    DEBIAN_FRONTEND=noninteractive apt-get install --yes --quiet=2 --no-install-recommends nginx-light prometheus systemd; } || \
+	  { echo "nginx, promtool or systemd-analyze is missing, and only root on Debian can be helped: install nginx, prometheus and systemd"; exit 1; }
+	$(BIN)/python -m pytest -p no:xdist -m deploy tests/serve
 
 fuse: setup ## tests of storage, commits and exports on mounts with the habits of NFS and of buckets, where FUSE can be mounted
 	@if ! unshare --mount sh -c ': <>/dev/fuse' 2>/dev/null; then \
@@ -77,10 +110,26 @@ latest: .latest/.installed ## tests of torch, DTensor, JAX, training, integratio
 	.latest/bin/python -m pytest -n 2 --dist loadfile -m "not xla and not slow" $(LATEST)
 
 .latest/.installed: pyproject.toml
-	test -x .latest/bin/python || $(PYTHON) -m venv .latest
+	test -x .latest/bin/python || $(NEWEST) -m venv .latest
 	test -x .latest/bin/uv || .latest/bin/python -m pip install --quiet --disable-pip-version-check uv
-	.latest/bin/uv pip install --quiet --upgrade --compile-bytecode --python .latest/bin/python --editable '.[test]'
+	.latest/bin/uv pip install --quiet --upgrade --compile-bytecode --python .latest/bin/python --group test --editable '.[all]'
 	@touch $@
+
+oldest: ## tests of who may use the service, with the oldest and the newest versions of the packages that guard it
+	@set -e; for age in oldest newest; do own=.ages/$$age; \
+	  test -x $$own/bin/uv || { $(PYTHON) -m venv $$own; $$own/bin/python -m pip install --quiet --disable-pip-version-check uv; }; \
+	  pins="$(GUARDS)"; test $$age = newest || pins=$$(echo "$$pins" | sed 's/>=/==/g'); \
+	  $$own/bin/uv pip install --quiet --upgrade --python $$own/bin/python --editable '.[serve]' $(ACCESS_TOOLS) $$pins; \
+	  echo "$$age:" $$($$own/bin/uv pip freeze --quiet --python $$own/bin/python | grep -E "^($$(echo "$$pins" | sed 's/[=>]=[^ ]*//g; s/ /|/g'))=="); \
+	  $$own/bin/python -m pytest $(ACCESS); done
+
+pythons: ## the core tests with each of $(PYTHONS) that runs here, each in an environment of its own
+	@set -e; for python in $(PYTHONS); do \
+	  if ! $$python -c '' 2>/dev/null; then echo "No test ran with $$python, which is not installed"; continue; fi; \
+	  own=.pythons/$$($$python -c 'import sys; print("%d.%d" % sys.version_info[:2])'); \
+	  test -x $$own/bin/uv || { $$python -m venv $$own; $$own/bin/python -m pip install --quiet --disable-pip-version-check uv; }; \
+	  $$own/bin/uv pip install --quiet --compile-bytecode --python $$own/bin/python --constraint constraints.txt --group test --editable '.[all]'; \
+	  $$own/bin/python -m pytest -n 2 --dist loadfile -m "not xla and not slow and not fuse" $(CORE); done
 
 cuda: ## tests/cuda and the bench on a GPU, with any python3 that has torch; needs no setup and no network
 	python3 tools/cuda.py
@@ -135,7 +184,7 @@ docs: setup ## the documentation as a site, in build/site; a broken link is an e
 release: setup ## build wheel and sdist, install them into empty environments, and use each extra alone; ten minutes
 	$(BIN)/python tools/release.py
 
-check: lint types layers examples docs test without-extension sweeps browser fuse ## exactly what CI runs
+check: lint types layers examples docs test without-extension sweeps browser deploy fuse ## exactly what CI runs
 
 clean: ## forget the environment and all caches
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

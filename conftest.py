@@ -14,11 +14,13 @@ import crc32c
 import ml_dtypes
 import numpy as np
 import pytest
-from emulators import environment, gcs_emulator, s3_emulator
+from azurite import UnreachableError, azurite
+from emulators import azure_emulator, environment, gcs_emulator, s3_emulator
 from fault_proxy import FaultProxy
 from hypothesis import HealthCheck, settings
 
 from shardckpt.io.store import Store
+from shardckpt.io.url import SCHEMES
 
 # How long an example takes says how busy the machine is.
 settings.register_profile("shardckpt", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -52,6 +54,17 @@ def s3_server():
 
 
 @pytest.fixture(scope="session")
+def azure_server():
+    """An Azurite for this worker's whole run; its environment variables are not set."""
+    try:
+        azurite()
+    except UnreachableError as e:
+        pytest.skip(str(e))
+    with azure_emulator() as emulator:
+        yield emulator
+
+
+@pytest.fixture(scope="session")
 def chromium():
     """One browser for all tests."""
     from chromium import Chromium
@@ -77,20 +90,30 @@ def strict_gcs(gcs_server):
         yield f"gs://{gcs_server.new_bucket('strict')}", gcs_server.env(proxy.url)
 
 
+@pytest.fixture
+def latent(monkeypatch):
+    """The url of a place where nothing is yet, of a kind of storage that is not ours (`latent_store`)."""
+    monkeypatch.setitem(SCHEMES, "latent", ("latent_store", "LatentStore"))
+    return f"latent://{uuid.uuid4().hex}"
+
+
 @pytest.fixture(params=["file", "memory", "gs", "s3"])
 def store(request, tmp_path):
-    """A store of each kind, at a place that does not exist yet."""
+    """A store of each kind, at a place that does not exist yet; and of the kinds `az`, `fsspec` and `latent` where a test names
+    them."""
     name = f"{uuid.uuid4().hex}/a b"
     if request.param == "file":
         yield Store.open(tmp_path / "a b")
     elif request.param == "memory":
         yield Store.open(f"memory://{name}")
-    elif request.param == "gs":
+    elif request.param == "latent":
+        yield Store.open(f"{request.getfixturevalue('latent')}/a b")
+    elif request.param in ("gs", "fsspec"):
         bucket, variables = request.getfixturevalue("strict_gcs")
         with environment(variables):
-            yield Store.open(f"{bucket}/{name}")
+            yield Store.open(f"{'fsspec+' if request.param == 'fsspec' else ''}{bucket}/{name}")
     else:
-        server = request.getfixturevalue("s3_server")
+        server = request.getfixturevalue("s3_server" if request.param == "s3" else "azure_server")
         with environment(server.env()):
             yield Store.open(server.url(name))
 

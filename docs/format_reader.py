@@ -1,6 +1,6 @@
 """A complete reader of checkpoints, as docs/format.md describes them: `python docs/format_reader.py CHECKPOINT TENSOR`.
 
-It needs numpy, ml_dtypes, crc32c and, for compressed checkpoints, numcodecs. It does not need shardckpt.
+It needs numpy, ml_dtypes, crc32c and, for compressed checkpoints and differences, numcodecs. It does not need shardckpt.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ import numpy as np
 def record(data):
     """The record in a file, after its digest was compared."""
     head, body = re.fullmatch(
-        rb'(\{"format":"shardckpt","version":\[[1-5],\d+\],"sha256":"[0-9a-f]{64}","record":)(.*)\}\n?', data, re.DOTALL
+        rb'(\{"format":"shardckpt","version":\[[1-6],\d+\],"sha256":"[0-9a-f]{64}","record":)(.*)\}\n?', data, re.DOTALL
     ).groups()
     assert hashlib.sha256(body).hexdigest() == json.loads(head + b"0}")["sha256"], "damaged record"
     return json.loads(body)
@@ -70,15 +70,38 @@ def places(table):
     return found
 
 
+def changed(stored, base, itemsize):
+    """The elements of a chunk that is stored as a whole or as a difference from the same chunk of the base."""
+    if not stored or stored[0] == 0:
+        return stored[1:] or base
+    from numcodecs.zstd import Zstd
+
+    crc, n, m = struct.unpack("<III", stored[1:13])
+    data = np.frombuffer(Zstd().decode(stored[13:]), np.uint8)
+    gaps, rest = data[:n].astype(int), data[n : n + 4 * m].copy().view("<u4")
+    gaps[gaps == 255] += rest
+    elements = np.frombuffer(base, np.uint8).reshape(-1, itemsize).copy()
+    elements[np.cumsum(gaps + 1) - 1] ^= data[n + 4 * m :].reshape(itemsize, n).T
+    assert crc32c.crc32c(elements.tobytes()) == crc, "a difference from other elements"
+    return elements.tobytes()
+
+
+def read_base(checkpoint, base, name):
+    """A tensor of a base, after its identity was compared."""
+    place = Path(checkpoint).parent / unquote(base["url"].removeprefix("file://").removeprefix("../"))
+    commit = record((place / "checkpoint.json").read_bytes())
+    said = commit["fingerprint"]["sha256"] if "contents" in base else commit["attempt"]
+    assert said == base.get("contents", base.get("attempt")), "another checkpoint is there"
+    return read(place, name)
+
+
 def read(checkpoint, name):
     """One tensor as a numpy array."""
     commit = record((Path(checkpoint) / "checkpoint.json").read_bytes())
     attempt, tensor = Path(checkpoint) / commit["attempt"], commit["tensors"][name]
     if "base" in tensor:
-        base = commit["bases"][tensor["base"]]
-        place = Path(checkpoint).parent / unquote(base["url"].removeprefix("file://").removeprefix("../"))
-        assert record((place / "checkpoint.json").read_bytes())["attempt"] == base["attempt"], "another checkpoint is there"
-        return read(place, tensor.get("base_name", name))
+        return read_base(checkpoint, commit["bases"][tensor["base"]], tensor.get("base_name", name))
+    before = read_base(checkpoint, commit["bases"][0], name) if tensor.get("difference") else None
     place = {}
     for table in tables(attempt, commit):
         place |= table
@@ -101,6 +124,11 @@ def read(checkpoint, name):
             first = [i * c for i, c in zip(index, chunks, strict=True)]
             inside = [min(c, n - a) for a, c, n in zip(first, chunks, piece["shape"], strict=True)]
             target = tuple(slice(s + a, s + a + n) for s, a, n in zip(piece["start"], first, inside, strict=True))
+            if commit["compression"] == "difference":
+                base = np.zeros(chunks, dtype)
+                if before is not None:
+                    base[tuple(map(slice, inside))] = before[target]
+                elements = changed(elements, base.tobytes(), dtype.itemsize)
             result[target] = np.frombuffer(elements, dtype).reshape(chunks)[tuple(map(slice, inside))]
     return result
 

@@ -5,7 +5,8 @@ Kill the first command while it trains (`pkill -9 -f examples/fsdp2.py` in anoth
     torchrun --standalone --nproc-per-node 4 examples/fsdp2.py
     torchrun --standalone --nproc-per-node 2 examples/fsdp2.py
 
-Needs `pip install 'shardckpt[torch]'`. To begin anew, remove runs/fsdp2. On GPUs, replace "cpu" by "cuda" and "gloo" by
+Needs `pip install 'shardckpt[torch] @ git+https://github.com/shardckpt/shardckpt'`.
+To begin anew, remove runs/fsdp2. On GPUs, replace "cpu" by "cuda" and "gloo" by
 "nccl", and call `torch.cuda.set_device`.
 """
 

@@ -5,7 +5,8 @@ Interrupt the first command with Ctrl-C, or kill it. The second one goes on from
     python examples/jax_optax.py 4x2
     python examples/jax_optax.py 2x4
 
-Needs `pip install 'shardckpt[jax]' optax`. To begin anew, remove runs/jax_optax.
+Needs `pip install 'shardckpt[jax] @ git+https://github.com/shardckpt/shardckpt' optax`.
+To begin anew, remove runs/jax_optax.
 """
 
 import sys

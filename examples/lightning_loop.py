@@ -5,7 +5,8 @@ Interrupt the first command with Ctrl-C, or kill it. The second one goes on afte
     python examples/lightning_loop.py
     python examples/lightning_loop.py
 
-Needs `pip install 'shardckpt[torch,lightning]'`. To begin anew, remove runs/lightning_loop.
+Needs `pip install 'shardckpt[torch,lightning] @ git+https://github.com/shardckpt/shardckpt'`.
+To begin anew, remove runs/lightning_loop.
 """
 
 from pathlib import Path

@@ -5,7 +5,8 @@ Interrupt the first command with Ctrl-C, or kill it. The second one goes on from
     python examples/lora.py
     python examples/lora.py
 
-Needs `pip install 'shardckpt[torch]'`. To begin anew, remove runs/lora.
+Needs `pip install 'shardckpt[torch] @ git+https://github.com/shardckpt/shardckpt'`.
+To begin anew, remove runs/lora.
 """
 
 import torch

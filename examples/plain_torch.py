@@ -5,7 +5,8 @@ Interrupt the first command with Ctrl-C, or kill it. The second one goes on from
     python examples/plain_torch.py
     python examples/plain_torch.py
 
-Needs `pip install 'shardckpt[torch]'`. To begin anew, remove runs/plain_torch.
+Needs `pip install 'shardckpt[torch] @ git+https://github.com/shardckpt/shardckpt'`.
+To begin anew, remove runs/plain_torch.
 """
 
 import torch

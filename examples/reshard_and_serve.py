@@ -2,7 +2,8 @@
 
     python examples/reshard_and_serve.py
 
-Needs `pip install 'shardckpt[serve]'`; no GPU, no torch. The comments give the same steps as commands for a shell.
+Needs `pip install 'shardckpt[serve] @ git+https://github.com/shardckpt/shardckpt'`;
+no GPU, no torch. The comments give the same steps as commands for a shell.
 """
 
 import subprocess

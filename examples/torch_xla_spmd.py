@@ -5,7 +5,8 @@ Interrupt the first command with Ctrl-C, or kill it. The second one goes on from
     python examples/torch_xla_spmd.py 4x2
     python examples/torch_xla_spmd.py 2x4
 
-Needs `pip install 'shardckpt[xla]'`. To begin anew, remove runs/torch_xla_spmd. On TPUs, remove the line with `os.environ`.
+Needs `pip install 'shardckpt[xla] @ git+https://github.com/shardckpt/shardckpt'`.
+To begin anew, remove runs/torch_xla_spmd. On TPUs, remove the line with `os.environ`.
 """
 
 import os

@@ -5,7 +5,8 @@ Interrupt the first command with Ctrl-C, or kill it. The second one goes on from
     python examples/trainer.py
     python examples/trainer.py
 
-Needs `pip install 'shardckpt[torch,hf]'`. To begin anew, remove runs/trainer.
+Needs `pip install 'shardckpt[torch,hf] @ git+https://github.com/shardckpt/shardckpt'`.
+To begin anew, remove runs/trainer.
 """
 
 import os

@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING
 from shardckpt._version import __version__
 
 if TYPE_CHECKING:
-    from shardckpt.commit.committing import commit
+    from shardckpt.convert.comparing import diff
     from shardckpt.convert.export import ExportReport, export, export_safetensors
     from shardckpt.convert.importing import ImportReport, import_checkpoint
+    from shardckpt.convert.opening import open  # noqa: A004
     from shardckpt.errors import ShardckptError
     from shardckpt.frameworks.base import Target
     from shardckpt.frameworks.coordination import Coordinator, SingleProcess
@@ -32,10 +33,11 @@ if TYPE_CHECKING:
     from shardckpt.layout.sharding import Sharding
     from shardckpt.options import SaveOptions
     from shardckpt.plan.bandwidths import Bandwidths
-    from shardckpt.reading.checkpoint import Checkpoint, open  # noqa: A004
+    from shardckpt.reading.checkpoint import Checkpoint
     from shardckpt.reading.restore import restore
     from shardckpt.reshard.execute import reshard
     from shardckpt.reshard.rules import Rules
+    from shardckpt.runs.committing import commit
     from shardckpt.serve.client import Client
     from shardckpt.state.composites import register_tensor
     from shardckpt.state.leaves import register_leaf
@@ -43,6 +45,8 @@ if TYPE_CHECKING:
     from shardckpt.training.manager import CheckpointManager
     from shardckpt.training.resuming import Restored
     from shardckpt.training.state import TrainState, train_state
+    from shardckpt.versions.follower import follow
+    from shardckpt.versions.publisher import Publisher
     from shardckpt.views.model_view import safetensors_view
     from shardckpt.views.pretrained import from_pretrained
     from shardckpt.views.safe_open import safe_open
@@ -64,6 +68,7 @@ __all__ = [
     "OpSharding",
     "PartitionSpec",
     "PerProcess",
+    "Publisher",
     "Restored",
     "Rules",
     "SaveHandle",
@@ -76,9 +81,11 @@ __all__ = [
     "TrainState",
     "__version__",
     "commit",
+    "diff",
     "export",
     "export_safetensors",
     "fingerprint",
+    "follow",
     "from_pretrained",
     "import_checkpoint",
     "open",
@@ -107,6 +114,7 @@ _HOME = {
     "OpSharding": "layout.op_sharding",
     "PartitionSpec": "layout.partition_spec",
     "PerProcess": "state.per_process",
+    "Publisher": "versions.publisher",
     "Restored": "training.resuming",
     "Rules": "reshard.rules",
     "SaveHandle": "writing.background",
@@ -118,12 +126,14 @@ _HOME = {
     "Target": "frameworks.base",
     "TrainState": "training.state",
     "commit": "commit",
+    "diff": "convert.comparing",
     "export": "convert.export",
     "export_safetensors": "convert.export",
     "fingerprint": "writing.fingerprint",
+    "follow": "versions.follower",
     "from_pretrained": "views.pretrained",
     "import_checkpoint": "convert.importing",
-    "open": "reading.checkpoint",
+    "open": "convert.opening",
     "register_leaf": "state.leaves",
     "register_tensor": "state.composites",
     "reshard": "reshard",

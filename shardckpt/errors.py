@@ -38,6 +38,8 @@ from functools import wraps
 from os import PathLike
 from typing import TYPE_CHECKING, ClassVar, ParamSpec, TypeVar
 
+from shardckpt.excerpt import Message, named
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -83,7 +85,13 @@ class ShardckptError(Exception):
 
     def __str__(self) -> str:
         # OSError and its subclasses format two arguments as "[Errno …]"; our errors always have one sentence.
-        return str(self.args[0]) if self.args else self.code
+        return str(self.message)
+
+    @property
+    def message(self) -> Message:
+        """The message, with the options that it names: a front end names them in its own way."""
+        text = self.args[0] if self.args else self.code
+        return text if isinstance(text, Message) else Message(str(text))
 
 
 class UrlError(ShardckptError, ValueError):
@@ -237,7 +245,7 @@ def of_one_tensor(error: E) -> E:
 
 
 def leaves_out_with(option: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Decorate a function that can leave tensors out: its errors of one tensor name its `option`, as in "only="."""
+    """Decorate a function that can leave tensors out: its errors of one tensor name its `option`."""
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
         @wraps(function)
@@ -247,7 +255,7 @@ def leaves_out_with(option: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
             except ShardckptError as e:
                 if e.of_one_tensor:
                     e.of_one_tensor = False  # a function that calls this one has nothing to add
-                    e.args = (f"{str(e).removesuffix('.')}, or leave the tensor out with {option}.",)
+                    e.args = (Message(e.message.without_stop(), ", or leave the tensor out with ", named(option), "."),)
                 raise
 
         return advised

@@ -7,11 +7,9 @@ makes them safe for a terminal: its result cannot move the cursor, change a colo
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from reprlib import Repr
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+from typing import NamedTuple, Self
 
 _SHORT = Repr()
 _SHORT.maxlevel = 3
@@ -68,13 +66,101 @@ def numbered(what: str, numbers: Sequence[int]) -> str:
     return f"{what}{plural} {', '.join(listed)}" + (", …" if len(runs) > len(listed) else "")
 
 
-def given(**arguments: object) -> str:
+class NamedOption(NamedTuple):
+    """An option in a message. Python names it `overwrite=True`, the command line `--overwrite`."""
+
+    field: str
+    """Name of the argument in Python."""
+    shown: str = ""
+    """Value as text for people."""
+    typed: tuple[str, ...] = ()
+    """Value as it is typed on a command line, a text for each repetition of the option."""
+
+    def __str__(self) -> str:
+        """The option as in Python."""
+        return f"{self.field}={self.shown}"
+
+
+def named(field: str, *value: object) -> NamedOption:
+    """An option for a message, with its value if there is one; `...` is a value that is not shown.
+
+    >>> str(named("only", ["a", "b"])), named("only", ["a", "b"]).typed, str(named("dtype", ...)), str(named("exclude"))
+    ("only=['a', 'b']", ('a', 'b'), 'dtype=…', 'exclude=')
+    """
+    if not value:
+        return NamedOption(field)
+    (one,) = value
+    if one is ...:
+        return NamedOption(field, "…")
+    several = isinstance(one, list | tuple) and all(isinstance(text, str) for text in one)
+    texts = [one] if isinstance(one, str) else list(one) if several and isinstance(one, Sequence) else [excerpt(one)]
+    if one is True:
+        texts = []
+    elif isinstance(one, Mapping):
+        texts = [f"{key}={text}" for key, text in one.items()]
+    elif isinstance(one, tuple) and not several:  # worker 0 of 8
+        texts = ["/".join(map(str, one))]
+    most = _SHORT.maxlist
+    return NamedOption(field, excerpt(one), (*map(shortened, texts[:most]), *["…"] * (len(texts) > most)))
+
+
+def named_size(field: str, nbytes: int) -> NamedOption:
+    """An option for a message, whose value is a number of bytes."""
+    return NamedOption(field, file_size(nbytes), (file_size(nbytes).replace(" ", ""),))
+
+
+class Message(str):
+    """A message that names options. As text, it names them as Python does.
+
+    >>> Message("replace it with ", named("overwrite", True), ".")
+    'replace it with overwrite=True.'
+    """
+
+    __slots__ = ("parts",)
+    parts: tuple[str | NamedOption, ...]
+
+    def __new__(cls, *parts: str | NamedOption) -> Self:
+        """Join texts, options and other messages."""
+        flat = [one for part in parts for one in (part.parts if isinstance(part, Message) else (part,))]
+        made = super().__new__(cls, "".join(map(str, flat)))
+        made.parts = tuple(flat)
+        return made
+
+    def without_stop(self) -> Message:
+        """The message without a full stop at its end."""
+        *parts, last = self.parts or ("",)
+        return Message(*parts, last.removesuffix(".") if isinstance(last, str) else last)
+
+    def __reduce__(self) -> tuple[type[Message], tuple[str | NamedOption, ...]]:
+        """Keep the options where a worker's error is pickled."""
+        return Message, self.parts
+
+    def worded(self, word: Callable[[NamedOption], str]) -> str:
+        """The message, with `word(option)` for each option."""
+        return "".join(word(part) if isinstance(part, NamedOption) else part for part in self.parts)
+
+
+def given(**arguments: object) -> Message:
     """The arguments of a call that were given, for a message about them.
 
     >>> given(include=["model/**"], exclude=None)
     "include=['model/**']"
     """
-    return ", ".join(f"{name}={excerpt(value)}" for name, value in arguments.items() if value is not None)
+    options = [named(name, value) for name, value in arguments.items() if value is not None]
+    return Message(*[part for option in options for part in (", ", option)][1:])
+
+
+REPOSITORY = "git+https://github.com/shardckpt/shardckpt"
+"""Address from which pip installs shardckpt until it is on an index: `Source` in `[project.urls]` of pyproject.toml."""
+
+
+def install_command(*extras: str) -> str:
+    """The command that installs shardckpt with some extras.
+
+    >>> install_command("gcs", "torch")
+    "pip install 'shardckpt[gcs,torch] @ git+https://github.com/shardckpt/shardckpt'"
+    """
+    return f"pip install 'shardckpt[{','.join(extras)}] @ {REPOSITORY}'"
 
 
 def file_size(nbytes: int) -> str:

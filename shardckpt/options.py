@@ -1,16 +1,20 @@
-"""The options of a save, checked when they are created."""
+"""Declarations of options, and the options of a save. Fast to import, because the command line makes its flags of declarations.
+
+An operation has one subclass of `Options`, whose fields are made by `option`. The flags of the command line, the parameters of the
+service and the documentation of the public function are made of them.
+"""
 
 from __future__ import annotations
 
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 from shardckpt.errors import OptionError
-from shardckpt.excerpt import excerpt, file_size
+from shardckpt.excerpt import Message, excerpt, file_size, named
 from shardckpt.format.documents import DEEPEST_METADATA, is_deeper
 
 if TYPE_CHECKING:
@@ -20,11 +24,16 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DEFAULT_MEMORY_LIMIT",
+    "Option",
+    "OptionParts",
+    "Options",
     "SaveOptions",
     "check_flag",
     "check_seconds",
     "check_whole",
     "checked_options",
+    "documented",
+    "option",
     "parse_bytes",
     "parse_duration",
 ]
@@ -42,6 +51,144 @@ _CHOICES = {
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", re.IGNORECASE)
 _SECONDS = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
 _DURATION = re.compile(r"\s*(\d{1,9}(?:\.\d{1,9})?)\s*(s|m|min|h|d)?\s*", re.ASCII)
+_OPTIONS_LINE = re.compile(r"^        options: .*\n(?:            .*\n)*", re.MULTILINE)
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+Kind = Literal["text", "texts", "integer", "boolean", "size", "python"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Option:
+    """The declaration of an option, in the metadata of a field of `Options`: what each front end shows, and how it reads a value."""
+
+    about: str
+    """Meaning of the option."""
+    default: Any
+    kind: Kind
+    """"size": a number of bytes; "python": an object, which no front end can read."""
+    metavar: str | None = None
+    """Name of the value in the help of the command line. None: no flag, except for booleans."""
+    flags: tuple[str, ...] = ()
+    """Flags of the command line; empty: made of the field's name."""
+    choices: tuple[str, ...] = ()
+    least: int | None = None
+    most: int | None = None
+    """Bounds of an integer on the command line."""
+    served: Literal["text", "texts", "boolean"] | None = None
+    """Kind of the service's parameter; None: the service does not have it."""
+    example: str | None = None
+    parse: Callable[[Any], object] | None = None
+    """Makes Python's value of what a front end reads."""
+    parts: type[OptionParts] | None = None
+    """Options that front ends have in its place."""
+
+    def flags_of(self, name: str) -> tuple[str, ...]:
+        """The flags for the field `name`."""
+        return self.flags or (f"--{name.strip('_').replace('_', '-')}",)
+
+    def checked(self, name: str, value: Any) -> Any:
+        """A value of the field `name`, in the form that the library uses.
+
+        Raises:
+            OptionError: the value is invalid.
+        """
+        if self.kind == "boolean":
+            check_flag(value, name)
+        elif self.kind == "size" and not (value is None and self.default is None):
+            return parse_bytes(value, name)
+        elif self.choices and value != self.default and value not in self.choices:
+            words = ", ".join(f'"{choice}"' for choice in self.choices)
+            raise OptionError(Message(named(name, value), f": use {' or '.join(words.rsplit(', ', 1))}."))
+        return value
+
+
+def option(about: str, default: Any = None, *, kind: Kind = "text", **more: Any) -> Any:
+    """A field of `Options`; `more` are further members of its `Option`. A default of True or False makes a flag."""
+    kind = "boolean" if isinstance(default, bool) else kind
+    return field(default=default, metadata={Option: Option(about=about, default=default, kind=kind, **more)})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Options of an operation. A subclass declares each once; public signatures repeat name, type and default, which a test compares."""
+
+    def __post_init__(self) -> None:
+        """Check each option alone."""
+        for name, one in self.declared().items():
+            object.__setattr__(self, name, one.checked(name, getattr(self, name)))
+
+    @classmethod
+    def declared(cls) -> dict[str, Option]:
+        """Name → declaration of each option."""
+        return {one.name: one.metadata[Option] for one in fields(cls)}
+
+    @classmethod
+    def typed(cls) -> dict[str, Option]:
+        """Name → declaration of the options that front ends read."""
+        options: dict[str, Option] = {}
+        for name, one in cls.declared().items():
+            options |= one.parts.declared() if one.parts is not None else {name: one} if one.kind != "python" else {}
+        return options
+
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any]) -> Self:
+        """The options among the arguments of a call, which may have others."""
+        return cls(**{name: arguments[name] for name in cls.declared()})
+
+    @classmethod
+    def arguments(cls, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Arguments in Python, from what a front end has read; without those that have the default.
+
+        Raises:
+            OptionError, ShardingError: a text cannot be parsed.
+        """
+        values: dict[str, Any] = {}
+        for name, one in cls.declared().items():
+            value = given.get(name)
+            if one.parts is not None:
+                value = one.parts(**{part: given.get(part) for part in one.parts.declared()}).whole()
+            elif value in (None, [], one.default):
+                continue
+            elif one.parse is not None:
+                value = one.parse(value)
+            if value is not None:
+                values[name] = value
+        return values
+
+    def nbytes(self, name: str) -> int:
+        """The value of an option of kind "size", in bytes."""
+        nbytes = getattr(self, name)
+        assert isinstance(nbytes, int)
+        return nbytes
+
+    def part(self, kind: type[T], **changes: Any) -> T:
+        """The options of a base class, some of them changed."""
+        return kind(**{name: getattr(self, name) for name in kind.declared()} | changes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptionParts(Options):
+    """Options that make the value of another one."""
+
+    def whole(self) -> Any:
+        """The value that they make; None: nothing is given."""
+        raise NotImplementedError
+
+
+T = TypeVar("T", bound=Options)
+
+
+def documented(*declared: type[Options]) -> Callable[[F], F]:
+    """Decorate a function: in its docstring, the line `options: …` becomes a line for each declared option."""
+
+    def decorate(function: F) -> F:
+        texts = {name: one.about for kind in declared for name, one in kind.declared().items()}
+        lines = "".join(f"        {name}: {text}\n" for name, text in texts.items())
+        function.__doc__ = _OPTIONS_LINE.sub(lambda _match: lines, function.__doc__ or "", count=1)
+        return function
+
+    return decorate
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +304,7 @@ def parse_bytes(value: int | str, what: str) -> int:
     if match is not None:
         size = float(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2].upper() or " ")
     if math.isinf(size):  # a float of too many digits is infinite
-        raise OptionError(f'{what}={excerpt(value)}: give bytes as a whole number, or as text such as "512MiB".')
+        raise OptionError(Message(named(what, value), ': give bytes as a whole number, or as text such as "512MiB".'))
     return int(size)
 
 
@@ -184,7 +331,7 @@ def check_flag(value: object, what: str) -> None:
         OptionError: not a bool; names the option, `what`.
     """
     if not isinstance(value, bool):
-        raise OptionError(f"{what}={excerpt(value)}: give True or False.")
+        raise OptionError(Message(named(what, value), ": give True or False."))
 
 
 def check_whole(value: object, what: str, least: int = 1) -> None:

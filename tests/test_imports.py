@@ -1,12 +1,16 @@
-"""Imports that run when a name is first used, from several threads at once."""
+"""Imports: from several threads at once, and of every path that users were told."""
 
 import ast
+import importlib.util
+import re
 import subprocess
 import sys
+import tomllib
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
-from paths import CHILDREN
+from paths import CHILDREN, DOCS, ROOT
 
 import shardckpt
 
@@ -68,3 +72,62 @@ def imported(node):
     if isinstance(node, ast.Import):
         return [alias.name for alias in node.names]
     return [node.module] if isinstance(node, ast.ImportFrom) else []
+
+
+PATHS = {
+    "commit.collecting.delete", "commit.committing.commit", "reshard.batch_dims", "reshard.execute.reshard", "reshard.rules",
+    "reshard.rules.parse_mesh", "training.events", "training.generators.Generators", "training.integrations.dcp.StorageReader",
+    "training.integrations.dcp.StorageWriter", "training.integrations.hf_trainer.ShardckptCallback",
+    "training.integrations.lightning.ShardckptIO", "training.metrics", "training.policies", "training.retention",
+    "versions.follower.FollowedVersion", "versions.follower.Follower", "views.model_view.safetensors_view",
+}  # fmt: skip
+"""Paths in `shardckpt` that users were told to import. They stay, wherever the code moves."""
+
+
+def test_documented_paths_can_be_imported():
+    assert [path for path in sorted(PATHS) if resolve(f"shardckpt.{path}") is None] == []
+
+
+def test_every_path_in_the_documentation_is_one_that_stays():
+    pages = [*DOCS.glob("*.md"), *DOCS.glob("reference/*.md"), ROOT / "README.md", *(ROOT / "examples").rglob("*.py")]
+    shown = set()
+    for page in pages:
+        shown |= set(re.findall(r"(?<![/\w])shardckpt\.([a-z_]+\.\w+(?:\.\w+)*)", page.read_text()))
+    known = {".".join(path.split(".")[:n]) for path in PATHS for n in range(2, 5)}
+    assert sorted(path for path in shown if not any(path == one or path.startswith(f"{one}.") for one in known)) == []
+
+
+def test_old_paths_lead_to_the_same_objects():
+    for path in ("commit.collecting", "commit.committing", "training.retention"):
+        old, new = (importlib.import_module(f"shardckpt.{p}") for p in (path, f"runs.{path.partition('.')[2]}"))
+        assert [getattr(old, name) for name in old.__all__] == [getattr(new, name) for name in old.__all__]
+
+
+def test_entry_points_lead_to_objects():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    groups = {"console_scripts": project["scripts"], **project["entry-points"]}
+    for group, points in groups.items():
+        for name, target in points.items():
+            module, _, attribute = target.partition(":")
+            if group.startswith("vllm."):  # vLLM is in an environment of its own, and the module imports it
+                source = Path(importlib.util.find_spec(module).origin)
+                defined = {node.name for node in ast.parse(source.read_text()).body if isinstance(node, ast.FunctionDef)}
+                assert attribute in defined
+            else:
+                assert EntryPoint(name, target, group).load() is not None
+
+
+def resolve(path):
+    """The module or attribute with a path; None: there is none."""
+    names = path.split(".")
+    for n in range(len(names), 0, -1):
+        try:
+            found = importlib.import_module(".".join(names[:n]))
+        except ModuleNotFoundError as e:
+            if e.name and ".".join(names[:n]).startswith(e.name):
+                continue
+            raise
+        for name in names[n:]:
+            found = getattr(found, name, None)
+        return found
+    return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
 import tomllib
 from collections import defaultdict
 
@@ -11,7 +12,7 @@ import grimp
 from paths import DOCS, ROOT, TESTS, TOOLS
 
 PACKAGE = ROOT / "shardckpt"
-AT_THE_TOP = 18
+AT_THE_TOP = 21
 """Packages and modules, but for those with two underscores, `_version` and `py.typed`."""
 IN_A_FOLDER = 25
 IN_A_MODULE = 500
@@ -43,15 +44,9 @@ CIRCLES = {
     # `Coordinator.current` chooses a subclass, and imports that one alone.
     "frameworks.coordination.base frameworks.coordination.jax_client frameworks.coordination.torch_store",
     # Tensors on CUDA have sources and sinks of their own, which programs without CUDA do not import.
-    "frameworks.cuda frameworks.torch",
+    "frameworks.cuda_fills frameworks.torch",
     # A type: the body of `Checkpoint.fingerprint`.
     "reading.checkpoint reading.stored_fingerprint",
-    # A type: a job asks whether files can be reused, and what reuses them takes the job.
-    "reshard.job reshard.reuse",
-    # A type: the options of the service.
-    "serve.jobs.upkeep serve.service",
-    # A type: the context of a running operation.
-    "serve.jobs.operations serve.jobs.verification",
     # `progress_line` imports rich only where a line is drawn.
     "training.events training.progress",
 }
@@ -64,6 +59,44 @@ def test_modules_import_each_other_only_where_a_reason_is_given():
         if circle := graph.find_upstream_modules(module) & graph.find_downstream_modules(module):
             found.add(" ".join(name.removeprefix("shardckpt.") for name in sorted(circle | {module})))
     assert found == CIRCLES
+
+
+ASKS_THE_KIND = {"bucket", "scheme", "is_web", "object_prefix"}
+"""Attributes of a `Location` by which code could tell kinds of storage apart."""
+KINDS = {f"shardckpt.io.stores.{name}" for name in ("azure", "bucket", "disk", "fsspec", "memory")} | {"shardckpt.io.buckets.bucket"}
+"""Modules of kinds of storage, which `Store.open` chooses."""
+NO_LOCATION = {"serve/jobs/webhook.py": "the url of a web hook is no place of checkpoints"}
+"""Modules whose urls are not locations."""
+
+
+def test_nothing_outside_of_io_asks_for_the_kind_of_a_storage():
+    """Code asks a capability of `Store`; it may compare two places, and tell a person the scheme."""
+    asking = []
+    for path in PACKAGE.rglob("*.py"):
+        name = str(path.relative_to(PACKAGE))
+        if name.startswith("io/") or name in NO_LOCATION:
+            continue
+        tree = ast.parse(path.read_text())
+        asking += [
+            f"{name}:{node.lineno} imports {node.module}"
+            for node in ast.walk(tree)
+            if isinstance(node, ast.ImportFrom) and node.module in KINDS
+        ]
+        told = {id(part) for node in ast.walk(tree) if isinstance(node, ast.FormattedValue) for part in ast.walk(node)}
+        compared = {id(part) for node in ast.walk(tree) if isinstance(node, ast.Compare) for part in _same_attribute(node)}
+        asking += [
+            f"{name}:{node.lineno} asks .{node.attr}"
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Attribute) and node.attr in ASKS_THE_KIND and id(node) not in told | compared
+        ]
+    assert not asking
+
+
+def _same_attribute(comparison: ast.Compare) -> list[ast.expr]:
+    """The sides of a comparison, if all are one attribute of several objects."""
+    sides = [comparison.left, *comparison.comparators]
+    names = {side.attr if isinstance(side, ast.Attribute) else "" for side in sides}
+    return sides if len(names) == 1 else []
 
 
 def test_tests_mirror_the_package():
@@ -101,3 +134,13 @@ def test_tools_import_nothing_of_the_tests():
 def test_helpers_of_the_tests_are_in_one_folder():
     others = [path for path in TESTS.rglob("*.py") if path.name != "conftest.py" and not path.name.startswith("test_")]
     assert {path.relative_to(TESTS).parts[0] for path in others} <= {"children", "support"}
+
+
+def test_the_quick_tests_have_some_of_each_folder():
+    listed = subprocess.run(
+        ["make", "--no-print-directory", "--eval=quick-files: ; @echo $(QUICK)", "quick-files"],
+        cwd=ROOT, capture_output=True, text=True, check=True,
+    ).stdout.split()  # fmt: skip
+    assert not [path for path in listed if not (ROOT / path).exists()]
+    folders = {path.parent.name for path in (ROOT / "tests").glob("*/test_*.py")} - {"cuda", "examples", "faults"}
+    assert folders <= {path.split("/")[1] for path in listed}

@@ -35,7 +35,7 @@ import numpy as np
 from reshard_memory import high_water, processes, save
 
 from shardckpt.options import parse_bytes
-from shardckpt.reshard.memory import PROCESS_BYTES
+from shardckpt.streaming.memory import PROCESS_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable

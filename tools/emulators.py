@@ -1,4 +1,4 @@
-"""Real servers that speak the clouds' protocols, one per test process: fake-gcs-server (Go) and moto (S3).
+"""Real servers that speak the clouds' protocols, one per test process: fake-gcs-server (Go), moto (S3) and Azurite (Azure, Node.js).
 
 1. A server starts in a child process on a free port of the loopback interface, with its objects in memory.
 2. It is asked until it answers, within `PATIENCE`; a bucket is made.
@@ -7,11 +7,14 @@
 4. The child ends with the `with` block, or with the thread that started it, should this process be killed.
 
 fake-gcs-server ignores preconditions (`ifGenerationMatch`): races on it prove nothing without a proxy that enforces
-them. moto checks and writes in two steps; its child serves one request at a time, so that its conditional writes hold.
+them. moto checks and writes in two steps; its child serves one request at a time, so that its conditional writes hold. Azurite's hold.
 """
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import hmac
 import json
 import os
 import socket
@@ -22,15 +25,20 @@ import urllib.error
 import urllib.request
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from email.utils import formatdate
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from azurite import azurite
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-__all__ = ["Emulator", "child_server", "environment", "gcs_emulator", "s3_emulator"]
+__all__ = ["Emulator", "azure_emulator", "child_server", "environment", "gcs_emulator", "s3_emulator"]
 
+AZURE_ACCOUNT = "devstoreaccount1"
+AZURE_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="  # the same in each Azurite
 PATIENCE = 30
 """Seconds that a server may take to answer for the first time."""
 _DIE_WITH_PARENT = """
@@ -67,7 +75,7 @@ class Emulator:
     """A running server with one bucket."""
 
     scheme: str
-    """`gs` or `s3`."""
+    """`gs`, `s3` or `az`."""
     port: int
     bucket: str
     variables: Mapping[str, str] = field(repr=False)
@@ -92,6 +100,8 @@ class Emulator:
         """Make another bucket; returns its name."""
         if self.scheme == "gs":
             _request(f"{self.endpoint}/storage/v1/b?project=test", "POST", json.dumps({"name": name}).encode())
+        elif self.scheme == "az":
+            _request(f"{self.endpoint}/{AZURE_ACCOUNT}/{name}?restype=container", "PUT", headers=_new_container(name))
         else:
             _request(f"{self.endpoint}/{name}", "PUT")
         return name
@@ -148,6 +158,35 @@ def s3_emulator(bucket: str = "bucket") -> Iterator[Emulator]:
 
 
 @contextmanager
+def azure_emulator(bucket: str = "bucket") -> Iterator[Emulator]:
+    """An Azurite.
+
+    Raises:
+        RuntimeError: it is not installed, and could not be.
+    """
+    node, main = azurite()
+    options = ["--inMemoryPersistence", "--silent", "--disableTelemetry", "--skipApiVersionCheck", "--blobPort"]
+    variables = {
+        "AZURE_STORAGE_ENDPOINT": f"{{endpoint}}/{AZURE_ACCOUNT}",
+        "AZURE_STORAGE_ACCOUNT_NAME": AZURE_ACCOUNT,
+        "AZURE_STORAGE_ACCOUNT_KEY": AZURE_KEY,
+    }
+    with child_server(lambda port: [node, main, *options, str(port)]) as port:
+        emulator = Emulator("az", port, bucket, variables)
+        emulator.new_bucket(bucket)
+        yield emulator
+
+
+def _new_container(name: str) -> dict[str, str]:
+    """The headers of the request for a new container: https://learn.microsoft.com/en-us/rest/api/storageservices/authorize-with-shared-key."""
+    headers = {"x-ms-date": formatdate(usegmt=True), "x-ms-version": "2021-08-06"}
+    lines = ["PUT", *[""] * 11, *(f"{key}:{value}" for key, value in headers.items())]
+    text = "\n".join([*lines, f"/{AZURE_ACCOUNT}/{AZURE_ACCOUNT}/{name}", "restype:container"])
+    digest = hmac.new(base64.b64decode(AZURE_KEY), text.encode(), hashlib.sha256).digest()
+    return {**headers, "Authorization": f"SharedKey {AZURE_ACCOUNT}:{base64.b64encode(digest).decode()}", "Content-Length": "0"}
+
+
+@contextmanager
 def environment(variables: Mapping[str, str]) -> Iterator[None]:
     """Those environment variables, in this process, for as long as the block runs."""
     before = {name: os.environ.get(name) for name in variables}
@@ -194,12 +233,12 @@ def _answers(port: int, child: subprocess.Popen[bytes]) -> bool:
     return False
 
 
-def _request(url: str, method: str, data: bytes | None = None) -> None:
+def _request(url: str, method: str, data: bytes | None = None, headers: Mapping[str, str] | None = None) -> None:
     """One request; any answer will do, but a refusal of a POST or PUT will not."""
-    headers = {"Content-Type": "application/json"} if data else {}
+    headers = headers or ({"Content-Type": "application/json"} if data else {})
     try:
         urllib.request.build_opener(urllib.request.ProxyHandler({})).open(
-            urllib.request.Request(url, data, headers, method=method), timeout=PATIENCE
+            urllib.request.Request(url, data, dict(headers), method=method), timeout=PATIENCE
         ).close()
     except urllib.error.HTTPError as e:
         e.close()

@@ -7,6 +7,7 @@ at a file that is not open gives it another inode number. There are no hard link
 seconds, and the flags of a rename are ignored. More habits:
 
 - `renumbered`: each look gives an open file another inode number, too;
+- `unkept`: an open file that is deleted or replaced keeps no name, so that asking for its status fails;
 - `unsynced`: a directory cannot be synced (EINVAL);
 - `unrenamed`: nothing can be renamed, as in a bucket that is mounted.
 """
@@ -197,7 +198,8 @@ def serve(source: str, mount: str, *habits: str) -> None:
         pass
 
     threading.Thread(target=_end_with_the_input, args=(mount,), daemon=True).start()
-    FUSE(Mount(source, frozenset(habits)), mount, foreground=True, use_ino=True, attr_timeout=0, entry_timeout=0)
+    options = {"hard_remove": True} if "unkept" in habits else {}
+    FUSE(Mount(source, frozenset(habits)), mount, foreground=True, use_ino=True, attr_timeout=0, entry_timeout=0, **options)
 
 
 def main(words: list[str]) -> int:

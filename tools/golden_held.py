@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from shardckpt import frameworks
+from shardckpt.frameworks.base import HostSource
 from shardckpt.layout.box import Box, BoxArray
 from shardckpt.layout.dtypes import of_numpy
 from shardckpt.layout.mesh import Mesh
@@ -43,7 +44,7 @@ def own_rows(array, spans, process):
 
 
 @dataclass
-class HeldSource:
+class HeldSource(HostSource):
     """A `Held` to be saved."""
 
     name: str

@@ -1,4 +1,6 @@
-"""Write the golden checkpoints: tests/golden/v1/{one-host,three-hosts}/{packed,zarr}, v2/bases/{0,1,2}, v3/axis, v4/local, v5/composite.
+"""Write the golden checkpoints below tests/golden.
+
+These are v1/{one-host,three-hosts}/{packed,zarr}, v2/bases/{0,1,2}, v3/axis, v4/local, v5/composite and v6/differences/{0,1,2}.
 
     python tools/make_golden.py [directory for v1, v2, …]
 
@@ -24,7 +26,7 @@ from golden_facts import Interval, facts, layout_facts
 
 import shardckpt
 from shardckpt import Mesh, OpSharding, PartitionSpec, PerProcess, Sharding
-from shardckpt.format.documents import AXIS_VERSION, BASES_VERSION, COMPOSITE_VERSION, FORMAT_VERSION, LOCAL_VERSION
+from shardckpt.format.documents import AXIS_VERSION, BASES_VERSION, COMPOSITE_VERSION, DIFFERENCE_VERSION, FORMAT_VERSION, LOCAL_VERSION
 from shardckpt.layout.dtypes import DTYPES
 from shardckpt.plan import chunks
 from shardckpt.state.composites import CompositeTensor
@@ -290,6 +292,28 @@ def write_composite(directory: Path) -> None:
     (directory / "expected.json").write_text(json.dumps(facts(shardckpt.restore(directory / "packed"))) + "\n")
 
 
+def write_differences(directory: Path) -> None:
+    """Three versions: all elements, and twice differences; with gaps of every length, a chunk without a change and one stored whole."""
+    shutil.rmtree(directory, ignore_errors=True)
+    state = {
+        "many": elements("many", "bfloat16", (300, 50)),
+        "whole": elements("whole", "float32", (40, 3)),
+        "same": elements("same", "int8", (9,)),
+        "scalar": elements("scalar", "float64", ()),
+        "empty": elements("empty", "float32", (0, 2)),
+    }
+    said = {}
+    with shardckpt.Publisher(directory, keep=None) as publisher:
+        for step in range(3):
+            many = state["many"].reshape(-1).view(np.uint16)
+            many[[step, step + 1, 300 + step, 560, 820 + 2 * step, 14_999]] ^= np.uint16(step)
+            state["whole"] = elements(f"whole {step}", "float32", (40, 3))
+            publisher.publish(step, state)
+            publisher.wait()
+            said[step] = facts(state)
+    (directory / "expected.json").write_text(json.dumps(said) + "\n")
+
+
 def main() -> None:
     """Write all checkpoints and the facts."""
     from processes import Processes
@@ -301,6 +325,7 @@ def main() -> None:
     write_axis(golden / f"v{AXIS_VERSION[0]}" / "axis")
     write_local(golden / f"v{LOCAL_VERSION[0]}" / "local")
     write_composite(golden / f"v{COMPOSITE_VERSION[0]}" / "composite")
+    write_differences(golden / f"v{DIFFERENCE_VERSION[0]}" / "differences")
     one, three = directory / "one-host", directory / "three-hosts"
     shutil.rmtree(directory, ignore_errors=True)
     made = state()

@@ -27,7 +27,7 @@ import numpy as np
 import shardckpt
 from shardckpt import Mesh, PartitionSpec, SaveOptions, Sharding
 from shardckpt.options import parse_bytes
-from shardckpt.reshard.memory import PROCESS_BYTES
+from shardckpt.streaming.memory import PROCESS_BYTES
 
 SIDE = 8192
 """Rows and columns of the blocks of 256 MiB of which tensors consist."""

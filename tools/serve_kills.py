@@ -28,7 +28,7 @@ import numpy as np
 from safetensors.numpy import load_file
 
 import shardckpt
-from shardckpt.serve.tokens import add_token
+from shardckpt.serve.access.tokens import add_token
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -35,8 +35,8 @@ import tensorstore  # noqa: F401  (imported before the forks)
 from fork_server import DirectoryCoordinator
 
 import shardckpt
-from shardckpt.commit import collecting
-from shardckpt.training import events, policies, retention
+from shardckpt.runs import collecting, retention
+from shardckpt.training import events, policies
 from shardckpt.writing import (
     attempt,
     background,  # noqa: F401

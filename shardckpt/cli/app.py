@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from shardckpt.cli import commit, diff, exits, export, fingerprint, gc, import_, jobs, ls, pin, reshard, serve, verify
+from shardckpt.cli import commit, diff, doctor, exits, export, fingerprint, fold, gc, import_, jobs, ls, pin, reshard, serve, stats, verify
+from shardckpt.cli.help import EXAMPLES, HINTS, server_first
 from shardckpt.cli.info import command as info
 from shardckpt.cli.plan import command as plan
 from shardckpt.cli.project import project_url
@@ -19,10 +20,17 @@ if TYPE_CHECKING:
 
 
 class _Documented:
-    """Mixin for help that ends with the address of the documentation."""
+    """Mixin for help that ends with examples, and with the address of the documentation."""
+
+    name: str | None
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
-        """Write the command's epilog, if any, and the address."""
+        """Write the command's examples and epilog, if any, and the address."""
+        examples = EXAMPLES.get(self.name or "", ()) if not isinstance(self, TyperGroup) else ()
+        if examples:
+            with formatter.section("Examples"):
+                for example in examples:  # never wrapped: they are copied
+                    formatter.write(f"  {example}\n")
         super().format_epilog(ctx, formatter)  # type: ignore[misc]
         url = project_url("Documentation")
         if url is not None:
@@ -31,7 +39,23 @@ class _Documented:
 
 
 class _Command(_Documented, TyperCommand):
-    """A command whose help ends with the documentation's address."""
+    """A command whose help ends with examples and the documentation's address, and has the metavars of the documentation."""
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """The pieces of the line of usage, without braces around arguments."""
+        return [piece.removeprefix("{").removesuffix("...").removesuffix("}") for piece in super().collect_usage_pieces(ctx)]
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write arguments and options; an argument has no type beside its name."""
+        arguments = [param for param in self.get_params(ctx) if param.param_type_name == "argument"]
+        records = [(param.metavar or param.name, record[1]) for param in arguments if (record := param.get_help_record(ctx)) is not None]
+        options = [
+            record for param in self.get_params(ctx) if param not in arguments and (record := param.get_help_record(ctx)) is not None
+        ]
+        for title, rows in (("Arguments", records), ("Options", options)):
+            if rows:
+                with formatter.section(title):
+                    formatter.write_dl(rows)
 
 
 class _Group(_Documented, TyperGroup):
@@ -46,7 +70,7 @@ class _Group(_Documented, TyperGroup):
         windows_expand_args: bool = True,
         **extra: Any,
     ) -> Any:
-        given = sys.argv[1:] if args is None else list(args)
+        given = server_first(sys.argv[1:] if args is None else list(args))
 
         def action() -> int | None:
             # With standalone_mode=False errors are raised here, and `typer.Exit` becomes the status.
@@ -59,6 +83,12 @@ class _Group(_Documented, TyperGroup):
         if standalone_mode:
             sys.exit(status)
         return status
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Find the command of the arguments; an unknown one gets a hint."""
+        if args and args[0] in HINTS and self.get_command(ctx, args[0]) is None:
+            ctx.fail(f"There is no command {args[0]!r}: {HINTS[args[0]]}.")
+        return super().resolve_command(ctx, args)
 
 
 app = typer.Typer(
@@ -88,7 +118,7 @@ def root(
             "--server",
             metavar="URL",
             help="Url of a service that answers ls, info, verify, diff, fingerprint and plan, and runs jobs. Give ids of its checkpoints "
-            "instead of urls.",
+            "instead of urls. May also come after the command.",
         ),
     ] = None,
     version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
@@ -105,6 +135,7 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "info": info.info,
     "verify": verify.verify,
     "diff": diff.diff,
+    "stats": stats.stats,
     "fingerprint": fingerprint.fingerprint,
     "plan": plan.plan,
     "reshard": reshard.reshard,
@@ -113,10 +144,12 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "commit": commit.commit,
     "gc": gc.gc,
     "rm": gc.rm,
+    "fold": fold.fold,
     "pin": pin.pin,
     "unpin": pin.unpin,
     "tag": pin.tag,
     "untag": pin.untag,
+    "doctor": doctor.doctor,
     "serve": serve.serve,
     "token": serve.token,
     "jobs": jobs.jobs,

@@ -12,7 +12,7 @@ from shardckpt.excerpt import visible
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from shardckpt.commit.committing import Outcome
+    from shardckpt.runs.committing import Outcome
 
 _STYLES = {"committed": "green", "incomplete": "yellow", "overtaken": "yellow", "refused": "red"}
 
@@ -27,7 +27,7 @@ def commit(
     command commits. At each place it commits the newest complete save. The exit status is 1 if it found uncommitted saves and could
     commit none.
     """
-    from shardckpt.commit.committing import commit as commit_all
+    from shardckpt.runs.committing import commit as commit_all
 
     found = commit_all(root)
     if as_json:

@@ -17,7 +17,7 @@ MOST_LINES = 50
 
 
 def diff(
-    a: Annotated[str, typer.Argument(metavar="A", help="A checkpoint: a path or url.")],
+    a: Annotated[str, typer.Argument(metavar="A", help="A checkpoint of any format: a path or url.")],
     b: Annotated[str, typer.Argument(metavar="B", help="The checkpoint to compare with A.")],
     *,
     structure: Annotated[bool, typer.Option("--structure", help="Compare all but the elements of tensors; read no tensor.")] = False,
@@ -37,7 +37,7 @@ def diff(
     from shardckpt.reading.compare import compare
     from shardckpt.reading.documents import comparison_json
 
-    client = server()
+    client, notes = server(), list[str]()
     if client is not None:
         with client:
             doc = client.diff(a, b, values=not structure, layouts=layout)
@@ -47,11 +47,13 @@ def diff(
             comparison = compare(first, second, values=not structure, memory_limit=memory_limit, progress=progress)
         found = comparison_json(comparison, structure=structure, layout=layout)
         doc = {"a": str(first.location), "b": str(second.location), **found}
+        notes = [f"{side}: {note}" for side, one in (("A", first), ("B", second)) for note in one.notes]
     if as_json:
         write_json(doc)
     else:
         screen = Screen()
         screen.show(_lines(screen, doc, structure=structure, layout=layout))
+        screen.show(screen.paint(visible(note), "dim") for note in notes)
     if not doc["equal"]:
         raise typer.Exit(1)
 
@@ -79,8 +81,7 @@ def _section(screen: Screen, title: str, style: str, rows: Sequence[Sequence[Cel
     if not rows:
         return
     yield screen.paint(f"{title} ({len(rows):,})", style)
-    for line in screen.table(rows[:MOST_LINES]):
-        yield f"  {line}"
+    yield from screen.table(rows[:MOST_LINES], margin=2)
     if len(rows) > MOST_LINES:
         yield f"  … and {len(rows) - MOST_LINES:,} more; --json lists all"
     yield ""

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from shardckpt.cli.option_words import with_options
+from shardckpt.cli.options import as_flag
 from shardckpt.cli.project import project_url
-from shardckpt.cli.screen import ReaderGoneError, write_json
+from shardckpt.cli.screen import OutputError, ReaderGoneError, write_json
 from shardckpt.errors import ShardckptError
 from shardckpt.excerpt import visible
 
@@ -80,16 +80,19 @@ def run(action: Callable[[], int | None], *, as_json: bool) -> int:
         return READER_GONE
     except (KeyboardInterrupt, typer.Abort):
         return INTERRUPTED
+    except (OutputError, OSError) as e:
+        _forget_stdout()
+        return _report("storage", f"cannot write to standard output: {getattr(e, 'strerror', None) or e}", as_json=False)
     return status
 
 
 def _answer(action: Callable[[], int | None], *, as_json: bool) -> int:
     try:
         return action() or 0
-    except (ReaderGoneError, BrokenPipeError, typer.Abort):
+    except (ReaderGoneError, OutputError, BrokenPipeError, typer.Abort):
         raise
     except ShardckptError as e:
-        return _report(e.code, with_options(str(e)), as_json=as_json)
+        return _report(e.code, e.message.worded(as_flag), as_json=as_json)
     except _UsageError as e:
         return _report("usage", e.format_message(), as_json=as_json)
     except Exception as e:  # noqa: BLE001  (a bug of shardckpt: its report needs the traceback)

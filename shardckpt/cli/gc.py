@@ -15,7 +15,7 @@ from shardckpt.io.streams import is_terminal
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from shardckpt.commit.collect import Collected
+    from shardckpt.commit.remove import Collected
 
 _FAILED = 6
 """Exit status if the storage refused a deletion."""
@@ -37,8 +37,8 @@ def gc(
     directory are unfinished and one of them has written within --grace, all of them stay. A removed save can never be committed. With
     --grace 0 saves in progress are removed too. The exit status is 6 if the storage has refused a deletion.
     """
-    from shardckpt.commit.collecting import collect
     from shardckpt.options import parse_duration
+    from shardckpt.runs.collecting import collect
 
     seconds = parse_duration(grace, "--grace")
     found = collect(root, grace=seconds, dry_run=dry_run)
@@ -63,10 +63,10 @@ def rm(
     Unfinished saves at the same place are removed as by gc. The data of a damaged checkpoint stays until it is older than --grace. The exit
     status is 2 for a checkpoint that is pinned, tagged, or needed by a checkpoint beside it, and 1 if you do not confirm.
     """
-    from shardckpt.commit.collecting import check_exists, delete
     from shardckpt.errors import OptionError
     from shardckpt.io.url import parse
     from shardckpt.options import parse_duration
+    from shardckpt.runs.collecting import check_exists, delete
 
     seconds = parse_duration(grace, "--grace")
     if not yes:
@@ -104,7 +104,7 @@ def _document(found: Sequence[Collected], *outcomes: str) -> dict[str, Any]:
 
 
 def _lines(screen: Screen, found: Sequence[Collected], removed: str) -> Iterator[str]:
-    from shardckpt.commit.collect import UNDER_WAY
+    from shardckpt.commit.remove import UNDER_WAY
 
     styles = {"removed": "green", "published": "green", "kept": "yellow", "failed": "red"}
     words = {"removed": removed, "published": "would be published" if removed == "would go" else "published"}

@@ -34,7 +34,7 @@ def jobs(
 ) -> None:
     """List the jobs of a service, newest first.
 
-    Name the service before the command: shardckpt --server https://HOST:8470 jobs.
+    Name the service with --server.
     """
     with required_server() as client:
         found = list(client.jobs(state))

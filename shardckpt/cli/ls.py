@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from shlex import quote
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
-from shardckpt.cli.opening import suggesting_import
 from shardckpt.cli.screen import Cell, Screen, write_json
-from shardckpt.errors import NotFoundError
+from shardckpt.errors import NotFoundError, StorageError
 from shardckpt.excerpt import count, duration_text, excerpt, file_size, shortened, visible
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
-    from shardckpt.reading.catalog import CatalogEntry
+    from shardckpt.convert.detect import Detected
+    from shardckpt.runs.below import RunSummary
+    from shardckpt.runs.catalog import CatalogEntry
     from shardckpt.serve.client import RunEntry
 
 _GAP = 3
@@ -28,9 +29,13 @@ def ls(
     everything: Annotated[bool, typer.Option("--all", "-a", help="Also list unfinished saves and deleted checkpoints.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
-    """List the checkpoints in a directory."""
+    """List the checkpoints in a directory.
+
+    The runs in it are listed too, each with its newest step, and checkpoints of other formats; in a bucket only if there are no
+    checkpoints.
+    """
     from shardckpt.cli.server import server
-    from shardckpt.reading.catalog import CatalogEntry, catalog
+    from shardckpt.runs.catalog import CatalogEntry
 
     client = server()
     if client is not None:
@@ -42,16 +47,54 @@ def ls(
             if not found:
                 raise NotFoundError(f"{client.url}: there is no run {excerpt(root)}; `shardckpt --server {client.url} ls` lists the runs.")
         entries = [CatalogEntry.from_json(one) for one in found if everything or one["state"] in ("committed", "unreadable")]
+        if as_json:
+            write_json({"checkpoints": [entry.to_json() for entry in entries], "runs": [], "foreign": []})
+        else:
+            screen = Screen()
+            screen.show(_lines(screen, entries, root))
+        return
+    _list_directory(root, everything=everything, as_json=as_json)
+
+
+def _list_directory(root: str, *, everything: bool, as_json: bool) -> None:
+    """Print what a directory has: checkpoints, or runs; and checkpoints of other formats."""
+    from shardckpt.convert.detect import detect_below
+    from shardckpt.io.store import kind_of
+    from shardckpt.io.url import parse
+    from shardckpt.runs.below import runs_below
+    from shardckpt.runs.catalog import catalog
+
+    location = parse(root)
+    runs: list[RunSummary] = []
+    try:
+        entries = catalog(root, everything=everything)
+    except (NotFoundError, StorageError):  # a file of another format is no directory
+        entries, others = [], detect_below(location)
+        if not others:
+            raise
     else:
-        with suggesting_import(root):
-            entries = catalog(root, everything=everything)
+        known = {entry.name for entry in entries}
+        # In a bucket, looking takes several requests for each name.
+        near = kind_of(location).near
+        runs = runs_below(root, known) if near or not known else []
+        known |= {one.run for one in runs}
+        others = detect_below(location, known) if near or not known else {}
     if as_json:
-        write_json({"checkpoints": [entry.to_json() for entry in entries]})
-    elif entries:
-        screen = Screen()
-        screen.show(_lines(screen, entries, root))
-    else:
+        foreign = [{"name": name, "format": found.format, "seen": found.seen} for name, found in others.items()]
+        documents = [entry.to_json() for entry in entries]
+        write_json({"checkpoints": documents, "runs": [one.to_json() for one in runs], "foreign": foreign})
+        return
+    if not (entries or runs or others):
         typer.echo(f"no checkpoints directly below {root!r}" + ("" if everything else "; --all shows unfinished saves"), err=True)
+        return
+    screen = Screen()
+    tables = [
+        _lines(screen, entries, root) if entries else (),
+        _run_lines(screen, [cast("RunEntry", one.to_json()) for one in runs]) if runs else (),
+        _other_lines(screen, others) if others else (),
+    ]
+    for i, table in enumerate(table for table in tables if table):
+        screen.show(["", *table] if i else table)
 
 
 def _list_runs(runs: list[RunEntry], *, as_json: bool) -> None:
@@ -60,6 +103,11 @@ def _list_runs(runs: list[RunEntry], *, as_json: bool) -> None:
         write_json({"runs": runs})
         return
     screen = Screen()
+    screen.show(_run_lines(screen, runs))
+
+
+def _run_lines(screen: Screen, runs: Sequence[RunEntry]) -> Iterator[str]:
+    """A table of runs."""
     rows = [
         [Cell(heading, "dim", right=0 < i < 4) for i, heading in enumerate(("run", "checkpoints", "last step", "stored", "last commit"))]
     ]
@@ -69,7 +117,14 @@ def _list_runs(runs: list[RunEntry], *, as_json: bool) -> None:
         numbers = [Cell(text, right=True) for text in (f"{one['checkpoints']:,}", step, stored)]
         created = (one["created"] or "").replace("T", " ").removesuffix("+00:00")
         rows.append([Cell(visible(one["run"]), "bold"), *numbers, Cell(visible(created))])
-    screen.show(screen.table(rows, gap=_GAP))
+    yield from screen.table(rows, gap=_GAP)
+
+
+def _other_lines(screen: Screen, others: dict[str, Detected]) -> Iterator[str]:
+    """A table of checkpoints of other formats."""
+    rows = [[Cell(heading, "dim") for heading in ("name", "format", "seen")]]
+    rows += [[Cell(visible(name), "bold"), Cell(found.format, "green"), Cell(visible(found.seen), "dim")] for name, found in others.items()]
+    yield from screen.table(rows, gap=_GAP)
 
 
 def _lines(screen: Screen, entries: list[CatalogEntry], root: str) -> Iterator[str]:
@@ -136,8 +191,10 @@ def _progress(entry: CatalogEntry) -> str:
 
 def _state(entry: CatalogEntry) -> str:
     """Notable facts about a checkpoint; empty for most."""
-    from shardckpt.format.structure import BESIDE
+    from shardckpt.excerpt import few
+    from shardckpt.format.bases import BESIDE
 
     said = (entry.superseded and "superseded", entry.pinned and "pinned", entry.tags and visible(f"tagged {' '.join(entry.tags)}"))
-    needed = [f"needs {visible(url.removeprefix(BESIDE))}" for url in entry.bases]
+    names = [visible(url.removeprefix(BESIDE)) for url in entry.bases]
+    needed = [f"needs {few(names, 3)}"] if names else []
     return ", ".join([*(word for word in said if word), *needed])

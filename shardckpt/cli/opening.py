@@ -1,4 +1,4 @@
-"""Opening of a command's checkpoint, with a hint if it is a checkpoint of another format."""
+"""Opening of a command's checkpoint: of any format, or one of shardckpt with a hint if it is of another format."""
 
 from __future__ import annotations
 
@@ -13,17 +13,15 @@ if TYPE_CHECKING:
 
 
 def open_checkpoint(url: str) -> Checkpoint:
-    """Open a checkpoint.
+    """Open a checkpoint of any format, for a command that only looks at it.
 
     Raises:
-        NotFoundError: there is none; the message suggests `shardckpt import` if another format is there.
+        NotFoundError: there is none.
     """
     from shardckpt.cli.server import located
-    from shardckpt.reading.checkpoint import open as opened
+    from shardckpt.convert.opening import open as opened
 
-    url = located(url)
-    with suggesting_import(url):
-        return opened(url)
+    return opened(located(url))
 
 
 @contextmanager

@@ -23,7 +23,7 @@ def pin(urls: Urls, as_json: Json = False) -> None:
     Neither a CheckpointManager nor `shardckpt rm` deletes a pinned checkpoint, until `shardckpt unpin` removes the pin. A checkpoint
     that replaces it is not pinned.
     """
-    from shardckpt.commit import pinning
+    from shardckpt.runs import pinning
 
     for url in urls:
         pinning.pin(url)
@@ -32,7 +32,7 @@ def pin(urls: Urls, as_json: Json = False) -> None:
 
 def unpin(urls: Urls, as_json: Json = False) -> None:
     """Remove the pins of checkpoints; tags stay."""
-    from shardckpt.commit import pinning
+    from shardckpt.runs import pinning
 
     said = ["unpinned" if pinning.unpin(url) else "was not pinned" for url in urls]
     _report(urls, "unpinned", said, as_json=as_json)
@@ -44,7 +44,7 @@ def tag(name: Name, urls: Urls, as_json: Json = False) -> None:
     A tag protects a checkpoint from deletion, as a pin does. A checkpoint has at most 32 tags. Names with another meaning are refused:
     main, pinned, superseded, steps (100, step-100), and 40 hex digits (the hash of a commit in Git).
     """
-    from shardckpt.commit import pinning
+    from shardckpt.runs import pinning
 
     for url in urls:
         pinning.tag(url, name)
@@ -53,7 +53,7 @@ def tag(name: Name, urls: Urls, as_json: Json = False) -> None:
 
 def untag(name: Name, urls: Urls, as_json: Json = False) -> None:
     """Remove a tag from checkpoints; pins stay."""
-    from shardckpt.commit import pinning
+    from shardckpt.runs import pinning
 
     said = [f"untagged {name}" if pinning.untag(url, name) else f"was not tagged {name}" for url in urls]
     _report(urls, "untagged", said, as_json=as_json)

@@ -9,31 +9,11 @@ import typer
 from shardckpt.cli.commit import commit
 from shardckpt.cli.exits import going_on_later
 from shardckpt.cli.opening import suggesting_import
-from shardckpt.cli.reshard_options import (
-    Compress,
-    Dtypes,
-    EngineUrl,
-    HfConfig,
-    Like,
-    MemoryLimit,
-    MeshText,
-    Only,
-    Overwrite,
-    Preset,
-    RulesFile,
-    RuleTexts,
-    StoredAs,
-    Unmatched,
-    Verify,
-    Workers,
-    WorkerText,
-    parse_dtypes,
-    parse_rules,
-    parse_worker,
-)
+from shardckpt.cli.options import takes
 from shardckpt.cli.screen import Screen, transfer_bar, write_json
 from shardckpt.cli.text import conversion_lines
 from shardckpt.excerpt import count, file_size, visible
+from shardckpt.reshard.options import ReshardOptions
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -47,6 +27,7 @@ _MOST_NOTICES = 3
 """Most notices that are printed."""
 
 
+@takes(ReshardOptions)
 def reshard(
     source: Annotated[
         str,
@@ -57,23 +38,7 @@ def reshard(
     ],
     destination: Annotated[str, typer.Argument(metavar="DST", help="Where the new checkpoint goes: a path or url.")],
     *,
-    mesh: MeshText = None,
-    rule: RuleTexts = None,
-    rules: RulesFile = None,
-    preset: Preset = None,
-    hf_config: HfConfig = None,
-    like: Like = None,
-    unmatched: Unmatched = None,
-    layout: StoredAs = None,
-    compress: Compress = None,
-    dtype: Dtypes = None,
-    only: Only = None,
-    engine: EngineUrl = None,
-    workers: Workers = None,
-    worker: WorkerText = None,
-    memory_limit: MemoryLimit = "512MiB",
-    overwrite: Overwrite = False,
-    verify: Verify = True,
+    given: dict[str, Any],
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
     """Rewrite a checkpoint for another mesh.
@@ -84,28 +49,11 @@ def reshard(
     if source == COMMIT:
         commit(destination, as_json=as_json)
         return
-    choices: dict[str, Any] = {"layout": layout, "compression": compress, "unmatched": unmatched, "engine": engine}
     # The imports take long enough to be interrupted.
     with going_on_later("run the same command again to continue"), suggesting_import(source), transfer_bar("resharding") as progress:
         from shardckpt.reshard.execute import reshard as run
-        from shardckpt.reshard.rules import parse_mesh
 
-        report = run(
-            source,
-            destination,
-            mesh=None if mesh is None else parse_mesh(mesh),
-            rules=parse_rules(rule, rules, preset, hf_config),
-            like=like,
-            dtype=parse_dtypes(dtype),
-            only=only or None,
-            workers=workers,
-            worker=parse_worker(worker),
-            memory_limit=memory_limit,
-            overwrite=overwrite,
-            verify=verify,
-            progress=progress,
-            **choices,
-        )
+        report = run(source, destination, **ReshardOptions.arguments(given), progress=progress)
     if as_json:
         write_json(report.to_json())
     else:

@@ -35,6 +35,9 @@ _ASCII = str.maketrans(
         "▒": "o",
         "▓": "O",
         "█": "#",
+        **dict(zip("▁▂▃▄▅▆▇", "_.-:=+*", strict=True)),
+        **dict.fromkeys("▏▎▍▌", ""),
+        **dict.fromkeys("▋▊▉", "#"),
     }
 )
 """ASCII replacements of our own signs, for terminals without Unicode; all other characters are escaped there."""
@@ -45,6 +48,10 @@ _COLORS = {"standard": "STANDARD", "256": "EIGHT_BIT", "truecolor": "TRUECOLOR"}
 
 class ReaderGoneError(Exception):
     """The reader of our output has closed it."""
+
+
+class OutputError(Exception):
+    """Our output cannot be written: a disk is full, for example."""
 
 
 class Cell(NamedTuple):
@@ -101,12 +108,12 @@ class Screen:
                 begin += width + gap
             yield "".join(line)
 
-    def table(self, rows: Sequence[Sequence[Cell]], gap: int = 2) -> Iterator[str]:
-        """Rows of cells in columns as wide as their widest cell; only the first column may be narrower."""
+    def table(self, rows: Sequence[Sequence[Cell]], gap: int = 2, margin: int = 0) -> Iterator[str]:
+        """Rows of cells in columns as wide as their widest cell, after a margin; only the first column may be narrower."""
         widths = column_widths(rows)
-        others = sum(widths[1:]) + gap * len(widths[1:])
+        others = margin + sum(widths[1:]) + gap * len(widths[1:])
         widths[0] = min(widths[0], max(self.width - others, self.width // 3))
-        yield from self.rows(rows, widths, gap)
+        yield from (" " * margin + line for line in self.rows(rows, widths, gap))
 
 
 def column_widths(rows: Sequence[Sequence[Cell]]) -> list[int]:
@@ -151,14 +158,16 @@ def progress_bar(what: str) -> Iterator[Callable[[int, int], None] | None]:
 @contextmanager
 def transfer_bar(what: str) -> Iterator[Callable[[int, int], None] | None]:
     """Show a progress bar for bytes, with the rate, like `progress_bar`."""
-    from shardckpt.training.progress import transfer_columns
+    from shardckpt.training.progress import transfer_columns, transfer_state
 
-    with _bar(what, *transfer_columns()) as progress:
+    with _bar(what, *transfer_columns(), state=transfer_state) as progress:
         yield progress
 
 
 @contextmanager
-def _bar(what: str, *columns: ProgressColumn) -> Iterator[Callable[[int, int], None] | None]:
+def _bar(
+    what: str, *columns: ProgressColumn, state: Callable[[int, int], dict[str, Any]] | None = None
+) -> Iterator[Callable[[int, int], None] | None]:
     if not is_terminal(sys.stderr):
         yield None
         return
@@ -171,7 +180,7 @@ def _bar(what: str, *columns: ProgressColumn) -> Iterator[Callable[[int, int], N
 
     def show(done: int, total: int) -> None:
         progress.start()  # not earlier: while the bar is shown, rich captures text written to standard output
-        progress.update(task, completed=done, total=total)
+        progress.update(task, **({"completed": done, "total": total} if state is None else state(done, total)))
 
     try:
         yield show
@@ -194,3 +203,5 @@ def _write(text: str, *, flush: bool = False) -> None:
     except BrokenPipeError as e:
         # Not an OSError: typer would handle it and end with status 1, which has another meaning here.
         raise ReaderGoneError from e
+    except OSError as e:
+        raise OutputError(str(e.strerror or e)) from e

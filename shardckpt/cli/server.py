@@ -40,7 +40,7 @@ def required_server() -> Client:
     """
     client = server()
     if client is None:
-        raise OptionError("jobs are those of a service; give it before the command: shardckpt --server https://HOST:8470 jobs.")
+        raise OptionError("jobs are those of a service; name it: shardckpt jobs --server https://HOST:8470.")
     return client
 
 

@@ -17,8 +17,7 @@ one after the other's death, do not disturb each other.
 from __future__ import annotations
 
 import time
-from functools import partial
-from itertools import chain
+from itertools import chain, compress
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -29,10 +28,10 @@ from shardckpt.commit.fingerprints import write_fingerprint
 from shardckpt.commit.replicas import check_replicas
 from shardckpt.errors import CommitError, FormatError
 from shardckpt.excerpt import few, numbered
-from shardckpt.format.documents import FORMAT_VERSION, FileReference, TableReference, format_version, open_envelope, utc_now
+from shardckpt.format.documents import FileReference, TableReference, format_version, open_envelope, utc_now
 from shardckpt.format.record import CheckpointRecord, Contents, HostFiles, HostRecord, host_record_key
 from shardckpt.format.table import OWN_OBJECT, ROW, ArrayChunks, Table, TableHeader, check_sizes
-from shardckpt.format.zarr_arrays import chunk_object_key, encode, encoded_documents, plain_key, zarr_documents
+from shardckpt.format.zarr_arrays import chunk_object_key, chunk_object_keys, encode, encoded_documents, plain_key, zarr_documents
 from shardckpt.frameworks.coordination import ALL_MUST_CALL, WaitNotice
 from shardckpt.io.failures import storage_errors
 from shardckpt.io.files import LARGEST_WHOLE, sync_directory
@@ -41,7 +40,7 @@ from shardckpt.plan.pieces import chunk_boxes
 from shardckpt.state.names import shown
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from shardckpt.format.structure import Structure, TensorRecord
     from shardckpt.io.store import Store
@@ -109,7 +108,7 @@ def read_host_record(place: Store, host: int) -> tuple[HostRecord, FileReference
     key = host_record_key(host)
     data, where = place.read(key), f"{place}/{key}"
     record = HostRecord.from_json(open_envelope(data, where), where)
-    if format_version(data, where) != FORMAT_VERSION:
+    if format_version(data, where) != record.version:
         raise CommitError(f"{where} has another format version than this process writes; run the same version of shardckpt on all hosts.")
     if record.host != host or record.attempt != place.location.name:
         raise CommitError(
@@ -145,17 +144,14 @@ def assemble(place: Store, said: Mapping[FileReference, Contents] | None = None)
     _check_coverage(place, parts, structure.tensors.values(), table)
     _check_counts(place, hosts, tables)
 
-    if first.layout == "packed":
-        lanes = [lane for host in hosts for lane in host.files.lanes]
-        if small:
-            place.write(SMALL, data)
-        values = {chunk_object_key(piece, position): stored.tobytes() for piece, position, stored, _ in small}
+    if first.layout == "packed" and small:
+        place.write(SMALL, data)
+    if first.compression == "difference":
+        pass  # zarr has no codec for these, so there is no index: its readers fail, and do not take differences for elements
+    elif first.layout == "packed":
         # Chunks that hosts wrote are there by reference; those of small tensors are values in the index itself.
-        chunks, nbytes = sum(host.chunks for host in hosts), sum(host.stored_bytes for host in hosts)
-        documents = partial(encoded_documents, structure, first.compression)
-        few_chunks = chunks + len(values) + len(structure.tensors) <= index.MOST_IN_A_LEAF
-        if not (few_chunks and index.write_index(place, partial(_places, table, structure), documents, values)):
-            index.merge_lanes(place, lanes, documents, values=values, expected_chunks=chunks, expected_bytes=nbytes)
+        values = {chunk_object_key(piece, position): stored.tobytes() for piece, position, stored, _ in small}
+        index.write_index(place, _places(table, structure), [*encoded_documents(structure, first.compression)], values)
     else:
         for piece, position, stored, _ in small:
             place.write(plain_key(chunk_object_key(piece, position)), stored)
@@ -175,7 +171,7 @@ def assemble(place: Store, said: Mapping[FileReference, Contents] | None = None)
             "stored_bytes": sum(host.stored_bytes for host in hosts) + len(data),
             "chunks": len(table.rows),
         },
-        fingerprint=write_fingerprint(place, hosts, contents) if all(host.files.sums for host in hosts) else None,
+        fingerprint=write_fingerprint(place, hosts, contents) if first.fingerprint else None,
         table=write_table(place, TABLE, table),
         small_table=write_table(place, SMALL_TABLE, small_table) if small else None,
         saved_by=contents.processes,
@@ -200,10 +196,7 @@ def _host_records(place: Store) -> tuple[list[HostRecord], list[FileReference]]:
         )
     for host in hosts[1:]:
         for what in ("hosts", "prior", "layout", "compression", "fingerprint"):
-            if what == "fingerprint":
-                expected, found = first.files.sums is not None, host.files.sums is not None
-            else:
-                expected, found = getattr(first, what), getattr(host, what)
+            expected, found = getattr(first, what), getattr(host, what)
             if expected != found and what == "prior":
                 raise CommitError(
                     f"{place}: while hosts 0 and {host.host} began to save, another checkpoint was committed, or deleted, at this place; "
@@ -324,15 +317,16 @@ def _lacking(parts: _Parts, *suspects: TensorRecord) -> str:
     return ""
 
 
-def _places(table: Table, structure: Structure) -> Iterator[tuple[str, str, int, int]]:
-    """Key, data file, offset and bytes of each chunk that a host wrote into a data file."""
+def _places(table: Table, structure: Structure) -> index.Chunks:
+    """The chunks that hosts wrote into data files."""
     pieces = {piece.path: piece for tensor in structure.tensors.values() for piece in tensor.pieces}
-    paths = chain.from_iterable([path] * count for path, count in table.counts.items())
-    rows = table.rows
-    columns = (column.tolist() for column in (rows.chunk, rows.file, rows.offset, rows.length))
-    for path, chunk, file, offset, length in zip(paths, *columns, strict=True):
-        if table.files[file] != SMALL:
-            yield chunk_object_key(pieces[path], chunk), table.files[file], offset, length
+    own = np.array([file != SMALL for file in table.files], bool)[table.rows.file]
+    keys: list[str] = []
+    for path, count in table.counts.items():
+        keys += chunk_object_keys(pieces[path], table.rows.chunk[len(keys) : len(keys) + count])
+    columns = (table.rows.file, table.rows.offset, table.rows.length)
+    rows = np.stack([column[own].astype(np.int64) for column in columns], axis=1)
+    return index.Chunks([key.encode() for key in compress(keys, own)], table.files, rows)
 
 
 def _small_chunks(contents: Contents, compression: str | None) -> tuple[list[tuple[Piece, int, Any, int]], bytes]:

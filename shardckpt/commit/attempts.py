@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 RESHARD = "-reshard-"
 """Part of the name of a reshard's attempt, which lays out an earlier save anew; no save's attempt has it."""
 
+_FOLDED = "-folded-"
+"""Part of the name of an attempt that holds the elements of an earlier one anew, after that one's name."""
 _NAME = re.compile(r"\d{8}T\d{6}-[0-9a-f]{8}(?:[._-][0-9A-Za-z._-]*)?", re.ASCII)
 _STEP = re.compile(r"0|[1-9]\d{0,18}", re.ASCII)
 LARGEST_STEP = (1 << 63) - 1
@@ -52,6 +54,16 @@ def is_attempt_name(name: str) -> bool:
 def is_reshard(name: str) -> bool:
     """Whether an attempt of that name is a reshard's. Its metadata describes the run of the source, not its own."""
     return RESHARD in name
+
+
+def folded_name(attempt: str, unique: str) -> str:
+    """The name of an attempt that holds the elements of another one anew."""
+    return f"{unfolded(attempt)}{_FOLDED}{unique}"
+
+
+def unfolded(attempt: str) -> str:
+    """The name of the attempt that first had the elements of an attempt: what is said of one holds for the other."""
+    return attempt.partition(_FOLDED)[0]
 
 
 def attempts(store: Store, children: Sequence[str]) -> list[str]:

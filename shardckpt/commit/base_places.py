@@ -16,16 +16,18 @@ from urllib.parse import quote, unquote
 
 from shardckpt.commit.publish import RECORD
 from shardckpt.errors import CommitError, FormatError, MissingDataError, OptionError, ShardckptError, UrlError, of_one_tensor
+from shardckpt.format.bases import BESIDE
 from shardckpt.format.record import CheckpointRecord, parse_checkpoint
-from shardckpt.format.structure import BESIDE
 from shardckpt.io.status import exists
 from shardckpt.io.store import Store
 from shardckpt.io.url import UNQUOTED, parse
 from shardckpt.state.names import shown
 
 if TYPE_CHECKING:
-    from shardckpt.format.structure import Base, TensorRecord
+    from shardckpt.format.bases import Base
+    from shardckpt.format.structure import TensorRecord
     from shardckpt.io.url import Location
+    from shardckpt.plan.pieces import Piece
 
 
 _PUT_BACK = "put the base back to that place"
@@ -84,7 +86,7 @@ def base_location(checkpoint: Location, base: Base) -> Location:
                 f"the storage of its base."
             )
         )
-    return next((place for place in places if place.local is not None and exists(place.local / RECORD)), places[0])
+    return next((place for place in places if place.local_path is not None and exists(place.local_path / RECORD)), places[0])
 
 
 def base_record(checkpoint: Location, base: Base, of: str, advice: str = _PUT_BACK) -> tuple[Store, CheckpointRecord]:
@@ -105,32 +107,46 @@ def base_record(checkpoint: Location, base: Base, of: str, advice: str = _PUT_BA
     """
     place = base_location(checkpoint, base)
     store = Store.open(place)
-    wanted = f"{of}: {checkpoint} stores it in its base {place}"
+    need = f"{of}: {checkpoint} stores {'differences from' if base.contents else 'it in its base'} {place}"
     try:
         found = parse_checkpoint(store.read(RECORD), f"{store}/{RECORD}")
     except MissingDataError:
         found = None
     except FormatError as e:
-        raise type(e)(f"{wanted}, which cannot be read: {e}") from e
+        raise type(e)(f"{need}, which cannot be read: {e}") from e
+    identity = f"attempt {base.attempt}" if base.attempt else f"contents {base.contents[:12]}…"
     if not isinstance(found, CheckpointRecord):
         was = "no checkpoint is there" if found is None else f"the base was deleted ({found.reason})"
-        raise of_one_tensor(MissingDataError(f"{wanted} (attempt {base.attempt}), and {was}; {advice}."))
-    if found.attempt != base.attempt:
+        raise of_one_tensor(MissingDataError(f"{need} ({identity}), and {was}; {advice}."))
+    if not is_that(found, base):
         another = f"another checkpoint has taken its place (attempt {found.attempt})"
-        raise of_one_tensor(MissingDataError(f"{wanted} (attempt {base.attempt}), and {another}; {advice}."))
-    if (found.layout, found.compression) != (base.layout, base.compression):
-        raise FormatError(f"{wanted}, and their records disagree about layout or compression; one of them was not written by shardckpt.")
+        raise of_one_tensor(MissingDataError(f"{need} ({identity}), and {another}; {advice}."))
+    if not base.contents and (found.layout, found.compression) != (base.layout, base.compression):
+        raise FormatError(f"{need}, and their records disagree about layout or compression; one of them was not written by shardckpt.")
     return store.sub(found.attempt), found
 
 
-def holder(checkpoint: Location, tensor: TensorRecord, found: CheckpointRecord) -> TensorRecord:
-    """The record of the tensor in an open base that holds its elements.
+def is_that(record: CheckpointRecord, base: Base) -> bool:
+    """Whether a commit record is that of a base: of its attempt, or with its contents."""
+    if base.contents:
+        return record.fingerprint is not None and record.fingerprint.sha256 == base.contents
+    return record.attempt == base.attempt
+
+
+def holder(checkpoint: Location, tensor: TensorRecord, base: Base, name: str, found: CheckpointRecord) -> TensorRecord:
+    """The record of the tensor in an open base that holds its elements, or those that it differs from.
+
+    Args:
+        checkpoint: the checkpoint that names the base.
+        tensor: the tensor's record there.
+        base: the base as the record names it.
+        name: the tensor's name in the base.
+        found: the base's commit record.
 
     Raises:
         FormatError: the base does not hold the tensor that the checkpoint's record describes.
     """
-    assert tensor.base is not None
-    stored = found.structure.tensors.get(tensor.base.name)
+    stored = found.structure.tensors.get(name)
     if (
         stored is not None
         and stored.base is None
@@ -138,10 +154,30 @@ def holder(checkpoint: Location, tensor: TensorRecord, found: CheckpointRecord) 
     ):
         return stored
     raise FormatError(
-        f"{shown(tensor.name)}: by the record of {checkpoint}, its base {tensor.base.base.url} has this tensor as "
-        f"{shown(tensor.base.name)}, with shape {tensor.shape} and dtype {tensor.dtype.name}, but the base has no such tensor; "
+        f"{shown(tensor.name)}: by the record of {checkpoint}, its base {base.url} has this tensor as "
+        f"{shown(name)}, with shape {tensor.shape} and dtype {tensor.dtype.name}, but the base has no such tensor; "
         f"one of the two checkpoints was not written by shardckpt, or by a faulty version."
     )
+
+
+def piece_before(checkpoint: Location, tensor: TensorRecord, piece: Piece, found: CheckpointRecord) -> Piece:
+    """The piece of the earlier version of a tensor that a piece's chunks differ from.
+
+    Raises:
+        FormatError: the earlier version does not have such a piece.
+    """
+    stored = found.structure.tensors.get(tensor.name)
+    if stored is not None and may_differ(tensor, stored) and piece in stored.pieces:
+        return piece
+    raise FormatError(
+        f"{shown(tensor.name)}: by the record of {checkpoint}, its chunks differ from those of attempt {found.attempt}, which "
+        f"has no such tensor or other chunks; one of the two checkpoints was not written by shardckpt."
+    )
+
+
+def may_differ(tensor: TensorRecord, earlier: TensorRecord | None) -> bool:
+    """Whether chunks of a tensor can be stored as differences from those of its earlier version."""
+    return earlier is not None and earlier.base is None and (tensor.shape, tensor.dtype) == (earlier.shape, earlier.dtype)
 
 
 def check_bases(checkpoint: Location, record: CheckpointRecord, replaces: str | None) -> None:
@@ -158,8 +194,9 @@ def check_bases(checkpoint: Location, record: CheckpointRecord, replaces: str | 
         CommitError: a base is gone or changed, or is the checkpoint that would be replaced, reached by another name.
     """
     of = {tensor.base.base: name for name, tensor in record.structure.tensors.items() if tensor.base is not None}
-    for base, name in of.items():
-        if base.attempt == replaces:
+    first = next((name for name, tensor in record.structure.tensors.items() if tensor.difference), "")
+    for base, name in {**dict.fromkeys(record.structure.chain[:1], first), **of}.items():  # it has checked its own chain
+        if base.attempt and base.attempt == replaces:
             raise CommitError(
                 f"{shown(name)}: {checkpoint} stores it in its base {base.url}, but this save would replace that base (or a copy of it); "
                 f"save with another base, or without skip=. Nothing was published."

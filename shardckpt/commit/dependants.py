@@ -17,8 +17,8 @@ from shardckpt.commit.attempts import places
 from shardckpt.commit.markers import is_superseded, protection
 from shardckpt.commit.publish import RECORD
 from shardckpt.errors import FormatError, OptionError, StorageError, VersionError
+from shardckpt.format.bases import bases_of, names_beside
 from shardckpt.format.documents import Fields, open_envelope
-from shardckpt.format.structure import bases_of, names_beside
 from shardckpt.io.failures import reading_takes_threads
 from shardckpt.io.status import status
 from shardckpt.io.store import Store
@@ -58,7 +58,7 @@ class _Neighbour:
     """Token of its commit record (`Store.change_token`)."""
     attempt: str = ""
     bases: Mapping[str, frozenset[str]] = field(default_factory=dict)
-    """Names of its bases in the same directory → the attempts there."""
+    """Names of its bases in the same directory → the attempts there; "": any attempt with the same contents."""
     unread: bytes = b""
     """Its record, if a newer version has written it: a record contains the names of the attempts of its bases."""
     closed: bool = False
@@ -137,13 +137,13 @@ def _stores_in(neighbour: _Neighbour, name: str, attempt: str | None) -> bool:
     """Whether a neighbour stores tensors in the checkpoint of this name and attempt; None: in any attempt there."""
     if neighbour.unread:
         return (attempt or f"../{name}").encode() in neighbour.unread
-    return any(attempt in (None, base) for base in neighbour.bases.get(name, ()))
+    return any(attempt is None or base in ("", attempt) for base in neighbour.bases.get(name, ()))
 
 
 def used_beside(root: Store, names: Iterable[str]) -> set[tuple[str, str]]:
     """The bases, as (name, attempt), that lie below a root and hold tensors of the checkpoints of these names there.
 
-    Superseded checkpoints do not count.
+    The attempt is "" for a base that its contents identify. Superseded checkpoints do not count.
     """
     listed = [*names]
     with reading_takes_threads(root):
@@ -154,15 +154,15 @@ def used_beside(root: Store, names: Iterable[str]) -> set[tuple[str, str]]:
 
 def _look(place: Store, known: _Neighbour | None) -> _Neighbour:
     """A neighbour as it is now; `known` is its state at the last look."""
-    if place.location.local is not None and not os.access(place.location.local, os.X_OK):
-        return _Neighbour(None, closed=not _is_foreign(place.location.local))
-    where, on_disk = place.path_of(RECORD), place.location.local is not None
-    token = place.change_token(RECORD) if on_disk or known is not None else None
+    if (path := place.local_path("")) is not None and not os.access(path, os.X_OK):
+        return _Neighbour(None, closed=not _is_foreign(path))
+    where = place.path_of(RECORD)
+    token = place.change_token(RECORD) if place.near or known is not None else None
     if known is not None and token == known.token:
         return known
     try:
         data, generation = place.read_versioned(RECORD)
-        token = token if on_disk else generation
+        token = token if place.near else generation
         if data is None:
             return _Neighbour(token)
         document = open_envelope(data, where)

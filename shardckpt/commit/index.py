@@ -1,8 +1,8 @@
 """Metadata for all other zarr readers, built after all hosts have written.
 
-Packed layout: one OCDBT database over the complete attempt. Few chunks and documents make one leaf (`write_index`). For many, the hosts'
-lanes, which are databases below it, are merged by TensorStore (`merge_lanes`). Merging copies references, not chunks; the `zarr.json`
-documents are written in a transaction of their own. A key that two lanes have would be lost silently, so the keys are counted afterwards.
+Packed layout: one OCDBT database over the complete attempt (`write_index`), which refers to the hosts' data files. It is written without
+TensorStore, whose conditional writes of a file go by its inode number, and never end where that changes with each look (as on some
+mounts of buckets).
 
 Plain layout: the `zarr.json` files of arrays and groups, the root with consolidated metadata.
 
@@ -12,8 +12,8 @@ and none of this.
 
 from __future__ import annotations
 
-from itertools import chain
-from typing import TYPE_CHECKING, Any
+from itertools import chain, pairwise, repeat
+from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import quote
 
 import numpy as np
@@ -23,127 +23,78 @@ from shardckpt.errors import CommitError, FormatError
 from shardckpt.format.zarr_arrays import PLAIN_ROOT, encode_document, group_json, parent_groups, plain_key
 from shardckpt.io import ocdbt
 from shardckpt.io.failures import storage_errors
-from shardckpt.io.files import LARGEST_WHOLE, clear
+from shardckpt.io.files import LARGEST_WHOLE
 from shardckpt.io.store import Store, shared_context, with_new_keys
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    from numpy.typing import NDArray
 
     from shardckpt.io.ocdbt import Place, Version
     from shardckpt.io.url import Location
 
 _MOST_INSIDE = 1 << 20
 """Most bytes of a value inside a node, the format's limit. A document inside is covered by the node's checksum; one outside is not."""
-_CONFIG = {
-    "max_inline_value_bytes": _MOST_INSIDE,
-    "compression": {"id": "zstd"},
-}
 _MANIFEST = "manifest.ocdbt"
-_LEAF = "d/leaf"
-MOST_IN_A_LEAF = 1 << 12
-"""Most chunks and documents of an index that `write_index` makes. TensorStore takes five requests, one after another, to merge indexes."""
+_NODES = "d/leaf"
+"""The leaf of a small index, all nodes of a large one."""
+_LARGE = "d/documents"
+"""Documents that are too large for a node."""
 _MOST_HEIGHT = 16
 """Height that a tree of valid nodes never exceeds; a damaged tree might have cycles."""
 
 
-@with_new_keys
-def merge_lanes(
-    attempt: Store,
-    lanes: Sequence[str],
-    documents: Callable[[], Iterable[tuple[str, bytes]]],
-    *,
-    values: Mapping[str, bytes] | None = None,
-    expected_chunks: int,
-    expected_bytes: int,
-) -> None:
-    """Build the merged index of an attempt; if one is there already, the result is the same.
+class Chunks(NamedTuple):
+    """Chunks in data files, in any order."""
 
-    Args:
-        attempt: the attempt's place.
-        lanes: OCDBT databases relative to it.
-        documents: yields array path and encoded `zarr.json` of each array; the groups' documents are made here. Called again where all is
-            repeated because keys were rotated.
-        values: key → chunk, for chunks that no lane has; None: there are none.
-        expected_chunks: number of chunks in all lanes together.
-        expected_bytes: their stored bytes.
-
-    Raises:
-        CommitError: two lanes have the same chunk, or chunks are missing.
-        StorageError: the storage failed.
-    """
-    attempt.make_parents("d/x")
-    manifest = attempt.local_path(_MANIFEST)
-    if manifest is not None:
-        clear(manifest)
-    with storage_errors("merge the index of", attempt):
-        database = _database(attempt, _CONFIG)
-        # Two transactions: if one transaction copies and writes, TensorStore 0.1.86 stores the copied values empty.
-        # The few documents come first, because the second transaction rewrites the nodes that it touches.
-        with ts.Transaction() as writes:
-            within = database.with_transaction(writes)
-            written = _await(within.write(key, data) for key, data in chain(packed_documents(documents()), (values or {}).items()))
-        with ts.Transaction() as copies:
-            within = database.with_transaction(copies)
-            _await(_database(attempt.sub(lane)).experimental_copy_range_to(within) for lane in lanes)
-        found = _versions(attempt)[-1]
-    # A document of more than 1 MiB is stored outside the nodes, like a chunk.
-    if found.num_keys != expected_chunks + written or found.num_indirect_value_bytes < expected_bytes:
-        raise CommitError(
-            f"{attempt}: the hosts wrote {expected_chunks} chunks of {expected_bytes} bytes, the merged index has "
-            f"{found.num_keys - written} of {found.num_indirect_value_bytes}; two hosts wrote the same chunk, or an array's "
-            f"path is another's chunk. Nothing was published."
-        )
+    keys: Sequence[bytes]
+    """n keys."""
+    files: Sequence[str]
+    """Data files, relative to the attempt."""
+    rows: NDArray[np.int64]
+    """(n, 3) index into `files`, offset of the first byte, bytes."""
 
 
 @with_new_keys
-def write_index(
-    attempt: Store,
-    chunks: Callable[[], Iterable[tuple[str, str, int, int]]],
-    documents: Callable[[], Iterable[tuple[str, bytes]]],
-    values: Mapping[str, bytes],
-) -> bool:
-    """Build the merged index of an attempt with few chunks, as one leaf; if one is there already, the result is the same.
-
-    Returns False, and writes nothing, if a document is too large for a node.
+def write_index(attempt: Store, chunks: Chunks, documents: Sequence[tuple[str, bytes]], values: Mapping[str, bytes]) -> None:
+    """Build the index of a complete attempt; if one is there already, the result is the same.
 
     Args:
         attempt: the attempt's place.
-        chunks: yields the chunks in data files: key, file relative to the attempt, offset and bytes. Called as `documents` is.
-        documents: as for `merge_lanes`.
-        values: as for `merge_lanes`.
+        chunks: the chunks in data files.
+        documents: array path and encoded `zarr.json` of each array; the groups' documents are made here.
+        values: key → chunk, for chunks that are in no data file.
 
     Raises:
-        CommitError: TensorStore does not find every key.
+        CommitError: an array's path is another's chunk; or the index that is read back has other keys.
         StorageError: the storage failed.
     """
-    inside = {key.encode(): data for key, data in chain(packed_documents(documents()), values.items())}
-    if max(map(len, inside.values()), default=0) > _MOST_INSIDE:
-        return False
-    places = {key.encode(): (file, offset, length) for key, file, offset, length in chunks()}
-    files = {file: i for i, file in enumerate(dict.fromkeys(file for file, _, _ in places.values()))}
-    keys = sorted([*inside, *places])
-    rows = np.zeros((len(keys), 3), np.int64)
-    for row, key in zip(rows, keys, strict=True):
-        if key in places:
-            file, *row[1:] = places[key]
-            row[0] = files[file]
-    file_number, offset, length = (rows[:, i] for i in range(3))
-    node = ocdbt.leaf_node(keys, list(files), file_number, offset, length, [inside.get(key) for key in keys])
-    attempt.write(_LEAF, node)
-    attempt.write(_MANIFEST, ocdbt.manifest(_LEAF, len(node), len(keys), int(length.sum())))
+    inside = {key.encode(): data for key, data in chain(packed_documents(documents), values.items())}
+    large = {key: data for key, data in inside.items() if len(data) > _MOST_INSIDE}
+    keys, files, rows = [*chunks.keys], [*chunks.files], chunks.rows
+    if large:
+        ends = np.cumsum([*map(len, large.values())])
+        places = [(len(files), end - len(data), len(data)) for end, data in zip(ends.tolist(), large.values(), strict=True)]
+        keys, files, rows = [*keys, *large], [*files, _LARGE], np.concatenate([rows, np.array(places, np.int64)])
+        attempt.write(_LARGE, b"".join(large.values()))
+    small = [key for key in inside if key not in large]
+    keys += small
+    order = np.array(sorted(range(len(keys)), key=keys.__getitem__))
+    keys = [keys[i] for i in order.tolist()]
+    if (twice := next((key for key, after in pairwise(keys) if key == after), None)) is not None:
+        raise CommitError(f"{attempt}: {twice.decode()} is a chunk or document of two arrays; nothing was published.")
+    rows = np.concatenate([rows, np.zeros((len(small), 3), np.int64)])[order]
+    held = [*repeat(None, len(keys) - len(small)), *(inside[key] for key in small)]
+    nodes, manifest = ocdbt.tree(_NODES, keys, files, rows, [held[i] for i in order.tolist()])
+    attempt.write(_NODES, nodes)
+    attempt.write(_MANIFEST, manifest)
     with storage_errors("read back the index of", attempt):
-        found = _database(attempt).list().result()
-    if found != keys:
-        raise CommitError(f"{attempt}: TensorStore finds {len(found)} keys in the merged index where {len(keys)} were written.")
-    return True
-
-
-def _await(futures: Iterable[Any]) -> int:
-    """Start all futures, then wait for each: a write whose future is dropped may be left out of the commit. Their number."""
-    started = list(futures)
-    for future in started:
-        future.result()
-    return len(started)
+        listed = _database(attempt).list().result() if attempt.has_driver else [key.encode() for key, _ in index_values(attempt)]
+    listed.sort()
+    if listed != keys:
+        reader = "TensorStore finds" if attempt.has_driver else "reading it back finds"
+        raise CommitError(f"{attempt}: {reader} {len(listed)} keys in the index where {len(keys)} were written.")
 
 
 def write_plain_documents(attempt: Store, documents: Mapping[str, Mapping[str, Any]]) -> None:
@@ -208,7 +159,11 @@ def index_values(attempt: Store) -> Iterator[tuple[str, Place | bytes]]:
 
 
 def stock_spec(location: Location, attempt: str, array_path: str, layout: str = "packed") -> dict[str, Any]:
-    """The spec with which stock TensorStore opens an array; a missing chunk is an error."""
+    """The spec with which stock TensorStore opens an array; a missing chunk is an error.
+
+    Raises:
+        StorageError: TensorStore has no driver for the place.
+    """
     place = location.join(attempt)
     strict = {"fill_missing_data_reads": False, "store_data_equal_to_fill_value": True}
     if layout == "packed":
@@ -224,12 +179,10 @@ def stock_url(location: Location, attempt: str, array_path: str, layout: str = "
     return f"{place.join(plain_key(array_path)).url}/|zarr3:"
 
 
-def _database(place: Store, config: Mapping[str, Any] | None = None, context: ts.Context | None = None) -> Any:
-    """Open the OCDBT database at a place."""
-    spec: dict[str, Any] = {"driver": "ocdbt", "base": place.location.kvstore()}
-    if config is not None:
-        spec["config"] = config
-    return ts.KvStore.open(spec, context=context or shared_context(place.location)).result()
+def _database(place: Store) -> Any:
+    """Open the OCDBT database at a place with TensorStore."""
+    spec = {"driver": "ocdbt", "base": place.location.kvstore()}
+    return ts.KvStore.open(spec, context=shared_context(place.location)).result()
 
 
 def _versions(place: Store) -> list[Version]:

@@ -1,10 +1,10 @@
 """Markers on a committed checkpoint: pinned or tagged, or superseded.
 
 A marker is a small object beside the commit record, and names the attempt that it applies to. So it does not apply to a
-later checkpoint at the same place, even if it was not removed.
+later checkpoint at the same place, even if it was not removed. It applies to an attempt that holds the same elements anew (`unfolded`).
 
 A tag is a name on a checkpoint, and protects it as a pin does. Both are in one marker, which earlier versions of shardckpt
-take for a pin. Every change of it is conditional (`commit.pinning`), so changes at the same time do not undo each other.
+take for a pin. Every change of it is conditional (`runs.pinning`), so changes at the same time do not undo each other.
 
 A pin and a deletion may run at the same time. The deletion reads the commit record, then looks for the pin, then replaces the
 record on condition that it still has that version. Pinning writes the pin, then makes a new version of the record. One of
@@ -17,6 +17,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from shardckpt.commit.attempts import unfolded
 from shardckpt.errors import FormatError, MissingDataError
 from shardckpt.format.documents import Fields, open_envelope, seal
 
@@ -44,7 +45,7 @@ def is_superseded(store: Store, attempt: str | None) -> bool:
     """Whether an attempt is marked as superseded; None: the attempt is not known (the commit record is unreadable), and any counts."""
     try:
         said = read_sealed(store, SUPERSEDED)
-        return said is not None and attempt in (None, said.string("attempt"))
+        return said is not None and (attempt is None or unfolded(attempt) == unfolded(said.string("attempt")))
     except FormatError:
         return False
 
@@ -99,7 +100,7 @@ def protection_of(store: Store, data: bytes | None, attempt: str | None) -> Prot
     where = store.path_of(PINNED)
     try:
         said = Fields(open_envelope(data, where), where)
-        if attempt not in (None, said.string("attempt")):
+        if attempt is not None and unfolded(attempt) != unfolded(said.string("attempt")):
             return Protection()
         pinned, tags = said.doc.get("pinned", True), said.doc.get("tags", [])  # earlier versions wrote neither
         known = isinstance(tags, list) and len(tags) <= MOST_TAGS and all(isinstance(tag, str) and TAG.fullmatch(tag) for tag in tags)

@@ -33,11 +33,11 @@ from typing import TYPE_CHECKING, Any
 from shardckpt.commit.attempts import attempts, is_attempt
 from shardckpt.commit.markers import PINNED, SUPERSEDED, unmark
 from shardckpt.errors import AlreadyExistsError, CommitError, FormatError, ShardckptError, StorageError, VersionError
+from shardckpt.excerpt import Message, named
 from shardckpt.format.documents import seal
 from shardckpt.format.record import CheckpointRecord, Tombstone, parse_checkpoint
 from shardckpt.format.table import check_sizes
 from shardckpt.io.descriptor import OpenFile
-from shardckpt.io.failures import storage_errors
 from shardckpt.io.files import LARGEST_WHOLE
 from shardckpt.io.status import is_directory
 from shardckpt.io.threads import collector_paused
@@ -105,7 +105,8 @@ def read_prior(store: Store, *, overwrite: bool) -> Prior:
         raise
     except FormatError as e:
         if not overwrite:
-            raise FormatError(f"{e} Save elsewhere, or replace it with SaveOptions(overwrite=True).") from e
+            advice = " Save elsewhere, or replace it with the option "
+            raise FormatError(Message(e.message, advice, named("overwrite", True), ".")) from e
         # The damaged record is of no use to readers. It is not known which attempt it named, so that attempt stays as garbage.
         record = _UNREADABLE
     if isinstance(record, CheckpointRecord) and not overwrite:
@@ -126,14 +127,20 @@ def hold_place(store: Store, prior: Prior, *, overwrite: bool, wait_seconds: flo
         wait_seconds: time to wait for another process of the same save to do it, because one object allows few writes per second.
 
     Returns:
-        The version to replace: `prior` if it is a checkpoint, otherwise a placeholder.
+        The version to replace: `prior` if it is a checkpoint, otherwise a placeholder; where nothing can be replaced, a missing record.
 
     Raises:
         AlreadyExistsError, VersionError, FormatError: as for `read_prior`.
         StorageError: the storage failed.
     """
+    if not store.replaces:  # nothing is ever removed there, so the record is created, and no placeholder is needed
+        if prior.record is not None:
+            store.check_replaces("save over what is at")
+        if not store.writable:
+            raise StorageError(f"cannot save to {store}: the place is read only; save elsewhere.")
+        return prior
     began, looks = time.monotonic(), 0
-    most = _ROUNDS if store.location.local is None else _DISK_ROUNDS
+    most = _DISK_ROUNDS if store.near else _ROUNDS
     while not (prior.holds or isinstance(prior.record, CheckpointRecord) or prior.record is _UNREADABLE):
         waited = time.monotonic() - began
         if waited < wait_seconds:
@@ -159,15 +166,16 @@ def _put_placeholder(store: Store, prior: Prior, *, last: bool) -> None:
         put_tombstone(store, make, prior.generation, absent=prior.record is None)
     except StorageError:
         # On a disk, a deletion may have removed the empty directory at this moment.
-        if last or store.location.local is None or is_directory(store.location.local):
+        path = store.local_path("")
+        if last or path is None or is_directory(path):
             raise
 
 
 def put_tombstone(store: Store, make: Callable[[], bytes], generation: bytes, *, absent: bool) -> bool:
     """Write a tombstone in place of a version of the commit record, or of a missing one; the tombstone's version never occurs again.
 
-    TensorStore retries a request whose response was lost. So creating an object may succeed twice, if it is removed in between. Except
-    on S3, the two objects have different versions even then.
+    A request whose response was lost is made again. So creating an object may succeed twice, if it is removed in between; the two
+    objects have different versions even then (`Store.create_anew`).
 
     Args:
         store: the checkpoint's place.
@@ -181,12 +189,7 @@ def put_tombstone(store: Store, make: Callable[[], bytes], generation: bytes, *,
     Raises:
         StorageError: the storage failed.
     """
-    if not absent or store.location.scheme != "s3":
-        return store.replace(RECORD, make(), generation)
-    from shardckpt.io.buckets.s3_client import create_anew  # botocore is installed with the extra
-
-    with storage_errors("write", store.path_of(RECORD)):
-        return create_anew(store.location, RECORD, make)
+    return store.create_anew(RECORD, make, generation) if absent else store.replace(RECORD, make(), generation)
 
 
 def clear_place(store: Store, generation: bytes) -> None:
@@ -238,7 +241,7 @@ def publish(store: Store, record: CheckpointRecord, prior: Prior) -> bool:
         _check_readable(store, record, data)
     try:
         with _locked(place, fcntl.LOCK_SH):
-            gone = store.location.local is not None and not place.exists(record.hosts[0].key)
+            gone = store.has_locks and not place.exists(record.hosts[0].key)
             published = not gone and store.replace(RECORD, data, prior.generation)
     except StorageError as e:
         if is_published(store, record.attempt):
@@ -295,7 +298,7 @@ def _check_readable(store: Store, record: CheckpointRecord, data: bytes) -> None
     if len(data) > LARGEST_WHOLE:
         raise CommitError(f"{why}: its record would have {len(data)} bytes, and readers take at most {LARGEST_WHOLE}.")
     try:
-        if record.structure.known_to_be_readable:
+        if record.structure.known_to_be_readable and not record.structure.chain:
             parse_checkpoint(record.seal(tensors=False), store.path_of(RECORD), record.structure.tensors)
         else:
             parse_checkpoint(data, store.path_of(RECORD))
@@ -358,7 +361,7 @@ def _locked(place: Store, how: int) -> Iterator[bool]:
     Raises:
         BlockingIOError: another process holds it, and `how` says not to wait.
     """
-    path = place.location.local
+    path = place.local_path("") if place.has_locks else None
     if path is None:
         yield True
         return

@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from shardckpt.convert.naming.apply import outputs_of
-from shardckpt.convert.naming.choose import NameOptions
 from shardckpt.convert.naming.renamed_state import end_names, renamed_state
+from shardckpt.convert.options import NameOptions
 from shardckpt.errors import OptionError
-from shardckpt.excerpt import excerpt
+from shardckpt.excerpt import Message, named
 from shardckpt.format.structure import Structure, TensorRecord
 from shardckpt.plan.views import View
 from shardckpt.reshard.targets import renamed
@@ -36,20 +36,24 @@ class Arrangement:
     """New tensor name → the views of foreign tensors from which the tensor is made."""
     notes: tuple[str, ...] = ()
     """Messages about changes to names, a line each."""
+    is_unchanged: bool = False
+    """Whether every tensor is the foreign one of the same name."""
 
     @classmethod
     def of(cls, structure: Structure) -> Arrangement:
         """The arrangement that keeps every tensor under its name."""
-        return cls(structure, {name: (View.whole(name, tensor.shape),) for name, tensor in structure.tensors.items()})
+        views = {name: (View.whole(name, tensor.shape),) for name, tensor in structure.tensors.items()}
+        return cls(structure, views, is_unchanged=True)
 
     @classmethod
-    def named(cls, structure: Structure, options: NameOptions, where: str) -> Arrangement:
+    def named(cls, structure: Structure, options: NameOptions, where: str, config: object = None) -> Arrangement:
         """The arrangement in which options choose, name and make the tensors, and choose and name the other leaves.
 
         Args:
             structure: structure of the foreign checkpoint.
             options: selection and naming of its tensors.
             where: location of the foreign checkpoint, for messages.
+            config: the model's configuration, if it has one.
 
         Raises:
             OptionError, NamesMismatchError, ShapeMismatchError, DtypeMismatchError: as in `outputs_of`; or a tensor would have the
@@ -57,7 +61,7 @@ class Arrangement:
         """
         if options == NameOptions():
             return cls.of(structure)
-        outputs = outputs_of(structure, options, where, importing=True)
+        outputs = outputs_of(structure, options, where, importing=True, config=config)
         made = {output.name: output for output in outputs.tensors}
         made |= {name: made[first] for name, first in outputs.tied.items()}
         leaves = {name: outputs.renamed[name] for name in end_names(structure.tree) if name in outputs.renamed}
@@ -88,7 +92,7 @@ class Arrangement:
         flat = flatten(state, lambda value: isinstance(value, TensorRecord), id, lambda tensor: meaning[id(tensor)])
         tensors = {name: renamed(tensor, name, tensor.dtype) for name, tensor in flat.tensors.items()}
         views = {name: self.views[tensor.name] for name, tensor in flat.tensors.items()}
-        return replace(self, structure=Structure(flat.tree, tensors), views=views)
+        return replace(self, structure=Structure(flat.tree, tensors), views=views, is_unchanged=False)
 
 
 def is_whole(views: tuple[View, ...], tensors: Mapping[str, TensorRecord]) -> bool:
@@ -129,4 +133,4 @@ def _meaning(output: OutputTensor, tensors: Mapping[str, TensorRecord], known: M
 def check_into(into: object) -> None:
     """Raise OptionError unless `into` is a place in a state."""
     if not isinstance(into, str) or not all(into.split("/")):
-        raise OptionError(f'into={excerpt(into)}: give keys joined by slashes, as in "model".')
+        raise OptionError(Message(named("into", into), ': give keys joined by slashes, as in "model".'))

@@ -15,11 +15,17 @@ from typing import TYPE_CHECKING, Protocol
 from shardckpt.commit.publish import RECORD
 from shardckpt.convert.files.file_version import file_at
 from shardckpt.convert.formats.torch.deepspeed import refuse_directory
-from shardckpt.errors import FormatError, NotFoundError, OptionError
-from shardckpt.excerpt import excerpt, few
+from shardckpt.convert.hub_cache import hub_snapshot
+from shardckpt.errors import FormatError, NotFoundError, OptionError, ShardckptError
+from shardckpt.excerpt import Message, few, named
+from shardckpt.io.failures import reading_takes_threads
 from shardckpt.io.store import Store
+from shardckpt.io.threads import map_on_threads
+from shardckpt.state.names import natural_key
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from shardckpt.convert.foreign import Foreign
     from shardckpt.io.url import Location
 
@@ -33,11 +39,12 @@ FORMATS = {
     "torch_xla": "a directory of torch_xla's CheckpointManager",
     "xser": "a directory of torch_xla's xser.save",
     "torch": "a file of torch.save or xm.save",
+    "zarr": "a group of zarr arrays",
 }
 """Format name, as `--from` expects it → its description. The module `formats/<name>/source.py` reads it."""
 _BEFORE = {
     "safetensors": ("torch",),
-    "orbax": ("dcp",),
+    "orbax": ("dcp", "zarr"),
     "xser": ("torch",),
     "dcp": ("torch", "safetensors"),
     "megatron": ("torch",),
@@ -46,6 +53,11 @@ _BEFORE = {
 """Format → formats that it precedes: their files may lie beside its own, or be parts of it."""
 _NAMED = 12
 """Most names of a directory in a message."""
+_FILES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
+"""Ends of the names of files that `detect_below` looks into."""
+_LOOSE = ("safetensors", "torch")
+_MOST_BELOW = 128
+"""Most files and directories that it looks into."""
 
 
 class FormatModule(Protocol):
@@ -78,7 +90,7 @@ def module_of(name: str) -> FormatModule:
         OptionError: there is no such format.
     """
     if name not in FORMATS:
-        raise OptionError(f"from_={excerpt(name)}: use {', '.join(repr(one) for one in (AUTO, *FORMATS))}.")
+        raise OptionError(Message(named("from_", name), f": use {', '.join(repr(one) for one in (AUTO, *FORMATS))}."))
     found: FormatModule = import_module(f"shardckpt.convert.formats.{name}.source")
     return found
 
@@ -94,6 +106,8 @@ def detect(location: Location) -> Detected:
         StorageError: the storage failed or refused.
     """
     file = file_at(location)
+    if file is None and not Store.open(location).lists:
+        return _detected_unlisted(location)
     names = [] if file is not None else Store.open(location).list_children()
     if file is None and not names:
         raise NotFoundError(f"{location}: there is no such file, and no directory of that name with files in it; check the path.")
@@ -105,9 +119,61 @@ def detect(location: Location) -> Detected:
         return Detected(first[0], seen[first[0]], tuple(f"{name}: {what}" for name, what in seen.items() if name != first[0]))
     if seen:
         found = "; ".join(f"{name}: {what}" for name, what in seen.items())
-        raise OptionError(f"{location} could have several formats ({found}); choose one with from_=.")
+        raise OptionError(Message(f"{location} could have several formats ({found}); choose one with ", named("from_"), "."))
     if file is None:
         refuse_directory(Store.open(location), names)
     there = "a file that begins like none of these" if file is not None else few(names, _NAMED)
     looked_for = "; ".join(FORMATS.values())
     raise FormatError(f"{location} holds no checkpoint of a known format. Looked for: {looked_for}. Found: {there}.")
+
+
+def _detected_unlisted(location: Location) -> Detected:
+    """Detect the format of a directory that its storage does not list: only zarr has a file that is always there.
+
+    Raises:
+        NotFoundError: nothing is known to be there.
+    """
+    found = module_of("zarr").looks_like(location)
+    if found is None:
+        raise NotFoundError(
+            f"{location}: no checkpoint there; a web server lists no directory: give the url of a file, as model.safetensors."
+        )
+    return Detected("zarr", found)
+
+
+def detect_below(location: Location, known: Collection[str] = ()) -> dict[str, Detected]:
+    """The checkpoints of other formats in a directory: of the directory itself ("."), and directly below it.
+
+    Names below a checkpoint are parts of it, unless it consists of loose files, as safetensors and torch's; then those of its own format
+    are.
+
+    Args:
+        location: a directory, or a file.
+        known: names below it that are something else.
+
+    Returns:
+        Name → its format, in natural order; of the first files and directories only, if there are very many.
+
+    Raises:
+        StorageError: the storage failed or refused.
+    """
+    itself = _detected(location)
+    here = {} if itself is None else {".": itself}
+    if file_at(location) is not None or (itself is not None and itself.format not in _LOOSE):
+        return here
+    store = Store.open(location)
+    names = [name for name in store.list_children() if name.endswith(("/", *_FILES)) and not name.startswith(".")]
+    names = sorted((name for name in names if name.removesuffix("/") not in known), key=natural_key)[:_MOST_BELOW]
+    with reading_takes_threads(store):
+        below = map_on_threads(lambda name: _detected(location.join(name.removesuffix("/"))), names)
+    seen = {name: found for name, found in zip(names, below, strict=True) if found is not None}
+    parts = {name for name, found in seen.items() if itself is not None and found.format == itself.format and not name.endswith("/")}
+    return here | {name.removesuffix("/"): found for name, found in seen.items() if name not in parts}
+
+
+def _detected(location: Location) -> Detected | None:
+    """The format at a location; None if there is none, or it is not certain."""
+    try:
+        return detect(hub_snapshot(location) or location)
+    except ShardckptError:
+        return None

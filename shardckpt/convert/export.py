@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any, Literal
 
-from shardckpt.convert.export_options import DEFAULT_MEMORY_LIMIT, SafetensorsOptions, StateOptions
 from shardckpt.convert.files.local_files import LocalFiles
 from shardckpt.convert.files.object_files import ObjectFiles, begun
 from shardckpt.convert.formats.safetensors.hf_configs import without_others
 from shardckpt.convert.formats.safetensors.hf_index import INDEX, is_of_a_model
 from shardckpt.convert.formats.safetensors.model_files import plan_model_files
 from shardckpt.convert.formats.safetensors.target import write_safetensors
-from shardckpt.convert.naming.choose import NameOptions
+from shardckpt.convert.options import SafetensorsOptions, StateOptions, ToOptions
 from shardckpt.convert.whole_state import FORMATS, write_state
 from shardckpt.errors import AlreadyExistsError, OptionError, leaves_out_with, out_of_memory_is_typed
-from shardckpt.excerpt import excerpt
+from shardckpt.excerpt import Message, named
 from shardckpt.io.failures import reading_takes_threads
-from shardckpt.io.store import Store
+from shardckpt.io.store import Store, kind_of
 from shardckpt.io.url import parse
+from shardckpt.options import documented
 from shardckpt.reading.checkpoint import Checkpoint
+from shardckpt.reshard.options import DEFAULT_MEMORY_LIMIT
 from shardckpt.state.names import shown
 
 if TYPE_CHECKING:
@@ -28,11 +30,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from shardckpt.convert.files.destination import Destination
-    from shardckpt.convert.naming.choose import Patterns, Ties
+    from shardckpt.convert.options import Patterns, Ties
     from shardckpt.io.url import Location
+    from shardckpt.reading.naming.mapping import TensorMapping
     from shardckpt.reshard.dtype_rules import ConvertedSubtree
 
 _SUFFIX = ".safetensors"
+_TORCH_FILES = {".pt", ".pth", ".bin", ".ckpt"}
+_OTHER_FILES = {".npz", ".npy", ".gguf", ".h5", ".hdf5", ".onnx"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +82,9 @@ class ExportReport:
 
 
 @out_of_memory_is_typed
-@leaves_out_with("exclude=")
-def export(
+@leaves_out_with("exclude")
+@documented(StateOptions, ToOptions)
+def export(  # noqa: D417  (the other arguments are documented where they are declared)
     src: str | os.PathLike[str],
     dst: str | os.PathLike[str],
     *,
@@ -102,20 +108,7 @@ def export(
         src: path or url of the checkpoint.
         dst: the destination. For safetensors, see `export_safetensors`; for torch, a file on a local disk; for dcp and orbax, a
             directory on a local disk.
-        to: the format. "safetensors" holds tensors; "torch", "dcp" and "orbax" hold the state, with its containers and small leaves.
-        dtype: the dtype to convert tensors to, or pattern → dtype (docs/reshard.md#dtypes). A single dtype leaves integers, tensors
-            without dimensions and optimizer states unchanged. Elements are rounded to nearest, ties to even. Values that are too large
-            become infinite, or NaN in a dtype without infinities.
-        include: patterns of the names to export; None: all.
-        exclude: patterns of the names to leave out.
-        memory_limit: bytes of buffers; the process uses up to 128 MiB more.
-        overwrite: replace an existing file or directory.
-        verify: read back the written bytes.
-        progress: called with the bytes of elements written so far, and the total.
-        optimizer: form of the optimizers of a `train_state`, for "torch", "dcp" and "orbax". "names": for torch's
-            `set_optimizer_state_dict`. "numbers": for `Optimizer.load_state_dict`. "flat": as `get_optimizer_state_dict` makes it with
-            `flatten_optimizer_state_dict=True`, for pipeline stages and changed parameter groups. None: "names" for torch and dcp; in
-            Orbax, the stored form.
+        options: the other arguments are fields of `AnyExportOptions`.
         choices: further arguments of `export_safetensors`, for `to="safetensors"` only.
 
     Returns:
@@ -133,29 +126,20 @@ def export(
         StorageError: a storage failed or is full.
         MissingExtraError: a package that the format needs is not installed.
     """
-    common: dict[str, Any] = {"dtype": dtype, "include": include, "exclude": exclude, "memory_limit": memory_limit}
-    common |= {"overwrite": overwrite, "verify": verify, "progress": progress}
+    given = locals()
     if to == "safetensors":
         if optimizer is not None:
-            raise OptionError(
-                "export(optimizer=…) is only for torch, dcp and orbax: no optimizer can load its state from safetensors; leave it out."
-            )
+            advice = " is only for torch, dcp and orbax: no optimizer can load its state from safetensors; leave it out."
+            raise OptionError(Message(named("optimizer", ...), advice))
+        common = {name: given[name] for name in StateOptions.declared() if name != "optimizer"}
         return export_safetensors(src, dst, **common, **choices)
     if to not in FORMATS:
-        raise OptionError(f"to={excerpt(to)}: give {', '.join(map(repr, ('safetensors', *FORMATS)))}.")
+        raise OptionError(Message(named("to", to), f": give {', '.join(map(repr, ('safetensors', *FORMATS)))}."))
     if choices:
-        raise OptionError(f"export(to={to!r}) does not have the option {min(choices)}=, which is only for safetensors; leave it out.")
+        without = Message(named("to", to), " does not have the option ", named(min(choices)))
+        raise OptionError(Message(without, ", which is only for safetensors; leave it out."))
     began = time.monotonic()
-    options = StateOptions(
-        include=include,
-        exclude=exclude,
-        dtype=dtype,
-        optimizer=optimizer,
-        memory_limit=memory_limit,
-        overwrite=overwrite,
-        verify=verify,
-        progress=progress,
-    )
+    options = StateOptions.of(given)
     checkpoint, location = Checkpoint(src), parse(dst)
     _refuse_within(location, checkpoint)
     with reading_takes_threads(src):
@@ -175,8 +159,9 @@ def export(
 
 
 @out_of_memory_is_typed
-@leaves_out_with("exclude=")
-def export_safetensors(
+@leaves_out_with("exclude")
+@documented(SafetensorsOptions)
+def export_safetensors(  # noqa: D417  (as above)
     src: str | os.PathLike[str],
     dst: str | os.PathLike[str],
     *,
@@ -186,7 +171,7 @@ def export_safetensors(
     strip_prefix: str | None = None,
     rename: str | Sequence[str] = (),
     rename_file: str | os.PathLike[str] | None = None,
-    mapping: str | os.PathLike[str] | None = None,
+    mapping: str | os.PathLike[str] | TensorMapping | None = None,
     invert_mapping: bool = False,
     add_prefix: str = "",
     ties: Ties = "auto",
@@ -204,31 +189,13 @@ def export_safetensors(
     arguments continues the export.
 
     A tensor's name is its keys, joined by dots. Then `strip_prefix`, `rename_file`, `rename`, `mapping` and `add_prefix` change it, in
-    this order (docs/mapping.md).
+    this order (docs/mapping.md). Patterns of `dtype` match the new names.
 
     Args:
         src: path or url of the checkpoint.
         dst: the destination, on a local disk, `gs://` or `s3://`. A name that ends in ".safetensors" is a file. Any other name is a
             directory, for `model.safetensors`, or for several files and an index with `max_shard_size`.
-        dtype: the dtype to convert tensors to, or pattern of new names → dtype, as in `export`.
-        include: patterns of the names in the checkpoint to export; None: all.
-        exclude: patterns of the names in the checkpoint to leave out.
-        strip_prefix: a prefix to remove from names.
-        rename: `s/regex/replacement/`, one or several.
-        rename_file: JSON, TOML or YAML: old name → new name, or null to leave a tensor out.
-        mapping: rules that join, split or transpose tensors (docs/mapping.md): a file, or the name of a built-in mapping.
-        invert_mapping: apply the mapping from its `to` to its `from`.
-        add_prefix: a prefix to add to all names, after the other options.
-        ties: "once": write one of the names of a tied tensor; "copies": write a copy for each name; "auto": "copies" if `config` says
-            that the model ties nothing, otherwise "once".
-        config: the model's `config.json`, or its directory. An export to a directory writes this `config.json` instead of the one that
-            an import kept; for a directory, also its tokenizer and other small files.
-        max_shard_size: most bytes of tensors per file, such as "5GB"; a larger tensor gets a file of its own. None: one file.
-        memory_limit: bytes of buffers; the process uses up to 128 MiB more.
-        overwrite: replace existing files; in a directory, all files of the model in it.
-        verify: read back what was written to a disk; an object store compares checksums by itself.
-        metadata: texts for the files' headers.
-        progress: called with the bytes of elements written so far, and the total.
+        options: the other arguments are the fields of `SafetensorsOptions`.
 
     Returns:
         The report.
@@ -245,39 +212,35 @@ def export_safetensors(
         ReplacedError: the checkpoint was replaced or deleted during the export.
         StorageError: a storage failed or is full.
     """
-    options = SafetensorsOptions(
-        names=NameOptions(
-            include=include,
-            exclude=exclude,
-            strip_prefix=strip_prefix,
-            rename=rename,
-            rename_file=rename_file,
-            mapping=mapping,
-            invert_mapping=invert_mapping,
-            add_prefix=add_prefix,
-            dtype=dtype,
-            ties=ties,
-            config=config,
-        ),
-        max_shard_size=max_shard_size,
-        metadata=metadata,
-        memory_limit=memory_limit,
-        overwrite=overwrite,
-        verify=verify,
-        progress=progress,
-    )
+    options = SafetensorsOptions.of(locals())
     with reading_takes_threads(src):
         return _write_safetensors(Checkpoint(src), parse(dst), options)
 
 
+def _refuse_file_of_others(location: Location) -> None:
+    """Raise OptionError if a destination for safetensors is named like a file of another format: it would become a directory."""
+    suffix = PurePosixPath(location.name).suffix.lower()
+    if suffix in _TORCH_FILES:
+        wanted = Message(
+            f"{location} is named like a file of torch, and the format is safetensors: write torch's with ", named("to", "torch")
+        )
+        raise OptionError(Message(wanted, f", or choose a name that ends in {_SUFFIX}, or one without {suffix} for a directory."))
+    if suffix in _OTHER_FILES:
+        raise OptionError(
+            f"{location} is named like a file of another format ({suffix}), which is not written; choose a name that ends in {_SUFFIX}, or "
+            f"one without {suffix} for a directory."
+        )
+
+
 def _write_safetensors(checkpoint: Checkpoint, location: Location, options: SafetensorsOptions) -> ExportReport:
     began = time.monotonic()
+    _refuse_file_of_others(location)
     _refuse_within(location, checkpoint)
     directory, single = _place(location, split_up=options.max_shard_size is not None)
     model = plan_model_files(
         checkpoint.record.structure,
         checkpoint.metadata,
-        options.names,
+        options,
         where=str(checkpoint.location),
         max_shard_size=options.max_shard_size,
         header_metadata=options.metadata,
@@ -316,13 +279,14 @@ def _write_safetensors(checkpoint: Checkpoint, location: Location, options: Safe
 
 def _place(location: Location, *, split_up: bool) -> tuple[Location, str | None]:
     """The directory to write into, and the file's name if `location` names a file."""
-    if location.local is None and (location.bucket is None or location.is_web):
+    if location.local_path is None and not kind_of(location).uploads_in_parts:
         raise OptionError(f"{location}: safetensors files are written to a local disk, gs:// or s3://.")
     above = location.parent
     if not location.name.endswith(_SUFFIX):
         return location, None
     if split_up:
-        raise OptionError(f"{location}: max_shard_size= makes several files; give a directory for them, not the name of one.")
+        advice = " makes several files; give a directory for them, not the name of one."
+        raise OptionError(Message(f"{location}: ", named("max_shard_size"), advice))
     assert above is not None, "a file is below something"
     return above, location.name
 
@@ -330,19 +294,18 @@ def _place(location: Location, *, split_up: bool) -> tuple[Location, str | None]
 def _obsolete(directory: Location, names: Sequence[str], *, overwrite: bool) -> list[str]:
     """Files of another model in the directory, which readers would mistake for files of this one."""
     others = [name for name in Store.open(directory).list_children() if is_of_a_model(name) and name not in names]
-    if others and directory.local is None:
+    if others and directory.local_path is None:
         left = begun(directory, names[-1])  # the export removes these anyway
         others = [name for name in others if name not in left]
     if others and not overwrite:
-        raise AlreadyExistsError(
-            f"{directory} holds another model: {shown(others[0])} is there; choose another directory, or replace it with overwrite=True."
-        )
+        there = f"{directory} holds another model: {shown(others[0])} is there; choose another directory, or replace it with "
+        raise AlreadyExistsError(Message(there, named("overwrite", True), "."))
     return others
 
 
 def _destination(directory: Location, names: Sequence[str], obsolete: Sequence[str], options: SafetensorsOptions) -> Destination:
-    if directory.local is not None:
-        return LocalFiles(directory.local, names, overwrite=options.overwrite, obsolete=obsolete)
+    if directory.local_path is not None:
+        return LocalFiles(directory.local_path, names, overwrite=options.overwrite, obsolete=obsolete)
     memory = 1 << ((options.budget // 4).bit_length() - 1)
     return ObjectFiles(directory, names, overwrite=options.overwrite, memory=memory, obsolete=obsolete)
 

@@ -19,11 +19,11 @@ import numpy as np
 from shardckpt.convert.arrangement import is_whole
 from shardckpt.errors import CorruptionError
 from shardckpt.format.table import OWN_OBJECT, ArrayChunks
-from shardckpt.io.store import Store
+from shardckpt.io.store import Store, kind_of
 from shardckpt.io.threads import map_on_threads
 from shardckpt.layout.box import BoxArray
 from shardckpt.reading.fetch import ReadableChunks, raw
-from shardckpt.reading.locate import TensorBoxes
+from shardckpt.reading.locate import ReadList
 from shardckpt.reading.lookup import WholeTable
 from shardckpt.reading.runs import places_of
 from shardckpt.state.names import shown
@@ -97,7 +97,7 @@ class ForeignChunks(ReadableChunks):
     def prepare(self, wanted: Iterable[tuple[Piece, BoxArray]]) -> None:
         """See `Lookup`; finds the runs of pieces."""
         paths = dict.fromkeys(piece.path for piece, _ in wanted if piece.path not in self._runs)
-        if self._foreign.location.local is None:  # finding a run may send requests; on a disk threads would only wait for each other
+        if not kind_of(self._foreign.location).near:  # finding a run may send requests; on a disk threads would only wait for each other
             map_on_threads(self._find_run, paths)
             return
         for path in paths:
@@ -115,10 +115,10 @@ class ForeignChunks(ReadableChunks):
         """See `Lookup`. A run whose bytes overlap those of others has a file of its own here, so that it is read in one go."""
         row_of = {path: row for row, path in enumerate(dict.fromkeys(paths))}
         columns = np.tile(np.array([OWN_OBJECT, 0, 1, 0, 0], np.int64), (len(row_of), 1))
-        found = [(run.file, run.entry.span.start, row, run) for path, row in row_of.items() if (run := self._runs.get(path)) is not None]
+        runs = [(run.file, run.entry.span.start, row, run) for path, row in row_of.items() if (run := self._runs.get(path)) is not None]
         names: list[str] = []
         reached: dict[str, tuple[int, int]] = {}
-        for file, start, row, run in sorted(found, key=lambda one: one[:2]):
+        for file, start, row, run in sorted(runs, key=lambda one: one[:2]):
             number, end = reached.get(file, (len(names), start))
             mine = number if start >= end else len(names)
             if mine == len(names):
@@ -146,19 +146,20 @@ class ForeignChunks(ReadableChunks):
     def resolve(self, requests: Sequence[Request]) -> Sequence[Request]:
         """One request for each foreign tensor; it converts all elements if one of the requests converts any."""
         converts = {view.tensor for request in requests if request.convert_from is not None for view in self._views[request.name]}
-        found: dict[str, TensorBoxes] = {}
+        reads = ReadList()
         for request in requests:
             views = self._views[request.name]
             for view in views:
-                some, buffers = found.setdefault(view.tensor, TensorBoxes()), request.buffers
+                tensor, buffers = self._tensors[view.tensor], request.buffers
+                parts = reads.of(tensor, converts=view.tensor in converts)
                 if view.tensor in converts and request.convert_from is None:
-                    buffers = [buffer.view(self._tensors[view.tensor].dtype.numpy) for buffer in buffers]
+                    buffers = [buffer.view(tensor.dtype.numpy) for buffer in buffers]
                 if is_whole(views, self._tensors):
-                    some.boxes.append(request.boxes)
-                    some.buffers += buffers
+                    parts.boxes.append(request.boxes)
+                    parts.buffers += buffers
                 else:
-                    some.add(view, request.boxes, buffers)
-        return [some.request(self._tensors[name], converts=name in converts) for name, some in found.items() if some.boxes]
+                    parts.add(view, request.boxes, buffers)
+        return reads.requests()
 
     def lengths(self, nbytes: int) -> tuple[int, int]:
         """See `ReadableChunks`. Chunks at an edge are shorter."""
@@ -175,10 +176,10 @@ class ForeignChunks(ReadableChunks):
     def verify(self, fetched: FetchedChunks) -> None:
         """Compare the checksum of each run that was read in one go; CorruptionError if one differs."""
         task = fetched.task
-        wanted, row = task.chunks.wanted, 0
-        for part, rows in groupby(wanted.part[task.begin : task.end].tolist()):
+        requested, row = task.chunks.wanted, 0
+        for part, rows in groupby(requested.part[task.begin : task.end].tolist()):
             first, row = row, row + sum(1 for _ in rows)
-            run = self._runs[wanted.parts[part].piece.path]
+            run = self._runs[requested.parts[part].piece.path]
             assert run is not None
             try:
                 run.entry.check(fetched.payloads[first:row])
@@ -200,5 +201,5 @@ class ForeignChunks(ReadableChunks):
 
 def _named(error: CorruptionError, task: ReadTask, row: int) -> CorruptionError:
     """The error with the tensor and the box of a chunk."""
-    wanted = task.chunks.wanted
-    return type(error)(f"{shown(wanted.part_of(row).request.name)}{wanted.box(row)}: {error}")
+    requested = task.chunks.wanted
+    return type(error)(f"{shown(requested.part_of(row).request.name)}{requested.box(row)}: {error}")

@@ -12,21 +12,21 @@ from typing import TYPE_CHECKING, Any, Literal
 from shardckpt.convert.detect import AUTO, detect, module_of
 from shardckpt.convert.files.file_version import file_at
 from shardckpt.convert.foreign_source import ForeignSpec
-from shardckpt.convert.naming.choose import NameOptions
+from shardckpt.convert.options import ImportOptions
 from shardckpt.errors import NotFoundError, OptionError, out_of_memory_is_typed
 from shardckpt.io.failures import reading_takes_threads
 from shardckpt.io.store import Store
 from shardckpt.io.url import parse
-from shardckpt.options import check_flag
-from shardckpt.reshard.execute import ExecutionOptions, ReshardReport, all_rules, run_job
-from shardckpt.reshard.options import DEFAULT_MEMORY_LIMIT, DEFAULT_TASK_BYTES, ReshardOptions
+from shardckpt.options import documented
+from shardckpt.reshard.execute import ReshardReport, run_job
+from shardckpt.reshard.options import DEFAULT_MEMORY_LIMIT, DEFAULT_TASK_BYTES
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Mapping, Sequence
     from concurrent.futures import Executor
 
-    from shardckpt.convert.naming.choose import Patterns, Ties
+    from shardckpt.convert.options import Patterns, Ties
     from shardckpt.io.url import Location
     from shardckpt.layout.mesh import Mesh
     from shardckpt.layout.partition_spec import PartitionSpec
@@ -50,7 +50,8 @@ class ImportReport(ReshardReport):
 
 
 @out_of_memory_is_typed
-def import_checkpoint(
+@documented(ImportOptions)
+def import_checkpoint(  # noqa: D417  (the other arguments are documented where they are declared)
     src: str | os.PathLike[str],
     dst: str | os.PathLike[str],
     *,
@@ -90,42 +91,13 @@ def import_checkpoint(
     Elements stay the same bit for bit, except for tensors that `dtype` converts. An import needs no devices, and holds a few chunks in
     memory at a time. After an interruption, a call with the same arguments continues it. The source is only read.
 
+    Names of the source are selected and changed first (docs/mapping.md); rules, `only` and `dtype` match the new names. Without rules,
+    tensors get the layouts that the source has recorded (Orbax only), and others become plain.
+
     Args:
         src: the checkpoint to read, a path or url; docs/import.md lists the formats.
         dst: path or url of the new checkpoint.
-        from_: format of the source, such as "safetensors" or "dcp"; "auto": detect it.
-        mesh: the devices that specs refer to.
-        rules: layouts by names in the new checkpoint, as in `reshard`. None: layouts that the source has recorded (Orbax only); other
-            tensors become plain.
-        like: another checkpoint: its layouts apply to tensors that no rule matches.
-        layout: "packed" (the default) or "zarr".
-        compression: "zstd" or "none" (the default).
-        dtype: the dtype to convert tensors to, or pattern → dtype, as in `reshard`.
-        only: patterns of new names to keep; None: all.
-        include: patterns of the source's names to import; None: all. docs/mapping.md describes this and the next options.
-        exclude: patterns of the source's names to leave out.
-        strip_prefix: a prefix to remove from names.
-        rename: `s/regex/replacement/`, one or several, for tensors and all other leaves.
-        rename_file: JSON, TOML or YAML: old name → new name, or null to leave a leaf out.
-        mapping: rules that join, split or transpose tensors: a file, or the name of a built-in mapping.
-        invert_mapping: apply the mapping from its `to` to its `from`.
-        add_prefix: a prefix to add to the names of all tensors, after the other options.
-        ties: "once": tied tensors stay tied; "copies": each name gets a tensor of its own; "auto": "copies" if `config` says that the
-            model ties nothing, otherwise "once".
-        config: the model's `config.json`, or its directory.
-        into: key below which the imported state is put: "model" makes `{"model": …}`. None: the imported state is the new state.
-        engine: executor of the tasks, as in `reshard`.
-        memory_limit: bytes of buffers, as in `reshard`.
-        workers: number of tasks done at once, as in `reshard`.
-        worker: (K, N): this call is worker K of N, as in `reshard`.
-        task_bytes: approximate bytes that a task writes.
-        overwrite: replace a checkpoint that is committed there, unless it is pinned, tagged, or the base of checkpoints beside it.
-        verify: read back the written bytes.
-        trust_pickle: read metadata that a format stores only in a pickle. Set this only for files from a source that you trust,
-            although the reader of pickles runs no code.
-        unmatched: treatment of tensors that no rule matches; None: the setting of `rules`, or "replicate".
-        progress: called with the bytes of elements done so far, and the total.
-        on_note: called with each note of the report before anything is written.
+        options: the other arguments are the fields of `ImportOptions`.
 
     Returns:
         The report.
@@ -143,44 +115,19 @@ def import_checkpoint(
         MissingExtraError: a package that the format or the engine needs is not installed.
         CommitError, CoordinationError, StorageError: as in `reshard`.
     """
-    options = ReshardOptions(
-        mesh=mesh,
-        rules=all_rules(rules, like, unmatched),
-        layout=layout,
-        compression=compression,
-        dtype=dtype,
-        only=only,
-        memory_limit=memory_limit,
-        workers=workers,
-        task_bytes=task_bytes,
-        overwrite=overwrite,
-        verify=verify,
-    )
-    check_flag(trust_pickle, "trust_pickle")
-    names = NameOptions(
-        include=include,
-        exclude=exclude,
-        strip_prefix=strip_prefix,
-        rename=rename,
-        rename_file=rename_file,
-        mapping=mapping,
-        invert_mapping=invert_mapping,
-        add_prefix=add_prefix,
-        ties=ties,
-        config=config,
-    )
+    options = ImportOptions.of(locals())
     location = parse(src)
     if location.resolved == parse(dst).resolved:
         raise OptionError(f"{location}: the new checkpoint would be written into the source; choose another place for it.")
     format_name, signs = _format_at(location, from_)
-    spec = ForeignSpec(str(location), format_name, trust_pickle, into, names)
+    spec = ForeignSpec(str(location), format_name, trust_pickle, into, options.names())
     source = spec.open()
     notes = (*signs, *source.notes)
     if on_note is not None:
         for note in notes:
             on_note(note)
     with reading_takes_threads(src):
-        report = run_job(spec, dst, options, ExecutionOptions(engine, worker, progress), source)
+        report = run_job(spec, dst, options, source)
     of_reshard: dict[str, Any] = {field.name: getattr(report, field.name) for field in fields(ReshardReport)}
     return ImportReport(**of_reshard, format=format_name, notes=notes)
 

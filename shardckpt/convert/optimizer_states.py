@@ -9,10 +9,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from shardckpt.errors import OptionError
-from shardckpt.excerpt import excerpt
 from shardckpt.format.structure import Structure
-from shardckpt.state.document import Branch, Tensor, Tied, child, meanings, parse, write
+from shardckpt.state.document import Branch, Tensor, Tied, child, meanings, write
 from shardckpt.state.names import child_name, component_names, shown
 from shardckpt.training.optimizer_state.forms import FORMS, map_schedules, read_optimizer
 
@@ -22,12 +20,6 @@ if TYPE_CHECKING:
     from shardckpt.reading.naming.outputs import OutputTensor
     from shardckpt.state.document import Node
     from shardckpt.training.optimizer_state.forms import OptimizerNodes
-
-
-def check_form(form: object) -> None:
-    """Raise OptionError unless `form` is a form of optimizers, or None."""
-    if form is not None and form not in FORMS:
-        raise OptionError(f"optimizer={excerpt(form)}: give {', '.join(map(repr, FORMS))}.")
 
 
 def with_optimizers_as(
@@ -43,7 +35,7 @@ def with_optimizers_as(
     Returns:
         Structure and outputs in that form, with the names that follow from it, and a note for each optimizer.
     """
-    root = parse(structure.tree)
+    root = structure.nodes
     notes: list[str] = []
     arranged = _arranged(root, root, form, notes)
     if not notes:

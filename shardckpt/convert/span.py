@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from dataclasses import dataclass
+from math import prod
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -14,6 +15,11 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from numpy.typing import NDArray
+
+    from shardckpt.layout.box import Box
+
+_READ = 8 << 20
+"""Bytes of one read of a long run."""
 
 
 class Readable(Protocol):
@@ -105,5 +111,42 @@ class StoredRun:
         found = 0
         for part in parts:
             found = zlib.crc32(part, found)
+        self._compare(found)
+
+    def check_all(self) -> None:
+        """Read all of the run's bytes and compare the checksum, which is known.
+
+        Raises:
+            CorruptionError: the checksum differs, or the file is too short.
+            ReplacedError, StorageError: the file has changed, or cannot be read.
+        """
+        found = 0
+        for begin in range(0, len(self.span), _READ):
+            found = zlib.crc32(self.span.read(begin, min(begin + _READ, len(self.span))), found)
+        self._compare(found)
+
+    def _compare(self, found: int) -> None:
         if found != self.crc:
             raise CorruptionError(f"{self.span}: its CRC-32 is {found:#010x}, and {self.crc:#010x} was written; replace it with a backup.")
+
+
+def find_runs(shape: Sequence[int], box: Box, itemsize: int) -> tuple[NDArray[np.int64], int]:
+    """The runs of bytes of a box in a tensor that is one run of bytes, row by row.
+
+    Args:
+        shape: shape of the tensor.
+        box: one of its boxes, not empty.
+        itemsize: bytes of an element.
+
+    Returns:
+        (n,) The first byte of each contiguous part, in row-major order, and the length of each part in bytes.
+    """
+    if box.shape == tuple(shape):  # true for most tensors
+        return np.zeros(1, np.int64), prod(shape) * itemsize
+    # A run consists of the last dimensions that the box covers completely, and one more.
+    along = max((d for d, n in enumerate(shape) if box.shape[d] < n), default=0)
+    strides = [itemsize * prod(shape[d + 1 :]) for d in range(len(shape))]
+    offsets = np.array([sum(start * stride for start, stride in zip(box.start, strides, strict=True))], np.int64)
+    for n, stride in zip(box.shape[:along], strides[:along], strict=True):
+        offsets = np.add.outer(offsets, np.arange(n, dtype=np.int64) * stride).reshape(-1)
+    return offsets, prod(box.shape[along:]) * itemsize

@@ -37,7 +37,7 @@ class StateWriter(ABC):
 
     @abstractmethod
     def blocks(self, output: OutputTensor, stored: Sequence[Piece], room: int) -> Sequence[Piece]:
-        """The blocks in which the writer wants a tensor; see `streaming.Blocks`. Called for each tensor with elements, before any `put`."""
+        """The blocks of a tensor, see `streaming.stream.Blocks`. Called for each tensor with elements, before any `put`."""
 
     @abstractmethod
     def put(self, output: OutputTensor, box: Box, array: NDArray[Any]) -> None:

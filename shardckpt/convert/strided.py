@@ -13,7 +13,7 @@ import numpy as np
 
 from shardckpt.convert.foreign import ROWS_BYTES, row_chunks
 from shardckpt.convert.span import StoredRun
-from shardckpt.layout.box import Box
+from shardckpt.layout.box import Box, with_range
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -55,7 +55,7 @@ def read_box(entry: StoredRun, tensor: PickledTensor, dtype: np.dtype[Any], box:
     if count > box.size and count * size > ROWS_BYTES:
         along = max((d for d in range(box.ndim) if box.shape[d] > 1), key=lambda d: tensor.strides[d])
         middle = (box.start[along] + box.stop[along]) // 2
-        halves = (_cut(box, along, box.start[along], middle), _cut(box, along, middle, box.stop[along]))
+        halves = (with_range(box, along, box.start[along], middle), with_range(box, along, middle, box.stop[along]))
         return np.concatenate([read_box(entry, tensor, dtype, half) for half in halves], axis=along)
     data = entry.span.read(first * size, (first + count) * size)
     entry.check([data])
@@ -74,7 +74,3 @@ def run_of(entry: StoredRun, tensor: PickledTensor, itemsize: int) -> StoredRun 
     if not 0 <= first <= first + expected <= len(entry.span):
         return None  # `read_box` reports the error
     return StoredRun(entry.span.part(first, first + expected), entry.crc if expected == len(entry.span) else None)
-
-
-def _cut(box: Box, along: int, start: int, stop: int) -> Box:
-    return Box((*box.start[:along], start, *box.start[along + 1 :]), (*box.stop[:along], stop, *box.stop[along + 1 :]))

@@ -15,18 +15,18 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.convert.optimizer_states import with_optimizers_as
-from shardckpt.convert.streaming.stream import Stream
 from shardckpt.errors import NamesMismatchError, OptionError
-from shardckpt.excerpt import excerpt, given
+from shardckpt.excerpt import Message, given, named
 from shardckpt.format.structure import Structure
 from shardckpt.reading.naming.outputs import identity
 from shardckpt.reshard.dtype_rules import plan_dtypes
 from shardckpt.reshard.optimizer_state import optimizer_state
 from shardckpt.state import meanings, select
 from shardckpt.state.select import check_selection, selector
+from shardckpt.streaming.stream import Stream
 
 if TYPE_CHECKING:
-    from shardckpt.convert.export_options import StateOptions
+    from shardckpt.convert.options import StateOptions
     from shardckpt.convert.state_writer import StateWriter
     from shardckpt.io.url import Location
     from shardckpt.reading.checkpoint import Checkpoint
@@ -73,7 +73,7 @@ def write_state(checkpoint: Checkpoint, location: Location, to: str, options: St
         StorageError: the files cannot be written. MissingExtraError: the format's library is not installed.
     """
     if to not in FORMATS:
-        raise OptionError(f"export(to={excerpt(to)}): states are exported to {', '.join(map(repr, FORMATS))}.")
+        raise OptionError(Message(named("to", to), f": states are exported to {', '.join(map(repr, FORMATS))}."))
     structure, outputs, conversions = _select(checkpoint, options)
     form = options.optimizer or _OPTIMIZERS.get(to)
     notes: tuple[str, ...] = ()
@@ -100,9 +100,8 @@ def _select(checkpoint: Checkpoint, options: StateOptions) -> tuple[Structure, l
     included, excluded = selector(include), selector(exclude if exclude is not None else ())
     tree, stored = select(checkpoint.parsed_tree, lambda name: included(name) and not excluded(name))
     if not tree and (include is not None or exclude is not None):
-        raise NamesMismatchError(
-            f"{checkpoint.location}: {given(include=include, exclude=exclude)} selects none of its names; `shardckpt info` lists them."
-        )
+        asked = given(include=include, exclude=exclude)
+        raise NamesMismatchError(Message(f"{checkpoint.location}: ", asked, " selects none of its names; `shardckpt info` lists them."))
     sources = {name: checkpoint.record.structure.tensors[old] for name, old in stored.items()}
     planned = plan_dtypes(sources, dtype, meanings(tree), optimizer_state(checkpoint.parsed_tree) if dtype else ())
     dtypes = planned.dtypes

@@ -36,9 +36,11 @@ AXIS_VERSION = (3, 0)
 LOCAL_VERSION = (4, 0)
 """Version of contents and commit records with values that belong to one process each."""
 COMPOSITE_VERSION = (5, 0)
-"""Version of contents and commit records with composite tensors. The newest version that can be read."""
+"""Version of contents and commit records with composite tensors."""
+DIFFERENCE_VERSION = (6, 0)
+"""Version of contents, host records and commit records with chunks that are differences. The newest version that can be read."""
 LAYOUTS = ("packed", "zarr")
-COMPRESSIONS = (None, "zstd")
+COMPRESSIONS = (None, "zstd", "difference")
 
 MOST_DIMENSIONS = 32
 """Most dimensions of a tensor."""
@@ -115,8 +117,8 @@ def _checked_body(data: bytes, where: str) -> tuple[bytes, str]:
     """The JSON of the record in `data`, and its digest, after a check of version and digest."""
     match = _head(data, where)
     version = int(match[1]), int(match[2])
-    if version[0] > COMPOSITE_VERSION[0]:
-        newest = ".".join(map(str, COMPOSITE_VERSION))
+    if version[0] > DIFFERENCE_VERSION[0]:
+        newest = ".".join(map(str, DIFFERENCE_VERSION))
         raise VersionError(
             f"{where}: format version {version[0]}.{version[1]} is newer than this shardckpt reads ({newest}); upgrade shardckpt."
         )

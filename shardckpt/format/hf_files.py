@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-CONFIGS = ("config.json", "generation_config.json")
+CONFIG = "config.json"
+"""The model's configuration."""
+CONFIGS = (CONFIG, "generation_config.json")
 """Names of the files that are kept as JSON, each in a metadata entry of its name."""
 BYTES = (
     *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json", "vocab.json"),

@@ -17,6 +17,8 @@ from shardckpt.errors import CommitError
 from shardckpt.excerpt import excerpt, numbered
 from shardckpt.format.documents import (
     COMPRESSIONS,
+    DIFFERENCE_VERSION,
+    FORMAT_VERSION,
     LAYOUTS,
     Fields,
     FileReference,
@@ -109,6 +111,16 @@ class HostRecord:
     def key(self) -> str:
         """Path of the record, relative to the attempt."""
         return host_record_key(self.host)
+
+    @property
+    def fingerprint(self) -> bool:
+        """Whether the host has recorded its part of a fingerprint."""
+        return self.files.sums is not None
+
+    @property
+    def version(self) -> tuple[int, int]:
+        """The oldest version of the format that can hold it: a committer that does not know differences must not publish them."""
+        return DIFFERENCE_VERSION if self.compression == "difference" else FORMAT_VERSION
 
     def to_json(self) -> dict[str, Any]:
         """JSON form."""
@@ -214,6 +226,9 @@ class CheckpointRecord:
         read = Fields(doc, where)
         hosts = read.sequence("hosts")
         totals = Fields(read.mapping("totals"), where)
+        structure = Structure.from_json(doc, where, tensors=tensors)
+        if bool(structure.chain) != (read.value("compression") == "difference"):
+            read.fail("its chunks are differences, and no base has the earlier elements, or the other way round")
         return cls(
             attempt=read.attempt(),
             created=read.string("created"),
@@ -221,7 +236,7 @@ class CheckpointRecord:
             layout=read.one_of("layout", LAYOUTS),
             compression=read.one_of("compression", COMPRESSIONS),
             hosts=tuple(FileReference.from_fields(Fields({"host": h}, where), "host") for h in hosts),
-            structure=Structure.from_json(doc, where, tensors=tensors),
+            structure=structure,
             metadata=read.metadata(),
             totals={k: totals.integer(k) for k in ("tensors", "bytes", "stored_bytes", "chunks")},
             table=TableReference.from_fields(read, "table") if "table" in read.doc else None,

@@ -3,27 +3,23 @@
 A `Structure` is a part of the commit record, and of each host's contents. All input is untrusted: types, sizes and
 references are checked before use, and every error names the file.
 
-A save may leave out frozen tensors that lie in another checkpoint, its *base*. The record then has, for each of
-them, the base and the tensor's name there. A base is identified by its url *and* by the attempt that its own record named at
-that time. Attempt names are never reused, so a checkpoint that replaces the base is never mistaken for it.
+Tensors may lie in other checkpoints, or follow from theirs (`format.bases`).
 """
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
-from urllib.parse import unquote
 
 from shardckpt.errors import CommitError, DtypeError, FormatError, ShardingError
+from shardckpt.format.bases import Base, InBase, bases_of
 from shardckpt.format.documents import (
     BASES_VERSION,
     COMPOSITE_VERSION,
-    COMPRESSIONS,
+    DIFFERENCE_VERSION,
     FORMAT_VERSION,
     LARGEST_DIMENSION,
-    LAYOUTS,
     LOCAL_VERSION,
     Fields,
     encode,
@@ -40,7 +36,7 @@ from shardckpt.state.names import array_path, piece_path, shown
 from shardckpt.state.union import union
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from shardckpt.layout.dtypes import DType
     from shardckpt.state.document import Node
@@ -51,58 +47,6 @@ StoredLayout: TypeAlias = Layout | Placements
 _Devices = TypeVar("_Devices", Mesh, StoredLayout)
 MOST_DEVICES = 1 << 24
 """Most devices over all meshes, and over all shardings; limits the memory for a short record that claims many large ones."""
-
-
-BESIDE = "../"
-"""Prefix of a relative url, which begins at the checkpoint's parent directory and never goes above it."""
-_URL = re.compile(r"(?:\.\./|[a-z0-9]+://)[!-~]{1,8192}")
-
-
-@dataclass(frozen=True, slots=True)
-class Base:
-    """A checkpoint that holds tensors of another one."""
-
-    attempt: str
-    """The attempt that its commit record named; it identifies the base, whichever url is used."""
-    layout: str
-    """"packed" or "zarr", as in its commit record."""
-    compression: str | None
-    """Compression of its chunks, as in its commit record."""
-    url: str = field(compare=False)
-    """Percent-encoded: relative to the checkpoint if it lies below the same directory (`../0`), otherwise with a scheme."""
-
-    @classmethod
-    def from_fields(cls, read: Fields) -> Base:
-        """Inverse of `to_json`."""
-        url = read.string("url")
-        if not _URL.fullmatch(url):
-            read.fail("'url' is neither ../ and a path nor the url of a storage")
-        return cls(read.attempt(), read.one_of("layout", LAYOUTS), read.one_of("compression", COMPRESSIONS), url)
-
-    def to_json(self) -> dict[str, Any]:
-        """JSON form."""
-        return {"url": self.url, "attempt": self.attempt, "layout": self.layout, "compression": self.compression}
-
-
-@dataclass(frozen=True, slots=True)
-class InBase:
-    """The place of a tensor that lies in a base."""
-
-    base: Base
-    name: str
-    """The tensor's name in the base."""
-
-
-def bases_of(record: dict[str, Any], where: str) -> list[Base]:
-    """The bases of a commit record in its JSON form, without parsing its tensors; `where` is its file, for messages."""
-    entries = Fields(record, where).sequence("bases") if "bases" in record else []
-    return [Base.from_fields(Fields(entry, f"{where}: base {i}")) for i, entry in enumerate(entries)]
-
-
-def names_beside(bases: Iterable[Base]) -> frozenset[str]:
-    """Names of the bases that lie directly beside the checkpoint that names them."""
-    below = (unquote(base.url.removeprefix(BESIDE)) for base in bases if base.url.startswith(BESIDE))
-    return frozenset(name for name in below if "/" not in name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +64,8 @@ class TensorRecord:
     """Whether the pieces are from one process only, which does not know the other processes' pieces."""
     base: InBase | None = None
     """The place of its elements in a base, or None; with a base, `pieces` are cut like the base's, under this tensor's own name."""
+    difference: bool = False
+    """Whether its chunks may be differences from those of the tensor of the same name in the first checkpoint of the chain."""
     array: str = field(default="", compare=False)
     """"numpy" or "jax" for an array of that framework in a training state; a hint that readers may ignore."""
 
@@ -132,7 +78,7 @@ class TensorRecord:
         """A tensor of another name that is stored in the same form; requires `is_one_array`."""
         (piece,) = self.pieces
         pieces = (Piece(array_path(name), piece.start, piece.shape, piece.chunks),)
-        return TensorRecord(name, self.shape, self.dtype, self.layout, pieces, array=self.array)
+        return TensorRecord(name, self.shape, self.dtype, self.layout, pieces, difference=self.difference, array=self.array)
 
     @property
     def nbytes(self) -> int:
@@ -162,6 +108,8 @@ class Structure:
     tree: Any
     """JSON document of `state.flatten`."""
     tensors: dict[str, TensorRecord]
+    chain: tuple[Base, ...] = ()
+    """The checkpoints that the elements follow from, if chunks are differences: nearest first."""
     _tree_text: str = field(default="", init=False, repr=False, compare=False)
     """The tree as text, once it was encoded."""
     _nodes: Node | None = field(default=None, init=False, repr=False, compare=False)
@@ -170,12 +118,14 @@ class Structure:
 
     @property
     def bases(self) -> list[Base]:
-        """The other checkpoints that hold tensors of this one, each once."""
-        return list(dict.fromkeys(t.base.base for t in self.tensors.values() if t.base is not None))
+        """The other checkpoints that this one needs, each once: first its chain, then those that hold tensors of it."""
+        return [*self.chain, *dict.fromkeys(t.base.base for t in self.tensors.values() if t.base is not None)]
 
     @property
     def version(self) -> tuple[int, int]:
         """The oldest version of the format that can hold it."""
+        if self.chain:
+            return DIFFERENCE_VERSION
         text = self.encoded_tree  # a search in a text is faster than a walk
         if '{"$composite":{' in text:
             return COMPOSITE_VERSION
@@ -200,12 +150,14 @@ class Structure:
                 entry["array"] = t.array == "numpy" or t.array
             if t.partial:
                 entry["partial"] = True
+            if t.difference:
+                entry["difference"] = True
             if t.base is not None:
-                entry["base"] = bases.setdefault(t.base.base, len(bases))
+                entry["base"] = bases.setdefault(t.base.base, len(self.chain) + len(bases))
                 entry |= {} if t.base.name == name else {"base_name": t.base.name}
             tensors[name] = entry
         return {
-            **({"bases": [base.to_json() for base in bases]} if bases else {}),
+            **({"bases": [base.to_json() for base in (*self.chain, *bases)]} if self.chain or bases else {}),
             **layouts,
             "tensors": tensors,
             "tree": self.tree,
@@ -244,7 +196,7 @@ class Structure:
 
     def with_tree(self, tree: Any) -> Structure:
         """The same tensors in another tree. They are encoded, and found readable, once for both."""
-        other = Structure(tree, self.tensors)
+        other = Structure(tree, self.tensors, self.chain)
         object.__setattr__(other, "_known", self._known)
         return other
 
@@ -268,6 +220,12 @@ class Structure:
         """
         if len(parts) == 1 and not any(t.partial for t in parts[0][1].tensors.values()):
             return parts[0][1]
+        for processes, part in parts[1:]:
+            if part.chain != parts[0][1].chain:
+                raise CommitError(
+                    f"Processes {parts[0][0][0]} and {processes[0]} have written differences from different checkpoints. "
+                    f"Nothing was published."
+                )
         tree = union([(processes, part.tree) for processes, part in parts])
         tensors: dict[str, TensorRecord] = {}
         said_by: dict[str, Sequence[int]] = {}
@@ -278,7 +236,7 @@ class Structure:
                     tensors[name], said_by[name] = tensor, processes
                 elif known != tensor:
                     tensors[name] = _joined(known, tensor, said_by[name], processes)
-        return cls(tree, {name: _complete(tensors[name]) for name in tensor_names(tree)})
+        return cls(tree, {name: _complete(tensors[name]) for name in tensor_names(tree)}, parts[0][1].chain)
 
     @classmethod
     def from_json(cls, doc: Any, where: str, *, allow_partial: bool = False, tensors: dict[str, TensorRecord] | None = None) -> Structure:
@@ -299,14 +257,17 @@ class Structure:
         if set(named) != set(tensors):
             odd = min(set(named) ^ set(tensors))
             read.fail(f"the tree and the list of tensors disagree about {shown(odd)}")
-        found = cls(tree, {name: tensors[name] for name in named})
-        object.__setattr__(found, "_nodes", nodes)
-        return found
+        chain = tuple(base for base in bases_of(read.doc, where) if base.contents) if "bases" in read.doc else ()
+        if not chain and any(tensor.difference for tensor in tensors.values()):
+            read.fail("it has differences, and names no checkpoint that they are from")
+        structure = cls(tree, {name: tensors[name] for name in named}, chain)
+        object.__setattr__(structure, "_nodes", nodes)
+        return structure
 
 
 def _tensors(read: Fields, where: str, *, allow_partial: bool) -> dict[str, TensorRecord]:
     """The tensors of a structure's JSON form."""
-    layouts, bases = _layouts(read), bases_of(read.doc, where)
+    layouts, bases = _layouts(read), bases_of(read.doc, where) if "bases" in read.doc else []
     tensors: dict[str, TensorRecord] = {}
     known: dict[str, TensorRecord] = {}
     suited: set[tuple[int, int]] = set()
@@ -338,6 +299,7 @@ def _joined(one: TensorRecord, other: TensorRecord, processes: Sequence[int], ot
         ("dtype", one.dtype.name, other.dtype.name),
         ("layout", one.layout, other.layout),
         ("base", _whereabouts(one), _whereabouts(other)),
+        ("form", one.difference, other.difference),
         ("chunks", one.partial or one.pieces, other.partial or other.pieces),
     ):
         if a != b:
@@ -434,6 +396,16 @@ def _pieces(read: Fields, name: str, shape: tuple[int, ...]) -> tuple[Piece, ...
     )
 
 
+def _in_base(read: Fields, name: str, bases: list[Base], *, of_its_own: bool) -> InBase:
+    """The place of a tensor in a base; `of_its_own`: it also claims pieces or differences of its own."""
+    base = InBase(read.pick("base", bases), read.string("base_name") if "base_name" in read.doc else name)
+    if of_its_own:
+        read.fail("it lies in another checkpoint, and has only some of its pieces, or differences, of its own")
+    if base.base.contents:
+        read.fail("it lies in another checkpoint, which is named by its contents and not by its attempt")
+    return base
+
+
 def _tensor(read: Fields, name: str, layouts: list[StoredLayout], bases: list[Base], *, allow_partial: bool) -> TensorRecord:
     shape = read.dimensions("shape", least=0)
     try:
@@ -456,11 +428,8 @@ def _tensor(read: Fields, name: str, layouts: list[StoredLayout], bases: list[Ba
         read.fail(gap)
     if not pieces and not partial:
         read.fail("it has no pieces")  # for a tensor without elements, no pieces would pass the coverage check
-    base = None
-    if "base" in read.doc:
-        base = InBase(read.pick("base", bases), read.string("base_name") if "base_name" in read.doc else name)
-        if partial:
-            read.fail("it lies in another checkpoint, and has only some of its pieces")
+    difference = read.doc.get("difference") is True
+    base = _in_base(read, name, bases, of_its_own=partial or difference) if "base" in read.doc else None
     said = read.doc.get("array")
     array = "numpy" if said is True else "jax" if said == "jax" else ""
-    return TensorRecord(name, shape, dtype, layout, pieces, partial, base, array=array)
+    return TensorRecord(name, shape, dtype, layout, pieces, partial, base, difference, array)

@@ -17,7 +17,7 @@ import json
 import re
 from dataclasses import replace
 from functools import lru_cache
-from itertools import product
+from itertools import product, repeat
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 
 Json = dict[str, Any]
 
+_FEW = 8
+"""Chunks whose keys are made one by one, which is quicker."""
 ZSTD_LEVEL = 1
 """Fast enough for a training loop; higher levels gain only a few per cent on floats. Readers ignore it."""
 
@@ -57,7 +59,7 @@ def array_json(
         shape: elements per dimension.
         dtype: its *stored* type goes into the document; the logical type belongs in the attributes.
         chunk_shape: elements per dimension of a chunk, each at least 1 (also if the array has no elements).
-        compression: None or "zstd".
+        compression: None, "zstd" or "difference".
         attributes: JSON, stored unchanged.
     """
     assert len(shape) == len(chunk_shape), "a chunk has as many dimensions as its array"
@@ -81,8 +83,7 @@ def codecs_json(dtype: DType, compression: str | None) -> list[Json]:
     codecs: list[Json] = [{"name": "bytes"}]
     if dtype.storage.itemsize > 1:
         codecs[0]["configuration"] = {"endian": "little"}
-    if compression is not None:
-        assert compression == "zstd", "zstd is the one compression of format version 1"
+    if compression == "zstd":  # zarr has no codec for differences; `Checkpoint.zarr_store` shows their chunks uncompressed
         codecs.append({"name": "zstd", "configuration": {"level": ZSTD_LEVEL, "checksum": False}})
     return [*codecs, {"name": "crc32c"}]
 
@@ -258,6 +259,19 @@ def chunk_object_key(piece: Piece, position: int) -> str:
     return f"{piece.path}/{chunk_key(index[::-1])}"
 
 
+def chunk_object_keys(piece: Piece, positions: NDArray[np.integer]) -> list[str]:
+    """The keys of many chunks of one array, as `chunk_object_key` makes them.
+
+    >>> from shardckpt.plan.pieces import Piece
+    >>> chunk_object_keys(Piece("w", (0, 0), (4, 4), (2, 2)), np.array([0, 3]))
+    ['w/c/0/0', 'w/c/1/1']
+    """
+    if len(positions) < _FEW or not piece.grid:
+        return [chunk_object_key(piece, position) for position in positions.tolist()]
+    columns = (map(str, column.tolist()) for column in np.unravel_index(positions, piece.grid))
+    return ["/".join(index) for index in zip(repeat(f"{piece.path}/c"), *columns, strict=False)]
+
+
 def split_chunk_key(key: str, pieces: dict[str, Piece]) -> tuple[Piece, int] | None:
     """The array and the position of a chunk; None if no array has such a chunk.
 
@@ -354,14 +368,15 @@ def close(rows: NDArray[np.uint8], compression: str | None) -> tuple[NDArray[np.
 
     Args:
         rows: (n, size) filled by `lay_out`, contiguous; the last bytes of each row are overwritten.
-        compression: None or "zstd".
+        compression: None, "zstd" or "difference"; with the latter the chunks have all of their elements (`format.differences`).
 
     Returns:
         The bytes to store, one chunk after another (`rows` themselves without compression); the number of bytes of each chunk; and the
         crc32c at the end of each chunk.
     """
     if compression is not None:
-        return _compressed(rows)
+        elements = [row[:-CHECKSUM_BYTES] for row in rows]
+        return with_checksums([compress(row) if compression == "zstd" else b"\0" + row.tobytes() for row in elements])
     count, size = rows.shape
     data = rows.reshape(-1)
     with memoryview(data) as view:  # type: ignore[arg-type]  # an ndarray is a buffer
@@ -370,12 +385,11 @@ def close(rows: NDArray[np.uint8], compression: str | None) -> tuple[NDArray[np.
     return data, [size] * count, crcs
 
 
-def _compressed(rows: NDArray[np.uint8]) -> tuple[NDArray[np.uint8], list[int], list[int]]:
-    zstd = _zstd()
-    packed = [zstd.encode(row[:-CHECKSUM_BYTES]) for row in rows]
-    crcs = [crc32c.crc32c(frame) for frame in packed]
-    parts = [part for frame, crc in zip(packed, crcs, strict=True) for part in (frame, crc.to_bytes(CHECKSUM_BYTES, "little"))]
-    return np.frombuffer(b"".join(parts), np.uint8), [len(frame) + CHECKSUM_BYTES for frame in packed], crcs
+def with_checksums(stored: Sequence[bytes]) -> tuple[NDArray[np.uint8], list[int], list[int]]:
+    """Add checksums to encoded chunks; returns what `close` does."""
+    crcs = [*map(crc32c.crc32c, stored)]
+    parts = [part for chunk, crc in zip(stored, crcs, strict=True) for part in (chunk, crc.to_bytes(CHECKSUM_BYTES, "little"))]
+    return np.frombuffer(b"".join(parts), np.uint8), [len(chunk) + CHECKSUM_BYTES for chunk in stored], crcs
 
 
 def encode(elements: NDArray[np.generic], chunk_shape: tuple[int, ...], compression: str | None) -> tuple[NDArray[np.uint8], int]:
@@ -399,6 +413,12 @@ def decompress(stored: NDArray[np.uint8], expected: int, where: str) -> NDArray[
     except (RuntimeError, ValueError) as e:
         raise CorruptionError(f"{where}: not a zstd frame of {expected} bytes ({e}).") from e
     return np.frombuffer(data, np.uint8)
+
+
+def compress(data: NDArray[np.uint8]) -> bytes:
+    """Compress bytes to one zstd frame."""
+    frame: bytes = _zstd().encode(data)
+    return frame
 
 
 def _zstd() -> Any:

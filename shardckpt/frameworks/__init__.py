@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
     from types import EllipsisType
 
-    from shardckpt.frameworks.base import Array, Sink, Source
+    from shardckpt.frameworks.base import Array, Placer, Sink, Source
     from shardckpt.frameworks.cuda import DeviceCopies
     from shardckpt.layout.dtypes import DType
     from shardckpt.state.document import Composite
@@ -38,13 +38,16 @@ __all__ = [
     "is_tensor",
     "meaning",
     "names_on_devices",
+    "on_accelerator",
     "on_devices",
     "pinning",
+    "placers",
     "reduce_partial",
     "settle",
     "source",
     "sources",
     "target",
+    "warm",
 ]
 
 ALONE = World()
@@ -244,8 +247,7 @@ def fetch(sources: Sequence[Source], wanted: Sequence[Sequence[int]] | None = No
 
 def names_on_devices(sources: Mapping[str, Source]) -> Iterable[str]:
     """The names of the sources that `on_devices` leaves on their devices."""
-    cuda = sys.modules.get(f"{__name__}.cuda")  # imported with the first CUDA tensor
-    return () if cuda is None else [name for name, source in sources.items() if isinstance(source, cuda.CudaSource)]
+    return [name for name, source in sources.items() if source.copier is not None]
 
 
 def on_devices(sources: Mapping[str, Source], *, overlap: bool) -> tuple[Mapping[str, Source], DeviceCopies | None]:
@@ -257,14 +259,44 @@ def on_devices(sources: Mapping[str, Source], *, overlap: bool) -> tuple[Mapping
         sources: tensors to save.
         overlap: see `SaveOptions.device_copy`.
     """
-    cuda = sys.modules.get(f"{__name__}.cuda")
-    return (sources, None) if cuda is None else cuda.on_devices(sources, overlap=overlap)
+    there: Any = {name: source for name, source in sources.items() if source.copier is not None}
+    copiers: set[Any] = {source.copier for source in there.values()}
+    if not copiers:
+        return sources, None
+    assert len(copiers) == 1, "the tensors of a state are on devices of one kind"
+    (copier,) = copiers
+    left, copies = copier.of(there, overlap=overlap)
+    return {**sources, **left}, copies
 
 
-def pinning(sinks: Iterable[Sink]) -> Callable[[Any], Callable[[], object]] | None:
-    """The function that pins the buffers of sinks, if any sink is on a CUDA device; for a `BufferPool`."""
-    cuda = sys.modules.get(f"{__name__}.cuda")
-    return cuda.pin if cuda is not None and any(isinstance(sink, cuda.CudaSink) for sink in sinks) else None
+def warm(sources: Iterable[Source]) -> None:
+    """Have frameworks take the memory that copies of these tensors will be kept in, if it is a framework's own."""
+    jax: Any = sys.modules.get(f"{__name__}.jax")
+    if jax is not None:
+        jax.warm(sources)
+
+
+def on_accelerator(state: object) -> bool:
+    """Whether a state may have tensors on devices with memory of their own, as far as that shows without flattening it."""
+    torch: Any = sys.modules.get("torch")
+    if f"{__name__}.cuda" in sys.modules or (torch is not None and torch.cuda.is_initialized()):
+        return True
+    jax: Any = _module("jax") if "jax" in sys.modules else None
+    return jax is not None and bool(jax.on_accelerator(state))
+
+
+def placers(sinks: Iterable[Sink]) -> dict[type[Placer], Placer]:
+    """The objects that copy to devices for sinks, by their class; none for those that are placed one after another."""
+    groups: dict[type[Placer], list[Sink]] = {}
+    for sink in sinks:
+        if (kind := sink.placer) is not None:
+            groups.setdefault(kind, []).append(sink)
+    return {kind: kind(group) for kind, group in groups.items()}
+
+
+def pinning(placers: Iterable[Placer]) -> Callable[[Any], Callable[[], object]] | None:
+    """The function that pins buffers, if a placer needs that; for a `BufferPool`."""
+    return next((placer.pin for placer in placers if placer.pin is not None), None)
 
 
 def target(name: str, leaf: object, shape: tuple[int, ...], dtype: DType) -> Sink:

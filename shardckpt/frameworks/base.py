@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, Self, TypeAlias
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from shardckpt.layout.box import Box, BoxArray
 from shardckpt.layout.dtypes import DType, by_name, of_numpy
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Sequence
+    from collections.abc import Hashable, Iterable, Sequence
 
     from numpy.typing import NDArray
 
@@ -77,6 +77,10 @@ class Source(Protocol):
     def private(self) -> bool:
         """Whether fetched arrays are copies that nobody else holds: one per box, each alone in its memory."""
 
+    @property
+    def copier(self) -> type | None:
+        """The class that copies its elements straight from their device, if they are left there; None: they are fetched."""
+
     @classmethod
     def fetch(cls, sources: Sequence[Self], wanted: Sequence[Sequence[int]]) -> list[list[Array]]:
         """The elements of many leaves of this class: for each source, one array per requested box.
@@ -117,6 +121,21 @@ class Sink(Protocol):
         """Whether the buffers become memory of the leaf: the caller makes them for this sink alone, and does not reuse them."""
 
     @property
+    def memory(self) -> Sequence[Array]:
+        """The leaf's memory on a device as arrays, only to compare addresses: the host must not read them."""
+
+    @property
+    def placer(self) -> type[Placer] | None:
+        """Copies buffers to the sink's device while others are filled; None: they are `place`d one after another."""
+
+    @property
+    def divisible(self) -> bool:
+        """Whether it can be filled in parts, by the sinks that `within` returns."""
+
+    def within(self, part: Box) -> Sink | None:
+        """The sink of the elements inside a part of the tensor; None if it has none there. Only of a `divisible` sink."""
+
+    @property
     def tie_key(self) -> Hashable:
         """A key that is equal for sinks that may share one restored leaf, if the tensor was one when it was saved.
 
@@ -144,6 +163,60 @@ class Sink(Protocol):
                 of its box in the low corner. Elements outside the box are overwritten. After the call the buffers may be
                 reused, unless the sink `adopts` them.
         """
+
+
+class Transfer(Protocol):
+    """Copies that are under way."""
+
+    def wait(self) -> None:
+        """Wait until they are complete; any thread may do so."""
+
+
+class Placer(Protocol):
+    """The copies of one restore to devices: they go on while other buffers are filled."""
+
+    pin: ClassVar[Any]
+    """Pins the memory of a buffer that is copied from, and returns the function that unpins it; None: any memory will do."""
+
+    def __init__(self, sinks: Iterable[Any]) -> None:
+        """Order the copies after the work that this thread has queued on the sinks' devices."""
+
+    def place(self, filled: Sequence[tuple[Any, Sequence[Array]]]) -> tuple[Sequence[object], Transfer]:
+        """Begin to copy. Return the restored leaves, and what to wait for before the buffers are reused; after an error, `drain`.
+
+        Args:
+            filled: sinks and their buffers, as for `Sink.place`.
+        """
+
+    def end(self) -> None:
+        """Order the work that this thread queues later after all copies; call it when all have begun."""
+
+    def drain(self) -> bool:
+        """Wait for all copies, after an error too. Return whether they are done; False: a device has failed."""
+
+
+class HostSource:
+    """Base class of sources whose elements are fetched to the host."""
+
+    __slots__ = ()
+    copier: ClassVar[None] = None
+
+
+class PlainSink:
+    """Defaults of `Sink`: it takes buffers of any memory, and all of them at once."""
+
+    __slots__ = ()
+    divisible: ClassVar[bool] = False
+    placer: ClassVar[type[Placer] | None] = None
+
+    @property
+    def memory(self) -> Sequence[Array]:
+        """No memory to compare."""
+        return ()
+
+    def within(self, part: Box) -> Sink | None:
+        """Raise: such a sink has no parts."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)

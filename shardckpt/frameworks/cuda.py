@@ -13,14 +13,14 @@ Saving (`DeviceCopies`)
 Tensors are referenced until their copies are done, and their memory is recorded as in use by the side stream. So the program may
 drop them, or free their storage, right after the save has returned.
 
-Restoring (`CudaSink`) copies from pinned memory on the current stream, part by part (`within`), and waits for each part: after that the
-memory is used for the next one. Meanwhile another thread reads and checks the next parts.
+Restoring is in `cuda_fills`.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -31,9 +31,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from shardckpt.errors import BudgetError, CommitError
 from shardckpt.frameworks import cuda_runtime
-from shardckpt.frameworks.cuda_runtime import host_tensor, pin
-from shardckpt.frameworks.torch import TensorSink, array_of
-from shardckpt.layout.box import Box, BoxArray
+from shardckpt.frameworks.cuda_runtime import host_tensor, pin, within_slices
 from shardckpt.plan.pieces import large_parts
 from shardckpt.state.names import shown
 
@@ -43,6 +41,7 @@ if TYPE_CHECKING:
     from numpy.typing import DTypeLike, NDArray
 
     from shardckpt.frameworks.base import Array, Source
+    from shardckpt.layout.box import BoxArray
     from shardckpt.layout.dtypes import DType
     from shardckpt.layout.placements import Placements
     from shardckpt.layout.sharding import Layout
@@ -93,6 +92,11 @@ class CudaSource:
     lazy: bool = False
     """Whether `fetch` leaves the elements on the device, as `DeviceArray`s for `DeviceCopies`."""
     private: bool = False
+
+    @property
+    def copier(self) -> type:
+        """As in `Source`."""
+        return DeviceCopies
 
     @property
     def name(self) -> str:
@@ -163,10 +167,57 @@ class Arrival:
         """Wait until all bytes have arrived; any thread may do so."""
         for event in self.events:
             cuda_runtime.runtime.synchronize(event)
+        self.events.clear()
         self.held.clear()
 
 
-class DeviceCopies:
+class SideStreams:
+    """Copies on one side stream per device: after the work that this thread has queued, and before what it queues later."""
+
+    def __init__(self, tensors: Iterable[Any]) -> None:
+        """Order the copies after the work that is queued on the tensors' devices."""
+        self._arrivals: list[Arrival] = []
+        self._streams: dict[Any, Any] = {}
+        self._last: dict[Any, Any] = {}
+        """For each device the event after its last copy, once all copies are queued."""
+        for device in dict.fromkeys(map(cuda_runtime.runtime.device, tensors)):
+            self._streams[device] = cuda_runtime.runtime.side_stream(device)
+            self._streams[device].wait_event(cuda_runtime.runtime.record(cuda_runtime.runtime.current_stream(device)))
+
+    @contextmanager
+    def _queued(self) -> Iterator[tuple[Arrival, dict[Any, Any]]]:
+        """A new arrival, and the streams of the copies that are queued in the block, by device."""
+        arrival, used = Arrival(), dict[Any, Any]()
+        self._arrivals.append(arrival)
+        try:
+            yield arrival, used
+        finally:
+            arrival.events += [cuda_runtime.runtime.record(stream) for stream in used.values()]
+
+    def end(self) -> None:
+        """Finish: all copies are queued, and this thread's later work waits for them; the thread itself does not wait."""
+        self._note_last()
+        self._hold()
+
+    def _note_last(self) -> None:
+        self._last = {device: cuda_runtime.runtime.record(stream) for device, stream in self._streams.items()}
+
+    def _hold(self) -> None:
+        for device, event in self._last.items():
+            cuda_runtime.runtime.current_stream(device).wait_event(event)
+
+    def drain(self) -> bool:
+        """Wait for all copies, after a failure too. Return whether they are done; False: a device has failed, and may still write."""
+        try:
+            for arrival in self._arrivals:
+                arrival.wait()
+        except RuntimeError as e:  # every later call of this device fails, too
+            _log.warning("The device has failed during a copy: %s", e)
+            return False
+        return True
+
+
+class DeviceCopies(SideStreams):
     """The copies of one save, from devices to pinned host memory."""
 
     pin = staticmethod(pin)
@@ -179,23 +230,22 @@ class DeviceCopies:
             sources: all tensors to copy from.
             overlap: whether later work of the program may run at the same time; False: it waits.
         """
-        self._arrivals: list[Arrival] = []
-        self._streams: dict[Any, Any] = {}
-        self._last: dict[Any, Any] = {}
-        """For each device the event after its last copy, once all copies are queued."""
+        listed = [*sources]
+        super().__init__(view for source in listed for view in source.views)
         self._changing = threading.Lock()
         self._stepping = False
         """Whether an optimizer is making its update, which waits for the copies."""
         self._changed: str | None = None
         self._overlap = overlap
         self._versions: dict[str, list[tuple[Any, int | None]]] = {}
-        for source in sources:
-            for device in dict.fromkeys(map(cuda_runtime.runtime.device, source.views)):
-                if device not in self._streams:
-                    self._streams[device] = cuda_runtime.runtime.side_stream(device)
-                    self._streams[device].wait_event(cuda_runtime.runtime.record(cuda_runtime.runtime.current_stream(device)))
-            if overlap:
-                self._versions[source.name] = [(tensor, _version(tensor)) for tensor in source.watched]
+        for source in listed if overlap else ():
+            self._versions[source.name] = [(tensor, _version(tensor)) for tensor in source.watched]
+
+    @classmethod
+    def of(cls, sources: Mapping[str, CudaSource], *, overlap: bool) -> tuple[Mapping[str, CudaSource], DeviceCopies]:
+        """The sources with their elements left on the devices, and the object that copies these; see `__init__`."""
+        lazy = {name: replace(source, lazy=True) for name, source in sources.items()}
+        return lazy, cls(lazy.values(), overlap=overlap)
 
     # --- the thread that saves
 
@@ -208,36 +258,29 @@ class DeviceCopies:
         Raises:
             BudgetError: the device has no memory to make elements contiguous.
         """
-        arrival, used = Arrival(), dict[Any, Any]()
-        self._arrivals.append(arrival)
-        try:
-            for target, source in pairs:
-                device = cuda_runtime.runtime.device(source.tensor)
-                used[device] = self._streams[device]
-                arrival.held.append(source.tensor)
-                for array, tensor in _slabs(target, source.tensor):
-                    cuda_runtime.runtime.copy(host_tensor(array), tensor, used[device])
-        except torch.OutOfMemoryError as e:
-            raise BudgetError(
-                f"{device} has no memory left to save a tensor that is not contiguous ({e}); it takes up to {_TEMPORARY:,} bytes more: "
-                f"free some, or save contiguous tensors."
-            ) from e
-        finally:
-            arrival.events += [cuda_runtime.runtime.record(stream) for stream in used.values()]
+        with self._queued() as (arrival, used):
+            try:
+                for target, source in pairs:
+                    device = cuda_runtime.runtime.device(source.tensor)
+                    used[device] = self._streams[device]
+                    arrival.held.append(source.tensor)
+                    for slab in _slabs(target, source.tensor):
+                        for array, tensor in within_slices(*slab):
+                            cuda_runtime.runtime.copy(host_tensor(array), tensor, used[device])
+            except torch.OutOfMemoryError as e:
+                raise BudgetError(
+                    f"{device} has no memory left to save a tensor that is not contiguous ({e}); it takes up to {_TEMPORARY:,} bytes more: "
+                    f"free some, or save contiguous tensors."
+                ) from e
         return arrival
 
     def end(self) -> None:
         """Finish the part of the thread that saves: all copies are queued. The program may go on as the mode allows."""
-        self._last = {device: cuda_runtime.runtime.record(stream) for device, stream in self._streams.items()}
+        self._note_last()
         if self._overlap:
             _watch(self)
         else:
             self._hold()
-
-    def _hold(self) -> None:
-        """Make this thread's later work wait for the copies; the thread itself does not wait."""
-        for device, event in self._last.items():
-            cuda_runtime.runtime.current_stream(device).wait_event(event)
 
     def before_step(self) -> None:
         """Make an optimizer's update wait for the copies; find changes before it."""
@@ -278,16 +321,11 @@ class DeviceCopies:
     # --- both
 
     def drain(self) -> bool:
-        """Wait for all copies, after a failure too. Return whether they are done; False: a device has failed, and may still write."""
+        """See `SideStreams`; nothing is compared any more."""
         _unwatch(self)
-        try:
-            for arrival in self._arrivals:
-                arrival.wait()
-        except RuntimeError as e:  # every later call of this device fails, too
-            _log.warning("The device has failed during a save: %s", e)
-            return False
+        done = super().drain()
         self._versions.clear()
-        return True
+        return done
 
 
 _watching: list[DeviceCopies] = []
@@ -337,52 +375,3 @@ def _slabs(array: NDArray[Any], tensor: Any) -> Iterator[tuple[NDArray[Any], Any
         return
     for part in large_parts(array.shape, array.nbytes, _TEMPORARY):
         yield from _slabs(array[part], tensor[part])
-
-
-def on_devices(sources: Mapping[str, Source], *, overlap: bool) -> tuple[Mapping[str, Source], DeviceCopies | None]:
-    """See `frameworks.on_devices`."""
-    lazy: dict[str, CudaSource] = {name: replace(source, lazy=True) for name, source in sources.items() if isinstance(source, CudaSource)}
-    return ({**sources, **lazy}, DeviceCopies(lazy.values(), overlap=overlap)) if lazy else (sources, None)
-
-
-# --- Restoring ----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class CudaSink(TensorSink):
-    """Device memory that is filled for a leaf, from pinned memory, box by box or in parts of boxes."""
-
-    @property
-    def memory(self) -> list[Array]:
-        """Arrays with the addresses of the device memory, which the host must not read."""
-        return [array_of(view, self.dtype) for view in self.views]
-
-    def within(self, part: Box) -> CudaSink | None:
-        """The sink of the elements inside a part of the tensor; None if it has none there."""
-        boxes, views = [], []
-        for start, stop, view in zip(self.boxes.start.tolist(), self.boxes.stop.tolist(), self.views, strict=True):
-            common = Box(tuple(start), tuple(stop)).overlap(part)
-            if common is not None:
-                boxes.append(common)
-                inside = (slice(a - o, b - o) for a, b, o in zip(common.start, common.stop, start, strict=True))
-                views.append(view[(*inside, ...)])
-        return replace(self, boxes=BoxArray.of(boxes, len(self.shape)), views=tuple(views)) if boxes else None
-
-    def place(self, buffers: Sequence[Array]) -> object:
-        """Copy the buffers to the device, after the work that is queued there; when this returns they may be reused."""
-        devices: dict[Any, Any] = {}
-        try:
-            for view, buffer in zip(self.views, buffers, strict=True):
-                device = cuda_runtime.runtime.device(view)
-                devices[device] = cuda_runtime.runtime.current_stream(device)
-                cuda_runtime.runtime.copy(view, host_tensor(buffer), devices[device])
-        except torch.OutOfMemoryError as e:
-            raise BudgetError(
-                f"{device} has no memory left to fill a tensor of shape {self.shape} that is not contiguous ({e}); its contents are "
-                f"undefined now. Free some memory, or restore to contiguous tensors."
-            ) from e
-        finally:
-            for event in [cuda_runtime.runtime.record(stream) for stream in devices.values()]:
-                cuda_runtime.runtime.synchronize(event)
-        self.mark_written()
-        return self.leaf

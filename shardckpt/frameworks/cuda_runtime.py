@@ -1,4 +1,4 @@
-"""The functions of CUDA that `cuda` uses: streams, events, copies and pinned memory.
+"""The functions of CUDA, and of devices like it, that `cuda` uses: streams, events, copies and pinned memory.
 
 Tests replace `runtime` by a device whose order of operations they choose.
 """
@@ -15,7 +15,7 @@ import torch
 from shardckpt.errors import BudgetError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator, Sequence
 
     import numpy as np
     from numpy.typing import NDArray
@@ -27,6 +27,8 @@ _BITS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64", 16: "complex128"}
 
 class CudaRuntime:
     """The functions of CUDA that this module uses. Streams have `wait_event`, as in torch.
+
+    Another kind of device has them in a module of its own (`torch.xpu`), but no function that pins memory: its copies use ordinary memory.
 
     CUDA's current device is one of the thread, and the first call for it makes a context of some hundreds of megabytes there. A new thread
     has device 0. So calls that name no device are made with a device that this process uses.
@@ -44,40 +46,57 @@ class CudaRuntime:
 
     def current_stream(self, device: Any) -> Any:
         """The stream on which this thread's work for the device is queued."""
-        return torch.cuda.current_stream(device)
+        return _of(device).current_stream(device)
 
     def side_stream(self, device: Any) -> Any:
-        """The stream of all copies from the device; the same one each time."""
+        """The stream of all copies from and to the device; the same one each time."""
         if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)
+            self._streams[device] = _of(device).Stream(device)
         return self._streams[device]
 
     def record(self, stream: Any) -> Any:
-        """An event after all work that is queued on the stream. A thread that waits for it uses no processor time."""
-        event = torch.cuda.Event(blocking=True)
+        """An event after all work that is queued on the stream. A thread that waits for an event of CUDA uses no processor time."""
+        kind = stream.device.type
+        event = torch.cuda.Event(blocking=True) if kind == "cuda" else _of(stream.device).Event()
         event.record(stream)
         return event
 
     def synchronize(self, event: Any) -> None:
         """Wait for an event, on any thread."""
-        with torch.cuda.device(event.device):
+        with _of(event.device).device(event.device):
             event.synchronize()
 
     def copy(self, target: Any, source: Any, stream: Any) -> None:
         """Queue a copy between device and pinned memory on a stream; see `copy_bits`."""
-        with torch.cuda.stream(stream):
-            (source if source.is_cuda else target).record_stream(stream)
+        with _of(stream.device).stream(stream):
+            (target if source.device.type == "cpu" else source).record_stream(stream)
             copy_bits(target, source)
+
+    def spread(self, targets: Sequence[Any], starts: Sequence[int], source: Any, stream: Any) -> None:
+        """Queue a copy from pinned memory on a stream, and copies from there to many tensors of the device; see `spread_bits`."""
+        with _of(stream.device).stream(stream):
+            for target in targets:
+                target.record_stream(stream)
+            spread_bits(targets, starts, torch.empty_like(source, device=stream.device), source)
 
     def pin(self, address: int, nbytes: int) -> int:
         """Pin host memory for all devices; return CUDA's error number, or 0."""
+        if self._used.type != "cuda":
+            return 0
         with torch.cuda.device(self._used):
             return _cleared(int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 1)))  # 1: cudaHostRegisterPortable
 
     def unpin(self, address: int) -> int:
         """Undo `pin`; return CUDA's error number, or 0."""
+        if self._used.type != "cuda":
+            return 0
         with torch.cuda.device(self._used):
             return _cleared(int(torch.cuda.cudart().cudaHostUnregister(address)))
+
+
+def _of(device: Any) -> Any:
+    """The module with the streams and events of a kind of device."""
+    return torch.get_device_module(device.type)
 
 
 def _cleared(error: int) -> int:
@@ -101,27 +120,75 @@ def copy_bits(target: Any, source: Any) -> None:
     target.view(bits).copy_(source.view(bits), non_blocking=True)
 
 
+SLICE = 256 << 20
+"""Most bytes that are pinned in one call: a long call stops the driver for everybody. No copy may cross the border of two slices."""
+_sliced: dict[int, int] = {}
+"""The end of each pinned buffer of several slices, by its first address."""
+
+
+def spread_bits(targets: Sequence[Any], starts: Sequence[int], between: Any, source: Any) -> None:
+    """Copy bytes to as many bytes on the device, and from there to tensors, whose elements begin at these bytes; without waiting."""
+    between.copy_(source, non_blocking=True)
+    bits = [getattr(torch, _BITS[target.itemsize]) for target in targets]
+    parts = [
+        between[start : start + target.numel() * target.itemsize].view(kind).view(target.shape)
+        for target, start, kind in zip(targets, starts, bits, strict=True)
+    ]
+    torch._foreach_copy_([target.view(kind) for target, kind in zip(targets, bits, strict=True)], parts)
+
+
 def pin(buffer: NDArray[np.uint8]) -> Callable[[], object]:
-    """Pin a buffer's memory, until the returned function is called, or no array uses the memory any more.
+    """Pin a buffer's memory, slice by slice, until the returned function is called, or no array uses the memory any more.
 
     Raises:
         BudgetError: CUDA cannot pin so much memory.
     """
-    address = buffer.ctypes.data
-    if error := runtime.pin(address, buffer.nbytes):
-        raise BudgetError(
-            f"CUDA cannot pin {buffer.nbytes:,} bytes of host memory (error {error}); lower memory_limit, end other programs, or give this "
-            f"process more memory."
-        )
+    address, end = buffer.ctypes.data, buffer.ctypes.data + buffer.nbytes
+    slices: list[int] = []
+    for begin in range(address, end, SLICE):
+        if error := runtime.pin(begin, min(SLICE, end - begin)):
+            _unpin(runtime, slices, os.getpid())
+            raise BudgetError(
+                f"CUDA cannot pin {buffer.nbytes:,} bytes of host memory (error {error}); lower memory_limit, end other programs, or give "
+                f"this process more memory."
+            )
+        slices.append(begin)
+    if len(slices) > 1:
+        _sliced[address] = end
     owner = buffer if buffer.base is None else buffer.base
-    unpin = weakref.finalize(owner, _unpin, runtime, address, os.getpid())
+    unpin = weakref.finalize(owner, _unpin, runtime, slices, os.getpid())
     unpin.atexit = False
     return unpin
 
 
-def _unpin(of: CudaRuntime, address: int, process: int) -> None:
-    if os.getpid() == process and (error := of.unpin(address)):  # a fork has no CUDA
-        _log.warning("CUDA could not give back pinned memory (error %d).", error)
+def _unpin(of: CudaRuntime, slices: list[int], process: int) -> None:
+    if os.getpid() != process:  # a fork has no CUDA
+        return
+    if slices:
+        _sliced.pop(slices[0], None)
+    for address in slices:
+        if error := of.unpin(address):
+            _log.warning("CUDA could not give back pinned memory (error %d).", error)
+
+
+def within_slices(array: NDArray[Any], tensor: Any) -> Iterator[tuple[NDArray[Any], Any]]:
+    """Cut an array in pinned memory, and a tensor of its shape, into parts that cross no border of slices."""
+    if _sliced and _crosses(array):
+        d = next(d for d, n in enumerate(array.shape) if n > 1)  # an element crosses none
+        half = array.shape[d] // 2
+        for part in (slice(None, half), slice(half, None)):
+            index = (*[slice(None)] * d, part)
+            yield from within_slices(array[index], tensor[index])
+    else:
+        yield array, tensor
+
+
+def _crosses(array: NDArray[Any]) -> bool:
+    address = array.__array_interface__["data"][0]
+    for begin, end in [*_sliced.items()]:
+        if begin <= address < end:
+            return bool(array.nbytes) and (address - begin) // SLICE != (address + array.nbytes - 1 - begin) // SLICE
+    return False
 
 
 def host_tensor(array: NDArray[Any]) -> Any:

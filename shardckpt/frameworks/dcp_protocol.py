@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 
 from shardckpt.errors import LeafError
-from shardckpt.frameworks.base import InPlace
+from shardckpt.frameworks.base import HostSource, InPlace
 from shardckpt.frameworks.torch import (
     TensorSink,
     check_fillable,
@@ -102,7 +102,7 @@ class _Shards:
 
 
 @dataclass(frozen=True, slots=True)
-class _ProtocolSource:
+class _ProtocolSource(HostSource):
     """A tensor whose own shards this process knows."""
 
     name: str

@@ -38,7 +38,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from shardckpt.errors import DtypeError, LeafError, ShardingError
-from shardckpt.frameworks.base import Array, InPlace, Sink, Source, Target
+from shardckpt.frameworks.base import Array, HostSource, InPlace, Sink, Source, Target
 from shardckpt.frameworks.torch import (
     TensorSink,
     check_fillable,
@@ -251,7 +251,7 @@ def _inside(box: Box) -> tuple[Any, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class _DTensorSource:
+class _DTensorSource(HostSource):
     """A DTensor to save."""
 
     name: str

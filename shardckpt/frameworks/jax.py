@@ -1,15 +1,17 @@
 """JAX: arrays of any sharding, saved and restored shard by shard, without compiling anything.
 
 Saving
-1. One of this process's shards per distinct box is copied to the host. All copies of a call are made together, as explicit
+1. One of this process's shards per distinct box is copied to the host. All copies of a call are under way at once, as explicit
    transfers for `jax.transfer_guard`. On CPU the host array is the shard itself.
-2. JAX keeps the host copy of an array for as long as the array lives. So the copy is made of a new array over the same memory,
-   which is freed as soon as it is stored: a numpy array where Python can access that memory itself, or else a JAX array, which takes
-   thirty times as long to create.
+2. Accelerators copy to XLA's pinned host memory, and the host array is that memory (`private`). It is free for XLA's next user when
+   the host array is gone. Where XLA refuses so much, small batches are copied on to ordinary memory, one after another.
+3. Elsewhere JAX keeps the host copy of an array for as long as the array lives. So the copy is made of a new array over the same
+   memory, which is freed as soon as it is stored: a numpy array where Python can access that memory itself, or else a JAX array, which
+   takes thirty times as long to create.
 
 Restoring
 1. A new array is built directly from the buffers of the local devices' boxes, all of them in one call: the complete array is
-   never on the host, and no program runs.
+   never on the host, and no program runs. Accelerators copy several arrays at a time, while the next chunks are read (`JaxTransfers`).
 2. On CPU JAX uses an aligned buffer itself as the array's memory. So JAX gets memory to keep (`adopts`), which replicas share,
    and elements are read directly to their final place. JAX never writes to such memory: if the array is donated, JAX copies it.
 3. An array that could be moved freely stays uncommitted: a restored array for an uncommitted leaf is uncommitted too, on that
@@ -25,13 +27,13 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
 import numpy as np
 
 from shardckpt.errors import BudgetError, DtypeError, LeafError, ShardingError
-from shardckpt.frameworks.base import Array, Sink, Source, Target
+from shardckpt.frameworks.base import Array, HostSource, PlainSink, Sink, Source, Target
 from shardckpt.frameworks.jax_holders import holders_of, sharers_of
 from shardckpt.frameworks.jax_keys import (
     check_named,
@@ -42,6 +44,7 @@ from shardckpt.frameworks.jax_keys import (
     words_of,
 )
 from shardckpt.frameworks.jax_layout import JaxShards, layout_of, local_shards, to_jax
+from shardckpt.frameworks.jax_transfers import ACCELERATORS, JaxTransfers, landed, on_host, separate, warm_pinned
 from shardckpt.layout.dtypes import DType, of_numpy
 from shardckpt.layout.op_sharding import OpSharding
 from shardckpt.layout.sharding import Layout, Sharding
@@ -53,8 +56,7 @@ if TYPE_CHECKING:
     from shardckpt.layout.box import BoxArray
     from shardckpt.layout.world import World
 
-_COPYING = frozenset(("tpu", "gpu", "cuda", "rocm"))
-"""Platforms whose devices never use the host's buffer itself."""
+_ON_HOST = ("pinned_host", "unpinned_host")
 
 
 def matches(leaf: object) -> bool:
@@ -87,7 +89,7 @@ def identity(leaf: Any) -> Hashable | None:
 
 
 @dataclass(frozen=True, slots=True)
-class _JaxSource:
+class _JaxSource(HostSource):
     """An array to save."""
 
     name: str
@@ -100,7 +102,6 @@ class _JaxSource:
     holders: list[tuple[int, ...]] | None
     """None where each process has its own devices, and for an uncommitted array."""
     own_pieces: bool = False
-    private: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -111,20 +112,34 @@ class _JaxSource:
         return self.shards.boxes
 
     @property
+    def packed(self) -> bool:
+        """Whether several elements share a byte; they are unpacked to one byte each."""
+        return bool(jax.dtypes.itemsize_bits(self.dtype.numpy) < 8 * self.dtype.itemsize)
+
+    @property
+    def private(self) -> bool:
+        """True for copies in pinned memory; not for arrays that are on the host already."""
+        return self.shards.pinnable and not self.packed and self.array.sharding.memory_kind not in _ON_HOST
+
+    @property
     def staged_bytes(self) -> int:
-        """0 on CPU, except for packed elements, which are unpacked to one byte each."""
-        packed = jax.dtypes.itemsize_bits(self.dtype.numpy) < 8 * self.dtype.itemsize
-        if not packed and all(device.platform == "cpu" for device in self.shards.devices):
+        """0 on CPU, except for packed elements."""
+        if not self.packed and all(on_host(device) for device in self.shards.devices):
             return 0
         return int(self.boxes.sizes().sum()) * self.dtype.itemsize
 
     @classmethod
     def fetch(cls, sources: Sequence[_JaxSource], wanted: Sequence[Sequence[int]]) -> list[list[Array]]:
-        fetched: list[list[Array]] = jax.device_get([s.distinct(boxes) for s, boxes in zip(sources, wanted, strict=True)])
+        rows = [s.distinct(boxes) for s, boxes in zip(sources, wanted, strict=True)]
+        private = [source.private for source in sources]
+        if any(private):
+            rest = iter(landed([shard for row, own in zip(rows, private, strict=True) if own for shard in row]))
+            rows = [[next(rest) for _ in row] if own else row for row, own in zip(rows, private, strict=True)]
+        fetched: list[list[Array]] = jax.device_get(rows)  # begins all copies before it awaits one
         return fetched
 
     def distinct(self, wanted: Sequence[int]) -> list[Any]:
-        """For each requested box, a separate array over the memory of one local shard."""
+        """For each requested box one local shard; unless `private`, as a separate array over its memory."""
         _check_alive(self.name, self.array)
         held = {shard.device.id: shard.data for shard in self.array.addressable_shards}
         arrays: list[Any] = []
@@ -138,10 +153,26 @@ class _JaxSource:
                     f"{self.shards.tile}; save it with another sharding, after jax.device_put(leaf, sharding)."
                 )
             try:
-                arrays.append(np.asarray(memoryview(data)))
+                arrays.append(data if self.private else np.asarray(memoryview(data)))
             except BufferError:  # memory of another device than a CPU, a dtype that numpy itself lacks, or another memory order
-                arrays.append(jax.make_array_from_single_device_arrays(data.shape, data.sharding, [data]))
+                arrays.append(separate(data))
         return arrays
+
+
+def warm(sources: Iterable[Source]) -> None:
+    """Have XLA take the pinned memory of copies of these arrays; what is no array of this adapter is left out."""
+    shards = []
+    for source in sources:
+        if isinstance(source, _JaxSource):
+            devices = {device.id: device for device in source.shards.devices}
+            shards += [(devices[holder], source.shards.tile, source.dtype.numpy) for holder in source.shards.holders]
+    warm_pinned(shards)
+
+
+def on_accelerator(state: object) -> bool:
+    """Whether an array in JAX's containers is on accelerators. No device is asked for: that would take its memory."""
+    arrays = [leaf for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array)]
+    return any(device.platform in ACCELERATORS for array in arrays for device in array.sharding.device_set)
 
 
 def sources(leaves: dict[str, Any], world: World) -> dict[str, Source]:
@@ -177,7 +208,7 @@ def _check_alive(name: str, leaf: Any) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _JaxSink:
+class _JaxSink(PlainSink):
     """A new array, in the sharding of a leaf or of a `Target`."""
 
     name: str
@@ -192,6 +223,8 @@ class _JaxSink:
     """The array's dtype if it has keys; else None."""
     tie_key: Hashable
     destinations: None = None
+    adopts: ClassVar[bool] = True
+    """`device_put` uses an aligned buffer itself as the memory of an array on CPU, whatever `may_alias` says."""
 
     @property
     def boxes(self) -> BoxArray:
@@ -215,16 +248,12 @@ class _JaxSink:
         ndim = len(self.shape) - self.word_dims
         return sharers_of(layout_of(self.sharding, ndim) if self.committed else None, ndim, self.shards, world)
 
-    @property
-    def adopts(self) -> bool:
-        """True on CPU, where `device_put` uses an aligned buffer itself as the array's memory, whatever `may_alias` says."""
-        return any(device.platform not in _COPYING for device in self.shards.devices)
-
     def place(self, buffers: Sequence[Array]) -> object:
-        array = self._of_keys(buffers) if self.keys is not None else self._of_numbers(buffers)
-        if not self.adopts:
-            jax.block_until_ready(array)  # the buffers are free only after that
-        return array
+        return self.array(buffers)
+
+    def array(self, buffers: Sequence[Array]) -> Any:
+        """The new array, to which an accelerator may still be copying from the buffers."""
+        return self._of_keys(buffers) if self.keys is not None else self._of_numbers(buffers)
 
     def _of_numbers(self, buffers: Sequence[Array]) -> Any:
         if not self.committed:
@@ -271,6 +300,17 @@ class _JaxSink:
         return np.empty(self.shards.tile, self.dtype.numpy)
 
 
+@dataclass(frozen=True, slots=True)
+class _AcceleratorSink(_JaxSink):
+    """A new array on accelerators, which copy from buffers."""
+
+    adopts: ClassVar[bool] = False
+    placer: ClassVar[type[JaxTransfers] | None] = JaxTransfers
+
+    def place(self, buffers: Sequence[Array]) -> object:
+        return jax.block_until_ready(self.array(buffers))  # the buffers are free only after that
+
+
 def target(name: str, leaf: Any, shape: tuple[int, ...], dtype: DType) -> Sink:
     """A sink that makes a new array in the leaf's sharding, or in the sharding of a `Target`.
 
@@ -304,7 +344,8 @@ def target(name: str, leaf: Any, shape: tuple[int, ...], dtype: DType) -> Sink:
         shape, shards = (*shape, *key_shape(keys)), shards.extended(key_shape(keys))
     _check_placeable(name, dtype, shards)
     tie_key = ("jax", sharding, committed, shape, keys or dtype.name, same)
-    return _JaxSink(name, shape, dtype, sharding, shards, committed, keys, tie_key)
+    kind = _AcceleratorSink if all(device.platform in ACCELERATORS for device in shards.devices) else _JaxSink
+    return kind(name, shape, dtype, sharding, shards, committed, keys, tie_key)
 
 
 def _default() -> Any:

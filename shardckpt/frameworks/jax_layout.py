@@ -19,6 +19,7 @@ import jax
 import numpy as np
 
 from shardckpt.errors import ShardingError
+from shardckpt.frameworks.jax_transfers import pinned
 from shardckpt.layout.box import BoxArray, distinct_boxes
 from shardckpt.layout.hlo_text import Kind
 from shardckpt.layout.mesh import Mesh
@@ -163,11 +164,14 @@ class JaxShards:
     """The shape of every shard."""
     holders: list[int] = field(init=False)
     """For each box, the id of the first device that holds it."""
+    pinnable: bool = field(init=False)
+    """Whether all of the devices are accelerators with pinned host memory."""
 
     def __post_init__(self) -> None:
-        """Compute the holders once: each save needs them for each array."""
+        """Compute once what each save needs for each array."""
         boxes, first = np.unique(self.box_of, return_index=True)
         object.__setattr__(self, "holders", [self.devices[i].id for i in first[boxes >= 0].tolist()])
+        object.__setattr__(self, "pinnable", all(pinned(device) is not None for device in self.devices))
 
     def extended(self, shape: tuple[int, ...]) -> JaxShards:
         """The shards of an array with these additional last dimensions, which are not cut."""

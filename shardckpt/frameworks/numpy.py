@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shardckpt.errors import DtypeError, LeafError
-from shardckpt.frameworks.base import Array, InPlace, Sink, Source, Target, whole
+from shardckpt.frameworks.base import Array, HostSource, InPlace, PlainSink, Sink, Source, Target, whole
 from shardckpt.layout.dtypes import DType, of_numpy
 from shardckpt.state.names import shown
 
@@ -28,7 +28,7 @@ CLASSES = frozenset((np.ndarray,))
 
 
 @dataclass(frozen=True, slots=True)
-class ArraySource:
+class ArraySource(HostSource):
     """An array to save."""
 
     name: str
@@ -61,7 +61,7 @@ class ArraySource:
 
 
 @dataclass(frozen=True, slots=True)
-class ArraySink:
+class ArraySink(PlainSink):
     """An array that is filled in place for a leaf."""
 
     leaf: object

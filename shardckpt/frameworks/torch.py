@@ -19,7 +19,7 @@ import torch
 from numpy.lib.stride_tricks import as_strided
 
 from shardckpt.errors import BudgetError, DtypeError, LeafError
-from shardckpt.frameworks.base import Array, InPlace, Sink, Source, Target, whole
+from shardckpt.frameworks.base import Array, HostSource, InPlace, PlainSink, Sink, Source, Target, whole
 from shardckpt.frameworks.numpy import dtype_names, overlaps_itself
 from shardckpt.layout.dtypes import DType, by_name
 from shardckpt.state.leaves import is_small
@@ -49,7 +49,7 @@ CLASSES = frozenset((torch.Tensor, torch.nn.Parameter))
 
 
 @dataclass(frozen=True, slots=True)
-class TensorSource:
+class TensorSource(HostSource):
     """A tensor to save."""
 
     name: str
@@ -82,7 +82,7 @@ class TensorSource:
 
 
 @dataclass(frozen=True, slots=True)
-class TensorSink:
+class TensorSink(PlainSink):
     """Torch memory that is filled for a leaf, box by box."""
 
     leaf: Any
@@ -284,15 +284,26 @@ def device_type(tensor: Any) -> str:
     return kind
 
 
+@cache
+def has_streams(kind: str) -> bool:
+    """Whether a kind of device is copied from and to by `cuda`: CUDA, and the accelerator of this torch, if it has streams and events."""
+    if kind == "cuda":
+        return True
+    accelerator = torch.accelerator.current_accelerator() if hasattr(torch, "accelerator") else None  # since torch 2.6
+    if accelerator is None or accelerator.type != kind:
+        return False
+    return all(hasattr(torch.get_device_module(kind), name) for name in ("Stream", "Event", "current_stream", "stream", "device"))
+
+
 def copied_source(source: Source, views: tuple[Any, ...], watched: tuple[Any, ...]) -> Source:
-    """A source for elements that may be on a CUDA device: the given one if they are not.
+    """A source for elements that may be on a device with streams: the given one if they are not.
 
     Args:
         source: the tensor's source.
         views: for each box, its elements.
         watched: the tensors whose version counters show a change of the elements.
     """
-    if not views or device_type(views[0]) != "cuda":
+    if not views or not has_streams(device_type(views[0])):
         return source
     from shardckpt.frameworks.cuda import CudaSource
 
@@ -300,10 +311,10 @@ def copied_source(source: Source, views: tuple[Any, ...], watched: tuple[Any, ..
 
 
 def sink_of(sink: TensorSink) -> Sink:
-    """The sink itself, or one that fills CUDA memory in parts."""
-    if sink.on_host or device_type(sink.views[0]) != "cuda":
+    """The sink itself, or one that fills the memory of a device in parts."""
+    if sink.on_host or not has_streams(device_type(sink.views[0])):
         return sink
-    from shardckpt.frameworks.cuda import CudaSink
+    from shardckpt.frameworks.cuda_fills import CudaSink
 
     return CudaSink(**{one.name: getattr(sink, one.name) for one in fields(sink) if one.init})
 

@@ -33,7 +33,7 @@ import torch_xla.runtime as xr
 from torch_xla import _XLAC
 
 from shardckpt.errors import DtypeError, LeafError, ShardingError
-from shardckpt.frameworks.base import Array, Sink, Source, Target, whole
+from shardckpt.frameworks.base import Array, HostSource, PlainSink, Sink, Source, Target, whole
 from shardckpt.frameworks.torch import array_of, dtype_of_tensor, tensor_of
 from shardckpt.frameworks.xla_layout import (
     XlaShards,
@@ -115,7 +115,7 @@ def identity(leaf: Any) -> Hashable | None:
 
 
 @dataclass(frozen=True, slots=True)
-class _XlaSource:
+class _XlaSource(HostSource):
     """A device tensor to save."""
 
     name: str
@@ -238,7 +238,7 @@ def _shards(name: str, layout: Layout, shape: tuple[int, ...]) -> XlaShards:
 
 
 @dataclass(frozen=True, slots=True)
-class _ShardedSink:
+class _ShardedSink(PlainSink):
     """A new tensor, in the layout of a leaf or of a `Target`."""
 
     name: str
@@ -304,7 +304,7 @@ class _ShardedSink:
 
 
 @dataclass(frozen=True, slots=True)
-class _DeviceSink:
+class _DeviceSink(PlainSink):
     """A new tensor on one device, without SPMD."""
 
     shape: tuple[int, ...]

@@ -11,17 +11,14 @@ from __future__ import annotations
 
 import os
 import secrets
-import time
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardckpt.io import files
-from shardckpt.io.buckets.listing import PROBE, pages
+from shardckpt.io.buckets.listing import PROBE
 from shardckpt.io.failures import storage_errors
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable
 
     from shardckpt.io.store import Store
 
@@ -50,44 +47,14 @@ def last_written(store: Store, prefix: str) -> float | None:
     Raises:
         StorageError: the storage failed or refused.
     """
-    if store.location.scheme == "memory":
+    if not store.keeps_times:
         return None
-    newest = max((time for _, time in modification_times(store, prefix)), default=None)
+    newest = max((time for _, time in store.modification_times(prefix)), default=None)
     path = store.local_path(prefix)
     if newest is not None or path is None:
         return newest
     with storage_errors("look for changes in", path):
         return max((_modified(directory) for directory, _, _ in os.walk(path)), default=None)
-
-
-def modification_times(store: Store, prefix: str = "") -> Iterator[tuple[str, float]]:
-    """Every object below `prefix` ("", a complete key, or ending in a slash), and the time of its last write.
-
-    Args:
-        store: the location.
-        prefix: prefix of the keys.
-
-    Yields:
-        Key, and POSIX seconds by the storage's clock (S3 has no fractions). On disk in no particular order; links
-        are not followed. Memory keeps no times, so the current time is returned for every object.
-
-    Raises:
-        StorageError: the storage failed or refused.
-    """
-    with storage_errors("list", store.path_of(prefix)):
-        path = store.local_path(prefix)
-        if path is not None and prefix and not prefix.endswith("/"):
-            with suppress(FileNotFoundError):
-                yield prefix, path.stat(follow_symlinks=False).st_mtime
-        elif path is not None:
-            for name, entry in files.below(path):
-                with suppress(FileNotFoundError):
-                    yield prefix + name, entry.stat(follow_symlinks=False).st_mtime
-        elif store.location.bucket is None:
-            yield from ((key, time.time()) for key in store.list(prefix))
-        else:
-            for page in pages(store.location, prefix):
-                yield from ((found.name, found.time) for found in page.objects)
 
 
 def storage_now(store: Store) -> float:
@@ -99,9 +66,8 @@ def storage_now(store: Store) -> float:
     key = PROBE + secrets.token_hex(8)
     store.write(key, b"")
     try:
-        path = store.local_path(key)
         with storage_errors("look at", store.path_of(key)):
-            return path.stat().st_mtime if path is not None else dict(modification_times(store, key))[key]
+            return dict(store.modification_times(key))[key]
     finally:
         store.delete(key)
 

@@ -1,4 +1,4 @@
-"""Cores that this process may keep busy: what the operating system allows it, shared among the job's processes on this host.
+"""Cores and memory for this process: what the operating system allows it, shared among the job's processes on this host.
 
 The operating system allows a process the least of its affinity and the quotas of its control groups (`cpu.max`, or `cpu.cfs_quota_us` in
 version 1), each of which also holds for all groups below. The processes of a job tell each other when they agree (`World.sharing`). Until
@@ -8,11 +8,16 @@ then a launcher's variable counts. `SHARDCKPT_THREADS` replaces all of this.
 from __future__ import annotations
 
 import os
+import re
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from shardckpt.errors import OptionError
 from shardckpt.excerpt import excerpt
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 _VARIABLE = "SHARDCKPT_THREADS"
 _LOCAL_PROCESSES = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_NTASKS_PER_NODE")
@@ -71,18 +76,39 @@ def quota_of_groups(root: Path = Path("/")) -> float | None:
     A container often sees its own group as the root of the file system, but is told the path that it has on the host. Then the groups
     that can be found are those along the path that exist, the root among them.
     """
-    quotas = []
+    return min((quota for quota in map(_quota, _groups(root, "cpu")) if quota is not None), default=None)
+
+
+def _groups(root: Path, controller: str) -> Iterator[Path]:
+    """The folders of the control groups of this process that have a controller."""
+    first = [root / "sys/fs/cgroup" / name for name in (controller, *(["cpu,cpuacct"] if controller == "cpu" else []))]
+    second = [root / "sys/fs/cgroup", root / "sys/fs/cgroup/unified"]
     for line in _text(root / "proc/self/cgroup").splitlines():
         number, controllers, path = line.split(":", 2)
-        if number != "0" and "cpu" not in controllers.split(","):
+        if number != "0" and controller not in controllers.split(","):
             continue
-        for mount in ("sys/fs/cgroup", "sys/fs/cgroup/unified") if number == "0" else ("sys/fs/cgroup/cpu", "sys/fs/cgroup/cpu,cpuacct"):
-            group = (root / mount).joinpath(path.lstrip("/"))
+        for mount in second if number == "0" else first:
+            group = mount.joinpath(path.lstrip("/"))
             for folder in (group, *group.parents):
-                if not folder.is_relative_to(root / mount):
+                if not folder.is_relative_to(mount):
                     break
-                quotas.append(_quota(folder))
-    return min((quota for quota in quotas if quota is not None), default=None)
+                yield folder
+
+
+def free_memory(root: Path = Path("/")) -> int | None:
+    """Bytes of memory that this process may still use, without what the job's other processes on this host may; None: unknown.
+
+    This is the least of what the host has available, and what its control groups leave. Files that are cached there count as free.
+    """
+    found = re.search(r"^MemAvailable:\s+(\d+) kB", _text(root / "proc/meminfo"), re.MULTILINE)
+    left = [] if found is None else [int(found[1]) << 10]
+    for folder in _groups(root, "memory"):
+        most = _text(folder / "memory.max") or _text(folder / "memory.limit_in_bytes")
+        used = _text(folder / "memory.current") or _text(folder / "memory.usage_in_bytes")
+        if most.strip().isdecimal() and used.strip().isdecimal():
+            cached = re.search(r"^(?:total_)?inactive_file (\d+)", _text(folder / "memory.stat"), re.MULTILINE)
+            left.append(int(most) - int(used) + (0 if cached is None else int(cached[1])))
+    return max(0, min(left)) // _local_processes() if left else None
 
 
 def _quota(folder: Path) -> float | None:

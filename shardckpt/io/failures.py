@@ -1,7 +1,8 @@
 """Failures of a storage: its errors, threads that cannot start, and forks.
 
 1. `storage_errors` turns errors of TensorStore and the system into our errors, which say what to do.
-2. `saving_takes_threads` and `reading_takes_threads` do the same for threads that cannot be started.
+2. `saving_takes_threads` and `reading_takes_threads` do the same for threads that cannot be started. As they are around every save and
+   read, they also let threads have the interpreter promptly (`threads.prompt_turns`).
 3. `begin_use` and `check_fork` refuse a process that was forked after TensorStore was used: TensorStore's threads do not exist
    there, and a call would hang, or end the process.
 """
@@ -18,6 +19,7 @@ import shardckpt.io.shutdown  # (saves in the background need it, and it cannot 
 import shardckpt.io.streams  # noqa: F401  (guards the logger)
 from shardckpt.errors import CommitError, CoordinationError, ShardckptError, StorageError
 from shardckpt.excerpt import shortened
+from shardckpt.io.threads import prompt_turns
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -56,6 +58,9 @@ _ADVICE = {
     "input/output error": "the device failed; check the device before you use its data",
     "unable to locate credentials": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE",
     "default credentials were not found": "set GOOGLE_APPLICATION_CREDENTIALS, or run `gcloud auth application-default login`",
+    "error performing token request": "set AZURE_STORAGE_ACCOUNT_KEY or other credentials; without them the machine's own "
+    "identity is asked for",
+    "account must be specified": "set AZURE_STORAGE_ACCOUNT_NAME, or write abfs://container@account.dfs.core.windows.net/…",
     "certificate_verify_failed": "name the file of its certificate authority in SSL_CERT_FILE (for S3 in AWS_CA_BUNDLE)",
     "permission_denied": "give these credentials permission for it, or use others",
     "forbidden": "give these credentials permission for it, or use others",
@@ -124,7 +129,10 @@ def is_denied(error: StorageError) -> bool:
 
 def is_shutting_down() -> bool:
     """Whether the interpreter is shutting down."""
-    return not threading.main_thread().is_alive()
+    main = threading.main_thread()
+    # Until Python 3.12, Ctrl-C amid `is_alive` marks the main thread as ended, for good.
+    stopped: bool | None = getattr(main, "_is_stopped", None)
+    return not main.is_alive() if stopped is None else stopped
 
 
 def reading_takes_threads(place: object) -> AbstractContextManager[None]:
@@ -156,9 +164,10 @@ _THREAD_MESSAGES = "can't start new thread", "can't create new thread", "cannot 
 
 @contextmanager
 def _threads_or(as_error: Callable[[str], ShardckptError]) -> Iterator[None]:
-    """Raise `as_error(why)` in place of the RuntimeError of a thread that cannot be started."""
+    """Raise `as_error(why)` in place of the RuntimeError of a thread that cannot be started; see `prompt_turns`, too."""
     try:
-        yield
+        with prompt_turns():
+            yield
     except RuntimeError as e:
         if isinstance(e, ShardckptError) or not (is_shutting_down() or str(e).startswith(_THREAD_MESSAGES)):
             raise

@@ -28,7 +28,7 @@ from weakref import WeakSet
 
 from shardckpt.errors import FormatError
 from shardckpt.io.descriptor import OpenFile
-from shardckpt.io.locks import HIDDEN, is_at, lock_file
+from shardckpt.io.locks import GONE, HIDDEN, is_at, lock_file
 from shardckpt.io.status import is_directory
 
 if TYPE_CHECKING:
@@ -60,10 +60,21 @@ def read(path: Path, start: int = 0, stop: int | None = None) -> bytes | None:
         FormatError: no `stop` is given, and the file has more than `LARGEST_WHOLE` bytes.
         OSError: it cannot be read, or is a directory, pipe or device.
     """
-    try:
-        file = OpenFile(path, os.O_RDONLY | os.O_NONBLOCK)  # without O_NONBLOCK it might wait for the writer of a pipe
-    except (FileNotFoundError, NotADirectoryError):
-        return None
+    looks = 0
+    while True:
+        try:
+            file = OpenFile(path, os.O_RDONLY | os.O_NONBLOCK)  # without O_NONBLOCK it might wait for the writer of a pipe
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        try:
+            return _read_open(file, path, start, stop)
+        except OSError as e:  # replaced meanwhile: the next file of that name is as good
+            looks += 1
+            if e.errno not in GONE or looks > _MOST_LOOKS:
+                raise
+
+
+def _read_open(file: OpenFile, path: Path, start: int, stop: int | None) -> bytes:
     with file as fd:
         status = _regular(fd, path)
         if stop is None and status.st_size - start > LARGEST_WHOLE:
@@ -173,16 +184,6 @@ def is_transient(name: str) -> bool:
     return name.endswith(LOCK_SUFFIX) or HIDDEN.fullmatch(name) is not None
 
 
-def clear(path: Path) -> None:
-    """Truncate the remains of a killed write of this file, if there are any; leave the file alone while a process writes it."""
-    with suppress(OSError):  # nothing to truncate, or a process is writing it; the write that follows reports any other error
-        lock = _open_locked(_lock_of(path), create=False, seconds=0)
-        try:
-            os.ftruncate(lock.fd, 0)
-        finally:
-            _release(lock, delete=False)
-
-
 def sync_directory(path: Path) -> None:
     """Make the entries of a directory durable, where the file system can do that."""
     with OpenFile(path, os.O_RDONLY | os.O_DIRECTORY) as fd:
@@ -245,6 +246,16 @@ def _regular(fd: int, path: Path) -> os.stat_result:
     return status
 
 
+def _links(fd: int, path: Path) -> int:
+    """Number of names of an open file, 0 if it was removed; raises OSError as `_regular` does."""
+    try:
+        return _regular(fd, path).st_nlink
+    except OSError as e:
+        if e.errno not in GONE:
+            raise
+        return 0
+
+
 def _lock_of(path: Path) -> Path:
     return path.with_name(f"{path.name}{LOCK_SUFFIX}")
 
@@ -276,24 +287,23 @@ def _close_held() -> None:
 os.register_at_fork(after_in_child=_close_held)
 
 
-def _open_locked(lock: Path, *, create: bool = True, seconds: float | None = None) -> _LockedFile:
+def _open_locked(lock: Path) -> _LockedFile:
     """Open and lock a lock file; `_release` ends that.
 
     Raises:
-        TimeoutError: another writer did not release it within `seconds` (None: within `_LOCK_SECONDS`).
+        TimeoutError: another writer did not release it within `_LOCK_SECONDS`.
         OSError: it cannot be created or locked, or is not a regular file.
     """
-    most = _LOCK_SECONDS if seconds is None else seconds
-    flags = os.O_WRONLY | (os.O_CREAT if create else 0) | os.O_NOFOLLOW | os.O_NONBLOCK
+    flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
     target = lock.with_name(lock.name.removesuffix(LOCK_SUFFIX))
-    deadline, pause, looks = time.monotonic() + most, _LEAST_PAUSE, 0
+    deadline, pause, looks = time.monotonic() + _LOCK_SECONDS, _LEAST_PAUSE, 0
     while True:
         file, keep = OpenFile(lock, flags), False
         fd = file.fileno()
         try:
-            links = _regular(fd, lock).st_nlink
+            links = _links(fd, lock)
             lock_file(fd, target)
-            here, mark = is_at(fd, lock), None
+            here, mark = bool(links) and is_at(fd, lock), None
             if here is None:
                 mark = _mark(fd, lock, target)
             if links > 1:  # a copy of the directory by hard links: writing here would change the other one's file
@@ -312,7 +322,8 @@ def _open_locked(lock: Path, *, create: bool = True, seconds: float | None = Non
         except (BlockingIOError, PermissionError) as e:
             if time.monotonic() >= deadline:
                 raise TimeoutError(
-                    f"waited {most:g} s for the lock on {lock}, which another process holds; if that process is stopped, continue or end it"
+                    f"waited {_LOCK_SECONDS:g} s for the lock on {lock}, which another process holds; if that process is stopped, "
+                    f"continue or end it"
                 ) from e
             looks = 0
             time.sleep(pause)

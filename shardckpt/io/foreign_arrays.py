@@ -19,8 +19,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import tensorstore as ts
 
-from shardckpt.errors import CorruptionError, DtypeError, FormatError, MissingDataError
+from shardckpt.errors import BudgetError, CorruptionError, DtypeError, FormatError, MissingDataError
+from shardckpt.excerpt import file_size
 from shardckpt.format.documents import LARGEST_DIMENSION, check_key
+from shardckpt.io.cores import free_memory
 from shardckpt.io.failures import storage_errors
 from shardckpt.io.store import shared_context
 from shardckpt.layout import dtypes
@@ -43,6 +45,8 @@ _SMALL_ARRAY = 1 << 20
 """Most bytes of an array that is read at once, whatever its chunks."""
 _SMALL_OBJECT = 16 << 20
 """Most bytes of an object of several chunks that is read at once."""
+_LARGE = 1 << 30
+"""Bytes of a chunk for which the free memory is looked at."""
 _UNREADABLE = ("DATA_LOSS", "FAILED_PRECONDITION", "INVALID_ARGUMENT", "OUT_OF_RANGE", "Error decoding")
 """Parts of TensorStore's messages about bytes that cannot be decoded."""
 
@@ -66,8 +70,12 @@ class ForeignArray:
         Raises:
             MissingDataError: a chunk is not there.
             CorruptionError: a chunk cannot be decoded.
+            BudgetError: a chunk has more elements than fit into the memory that is free.
             StorageError: the storage failed or refused.
         """
+        chunk_bytes = prod(self.chunks) * self.dtype.storage.itemsize
+        if chunk_bytes > _LARGE and (free := free_memory()) is not None and chunk_bytes > free:
+            raise BudgetError(f"{self.place}: a chunk has {file_size(chunk_bytes)}, and {file_size(free)} of memory are free.")
         part = self._array[tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))]
         with _typed_errors("read", self.place):
             elements: NDArray[Any] = part.read(order="C").result()

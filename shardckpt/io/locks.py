@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 _NO_LOCKS = frozenset({errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK})
 """Errors of file systems that do not have a kind of lock, or no service for it."""
+GONE = frozenset({errno.ENOENT, errno.ESTALE})
+"""Errors of an open file that was removed, or replaced, on a file system that does not keep it until it is closed."""
 HIDDEN = re.compile(r"\.nfs[0-9a-f]{16,}|\.fuse_hidden[0-9a-f]{16,}")
 """Names that NFS and FUSE give to a deleted file as long as it is open."""
 _HIDDEN_SECONDS = 1.0
@@ -63,8 +65,10 @@ def is_at(fd: int, path: Path) -> bool | None:
         if os.path.samestat(os.fstat(fd), there):
             return True
         return False if os.path.samestat(there, path.lstat()) else None
-    except (FileNotFoundError, NotADirectoryError):
-        return False
+    except OSError as e:
+        if e.errno in GONE or isinstance(e, NotADirectoryError):
+            return False
+        raise
 
 
 def seems_at(fd: int, path: Path) -> bool:

@@ -1,12 +1,12 @@
-"""An OCDBT database of one leaf: the index beside data files that were written without TensorStore.
+"""An OCDBT database: the index beside data files that were written without TensorStore.
 
 OCDBT is TensorStore's copy-on-write B+tree over a key-value store (its "Storage format" is documented with the
 driver). A value outside the tree is `(data file, offset, length)`, and any file below the database may be the
 data file. So chunks can be appended to files straight from the caller's buffer, in the caller's order and
 without a transaction that holds them all in memory. Then only the index must be written:
 
-1. `leaf_node`: all keys and places in one B+tree leaf (at most 2**20 keys, TensorStore's limit), maybe with some values.
-2. `manifest`: one version whose root is that leaf.
+1. `tree`: all keys and places, maybe with some values, in leaves below one inner node; few of them in one leaf (`leaf_node`).
+2. `manifest`: one version whose root is that node or leaf.
 
 Integers are unsigned LEB128; complete columns are encoded at once. Nodes and manifest end in their crc32c.
 """
@@ -17,7 +17,7 @@ import secrets
 import time
 from dataclasses import dataclass
 from itertools import compress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import crc32c
 import numpy as np
@@ -33,6 +33,10 @@ Place = tuple[str, int, int]
 
 MOST_KEYS = 1 << 20
 """Most keys that TensorStore accepts in one node."""
+LEAF_KEYS = 1 << 12
+"""Most keys in a leaf of a `tree`, so that a reader of few keys reads little."""
+LEAF_BYTES = 4 << 20
+"""Bytes of keys and values after which a leaf of a `tree` ends."""
 _NODE_MAGIC = 0x0CDB20DE
 _MANIFEST_MAGIC = 0x0CDB3A2A
 _UUID_BYTES = 16
@@ -77,7 +81,7 @@ def leaf_node(
     lengths[~in_file] = list(map(len, values))
     paths = [name.encode() for name in files]
     shared = shared_prefixes(keys)
-    rest = [keys[0], *(key[n:] for key, n in zip(keys[1:], shared.tolist(), strict=True))]
+    rest = [key[n:] for key, n in zip(keys, [0, *shared.tolist()], strict=True)]
     body = b"".join(
         [
             b"\0",  # height: a leaf
@@ -100,11 +104,82 @@ def leaf_node(
     return _framed(_NODE_MAGIC, body, compress=bool(values))
 
 
-def manifest(node: str, node_bytes: int, num_keys: int, value_bytes: int) -> bytes:
-    """The manifest of a database whose only node is the file `node`."""
+def tree(
+    name: str,
+    keys: Sequence[bytes],
+    files: Sequence[str],
+    rows: NDArray[np.int64],
+    inside: Sequence[bytes | None],
+) -> tuple[bytes, bytes]:
+    """The B+tree that maps each key to its value: one leaf, or leaves below one inner node.
+
+    Returns its nodes, one after another, and its manifest.
+
+    Args:
+        name: the file of all nodes, relative to the database.
+        keys: n different keys, in ascending order.
+        files: data files, relative to the database.
+        rows: (n, 3) index into `files`, offset of the first byte, and bytes, for values in a file.
+        inside: n entries: a value that a leaf itself contains, or None for a value in a file.
+    """
+    outside = np.array([value is None for value in inside])
+    used = np.cumsum([len(key) + len(value or b"") for key, value in zip(keys, inside, strict=True)])
+    children: list[_Child] = []
+    nodes: list[bytes] = []
+    first = offset = 0
+    while first < len(keys):
+        full = int(np.searchsorted(used, used[first] + LEAF_BYTES, "right"))
+        here = slice(first, max(first + 1, min(first + LEAF_KEYS, full)))
+        numbers, file = np.unique(rows[here, 0], return_inverse=True)
+        in_use = [files[number] for number in numbers.tolist()] if outside[here].any() else []
+        node = leaf_node(keys[here], in_use, file, rows[here, 1], rows[here, 2], inside[here])
+        nodes.append(node)
+        value_bytes = int(rows[here, 2][outside[here]].sum())
+        children.append(_Child(keys[first], offset, len(node), len(keys[here]), value_bytes))
+        first, offset = here.stop, offset + len(node)
+    leaf_bytes, value_bytes = offset, sum(child.value_bytes for child in children)
+    if len(nodes) == 1:
+        return nodes[0], manifest(name, leaf_bytes, len(keys), value_bytes)
+    root = _inner_node(name, children)
+    return b"".join([*nodes, root]), manifest(name, len(root), len(keys), value_bytes, offset=leaf_bytes, height=1)
+
+
+class _Child(NamedTuple):
+    """A leaf, as its parent tells of it."""
+
+    key: bytes
+    """Its first key."""
+    offset: int
+    nbytes: int
+    num_keys: int
+    value_bytes: int
+
+
+def _inner_node(name: str, children: Sequence[_Child]) -> bytes:
+    """The node above leaves that are all in the file `name`. No leaf is given a prefix that its keys lack."""
+    keys = [child.key for child in children]
+    shared = shared_prefixes(keys)
+    rest = [key[n:] for key, n in zip(keys, [0, *shared.tolist()], strict=True)]
+    none = np.zeros(len(keys))
+    sizes = [child.nbytes for child in children]
+    body = b"".join(
+        [
+            b"\1",  # height
+            *(varints([1]), varints([len(name.encode())]), varints([0]), name.encode()),
+            *(varints([len(keys)]), varints(shared), varints([len(r) for r in rest]), varints(none), *rest),
+            *(varints(none), varints([child.offset for child in children]), varints(sizes)),
+            # Keys, bytes of nodes, and bytes of values outside nodes, at and below each child.
+            *(varints([child.num_keys for child in children]), varints(sizes), varints([child.value_bytes for child in children])),
+        ]
+    )
+    return _framed(_NODE_MAGIC, body)
+
+
+def manifest(node: str, node_bytes: int, num_keys: int, value_bytes: int, *, offset: int = 0, height: int = 0) -> bytes:
+    """The manifest of a database whose root is in the file `node`, after `offset` bytes of other nodes, and so high above the leaves."""
     root = {
-        "location": f"btreenode::{node}:0:{node_bytes}",
-        "statistics": {"num_keys": num_keys, "num_tree_bytes": node_bytes, "num_indirect_value_bytes": value_bytes},
+        "location": f"btreenode::{node}:{offset}:{node_bytes}",
+        "statistics": {"num_keys": num_keys, "num_tree_bytes": offset + node_bytes, "num_indirect_value_bytes": value_bytes},
     }
     config = {
         "uuid": secrets.token_hex(16),
@@ -113,7 +188,7 @@ def manifest(node: str, node_bytes: int, num_keys: int, value_bytes: int) -> byt
         "max_decoded_node_bytes": _MAX_DECODED_NODE_BYTES,
         "version_tree_arity_log2": 4,
     }
-    version = {"generation_number": 1, "commit_time": min(time.time_ns(), _LATEST), "root": root, "root_height": 0}
+    version = {"generation_number": 1, "commit_time": min(time.time_ns(), _LATEST), "root": root, "root_height": height}
     encoded: bytes = ts.ocdbt.undump_manifest({"config": config, "version_tree_nodes": [], "versions": [version]})
     return encoded
 

@@ -31,7 +31,7 @@ class _Task:
 
 
 _tasks: dict[threading.Thread, _Task] = {}
-_guard = threading.Lock()
+_guard = threading.RLock()  # a signal handler may save while a task starts
 """Held while a task starts, so that no task starts after the shutdown has listed the tasks."""
 _closed = False
 """Whether the shutdown has listed the tasks. Other threads of the program may still run then, and save."""
@@ -105,7 +105,7 @@ atexit.register(_end_all)  # Ctrl-C may come before the function's first line, a
 def _after_fork() -> None:
     """Forget the parent's tasks, whose threads may have held the lock."""
     global _guard  # noqa: PLW0603  (of the interpreter)
-    _guard = threading.Lock()
+    _guard = threading.RLock()
     _tasks.clear()
 
 

@@ -1,6 +1,6 @@
 """Keys and bytes at one location, with typed errors: the only storage interface of shardckpt.
 
-A kind of storage is a subclass of `Store` with the methods that begin with an underscore: `disk_store`, `bucket_store`, `memory_store`.
+A kind of storage is a subclass of `Store` with the methods that begin with an underscore, in a module of `stores`.
 The class itself adds:
 
 1. *Reliable conditional writes.* Create-if-absent passes the generation that reading the missing key returned
@@ -15,12 +15,14 @@ buckets have another one, until settings or keys change. So `memory://` is one m
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections import deque
+from contextlib import contextmanager
 from functools import cache, lru_cache, wraps
 from importlib import import_module
 from itertools import count
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, TypeVar
 
 import numpy as np
 import tensorstore as ts
@@ -31,12 +33,12 @@ from shardckpt.format.documents import check_key
 from shardckpt.io.buckets import cloud
 from shardckpt.io.failures import begin_use, storage_errors
 from shardckpt.io.requests import Upload
-from shardckpt.io.url import Location, parse
+from shardckpt.io.url import Location, parse, store_class
 
 if TYPE_CHECKING:
     import builtins
     import os
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from pathlib import Path
 
     from shardckpt.io.buckets.retry import Retry
@@ -68,7 +70,10 @@ def _common_context() -> ts.Context:
 
 
 def with_new_keys(operation: Callable[P, T]) -> Callable[P, T]:
-    """Repeat an operation of TensorStore that failed, if the keys for S3 were rotated meanwhile."""
+    """Repeat an operation of TensorStore that failed, if the keys for S3 were rotated meanwhile.
+
+    It gets the same arguments again, so none may be an iterator, which would be used up.
+    """
 
     @wraps(operation)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -82,18 +87,48 @@ def with_new_keys(operation: Callable[P, T]) -> Callable[P, T]:
     return run
 
 
-_KINDS = {
-    "file": ("shardckpt.io.disk_store", "DiskStore"),
-    "memory": ("shardckpt.io.memory_store", "MemoryStore"),
-    **dict.fromkeys(("gs", "s3", "http", "https"), ("shardckpt.io.bucket_store", "BucketStore")),
-}
-"""The class of each scheme's stores, and its module."""
+def kind_of(location: Location) -> type[Store]:
+    """The kind of storage of a location, to ask for a capability where no store is at hand; makes no request."""
+    module, name = store_class(location.scheme, location.url)
+    kind: type[Store] = getattr(import_module(module), name)
+    return kind
 
 
 class Store(ABC):
-    """Keys and bytes below one location. Keys are relative, with slashes. Safe to use from several threads."""
+    """Keys and bytes below one location. Keys are relative, with slashes. Safe to use from several threads.
+
+    The capabilities of a kind of storage are class attributes and cost no request. Other packages ask for a capability, and never for
+    the kind itself. A place with `local_path("")` is on a file system, so that other programs may be given the path.
+    """
 
     __slots__ = ("location",)
+
+    near: ClassVar[bool] = False
+    """Requests take microseconds: they are repeated rather than avoided, and few threads make them."""
+    appends: ClassVar[bool] = False
+    """Data files grow in place, on several threads. Elsewhere the bytes of a file are collected in memory and sent as one object."""
+    has_locks: ClassVar[bool] = False
+    """Directories can be locked, and a killed process may leave the lock file of an object."""
+    durable_when_visible: ClassVar[bool] = True
+    """Every object that a reader sees survives a crash of the machine."""
+    keeps_times: ClassVar[bool] = True
+    """The time of an object's last write is kept (`modification_times`)."""
+    lists: ClassVar[bool] = True
+    """Keys can be listed."""
+    writable: ClassVar[bool] = True
+    """Objects are created conditionally: of several writers of a missing object, exactly one succeeds. Otherwise nothing is written."""
+    replaces: ClassVar[bool] = True
+    """Objects are replaced conditionally: only in the version that was read. Otherwise a record stays as it was created."""
+    shared: ClassVar[bool] = True
+    """Other processes reach the same objects by the same url."""
+    sharing_advice: ClassVar[str] = "Give all processes the same endpoint, bucket and credentials."
+    """The sentences that tell a person how processes come to reach the same objects."""
+    has_driver: ClassVar[bool] = False
+    """TensorStore opens the place itself (`kvstore`), to merge indexes and to read arrays of other formats."""
+    uploads_in_parts: ClassVar[bool] = False
+    """Objects larger than the memory are sent in parts, and a later process can resume that (`buckets.uploading`)."""
+    uploads_on_threads: ClassVar[bool] = False
+    """An upload goes on while its caller does something else."""
 
     def __init__(self, location: Location) -> None:
         """Keys are relative to `location`; nothing is read or created."""
@@ -108,10 +143,8 @@ class Store(ABC):
             MissingExtraError: a package that the object store needs is not installed.
             OptionError: an environment variable that configures an object store has an invalid value.
         """
-        place = location if isinstance(location, Location) else parse(location)
-        module, name = _KINDS[place.scheme]
-        opened: Store = getattr(import_module(module), name).at(place)
-        return opened
+        place = parse(location)
+        return kind_of(place).at(place)
 
     def sub(self, prefix: str) -> Store:
         """The store of a location below this one."""
@@ -123,7 +156,11 @@ class Store(ABC):
         return self
 
     def kvstore(self) -> Any:
-        """The location as a `ts.KvStore`: for memory, and for operations that only TensorStore has (OCDBT)."""
+        """The location as a `ts.KvStore`: for memory, and for operations that only TensorStore has (OCDBT).
+
+        Raises:
+            StorageError: TensorStore has no driver for the kind of storage (`has_driver`), or cannot open the place.
+        """
         begin_use(self.location)
         with storage_errors("open", self.location):
             return ts.KvStore.open(self.location.kvstore(), context=shared_context(self.location)).result()
@@ -167,13 +204,8 @@ class Store(ABC):
     def _read_checked(self, key: str, start: int | None, stop: int | None, *, versioned: bool) -> tuple[bytes | None, bytes]:
         """Read an object's bytes, all of those that are asked for, and its generation, if it is asked for."""
         check_key(key, self)
-        with storage_errors("read", self.path_of(key)):
-            try:
-                data, generation = self._read(key, start, stop, versioned=versioned)
-            except (ValueError, EOFError) as e:
-                if isinstance(e, ValueError) and "OUT_OF_RANGE" not in str(e):
-                    raise
-                raise self._cut_off(key, stop, e) from e
+        with storage_errors("read", self.path_of(key)), self._ends_too_early(key, stop):
+            data, generation = self._read(key, start, stop, versioned=versioned)
         if data is not None and stop is not None and len(data) != stop - (start or 0):
             raise self._cut_off(key, stop, f"it gave {len(data)} bytes from {start or 0} on")
         return data, generation
@@ -189,14 +221,11 @@ class Store(ABC):
             CorruptionError: the object ends before the buffers are full.
         """
         check_key(key, self)
-        stop = start + sum(map(len, into))
-        with storage_errors("read", self.path_of(key)):
+        with storage_errors("read", self.path_of(key)), self._ends_too_early(key, start + sum(map(len, into))):
             try:
                 return self._read_into(key, start, into)
             except FileNotFoundError as e:
                 raise self._missing(key) from e
-            except EOFError as e:
-                raise self._cut_off(key, stop, e) from e
 
     def size(self, key: str) -> int | None:
         """Bytes of the object; None if it does not exist. Reads none of them, except from memory."""
@@ -215,7 +244,10 @@ class Store(ABC):
             return self._exists(key)
 
     def change_token(self, key: str) -> object:
-        """A value that differs after each write of an object, for comparison in one process; reads no bytes, except from memory."""
+        """A value that differs after each write of an object, for comparison in one process; reads no bytes, except from memory.
+
+        It is the generation of `read_versioned`, unless the kind is `near`.
+        """
         check_key(key, self)
         with storage_errors("look for", self.path_of(key)):
             return self._change_token(key)
@@ -246,6 +278,34 @@ class Store(ABC):
                 return True
         return _same(self.read_versioned(key)[0], data)
 
+    def check_replaces(self, action: str) -> None:
+        """Refuse an action that replaces or deletes a record, where no client can do that conditionally.
+
+        Args:
+            action: the action, up to the place.
+
+        Raises:
+            StorageError: records are not replaced here (`replaces`).
+        """
+        if not self.replaces:
+            raise StorageError(
+                f"cannot {action} {self}: its client cannot replace an object only if it is unchanged, and without that another process "
+                f"could lose a checkpoint. Use the storage's own url (gs://, s3://, az://), or save elsewhere."
+            )
+
+    def create_anew(self, key: str, make: Callable[[], bytes], generation: bytes) -> bool:
+        """Create a missing object with a generation that never occurs again, even if the request is repeated.
+
+        Args:
+            key: key of the object.
+            make: makes the object's bytes; never the same twice.
+            generation: generation of the missing object, from `read_versioned`.
+
+        Returns:
+            Whether this call created the object that is there. False if another one is there, maybe from an earlier try.
+        """
+        return self.replace(key, make(), generation)
+
     def write(self, key: str, data: Data) -> None:
         """Write an object, and overwrite any object there; durable when this returns."""
         check_key(key, self)
@@ -256,9 +316,6 @@ class Store(ABC):
         """Begin to write an object, and overwrite any object there; the buffer must stay as it is until that ends."""
         check_key(key, self)
         return Upload(self.path_of(key), lambda retry: self._write(key, data, None, retry), background=self.uploads_on_threads)
-
-    uploads_on_threads = False
-    """Whether an upload goes on while its caller does something else."""
 
     def delete(self, key: str) -> None:
         """Delete an object, if there is one."""
@@ -278,7 +335,7 @@ class Store(ABC):
         with storage_errors("delete", self.path_of(key)):
             return self._remove(key, generation)
 
-    def remove_empty(self) -> None:  # noqa: B027  (a storage without directories has none to remove)
+    def remove_empty(self) -> None:  # noqa: B027  (only a disk has directories)
         """On disk: remove the location's directory if it is empty. Object stores have no directories."""
 
     def delete_prefix(self, prefix: str = "") -> None:
@@ -311,11 +368,49 @@ class Store(ABC):
         with storage_errors("list", self.path_of(prefix)):
             return self._sizes(prefix)
 
-    def make_parents(self, key: str) -> None:  # noqa: B027  (nor any to create)
+    def modification_times(self, prefix: str = "") -> Iterator[tuple[str, float]]:
+        """Every object below `prefix` ("", a complete key, or ending in a slash), and the time of its last write.
+
+        Yields:
+            Key, and POSIX seconds by the storage's clock (S3 has no fractions). On disk in no particular order; links are not
+            followed. The current time for every object of a storage that keeps no times.
+        """
+        with storage_errors("list", self.path_of(prefix)):
+            yield from self._times(prefix)
+
+    def copies_from(self, source: Store) -> bool:
+        """Whether the storage itself copies objects from another place to this one (`copy_from`)."""
+        del source
+        return False
+
+    def copy_from(self, source: Store, keys: Iterable[tuple[str, str]]) -> None:
+        """Copy objects from another place, within the storage, and replace existing ones; all are durable when this returns.
+
+        Args:
+            source: a place for which `copies_from` says yes.
+            keys: old key there, and new key here.
+
+        Raises:
+            NotImplementedError: the service cannot copy.
+            StorageError: an object is missing, or the storage failed.
+        """
+        raise NotImplementedError(f"{self}: the storage cannot copy objects from {source}")
+
+    def make_parents(self, key: str) -> None:  # noqa: B027  (only a disk has directories)
         """On disk: create the parent directories of a key, durably. Object stores have none."""
 
     def _missing(self, key: str) -> MissingDataError:
         return MissingDataError(f"{self.path_of(key)} is missing; put it back from a backup.")
+
+    @contextmanager
+    def _ends_too_early(self, key: str, stop: int | None) -> Iterator[None]:
+        """Raise CorruptionError if the storage says that an object ends before `stop`."""
+        try:
+            yield
+        except (ValueError, EOFError) as e:
+            if isinstance(e, ValueError) and "OUT_OF_RANGE" not in str(e):
+                raise
+            raise self._cut_off(key, stop, e) from e
 
     def _cut_off(self, key: str, stop: int | None, why: object) -> CorruptionError:
         return CorruptionError(f"{self.path_of(key)} ends before byte {stop}: {why}; replace it with a backup.")
@@ -341,9 +436,12 @@ class Store(ABC):
 
     def _read_into(self, key: str, start: int, into: Sequence[memoryview]) -> bytes:
         """Fill buffers; FileNotFoundError or EOFError where that is impossible."""
-        data, generation = self._read_checked(key, start, start + sum(map(len, into)), versioned=False)
+        nbytes = sum(map(len, into))
+        data, generation = self._read(key, start, start + nbytes, versioned=False)
         if data is None:
             raise FileNotFoundError(key)
+        if len(data) != nbytes:
+            raise EOFError(f"it gave {len(data)} bytes from {start} on")
         rest = memoryview(data)
         for part in into:
             part[:], rest = rest[: len(part)], rest[len(part) :]
@@ -352,8 +450,8 @@ class Store(ABC):
     @abstractmethod
     def _size(self, key: str) -> int | None: ...
 
-    @abstractmethod
-    def _exists(self, key: str) -> bool: ...
+    def _exists(self, key: str) -> bool:
+        return self._size(key) is not None
 
     @abstractmethod
     def _change_token(self, key: str) -> object: ...
@@ -368,17 +466,23 @@ class Store(ABC):
     @abstractmethod
     def _remove(self, key: str, generation: bytes) -> bool: ...
 
-    @abstractmethod
-    def _delete_below(self, prefix: str) -> None: ...
+    def _delete_below(self, prefix: str) -> None:
+        for key in [*self._list(prefix)]:
+            self._delete(key)
 
     @abstractmethod
     def _list(self, prefix: str) -> Iterable[str]: ...
 
-    @abstractmethod
-    def _list_children(self, prefix: str) -> builtins.list[str]: ...
+    def _times(self, prefix: str) -> Iterable[tuple[str, float]]:
+        """Keys and times of their last write; the current time for each, unless the kind `keeps_times`."""
+        return ((key, time.time()) for key in self._list(prefix))
 
-    @abstractmethod
-    def _sizes(self, prefix: str) -> dict[str, int]: ...
+    def _list_children(self, prefix: str) -> builtins.list[str]:
+        heads = (key.removeprefix(prefix).partition("/") for key in self._list(prefix))
+        return sorted({head + slash for head, slash, _ in heads})
+
+    def _sizes(self, prefix: str) -> dict[str, int]:
+        return {key: size for key in self._list(prefix) if (size := self._size(key)) is not None}
 
 
 def _same(there: bytes | None, data: Data) -> bool:

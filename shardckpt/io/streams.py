@@ -47,3 +47,10 @@ def replace_missing_streams() -> None:
     for number, name in enumerate(_STREAMS):
         if not is_open(getattr(sys, name)):
             setattr(sys, name, open(number, "w" if number else "r", encoding="utf-8", closefd=False))  # noqa: SIM115
+
+
+def in_notebook() -> bool:
+    """Whether this is the process of a notebook, where output is shown below cells."""
+    ipython = sys.modules.get("IPython")
+    shell = None if ipython is None else ipython.get_ipython()
+    return getattr(shell, "kernel", None) is not None

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 import threading
 import time
 from collections import deque
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
     from contextlib import AbstractContextManager
 
+SWITCH_SECONDS = 0.0005
+"""Seconds for which a thread that is busy in Python may keep the interpreter from a thread of ours. Python's own value is ten times as
+long."""
 SHORT = 2 << 30
 """Most bytes that are read from a disk in a matter of seconds."""
 AT_ONCE = 16
@@ -37,24 +41,61 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 
-class _Pauses:
-    """The pauses of the collector that are going on, in any thread."""
+class _Setting(Generic[T]):
+    """A process-wide setting that has a temporary value while any thread needs it.
 
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.count = 0
-        self.enabled = False
-        """Whether the collector was enabled before the first of them."""
+    Nothing is locked: a signal handler may save amid a save, and wait for threads that need this, too. Single steps on a set or a dict
+    are atomic. Whatever happens between two steps, the program's value comes back; at worst a thread does without the temporary one.
+    """
 
-    def after_fork(self) -> None:
-        """In a fork, other threads and their pauses do not exist."""
-        if self.count and self.enabled:
-            gc.enable()
-        self.__init__()  # type: ignore[misc]
+    def __init__(self, read: Callable[[], T], write: Callable[[T], object], change: Callable[[T], T]) -> None:
+        """A setting that `read` and `write` access; `change` makes the temporary value from the program's."""
+        self._read, self._write, self._change = read, write, change
+        self._users: set[object] = set()
+        """An object for each block that needs the temporary value."""
+        self._replaced: dict[object, T] = {}
+        """The values of the program that were replaced, the newest last, each with the block that replaced it."""
+        os.register_at_fork(after_in_child=self._after_fork)
+
+    @contextmanager
+    def changed(self) -> Iterator[None]:
+        """Change the setting during a block."""
+        user = object()
+        try:
+            try:
+                self._users.add(user)
+                value = self._read()
+                if (temporary := self._change(value)) != value:
+                    self._replaced[user] = value
+                    self._write(temporary)
+                yield
+            finally:
+                self._leave(user)
+        finally:
+            self._leave(user)  # Ctrl-C may have kept the first call from its end
+
+    def _leave(self, user: object) -> None:
+        """Restore the program's value if this was the last user, unless the program has chosen another one meanwhile."""
+        self._users.discard(user)
+        if not self._users and (replaced := [*self._replaced.items()]):
+            _, value = replaced[-1]
+            if self._read() == self._change(value):
+                self._write(value)
+            for key, _ in replaced:
+                self._replaced.pop(key, None)  # perhaps another thread has done so
+
+    def _after_fork(self) -> None:
+        """In a fork, other threads and what they need do not exist."""
+        self._users.clear()
+        self._leave(None)
 
 
-_pauses = _Pauses()
-os.register_at_fork(after_in_child=_pauses.after_fork)
+_collector = _Setting(gc.isenabled, lambda enabled: gc.enable() if enabled else gc.disable(), lambda _: False)
+_switching = _Setting(
+    sys.getswitchinterval,
+    lambda seconds: sys.setswitchinterval(seconds + 5e-7),  # it cuts to whole microseconds, and what was read may be just below one
+    lambda seconds: min(seconds, SWITCH_SECONDS),
+)
 
 
 @contextmanager
@@ -64,18 +105,19 @@ def collector_paused() -> Iterator[None]:
     The plans of 2,000 tensors start the collector several times, and each time it visits all objects of the program: 0.1 s with torch
     and JAX imported, and half of a restore of small tensors in all.
     """
-    with _pauses.lock:
-        if _pauses.count == 0:
-            _pauses.enabled = gc.isenabled()
-        _pauses.count += 1
-    try:
-        gc.disable()
+    with _collector.changed():
         yield
-    finally:
-        with _pauses.lock:
-            _pauses.count = max(0, _pauses.count - 1)
-            if _pauses.count == 0 and _pauses.enabled:
-                gc.enable()
+
+
+@contextmanager
+def prompt_turns() -> Iterator[None]:
+    """Limit the time that a thread busy in Python keeps the interpreter lock from another one to `SWITCH_SECONDS`.
+
+    A save releases the lock at every system call, some 300 times whatever its size; by default, a busy thread may then keep it for 5 ms
+    each time (docs/decisions/0043).
+    """
+    with _switching.changed():
+        yield
 
 
 def short_pause(nbytes: int, *, on_disk: bool) -> AbstractContextManager[None]:
@@ -179,11 +221,7 @@ def run_on_threads(items: Iterable[T], works: Sequence[Callable[[T], object]], n
         works: the functions; at least one.
         name: name of the threads.
     """
-
-    def start(work: Callable[[], None]) -> None:
-        threading.Thread(target=work, name=name, daemon=True).start()
-
-    _run(items, start, works[1:], works[0])
+    _run(items, _starter(name), works[1:], works[0])
 
 
 def call_aside(work: Callable[[], R], name: str) -> R:
@@ -196,12 +234,13 @@ def call_aside(work: Callable[[], R], name: str) -> R:
         name: name of the thread.
     """
     results: list[R] = []
-
-    def start(run: Callable[[], None]) -> None:
-        threading.Thread(target=run, name=name, daemon=True).start()
-
-    _run([None], start, [lambda _: results.append(work())])
+    _run([None], _starter(name), [lambda _: results.append(work())])
     return results[0]
+
+
+def _starter(name: str) -> Callable[[Callable[[], None]], None]:
+    """A function that calls another one on a new thread of that name."""
+    return lambda work: threading.Thread(target=work, name=name, daemon=True).start()
 
 
 class Workers:
@@ -254,6 +293,7 @@ def read_ahead(
     *,
     ahead: int,
     copies: bool,
+    threads: int | None = None,
     now: Callable[[], tuple[float, float]] = clocks,
 ) -> Generator[tuple[T, R], None, None]:
     """Yield each batch when it is read, in order; up to `ahead` more are read meanwhile, so that no thread waits for a batch to end.
@@ -269,15 +309,16 @@ def read_ahead(
         lend: returns what a batch needs, such as memory, which the generator yields with the batch. Called by the calling thread. None:
             there is no room before an earlier batch has been placed; not if its second argument is True, as it is then the only one.
         read: reads one; called on other threads.
-        ahead: most batches that are read at a time; 1: one after another, in order.
+        ahead: most batches that are read, or wait for a thread, at a time; 1: one after another, in order.
         copies: whether the caller copies on the host between batches.
+        threads: threads that read; None: one per batch that is read ahead. With 1, a read begins when the one before it has ended.
         now: returns times as `clocks` does.
     """
     ahead_of = _Ahead(batches, lend, read)
     if len(ahead_of.waiting) == 1:
         yield ahead_of.read_here()
         return
-    with ThreadPoolExecutor(ahead, "shardckpt-ahead") as pool:
+    with ThreadPoolExecutor(threads or ahead, "shardckpt-ahead") as pool:
         try:
             began, used = now()
             most, first, together = 1 if copies else ahead, copies, True

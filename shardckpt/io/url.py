@@ -1,7 +1,8 @@
 """Locations: a user's path or url, and TensorStore's form of it.
 
 A location is a scheme and a path. Users write a path (`ckpt/100`, a `pathlib.Path`), `file:///data/ckpt`,
-`gs://bucket/ckpt`, `s3://bucket/ckpt`, `memory://name/ckpt`, or `https://host/ckpt`, to read only. TensorStore always gets a JSON spec,
+`gs://bucket/ckpt`, `s3://bucket/ckpt`, `az://container/ckpt`, `abfs://container@account.dfs.core.windows.net/ckpt`,
+`memory://name/ckpt`, or `https://host/ckpt`, to read only. TensorStore always gets a JSON spec,
 `{"driver": …, "path": …}`, never a url string, so a space, `%`, `?`, `#` or a non-ASCII letter in a
 name has no special meaning.
 
@@ -21,19 +22,54 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
 
-from shardckpt.errors import UrlError
+from shardckpt.errors import StorageError, UrlError
 from shardckpt.format.documents import unfit
 from shardckpt.io.buckets import cloud
 
-_SCHEMES = ("file", "gs", "s3", "memory", "http", "https")
-_LABEL = r"[a-z0-9](?:[a-z0-9{}]{{0,61}}[a-z0-9])?"
-_BUCKETS = {
-    "gs": (re.compile(r"(?=.{3,222}\Z)LABEL(?:\.LABEL)*\Z".replace("LABEL", _LABEL.format("_-"))), "dots, dashes and underscores"),
-    "s3": (re.compile(r"(?=.{3,63}\Z)LABEL(?:\.LABEL)*\Z".replace("LABEL", _LABEL.format("-"))), "dots and dashes"),
+SCHEMES = {
+    "file": ("shardckpt.io.stores.disk", "DiskStore"),
+    "gs": ("shardckpt.io.stores.bucket", "BucketStore"),
+    "s3": ("shardckpt.io.stores.bucket", "BucketStore"),
+    "az": ("shardckpt.io.stores.azure", "AzureStore"),
+    "abfs": ("shardckpt.io.stores.azure", "AzureStore"),
+    "memory": ("shardckpt.io.stores.memory", "MemoryStore"),
+    "http": ("shardckpt.io.stores.bucket", "WebStore"),
+    "https": ("shardckpt.io.stores.bucket", "WebStore"),
 }
-"""Scheme → pattern of a bucket's name, and the characters that it may have besides letters and digits.
+"""Scheme → module and name of the class of its stores, a `Store`. The paths of a scheme that is added are slash-separated names."""
+_FSSPEC = re.compile(r"fsspec\+([a-z0-9][a-z0-9.-]*)")
+"""Schemes of places that fsspec reaches."""
+FSSPEC_WRITTEN = ("gs", "gcs", "s3")
+"""Protocols of fsspec that are written to: `tests/io/test_fsspec.py` proves that their clients create conditionally."""
+NOT_BY_FSSPEC = {
+    "file": "give a path on a disk as it is, without fsspec+",
+    "local": "give a path on a disk as it is, without fsspec+",
+    "memory": "fsspec's memory is of one process; write memory://",
+    "shardckpt": "its files are made from a checkpoint; give the url of that checkpoint",
+}
+"""Protocol of fsspec that is refused → advice."""
+_ALIASES = {"abfss": "abfs"}
+"""Schemes with another name for the same places."""
+_DRIVERS = ("file", "memory", "gs", "s3", "http", "https")
+"""Schemes for which TensorStore has a driver."""
+_LABEL = r"[a-z0-9](?:[a-z0-9{}]{{0,61}}[a-z0-9])?"
+_CONTAINER = r"(?=.{3,63}(?:@|\Z))[a-z0-9](?:-?[a-z0-9])*"
+_ACCOUNT = r"@[a-z0-9]{3,24}\.dfs(?:\.[a-z0-9-]+)+"
+_BUCKETS = {
+    "gs": (
+        re.compile(r"(?=.{3,222}\Z)LABEL(?:\.LABEL)*\Z".replace("LABEL", _LABEL.format("_-"))),
+        "dots, dashes and underscores",
+        "bucket",
+    ),
+    "s3": (re.compile(r"(?=.{3,63}\Z)LABEL(?:\.LABEL)*\Z".replace("LABEL", _LABEL.format("-"))), "dots and dashes", "bucket"),
+    "az": (re.compile(rf"{_CONTAINER}\Z"), "single dashes", "container"),
+    "abfs": (re.compile(rf"{_CONTAINER}{_ACCOUNT}\Z"), "single dashes", "container@account.dfs.core.windows.net"),
+}
+"""Scheme → pattern of a bucket's name (on Azure: a container's), the characters that it may have besides letters and digits, and how
+a url gives it.
 
-https://cloud.google.com/storage/docs/buckets#naming, https://docs.aws.amazon.com/AmazonS3/latest/userguide/bucketnamingrules.html
+https://cloud.google.com/storage/docs/buckets#naming, https://docs.aws.amazon.com/AmazonS3/latest/userguide/bucketnamingrules.html,
+https://learn.microsoft.com/en-us/rest/api/storageservices/naming-and-referencing-containers--blobs--and-metadata
 """
 _WEB = ("http", "https")
 _HOST = re.compile(r"(?:[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?|\[[0-9A-Fa-f:.]+\])(?::[0-9]{1,5})?\Z")
@@ -54,28 +90,31 @@ class Location:
     """
 
     scheme: str
-    """`file`, `gs`, `s3`, `memory`, `http` or `https`."""
+    """A key of `SCHEMES`, or `fsspec+PROTOCOL`."""
     path: str
-    """`file`: an absolute, normalised path. `gs` and `s3`: the bucket (`http`: the host), and names below it after slashes. `memory`:
-    slash-separated names. It has no slash at the end."""
-    local: Path | None = field(init=False, repr=False, compare=False)
-    """The path on this machine's file system; None on other storages."""
+    """`file`: an absolute, normalised path. `gs` and `s3`: the bucket (`http`: the host; `az`: the container; `abfs`: the container, @ and
+    the account's host), and names below it after slashes. `memory`: slash-separated names. By fsspec: the rest of the protocol's url.
+    It has no slash at the end."""
+    local_path: Path | None = field(init=False, repr=False, compare=False)
+    """The path on this machine's file system; None on a storage that has no paths."""
 
     def __post_init__(self) -> None:
         """Refuse unknown schemes, and names that the storage could not keep unchanged."""
-        if self.scheme not in _SCHEMES:
-            raise UrlError(_unknown(self.scheme, f"{self.scheme}://{self.path}"))
+        _, kind = store_class(self.scheme, f"{self.scheme}://{self.path}")
+        if "::" in self.path and kind.startswith("Fsspec"):
+            raise UrlError(f"{self.scheme}://{self.path}: chained urls (::) are not supported; give the url of the storage alone.")
         if self.is_web:
             if not _HOST.match(self.path.partition("/")[0]):
                 raise UrlError(
                     f"{self.scheme}://{self.path}: it names no host; write {self.scheme}://host/path, without user and password."
                 )
         elif self.bucket is not None:
-            names, besides = _BUCKETS[self.scheme]
+            names, besides, form = _BUCKETS[self.scheme]
             if not names.match(self.bucket):
+                noun = form.partition("@")[0]
                 raise UrlError(
-                    f"{self.scheme}://{self.path}: {self.bucket!r} is not a bucket name; those are at least 3 lower-case letters and "
-                    f"digits, with {besides} between them. Write {self.scheme}://bucket/path."
+                    f"{self.scheme}://{self.path}: {self.bucket!r} is not a {form if '@' in form else f'{noun} name'}; {noun} names are at "
+                    f"least 3 lower-case letters and digits, with {besides} between them. Write {self.scheme}://{form}/path."
                 )
             if _CONTROL.search(self.path):
                 raise UrlError(
@@ -86,7 +125,7 @@ class Location:
         why = unfit(self.path.removeprefix("/") if self.scheme == "file" else self.path)
         if why and self.path != "/":
             raise UrlError(f"{self.path!r} cannot be stored to: {why}. Choose another name.")
-        object.__setattr__(self, "local", Path(self.path) if self.scheme == "file" else None)
+        object.__setattr__(self, "local_path", Path(self.path) if self.scheme == "file" else None)
 
     def join(self, *parts: str) -> Location:
         """The location below this one; each part is one or more names separated by slashes.
@@ -128,7 +167,7 @@ class Location:
 
     @property
     def bucket(self) -> str | None:
-        """The bucket on an object store, or the host of a web server; None elsewhere."""
+        """The bucket on an object store (the container on Azure), or the host of a web server; None elsewhere."""
         return self.path.partition("/")[0] if self.scheme in _BUCKETS or self.is_web else None
 
     @property
@@ -147,7 +186,12 @@ class Location:
 
         Raises:
             OptionError: an environment variable that it depends on has an invalid value.
+            StorageError: TensorStore has no driver for the scheme.
         """
+        if self.scheme not in _DRIVERS:
+            raise StorageError(
+                f"{self}: TensorStore has no driver for {self.scheme}://; copy it to a disk, gs:// or s3://, and use it there."
+            )
         if self.bucket is not None:
             return cloud.kvstore(self.scheme, self.bucket, self.object_prefix)
         return {"driver": self.scheme, "path": self.path.rstrip("/") + "/"}
@@ -157,13 +201,13 @@ class Location:
         return self.path if self.scheme == "file" else self.url
 
 
-def parse(url: str | os.PathLike[str]) -> Location:
+def parse(url: str | os.PathLike[str] | Location) -> Location:
     """Parse a user's path or url.
 
     Args:
         url: a path, absolute, relative to the working directory or below a home (`~/…`; a directory of that name is
-            `./~`), or a `file://`, `gs://`, `s3://` or `memory://` url. A url is percent-decoded, a path is not. A path
-            object that stands for a url (`etils.epath.Path("gs://…")`) is this url.
+            `./~`), or a url with a scheme of `SCHEMES`. A url is percent-decoded, a path is not. A path
+            object that stands for a url (`etils.epath.Path("gs://…")`) is this url. A location is returned as it is.
 
     Raises:
         UrlError: empty, not text, an unknown scheme, an invalid name, or relative to a working directory that is gone.
@@ -171,6 +215,8 @@ def parse(url: str | os.PathLike[str]) -> Location:
     >>> parse("file:///data/a%20b").path
     '/data/a b'
     """
+    if isinstance(url, Location):
+        return url
     text = _text_of(url)
     if not isinstance(text, str):
         raise UrlError(f"{url!r} is no url; give a str or a pathlib.Path.")
@@ -180,9 +226,10 @@ def parse(url: str | os.PathLike[str]) -> Location:
         raise UrlError(f"{text!r} has a NUL in it; no file system and no object store has such names.")
     match = _URL.fullmatch(text)
     if match:
-        return _of_url(match[1].lower(), match[2], text)
+        scheme = match[1].lower()
+        return _of_url(_ALIASES.get(scheme, scheme), match[2], text)
     scheme = text.partition(":")[0].lower()
-    if ":" in text and scheme in _SCHEMES:
+    if ":" in text and scheme in SCHEMES:
         found = f"{text!r}: a {scheme} url starts with {scheme}://"
         if isinstance(url, str):
             raise UrlError(f"{found}; for a file of that name write ./{text}.")
@@ -203,8 +250,7 @@ def _text_of(url: object) -> object:
 
 def _of_url(scheme: str, rest: str, text: str) -> Location:
     """The location of `scheme://rest`."""
-    if scheme not in _SCHEMES:
-        raise UrlError(_unknown(scheme, text))
+    store_class(scheme, text)
     if "?" in rest or "#" in rest:
         raise UrlError(f"{text!r}: ? and # end the path of a url; write %3F and %23, or give a plain path.")
     if _PERCENT.search(rest):
@@ -234,6 +280,18 @@ def _absolute(path: str) -> str:
     return "/" + absolute.lstrip("/")
 
 
-def _unknown(scheme: str, text: str) -> str:
-    known = ", ".join(f"{s}://" for s in _SCHEMES)
-    return f"{text!r}: unknown scheme {scheme}://; known are {known} and plain paths."
+def store_class(scheme: str, text: str) -> tuple[str, str]:
+    """The module and the name of the class of a scheme's stores.
+
+    Raises:
+        UrlError: there is no such scheme in the url `text`.
+    """
+    if scheme in SCHEMES:
+        return SCHEMES[scheme]
+    match = _FSSPEC.fullmatch(scheme)
+    if match is None:
+        known = ", ".join(f"{s}://" for s in [*SCHEMES, "fsspec+PROTOCOL"])
+        raise UrlError(f"{text!r}: unknown scheme {scheme}://; known are {known} and plain paths.")
+    if match[1] in NOT_BY_FSSPEC:
+        raise UrlError(f"{text}: {NOT_BY_FSSPEC[match[1]]}.")
+    return "shardckpt.io.stores.fsspec", "FsspecStore" if match[1] in FSSPEC_WRITTEN else "FsspecReader"

@@ -87,6 +87,15 @@ class Box:
         return "[" + ", ".join(f"{a}:{b}" for a, b in zip(self.start, self.stop, strict=True)) + "]"
 
 
+def with_range(box: Box, d: int, first: int, last: int) -> Box:
+    """A box with another range of dimension d.
+
+    >>> str(with_range(Box((0, 0), (4, 4)), 1, 2, 3))
+    '[0:4, 2:3]'
+    """
+    return Box((*box.start[:d], first, *box.start[d + 1 :]), (*box.stop[:d], last, *box.stop[d + 1 :]))
+
+
 @dataclass(frozen=True, slots=True)
 class BoxArray:
     """n boxes of one rank."""

@@ -1,7 +1,7 @@
 """Blocks: the boxes of chunks that a process copies and writes at a time. Pure.
 
 A process writes a run of a shard's chunks. The chunks that are copied at once should form a box: then one copy is enough, and if
-the box is complete rows of the shard, the copy is contiguous in memory. So a run is cut into boxes (`run_boxes`), its *blocks*.
+the box is complete rows of the shard, the copy is contiguous in memory. So a run is cut into boxes (`cut_run`), its *blocks*.
 Blocks can be cut further when they are written (`parts_of`).
 """
 
@@ -12,6 +12,7 @@ from math import prod
 from typing import TYPE_CHECKING, TypeAlias
 
 from shardckpt.layout.box import Box
+from shardckpt.plan.cut import cut_run
 from shardckpt.plan.pieces import count_chunks, padded_size
 
 if TYPE_CHECKING:
@@ -72,14 +73,11 @@ def blocks_of(
         itemsize: as in `Block`.
         most: maximum bytes of a block, unless a single chunk is larger.
     """
-    first = [(a - start) // side for a, start, side in zip(part.start, piece.start, piece.chunks, strict=True)]
-    grid = tuple(-(-(b - start) // side) - a for a, b, start, side in zip(first, part.stop, piece.start, piece.chunks, strict=True))
-    cells = len(run) if most is None else most // (prod(piece.chunks) * itemsize)
-    for found in run_boxes(grid, run, max(1, cells)):
-        start = [o + (f + a) * side for o, f, a, side in zip(piece.start, first, found.start, piece.chunks, strict=True)]
-        stop = [o + (f + b) * side for o, f, b, side in zip(piece.start, first, found.stop, piece.chunks, strict=True)]
+    first = [(a - start) // side * side + start for a, start, side in zip(part.start, piece.start, piece.chunks, strict=True)]
+    borders = [range(a, b + side, side) for a, b, side in zip(first, part.stop, piece.chunks, strict=True)]
+    for box in cut_run(borders, run, len(run) * prod(piece.chunks) if most is None else most // itemsize):
         # The last chunk of a dimension may extend beyond the piece.
-        yield Block(held, corner, piece, Box(tuple(start), tuple(map(min, stop, part.stop))), itemsize)
+        yield Block(held, corner, piece, Box(box.start, tuple(map(min, box.stop, part.stop))), itemsize)
 
 
 def smaller(block: Block, most: int) -> Iterator[Block]:
@@ -110,35 +108,3 @@ def parts_of(block: Block, most: int) -> Iterator[tuple[Box, Index]]:
 def _index(start: list[int] | tuple[int, ...], stop: list[int] | tuple[int, ...], corner: tuple[int, ...]) -> Index:
     """The index of a box in an array that begins at `corner`. The ellipsis keeps a 0-d array an array."""
     return (*(slice(a - o, b - o) for a, b, o in zip(start, stop, corner, strict=True)), ...)
-
-
-def run_boxes(grid: tuple[int, ...], run: range, most: int) -> Iterator[Box]:
-    """Divide a run of cells into consecutive boxes of cells.
-
-    From the current position, choose the largest box of complete rows (of cells, of rows of cells, …) that begins there, fits in
-    the rest of the run, and is not too large; continue after it. At most two boxes per dimension are smaller than the limit allows.
-
-    Args:
-        grid: cells per dimension.
-        run: cells, counted in row-major order.
-        most: maximum cells of a box, at least 1.
-
-    >>> [(box.start, box.stop) for box in run_boxes((3, 4), range(2, 12), 100)]
-    [((0, 2), (1, 4)), ((1, 0), (3, 4))]
-    """
-    inner = [prod(grid[d + 1 :]) for d in range(len(grid))]
-    at = run.start
-    while at < run.stop:
-        room = min(run.stop - at, most)
-        corner, sides = [], [1] * len(grid)
-        rest = at
-        for size in inner:
-            corner.append(rest // size)
-            rest %= size
-        for d, size in enumerate(inner):
-            if at % size == 0 and size <= room:
-                sides[d] = min(grid[d] - corner[d], room // size)
-                sides[d + 1 :] = grid[d + 1 :]
-                break
-        yield Box(tuple(corner), tuple(a + n for a, n in zip(corner, sides, strict=True)))
-        at += prod(sides)

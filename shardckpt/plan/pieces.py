@@ -19,7 +19,7 @@ import secrets
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from math import prod
-from operator import gt
+from operator import add, gt
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
@@ -353,28 +353,14 @@ def batches(items: Iterable[T], costs: Callable[[T], tuple[int, ...]], limits: t
     [[3, 4], [9], [1, 1], [1]]
     """
     batch: list[T] = []
-    if len(limits) == 1:  # the same in numbers, which is several times faster
-        total, (most,) = 0, limits
-        for item in items:
-            (price,) = costs(item)
-            total += price
-            if batch and total > most:
-                yield batch
-                batch, total = [], price
-            batch.append(item)
-        if batch:
-            yield batch
-        return
-    spent: list[int] = []
+    spent: tuple[int, ...] = (0,) * len(limits)
     for item in items:
         cost = costs(item)
-        if batch:
-            spent = [a + b for a, b in zip(spent, cost, strict=True)]
-            if any(map(gt, spent, limits)):
-                yield batch
-                batch, spent = [], [*cost]
-        else:
-            spent = [*cost]
+        assert len(cost) == len(limits), "a cost is one number per limit"
+        spent = tuple(map(add, spent, cost))
+        if batch and any(map(gt, spent, limits)):
+            yield batch
+            batch, spent = [], cost
         batch.append(item)
     if batch:
         yield batch

@@ -6,7 +6,7 @@ The method is the same as for writing (`plan.writers`), and every process comput
    at least half of their bounding box, as the boxes of one process's devices do, they count as one box: they may share chunks.
 2. The sequence is cut into rounds of a fixed number of bytes: the data in flight between processes at once.
 3. In each round every process reads one part, a run of chunks, assigned as for writing (`deal`).
-4. A run of chunks is cut into few boxes (`run_boxes`), and these are clipped to the needed boxes.
+4. A run of chunks is cut into few boxes (`cut_run`), and these are clipped to the needed boxes.
 
 So exactly one process reads each element of each box, and each chunk is read once. The exception: if boxes lie far apart, with other
 processes' boxes between them, a chunk at their border may be read once for each box.
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from shardckpt.layout.box import Box
-from shardckpt.plan.blocks import run_boxes
+from shardckpt.plan.cut import cut_run
 from shardckpt.plan.pieces import Piece, chunk_spans, touched
 from shardckpt.plan.writers import Part, deal
 
@@ -107,11 +107,10 @@ class _TapePart:
 
     def regions(self, which: range) -> Iterator[Region]:
         """Yield the regions of a run of the chunks."""
-        first = [span.start for span in self.spans]
-        for cells in run_boxes(tuple(map(len, self.spans)), which, max(len(which), 1)):
-            start = [a + (f + c) * n for a, f, c, n in zip(self.piece.start, first, cells.start, self.piece.chunks, strict=True)]
-            stop = [a + (f + c) * n for a, f, c, n in zip(self.piece.start, first, cells.stop, self.piece.chunks, strict=True)]
-            held = Box(tuple(start), tuple(stop)).overlap(self.piece.box)
+        axes = zip(self.piece.start, self.spans, self.piece.chunks, strict=True)
+        borders = [range(start + span.start * n, start + span.stop * n + 1, n) for start, span, n in axes]
+        for cells in cut_run(borders, which, len(which) * prod(self.piece.chunks)):
+            held = cells.overlap(self.piece.box)
             assert held is not None
             for number, box in self.boxes:
                 if (inside := held.overlap(box)) is not None:

@@ -17,7 +17,6 @@ import numpy as np
 
 from shardckpt.commit import index
 from shardckpt.commit.assemble import read_host_files
-from shardckpt.commit.attempts import is_attempt
 from shardckpt.commit.base_places import base_location
 from shardckpt.commit.publish import RECORD
 from shardckpt.errors import (
@@ -25,27 +24,27 @@ from shardckpt.errors import (
     FormatError,
     MissingDataError,
     NamesMismatchError,
-    NotFoundError,
     OptionError,
     ReplacedError,
     ShapeMismatchError,
-    UncommittedError,
     out_of_memory_is_typed,
 )
-from shardckpt.excerpt import excerpt, few
-from shardckpt.format.record import CheckpointRecord, Tombstone, parse_checkpoint
+from shardckpt.excerpt import excerpt
+from shardckpt.format.record import CheckpointRecord, parse_checkpoint
 from shardckpt.io.failures import check_fork, reading_takes_threads
-from shardckpt.io.store import Store
+from shardckpt.io.store import Store, kind_of
 from shardckpt.io.threads import collector_paused
 from shardckpt.io.url import parse
 from shardckpt.layout.box import Box, BoxArray
-from shardckpt.reading.catalog import steps_beside
+from shardckpt.reading.inspection import display
+from shardckpt.reading.inspection.words import nodes_of
 from shardckpt.reading.lazy_array import LazyArray
 from shardckpt.reading.locate import Request
+from shardckpt.reading.missing import no_checkpoint
 from shardckpt.reading.reader import OBJECT_MEMORY, ChunkReader, open_reader
 from shardckpt.reading.stored_fingerprint import stored_fingerprint
 from shardckpt.reading.verification import verify
-from shardckpt.state import alias_map
+from shardckpt.state import alias_map, per_process_names, stored_names, unflatten
 from shardckpt.state import names as naming
 from shardckpt.state.names import array_path, piece_path
 
@@ -62,11 +61,12 @@ if TYPE_CHECKING:
     from shardckpt.reading.reader import ReadStats
     from shardckpt.reading.verification import VerifyReport
     from shardckpt.reading.zarr_store import CheckpointStore
+    from shardckpt.state.document import Node
 
 
 _FOR_USERS = (
-    "bases", "fingerprint", "info", "location", "metadata", "names", "read", "record", "stats", "stock_spec", "stock_url", "tree", "verify",
-    "zarr_store",
+    "bases", "fingerprint", "format", "info", "location", "metadata", "names", "notes", "read", "record", "stats", "stock_spec",
+    "stock_url", "tree", "verify", "zarr_store",
 )  # fmt: skip
 """Members of a `Checkpoint` that docs and users refer to."""
 _opened: WeakSet[Checkpoint] = WeakSet()
@@ -110,23 +110,49 @@ class Checkpoint:
     """A committed checkpoint, open for reading."""
 
     native = True
-    """It is no foreign one, which a reshard reads too."""
+    """Whether it is stored in shardckpt's own format; a checkpoint of another format can be read, and has no attempts."""
 
-    def __init__(self, url: str | os.PathLike[str]) -> None:
+    def __init__(self, url: str | os.PathLike[str] | Location) -> None:
         """Read the commit record; see `shardckpt.open`."""
-        self.location = parse(url)
-        self._store = Store.open(self.location)
-        self.record = _read_record(self._store)
+        location = parse(url)
+        self._store = Store.open(location)
+        self._describe(location, self._record())
         self._place = self._store.sub(self.record.attempt)
-        with collector_paused():
-            self.parsed_tree = self.record.structure.nodes
-            """The parsed tree for functions of `shardckpt.state`, so that each need not parse it again."""
-            self._stored_name = {**{name: name for name in self.record.structure.tensors}, **alias_map(self.parsed_tree)}
         self._opening = Lock()
         self._opened: ChunkReader | None = None
         self._reading: tuple[int | None, int] = (None, OBJECT_MEMORY)
         with _opening:
             _opened.add(self)
+
+    def _record(self) -> CheckpointRecord:
+        try:
+            data = self._store.read(RECORD)
+            with collector_paused():
+                found = parse_checkpoint(data, f"{self._store}/{RECORD}")
+        except MissingDataError:
+            found = None
+        if isinstance(found, CheckpointRecord):
+            return found
+        raise no_checkpoint(self._store, found)
+
+    def _describe(self, location: Location, record: CheckpointRecord) -> None:
+        """Set the description of the contents: all that names, shapes and the tree are taken from."""
+        self.location = location
+        self.record = record
+        with collector_paused():
+            self.parsed_tree = record.structure.nodes
+            """The parsed tree for functions of `shardckpt.state`, so that each need not parse it again."""
+            self._stored_name = {**{name: name for name in record.structure.tensors}, **alias_map(self.parsed_tree)}
+
+    @property
+    def format(self) -> str:
+        """The format that the checkpoint is stored in: "shardckpt", or the name of another (docs/import.md)."""
+        return "shardckpt"
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Messages about what was found and what cannot be shown, a line each; only checkpoints of other formats have some."""
+        return ()
 
     @property
     def tree(self) -> Any:
@@ -192,15 +218,50 @@ class Checkpoint:
         self._read_boxes(t, [box], [out])
         return out.view(t.dtype.numpy)
 
-    def __getitem__(self, name: str) -> LazyArray:
-        """A lazy array: indexing it reads only the selected part, as in `checkpoint["model/w"][8:16]`.
+    def __getitem__(self, name: str) -> Any:
+        """A tensor, a container or another value by its name; no element of a tensor is read.
+
+        A tensor is a `LazyArray`: indexing it reads only the selected part, as in `checkpoint["model/w"][8:16]`. A container is made of
+        plain dicts, lists and tuples of such arrays and of small values, as in `checkpoint["model"]["w"]`; values that each process has
+        for itself are left out.
 
         Raises:
-            NamesMismatchError: there is no such tensor.
+            NamesMismatchError: there is no such name; the error suggests the nearest.
             OptionError: `name` is not a str.
+            FormatError, MissingExtraError: a small value cannot be decoded.
         """
+        if not isinstance(name, str) or name in self._stored_name or name not in self:
+            return self._lazy(name)
+        node = self._nodes[name]
+        tensors = {stored: self._lazy(stored) for stored in stored_names(node)}
+        of_processes = frozenset(per_process_names(node))
+        return unflatten(node, tensors, lambda leaf: leaf not in of_processes)
+
+    def __contains__(self, name: object) -> bool:
+        """Whether a tensor, a container or another value has this name."""
+        return isinstance(name, str) and (name in self._stored_name or (name in self._nodes and name != ""))
+
+    def __len__(self) -> int:
+        """Number of names of tensors."""
+        return len(self._stored_name)
+
+    def __bool__(self) -> bool:
+        """True, also without tensors."""
+        return True
+
+    def __iter__(self) -> Iterator[str]:
+        """The names of `names()`."""
+        return iter(self._stored_name)
+
+    def _lazy(self, name: str) -> LazyArray:
+        """A tensor as a lazy array."""
         t = self.tensor(name)
-        return LazyArray(name, t.shape, t.dtype, t.layout, partial(self._read_boxes, t))
+        return LazyArray(name, t.shape, t.dtype, t.layout, partial(self._read_boxes, t), t.pieces[0].chunks)
+
+    @cached_property
+    def _nodes(self) -> dict[str, Node]:
+        """Tensors, containers and other values by name; "" is the state itself."""
+        return nodes_of(self.parsed_tree)
 
     def _read_boxes(self, t: TensorRecord, boxes: Sequence[Box], memory: Sequence[NDArray[Any]]) -> None:
         """Read boxes of a tensor into arrays of their shapes, of the tensor's dtype or its storage type."""
@@ -266,6 +327,16 @@ class Checkpoint:
                 self._opened = open_reader(self._place, self.record, threads=threads, memory=memory)
             return self._opened
 
+    @contextmanager
+    def reading_from(self, reader: ChunkReader) -> Iterator[None]:
+        """Read chunks with another reader inside the block; for one thread."""
+        with self._opening:
+            before, self._opened = self._opened, reader
+        try:
+            yield
+        finally:
+            self._opened = before
+
     def limit_reading(self, *, threads: int | None, memory: int) -> None:
         """Set the resources for reading chunks, before the first read.
 
@@ -288,17 +359,35 @@ class Checkpoint:
         return CheckpointStore(self.record, self.reader)
 
     def stock_spec(self, name: str) -> dict[str, Any]:
-        """The spec with which TensorStore alone opens a tensor (its first piece), in the checkpoint that holds it."""
+        """The spec with which TensorStore alone opens a tensor (its first piece), in the checkpoint that holds it.
+
+        Raises:
+            StorageError: TensorStore has no driver for the storage.
+            FormatError: the chunks are differences from those of another checkpoint.
+        """
         return index.stock_spec(*self._stock_array(name))
 
     def stock_url(self, name: str) -> str:
         """The url with which TensorStore alone opens a tensor (its first piece)."""
         return index.stock_url(*self._stock_array(name))
 
+    def has_stock_reader(self, name: str) -> bool:
+        """Whether TensorStore alone can open a tensor: it has a driver for the storage, and a codec for the chunks."""
+        return kind_of(self.location).has_driver and self._compression(self.tensor(name)) != "difference"
+
+    def _compression(self, t: TensorRecord) -> str | None:
+        """The form of a tensor's chunks."""
+        return self.record.compression if t.base is None else t.base.base.compression
+
     def _stock_array(self, name: str) -> tuple[Location, str, str, str]:
         """Checkpoint, attempt, array's path and layout of a tensor's first piece."""
         t = self.tensor(name)
         piece = t.pieces[0]
+        if self._compression(t) == "difference":
+            raise FormatError(
+                f"{self.location}: its chunks are differences from those of another version, which TensorStore cannot read; use "
+                f"zarr_store(), or reshard it to a checkpoint of its own."
+            )
         if t.base is None:
             return self.location, self.record.attempt, piece.path, self.record.layout
         whole = piece.path == array_path(t.name)
@@ -348,7 +437,15 @@ class Checkpoint:
 
     def __repr__(self) -> str:
         """Url and size."""
-        return f"<shardckpt.Checkpoint {self.location} with {len(self.record.structure.tensors)} tensors>"
+        return display.checkpoint_repr(self)
+
+    def __str__(self) -> str:
+        """The tree of names, with shapes, dtypes and sizes."""
+        return display.checkpoint_text(self)
+
+    def _repr_html_(self) -> str:
+        """The tree, for notebooks."""
+        return display.checkpoint_html(self)
 
 
 def open_in_this_process(location: Location) -> bool:
@@ -367,27 +464,3 @@ def empty(name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[An
         return np.empty(shape, dtype)
     except (MemoryError, ValueError) as e:
         raise BudgetError(f"{name}: there is no memory for an array of {shape} ({e}); read a box of it, or leave it out with only=.") from e
-
-
-def _read_record(store: Store) -> CheckpointRecord:
-    """The commit record; an error with the reason if there is none."""
-    try:
-        data = store.read(RECORD)
-        with collector_paused():
-            found = parse_checkpoint(data, f"{store}/{RECORD}")
-    except MissingDataError:
-        found = None
-    if isinstance(found, CheckpointRecord):
-        return found
-    children = [child.removesuffix("/") for child in store.list_children() if child.endswith("/")]
-    if isinstance(found, Tombstone) and not found.begun:
-        raise NotFoundError(f"{store}: the checkpoint was deleted ({found.reason}).")
-    if any(is_attempt(store, child) for child in children):
-        raise UncommittedError(
-            f"{store}: a save was begun there and never committed; if its data is complete, `shardckpt commit` commits it."
-        )
-    inside = [child for child in children if store.exists(f"{child}/{RECORD}")]
-    if inside:
-        raise NotFoundError(f"{store}: no checkpoint there; did you mean {store}/{max(inside, key=naming.natural_key)}?")
-    beside = steps_beside(store)
-    raise NotFoundError(f"{store}: no checkpoint there{f'; the nearest steps are {few(beside)}' if beside else ''}.")

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from shardckpt.commit.fingerprints import recorded_fingerprint
 from shardckpt.errors import OptionError, ShardingError
-from shardckpt.excerpt import file_size, shortened
+from shardckpt.excerpt import Message, count, file_size, named_size, shortened, visible
 from shardckpt.io.failures import reading_takes_threads
 from shardckpt.layout.op_sharding import OpSharding
 from shardckpt.layout.placements import Placements
@@ -27,7 +27,7 @@ from shardckpt.state.document import Branch, Composite, Custom, Node, Owned, Sma
 from shardckpt.state.leaves import describe
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from shardckpt.format.structure import StoredLayout
     from shardckpt.reading.checkpoint import Checkpoint
@@ -37,6 +37,8 @@ Aspect = Literal["kind", "tied", "shape", "dtype", "leaf", "layout", "per proces
 """The aspect in which two checkpoints differ at a name that both have."""
 
 LEAST_MEMORY_LIMIT = 1 << 20
+_MOST_LINES = 60
+"""Most differences in the text of a comparison."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +78,33 @@ class Comparison:
         """Whether nothing differs; with `layout`, different layouts count as well."""
         return not (self.only_a or self.only_b or self.changes or self.values or (layout and self.layouts))
 
+    def __str__(self) -> str:
+        """The differences, a line each."""
+        return "\n".join([self._verdict(), *(f"  {line}" for line in self._lines())])
+
+    def _repr_html_(self) -> str:
+        """The differences, for notebooks."""
+        from shardckpt.reading.inspection.display import framed
+        from shardckpt.reading.inspection.markup import el
+
+        return framed(el("div", el("strong", self._verdict())), el("ul", [el("li", line) for line in self._lines()]))
+
+    def _verdict(self) -> str:
+        compared = f"{count(self.tensors_compared, 'tensor')}, {file_size(self.bytes_compared)} compared bit by bit"
+        return f"{'equal' if self.equal() else 'different'}: {compared}"
+
+    def _lines(self) -> Iterator[str]:
+        """The differences, a line each, and the number of those that are not shown."""
+        lines = [f"only in a: {name}" for name in self.only_a]
+        lines += [f"only in b: {name}" for name in self.only_b]
+        lines += [f"{change.name}: another {change.aspect}: {change.a} → {change.b}" for change in self.changes]
+        for value in self.values:
+            by = "" if value.largest is None else f", by up to {value.largest:.6g}"
+            lines.append(f"{value.name}: {value.differing:,} of {value.size:,} elements differ{by}")
+        yield from map(visible, lines[:_MOST_LINES])
+        if len(lines) > _MOST_LINES:
+            yield f"… and {len(lines) - _MOST_LINES:,} more"
+
 
 def compare(
     a: Checkpoint,
@@ -103,7 +132,7 @@ def compare(
     """
     limit = parse_bytes(memory_limit, "memory_limit")
     if limit < LEAST_MEMORY_LIMIT:
-        raise OptionError(f"memory_limit={file_size(limit)}: comparing takes at least {file_size(LEAST_MEMORY_LIMIT)}.")
+        raise OptionError(Message(named_size("memory_limit", limit), f": comparing takes at least {file_size(LEAST_MEMORY_LIMIT)}."))
     structure = _Structure(a, b)
     structure.compare()
     pairs = list(structure.pairs.values()) if values else []

@@ -1,7 +1,7 @@
 """Comparison of the elements of pairs of tensors in bounded memory.
 
-1. Every pair is cut into blocks: boxes within the memory limit, whose sides are common multiples of both
-   tensors' chunks if that fits, so that each stored chunk is read once.
+1. Every pair is cut into blocks: boxes within the memory limit that divide no chunk of either tensor if such
+   borders are within reach, so that each stored chunk is read once.
 2. Blocks are read in batches, small tensors many at a time, with one call per checkpoint and batch.
 3. Elements are compared as bits. Only differing elements are compared as numbers.
 """
@@ -9,13 +9,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import lcm, prod
+from math import isfinite, prod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shardckpt.layout.box import Box, BoxArray
+from shardckpt.plan.cut import Order, cut
 from shardckpt.plan.pieces import batches
 from shardckpt.reading.locate import Request
 
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
 
     from shardckpt.format.structure import TensorRecord
     from shardckpt.layout.dtypes import DType
-    from shardckpt.plan.pieces import Piece
     from shardckpt.reading.reader import ChunkReader
 
 
@@ -63,6 +63,9 @@ class ValueChange:
     """Number of differing elements that are NaN in one or both."""
     first: tuple[int, ...]
     """Index of the first differing element, in row-major order."""
+    relative: float | None = None
+    """`largest`, divided by the largest magnitude among the differing elements of the first tensor; None: one of them is not
+    finite, or the divisor is 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +102,7 @@ def compare_values(
     total = sum(pair.a.nbytes for pair in pairs)
     done = 0
     tally: _Tally | None = None
-    for batch in batches(cut(pairs, limit // 2), lambda block: (block.nbytes, 1), (limit // 2, MOST_BLOCKS)):
+    for batch in batches(cut_pairs(pairs, limit // 2), lambda block: (block.nbytes, 1), (limit // 2, MOST_BLOCKS)):
         if progress is not None:
             progress(done, total)
         for block, one, other in zip(batch, read_blocks(a, batch, "a"), read_blocks(b, batch, "b"), strict=True):
@@ -116,53 +119,16 @@ def compare_values(
         progress(done, total)
 
 
-def block_shape(shape: Sequence[int], steps: Sequence[Sequence[int]], most: int) -> tuple[int, ...]:
-    """The shape of the blocks into which a box is cut.
-
-    Args:
-        shape: Shape of the box, no side 0.
-        steps: Chunk shapes; block sides are common multiples of them if such a block is not too large.
-        most: Most elements of a block.
-
-    >>> block_shape((100, 64), [(10, 64), (25, 64)], 3200)
-    (50, 64)
-    >>> block_shape((100, 64), [(10, 64), (25, 64)], 1000)
-    (10, 64)
-    """
-    common = [min(n, lcm(*sides)) for n, *sides in zip(shape, *steps, strict=True)]
-    block = common if prod(common) <= most else [min(n, step) for n, step in zip(shape, steps[0], strict=True)]
-    while prod(block) > most:
-        longest = max(range(len(block)), key=block.__getitem__)
-        block[longest] = -(-block[longest] // 2)
-    for d in reversed(range(len(block))):
-        room = most // (prod(block) // block[d])
-        if room < shape[d]:
-            block[d] *= room // block[d]
-            break
-        block[d] = shape[d]
-    return tuple(block)
-
-
-def cut(pairs: Sequence[Pair], nbytes: int) -> Iterator[BlockOfPair]:
-    """All blocks of all pairs, each at most `nbytes` in one of the tensors."""
+def cut_pairs(pairs: Sequence[Pair], nbytes: int) -> Iterator[BlockOfPair]:
+    """All blocks of all pairs, in row-major order of each array of `a`, each at most `nbytes` in one of the tensors."""
     for pair in pairs:
         pieces = [piece for piece in pair.a.pieces if prod(piece.shape)]
+        most = max(1, nbytes // pair.a.dtype.itemsize)
         for piece in pieces:
-            most = max(1, nbytes // pair.a.dtype.itemsize)
-            sides = block_shape(piece.shape, (piece.chunks, pair.b.pieces[0].chunks), most)
-            grid = [-(-n // side) for n, side in zip(piece.shape, sides, strict=True)]
-            count = prod(grid)
-            for k in range(count):
-                yield BlockOfPair(pair, _block_box(piece, sides, grid, k), last=piece is pieces[-1] and k == count - 1)
-
-
-def _block_box(piece: Piece, sides: Sequence[int], grid: Sequence[int], k: int) -> Box:
-    """Block k, in row-major order, of a piece that is cut into a grid of blocks."""
-    start: list[int] = []
-    for origin, side, extent in zip(reversed(piece.start), reversed(sides), reversed(grid), strict=True):
-        k, coordinate = divmod(k, extent)
-        start.insert(0, origin + coordinate * side)
-    return Box(tuple(start), tuple(min(a + side, end) for a, side, end in zip(start, sides, piece.box.stop, strict=True)))
+            # Chunks of `b` are divided where no common border is within reach, those of `a` only if one is too large.
+            whole, others = ([piece], pair.b.pieces) if prod(piece.chunks) <= most else ([], [piece, *pair.b.pieces])
+            for step in cut(piece.box, whole, most, Order.ROWS, sources=others, joined=most):
+                yield BlockOfPair(pair, step.box, last=piece is pieces[-1] and step.box.stop == piece.box.stop)
 
 
 def read_blocks(reader: ChunkReader, batch: Sequence[BlockOfPair], side: str) -> list[NDArray[Any]]:
@@ -184,6 +150,7 @@ class _Tally:
         self.differing = 0
         self.nans = 0
         self.largest: float | None = None
+        self.scale = 0.0
         self.first: tuple[int, ...] | None = None
 
     def add(self, box: Box, one: NDArray[Any], other: NDArray[Any]) -> None:
@@ -206,17 +173,27 @@ class _Tally:
         self.nans += nans
         if largest is not None:
             self.largest = largest if self.largest is None else max(self.largest, largest)
+        self.scale = max(self.scale, _magnitude(one, self.pair.a.dtype))
 
     def result(self) -> ValueChange:
         """The result, after all blocks were added."""
         assert self.first is not None
-        return ValueChange(self.pair.name, self.differing, prod(self.pair.a.shape), self.largest, self.nans, self.first)
+        size, finite = prod(self.pair.a.shape), self.largest is not None and isfinite(self.largest)
+        relative = self.largest / self.scale if finite and self.largest is not None and self.scale else None
+        return ValueChange(self.pair.name, self.differing, size, self.largest, self.nans, self.first, relative)
 
 
 def _bits(array: NDArray[Any]) -> Bits:
     """(elements, words): the elements as unsigned integers, several words for types wider than 8 bytes."""
     word = min(array.itemsize, 8)
     return array.reshape(-1).view(f"u{word}").reshape(array.size, array.itemsize // word)
+
+
+def _magnitude(array: NDArray[Any], dtype: DType) -> float:
+    """The largest finite magnitude of some elements; 0: there is none."""
+    with np.errstate(all="ignore"):
+        sizes = np.abs(array.astype(np.complex128 if "complex" in dtype.name else np.float64))
+    return float(sizes[np.isfinite(sizes)].max(initial=0.0))
 
 
 def _distance(one: NDArray[Any], other: NDArray[Any], dtype: DType) -> tuple[float | None, int]:

@@ -29,6 +29,7 @@ from shardckpt.format.documents import document_digest
 from shardckpt.frameworks.coordination import Coordinator
 from shardckpt.frameworks.interconnect import Interconnect, interconnect_of
 from shardckpt.io.cores import note_local_processes
+from shardckpt.io.store import kind_of
 from shardckpt.plan.bandwidths import Bandwidths, Estimate
 from shardckpt.plan.shares import peers_sharing_reads
 from shardckpt.reading.locate import MadeTensor
@@ -154,7 +155,7 @@ class Meeting:
         """The connection to the other processes, or the reason why every process reads alone: the same on all processes."""
         if self._choice is False:
             return "cooperative=False"
-        if self._choice == "auto" and (self.location is None or self.location.local is not None):
+        if self._choice == "auto" and (self.location is None or kind_of(self.location).near):
             return "the speed of a file system is not known; to read together, give cooperative=True or shardckpt.Bandwidths(…)"
         coordinator = Coordinator.current() if self._given is None else self._given
         note_local_processes(coordinator.world.sharing)

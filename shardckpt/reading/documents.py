@@ -6,15 +6,15 @@ Cost is linear in the number of leaves.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.errors import NamesMismatchError
 from shardckpt.layout.placements import Placements
 from shardckpt.layout.sharding import Sharding
 from shardckpt.layout.text import layout_text
-from shardckpt.state.document import Branch, Custom, Node, Owned, Small, Tensor, Tied, leaves_of
-from shardckpt.state.leaves import describe
+from shardckpt.reading.inspection.words import leaf_text, parameter_counts
+from shardckpt.state.document import Branch, Node, Tensor, Tied, leaves_of
 from shardckpt.state.names import did_you_mean
 
 if TYPE_CHECKING:
@@ -57,35 +57,6 @@ def choose_nodes(node: Node, wanted: Callable[[str], bool]) -> Node | None:
     return replace(node, keys=[key for key, _ in kept], children=[child for _, child in kept]) if kept else None
 
 
-@dataclass(slots=True)
-class NodeTotal:
-    """Number and bytes of the tensors below a node."""
-
-    tensors: int = 0
-    nbytes: int = 0
-
-
-def node_totals(checkpoint: Checkpoint, root: Node) -> dict[int, NodeTotal]:
-    """The totals below every node of a tree, by the `id` of the node."""
-    order: list[Node] = []
-    stack = [root]
-    while stack:
-        node = stack.pop()
-        order.append(node)
-        if isinstance(node, Branch):
-            stack.extend(node.children)
-    totals: dict[int, NodeTotal] = {}
-    for node in reversed(order):
-        total = totals[id(node)] = NodeTotal()
-        if isinstance(node, Tensor):
-            total.tensors, total.nbytes = 1, checkpoint.tensor(node.name).nbytes
-        elif isinstance(node, Branch):
-            for child in node.children:
-                total.tensors += totals[id(child)].tensors
-                total.nbytes += totals[id(child)].nbytes
-    return totals
-
-
 def checkpoint_json(checkpoint: Checkpoint, node: Node) -> dict[str, Any]:
     """The checkpoint's facts, and the tensors and small leaves below `node`, as JSON."""
     record = checkpoint.record
@@ -116,27 +87,24 @@ def checkpoint_json(checkpoint: Checkpoint, node: Node) -> dict[str, Any]:
             leaves.append({"name": leaf.name, "kind": kind, "value": value})
     return {
         "url": str(checkpoint.location),
+        "format": checkpoint.format,
         "attempt": record.attempt,
         "created": record.created,
         "writer": record.writer,
         "layout": record.layout,
         "compression": record.compression,
         "hosts": len(record.hosts),
+        "processes": record.processes,
+        "parameters": parameter_counts(record.structure.tensors.values()),
         "totals": dict(record.totals),
         "metadata": record.metadata,
+        "notes": list(checkpoint.notes),
         "bases": structure.get("bases", []),
         "meshes": structure["meshes"],
         "shardings": structure["shardings"],
         "tensors": tensors,
         "leaves": leaves,
     }
-
-
-def leaf_text(leaf: Small | Custom | Owned) -> tuple[str, str]:
-    """A small leaf's type, and its value in a few characters."""
-    if isinstance(leaf, Owned):
-        return "per process", ""
-    return describe(leaf.content, leaf.name) if isinstance(leaf, Small) else (leaf.type_name, "")
 
 
 def tensor_json(checkpoint: Checkpoint, name: str) -> dict[str, Any]:
@@ -159,7 +127,7 @@ def tensor_json(checkpoint: Checkpoint, name: str) -> dict[str, Any]:
         "op_sharding": None,
         "tied": list(info.tied_names),
         "base": info.base,
-        "tensorstore": checkpoint.stock_spec(name),
+        "tensorstore": checkpoint.stock_spec(name) if checkpoint.has_stock_reader(name) else None,
     }
     if isinstance(info.layout, Sharding):
         doc["mesh"], doc["spec"] = info.layout.mesh.to_json(), info.layout.spec.to_json()
@@ -204,4 +172,5 @@ def _value_document(value: ValueChange) -> dict[str, Any]:
         "largest": value.largest if finite else "inf",  # JSON has no infinity
         "nans": value.nans,
         "first": list(value.first),
+        "relative": value.relative,
     }

@@ -1,7 +1,7 @@
 """Landings: the places that stored tensors go to, checked before anything is read.
 
 A `RestoreJob` is one stored tensor with a `Landing` for every place that it goes to. A landing has the needed boxes and provides memory
-for them. At the end it hands the elements to its sink.
+for them. At the end the elements go to its sink.
 
 With `naming.adapt` a job may also be a tensor that is made of several stored ones, and a landing may have another size than the
 tensor: it needs what both have, and the rest of it is zero.
@@ -9,6 +9,7 @@ tensor: it needs what both have, and the rest of it is zero.
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 from math import prod
 from operator import ge, gt
@@ -20,25 +21,27 @@ from numpy.typing import NDArray
 
 from shardckpt import frameworks
 from shardckpt.errors import DtypeMismatchError, ShapeMismatchError, StructureMismatchError
-from shardckpt.format.structure import TensorRecord
 from shardckpt.frameworks.base import InPlace
-from shardckpt.io.buffers import round_up
+from shardckpt.io.buffers import Arena, round_up
 from shardckpt.io.threads import collector_paused
 from shardckpt.layout.box import Box, BoxArray
 from shardckpt.layout.dtypes import by_name, castable, of_numpy
-from shardckpt.plan.cuts import cut_at_chunks
+from shardckpt.plan.cut import Order, cut
 from shardckpt.reading.locate import MadeTensor, Request
 from shardckpt.state.leaves import array_of_number
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 
-    from shardckpt.frameworks.base import Sink
-    from shardckpt.io.buffers import Arena, Lease
+    from shardckpt.format.structure import TensorRecord
+    from shardckpt.frameworks.base import Placer, Sink, Transfer
+    from shardckpt.io.buffers import BufferPool, Lease
     from shardckpt.reading.checkpoint import Checkpoint
     from shardckpt.reading.naming.adapt import Adaptation
 
 Array = NDArray[np.generic]
+SLOTS = 6
+"""Most batches in memory at a time where devices copy: half of them are being read, the others copied or about to be."""
 
 
 class Landing:
@@ -59,7 +62,7 @@ class Landing:
             stop = np.minimum(sink.boxes.stop, tensor.shape)
             self.filled = np.flatnonzero((sink.boxes.start < stop).all(axis=1)).tolist()
             self.boxes = BoxArray(sink.boxes.start[self.filled], stop[self.filled])
-        self.memory: Sequence[Array] = getattr(sink, "memory", ()) if self.destinations is None else self.destinations
+        self.memory: Sequence[Array] = sink.memory if self.destinations is None else self.destinations
         """The leaf's own memory: only to compare addresses, as it may be on a device."""
         same = sink.dtype is tensor.dtype or sink.dtype == tensor.dtype
         self.converts = not same or not all([v.dtype.isnative for v in self.destinations or ()])  # noqa: C419  (faster than a generator)
@@ -91,22 +94,21 @@ class Landing:
             self.buffers = [memory.array(shape, self.sink.dtype.numpy) for shape in self.sink.buffer_shapes]
 
     def within(self, part: Box) -> Landing | None:
-        """The landing of the elements inside a part of the tensor; None if it needs none of them. Only for sinks that have `within`."""
-        sink: Sink | None = self.sink.within(part)  # type: ignore[attr-defined]
+        """The landing of the elements inside a part of the tensor; None if it needs none of them. Only for `divisible` sinks."""
+        sink = self.sink.within(part)
         if sink is None:
             return None
         landing = Landing(self.tensor, sink)
         landing.names = self.names
         return landing
 
-    def finish(self) -> object:
-        """Hand the elements to the sink; return the restored leaf."""
+    def complete(self) -> None:
+        """Zero what the sink has beyond the tensor; then the elements can go to the sink."""
         if self.filled is not None:
             extents = np.clip(np.array(self.tensor.shape) - self.sink.boxes.start, 0, None).tolist()
             for buffer, inside in zip(self.buffers, extents, strict=True):
                 for d, n in enumerate(inside):
                     buffer[(*[slice(None)] * d, slice(n, None))] = 0
-        return self.sink.place(self.buffers)
 
 
 @dataclass(slots=True)
@@ -141,13 +143,13 @@ class RestoreJob:
 
         A part needs more if its chunks do, or if pieces of the tensor divide each other.
         """
-        if self.staged_bytes <= room or not all(hasattr(one.sink, "within") and one.filled is None for one in self.landings):
+        if self.staged_bytes <= room or not all(one.sink.divisible and one.filled is None for one in self.landings):
             return [self]
         boxes = [landing.boxes for landing in self.landings]
         start, stop = np.concatenate([b.start for b in boxes]).min(axis=0), np.concatenate([b.stop for b in boxes]).max(axis=0)
         around = Box(tuple(start.tolist()), tuple(stop.tolist()))
-        parts = cut_at_chunks(around, self.tensor.pieces, lambda part: self._needs(part) <= room)
-        inside = ([found for landing in self.landings if (found := landing.within(part)) is not None] for part in parts)
+        parts = cut(around, self.tensor.pieces, room, Order.HALVES, size=self._needs)
+        inside = ([found for landing in self.landings if (found := landing.within(part.box)) is not None] for part in parts)
         return [RestoreJob(self.tensor, landings) for landings in inside if landings]
 
     def _needs(self, part: Box) -> int:
@@ -166,15 +168,117 @@ class RestoreJob:
 
     def requests(self) -> list[Request]:
         """Requests for all boxes of all landings, so that a chunk that several of them need is read once."""
-        if len(self.landings) == 1 and type(self.tensor) is TensorRecord:  # nearly always
-            (landing,) = self.landings
-            return [Request.of(self.tensor, landing.boxes, landing.targets, converts=landing.converts)]
         converts = any(landing.converts for landing in self.landings)
         boxes = BoxArray.concatenate([landing.boxes for landing in self.landings])
         buffers = [buffer for landing in self.landings for buffer in landing.targets]
         if isinstance(self.tensor, MadeTensor):
             return self.tensor.requests(boxes, buffers, converts=converts)
         return [Request.of(self.tensor, boxes, buffers, converts=converts)]
+
+
+class Staging:
+    """The buffers of batches: leased, filled, handed to sinks, and given back when no device copies from them any more."""
+
+    def __init__(self, pool: BufferPool | None, placers: Mapping[type[Placer], Placer], least: int, placed: Callable[[int], None]) -> None:
+        """Lease nothing yet.
+
+        Args:
+            pool: leases the buffers; None: none are needed.
+            placers: copy to devices, by the class that sinks name.
+            least: least bytes of a buffer that a placer copies from: buffers of one size are reused.
+            placed: called with the bytes of each batch that has arrived.
+        """
+        self._pool = pool
+        self._placers = placers
+        self._least = least if placers else 0
+        self._placed = placed
+        self._arena = None if pool is None else Arena()
+        self._leases: list[Lease] = []
+        """Leases that are not given back."""
+        self._under_way: deque[tuple[list[Lease], list[Transfer], int]] = deque()
+
+    def lend(self, batch: Sequence[RestoreJob], wait: bool) -> list[Lease] | None:
+        """Provide buffers for a batch, and return their leases, of which it may need none. None: there is no room, and `wait` is False."""
+        if self._pool is None or self._arena is None:
+            return []
+        nbytes = max(self._least, sum(job.staged_bytes for job in batch))
+        beside = sum(job.placing_bytes for job in batch)
+        while self._under_way and len(self._leases) >= SLOTS:
+            self._land()
+        while (lease := self._pool.take_at_once(nbytes, beside=beside)) is None and self._under_way:
+            self._land()
+        if lease is None and wait:
+            lease = self._pool.take(nbytes, beside=beside)
+        if lease is None:
+            return None
+        self._leases.append(lease)
+        for job in batch:
+            for landing in job.landings:
+                landing.prepare(lease, self._arena)
+        return [lease]
+
+    def place(self, batch: Sequence[RestoreJob], leases: list[Lease]) -> dict[str, object]:
+        """Hand the elements of a batch to the sinks, and return the restored leaves by name; the buffers are released."""
+        restored: dict[str, object] = {}
+        groups: dict[type[Placer], list[Landing]] = {}
+        for job in batch:
+            for landing in job.landings:
+                landing.complete()
+                kind = landing.sink.placer
+                if kind is not None:
+                    groups.setdefault(kind, []).append(landing)
+                    continue
+                leaf = landing.sink.place(landing.buffers)
+                restored |= dict.fromkeys(landing.names, leaf)
+                landing.buffers = []
+        arrivals = []
+        for kind, landings in groups.items():
+            leaves, arrival = self._placers[kind].place([(landing.sink, landing.buffers) for landing in landings])
+            arrivals.append(arrival)
+            for landing, leaf in zip(landings, leaves, strict=True):
+                restored |= dict.fromkeys(landing.names, leaf)
+                landing.buffers = []
+        nbytes = sum(job.nbytes for job in batch)
+        if arrivals:
+            self._under_way.append((leases, arrivals, nbytes))
+        else:
+            self._free(leases, nbytes)
+        return restored
+
+    def finish(self) -> None:
+        """Wait for all copies."""
+        while self._under_way:
+            self._land()
+
+    def _land(self) -> None:
+        """Wait for the copies of the oldest batch; then its buffers are free."""
+        leases, arrivals, nbytes = self._under_way[0]
+        for arrival in arrivals:
+            arrival.wait()
+        self._under_way.popleft()
+        self._free(leases, nbytes)
+
+    def _free(self, leases: list[Lease], nbytes: int) -> None:
+        for lease in leases:
+            self._leases.remove(lease)
+            lease.give_back()
+        self._placed(nbytes)
+
+    def close(self) -> None:
+        """Give everything back, also after an error: all copies are waited for, however often Ctrl-C is pressed meanwhile."""
+        interrupted: list[KeyboardInterrupt] = []
+        for placer in self._placers.values():
+            done = None
+            while done is None:
+                try:
+                    done = placer.drain()
+                except KeyboardInterrupt as e:
+                    interrupted = [e]
+        for lease in self._leases:
+            lease.give_back()
+        self._leases.clear()
+        if interrupted:
+            raise interrupted.pop()
 
 
 def sinks_of(

@@ -34,12 +34,16 @@ class LazyArray:
     array([4, 6])
     """
 
-    def __init__(self, name: str, shape: tuple[int, ...], dtype: DType, sharding: StoredLayout | None, read: ReadBoxes) -> None:
-        """See `Checkpoint.__getitem__`; `read` gets memory with the dtype's numpy type."""
+    def __init__(
+        self, name: str, shape: tuple[int, ...], dtype: DType, sharding: StoredLayout | None, read: ReadBoxes, chunks: tuple[int, ...]
+    ) -> None:
+        """See `Checkpoint.__getitem__`; `read` gets memory with the dtype's numpy type, `chunks` is the shape of a chunk."""
         self.name = name
         self.shape = shape
         self.sharding = sharding
         """Layout when it was saved; None: plain."""
+        self.chunks = chunks
+        """Shape of a stored chunk."""
         self._dtype = dtype
         self._read = read
 
@@ -118,6 +122,12 @@ class LazyArray:
     def __repr__(self) -> str:
         """Name, shape and dtype."""
         return f"<LazyArray {self.name}: {self._dtype} {self.shape}>"
+
+    def _repr_html_(self) -> str:
+        """A drawing of the devices that held the parts, for notebooks."""
+        from shardckpt.reading.inspection.display import tensor_html
+
+        return tensor_html(self.name, self.shape, self._dtype.name, self.sharding, self.chunks)
 
     def _entries(self, index: Any) -> list[Any]:
         """One entry per dimension."""

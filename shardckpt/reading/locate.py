@@ -88,13 +88,14 @@ class TensorBoxes:
         self.boxes: list[BoxArray] = []
         self.buffers: list[Array] = []
 
-    def add(self, view: View, boxes: BoxArray, buffers: Sequence[Array]) -> None:
+    def add(self, view: View, boxes: BoxArray, buffers: Sequence[Array], begins: Ints | None = None) -> None:
         """Add what a view of the tensor has of some boxes.
 
         Args:
             view: places a box of the tensor in an output.
             boxes: boxes of the output.
-            buffers: for each an array with the box at its start.
+            buffers: for each an array that holds the box.
+            begins: (n, ndim) index of each array's first element in the output; None: the box is at its start.
         """
         inside, which = view.inside, boxes.overlapping(view.inside)
         if not len(which):
@@ -102,6 +103,8 @@ class TensorBoxes:
         first = boxes.start[which]
         common = BoxArray(np.maximum(first, inside.start), np.minimum(boxes.stop[which], inside.stop))
         self.boxes.append(view.back(common))
+        if begins is not None:
+            first = begins[which]
         for i, begin, end in zip(which.tolist(), (common.start - first).tolist(), (common.stop - first).tolist(), strict=True):
             part: Any = (*map(slice, begin, end), ...)
             self.buffers.append(view.part(buffers[i][part]))
@@ -109,6 +112,21 @@ class TensorBoxes:
     def request(self, tensor: TensorRecord, *, converts: bool) -> Request:
         """A request for all of them, as `Request.of` makes it."""
         return Request.of(tensor, BoxArray.concatenate(self.boxes), self.buffers, converts=converts)
+
+
+class ReadList:
+    """Boxes of several tensors and the buffers for their elements, collected for one read."""
+
+    def __init__(self) -> None:
+        self._parts: dict[tuple[str, bool], tuple[TensorRecord, TensorBoxes]] = {}
+
+    def of(self, tensor: TensorRecord, *, converts: bool) -> TensorBoxes:
+        """Those of one tensor; `converts`: the buffers have another dtype."""
+        return self._parts.setdefault((tensor.name, converts), (tensor, TensorBoxes()))[1]
+
+    def requests(self) -> list[Request]:
+        """A request for each tensor of which anything is needed."""
+        return [parts.request(tensor, converts=converts) for (_, converts), (tensor, parts) in self._parts.items() if parts.boxes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,11 +138,10 @@ class MadeTensor(TensorRecord):
 
     def requests(self, boxes: BoxArray, buffers: Sequence[Array], *, converts: bool) -> list[Request]:
         """Requests for the stored elements of boxes; for the arguments see `Request.of`."""
-        found: dict[str, tuple[TensorRecord, TensorBoxes]] = {}
+        reads = ReadList()
         for view, stored in self.sources:
-            _, some = found.setdefault(stored.name, (stored, TensorBoxes()))
-            some.add(view, boxes, buffers)
-        return [some.request(stored, converts=converts) for stored, some in found.values() if some.boxes]
+            reads.of(stored, converts=converts).add(view, boxes, buffers)
+        return reads.requests()
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,15 +30,17 @@ import numpy as np
 
 from shardckpt.commit.assemble import merge_tables, read_host_files, read_table
 from shardckpt.errors import CorruptionError, FormatError, MissingDataError, ShardckptError, StorageError
-from shardckpt.format.zarr_arrays import largest_chunk
+from shardckpt.format.zarr_arrays import CHECKSUM_BYTES, close, largest_chunk, room_for
 from shardckpt.io import extension
 from shardckpt.io.cores import cores
 from shardckpt.io.extension import CALL_BYTES, ENGINE, KINDS, MOST_DIMS
 from shardckpt.io.status import is_directory
+from shardckpt.io.store import kind_of
 from shardckpt.io.threads import Workers, clocks, map_on_threads
 from shardckpt.layout.box import BoxArray
 from shardckpt.layout.dtypes import make_bools_plain
-from shardckpt.reading.bases import Bases
+from shardckpt.plan.pieces import chunk_boxes
+from shardckpt.reading.bases import AT_A_TIME, Bases, Differences
 from shardckpt.reading.fetch import CODECS, Fetch, ReadableChunks, as_readable, damaged_chunk, raw
 from shardckpt.reading.locate import MOST_CHUNKS, ChunkFinder, Request, RequestedChunks
 from shardckpt.reading.lookup import WholeTable
@@ -154,7 +156,7 @@ class ChunkReader:
         """The argument of that name."""
         self._own = source if isinstance(source, ReadableChunks) else None
         self._finder = ChunkFinder(self._own)
-        found, threads = reading_limits(local=source.place.location.local is not None, threads=threads, memory=memory)
+        found, threads = reading_limits(local=source.place.near, threads=threads, memory=memory)
         self._limits = limits or found
         # One pool for all reads, because its threads keep scratch buffers, and fresh memory is slow.
         self._workers = workers or Workers(threads, "shardckpt-read")
@@ -264,6 +266,25 @@ class ChunkReader:
         """
         self._read_all(self._finder.some(wanted))
 
+    def read_stored(self, requests: Sequence[Request], take: Callable[[Request, int, NDArray[np.uint8]], None]) -> None:
+        """Read the chunks that the requests' boxes touch, in their stored form; buffers are not used.
+
+        Args:
+            requests: each for a part of one array.
+            take: called by several threads with request, position of the chunk, and its bytes without the checksum, which are verified and
+                valid until it returns.
+        """
+        requests = self.source.resolve(requests)
+
+        def read(task: ReadTask) -> None:
+            wanted = task.chunks.wanted
+            for row, stored in zip(range(task.begin, task.end), self._read_stored(task, direct=False).payloads, strict=True):
+                take(wanted.part_of(row).request, int(wanted.position[row]), np.frombuffer(stored, np.uint8))
+
+        with self._may_be_gone(requests):
+            self._finder.prepare(requests)
+            self._workers.do(read, chain.from_iterable(map(self._tasks, self._finder.needed(requests))))
+
     def longer_files(self) -> Iterator[tuple[str, ShardckptError]]:
         """The data files with more bytes than their chunks, between them or at the end. Readers never read those bytes."""
         place = self.source.place
@@ -294,6 +315,11 @@ class ChunkReader:
             position: the chunk's position in grid order.
         """
         (request,) = self.source.resolve([Request(name, dtype, [piece], BoxArray.of([], len(piece.shape)), [])])
+        if as_readable(self._finder.source(request)).codec not in CODECS.values():  # differences, which zarr has no codec for
+            rows = np.zeros((1, room_for(piece.chunks, dtype.itemsize)), np.uint8)
+            elements = rows[:, :-CHECKSUM_BYTES].view(dtype).reshape(piece.chunks)
+            self.read([Request(name, dtype, [piece], chunk_boxes(piece, np.array([position])), [elements])])
+            return close(rows, None)[0].tobytes()
         self._finder.check_table(request)
         chunks = self._finder.located(RequestedChunks.of_positions([(request, request.pieces[0], np.array([position]))]))
         (task,) = self._tasks(chunks)
@@ -333,7 +359,7 @@ class ChunkReader:
 
     def _moves(self, parts: Iterable[RequestedArray]) -> bool:
         """Whether the extension moves the chunks of these arrays: raw ones on a local disk, whose elements are not converted."""
-        if extension.moving is None or self.source.place.location.local is None:
+        if extension.moving is None or self.source.place.local_path("") is None:
             return False
         return all(
             part.request.convert_from is None
@@ -375,28 +401,36 @@ def open_reader(place: Store, record: CheckpointRecord, *, threads: int | None =
         memory: as for `ChunkReader`; on a local disk with a given number of threads it includes the chunks that they decompress.
     """
     stats = ReadStats()
-    _, most = reading_limits(local=place.location.local is not None, threads=threads, memory=memory)
+    _, most = reading_limits(local=place.near, threads=threads, memory=memory)
     workers = Workers(most, "shardckpt-read")
 
     def open_one(place: Store, record: CheckpointRecord) -> ReadableChunks:
         began, used = clocks()
-        lookup = _lookup(place, record, stats)
+        opened = open_chunks(place, record, stats)
         ended, used_then = clocks()
-        if threads is None and place.location.bucket is not None and ended - began - (used_then - used) < NEAR:
+        if threads is None and not place.near and ended - began - (used_then - used) < NEAR:
             workers.at_once = min(workers.at_once, max(LEAST_THREADS, 2 * cores()))
-        return ReadableChunks(place, lookup, CODECS[record.compression])
+        return opened
 
     left = memory_of_runs(place.location, record, threads, memory)
     source = Bases(place, record, open_one) if record.structure.bases else open_one(place, record)
     return ChunkReader(source, stats=stats, threads=threads, memory=left, workers=workers)
 
 
+def open_chunks(place: Store, record: CheckpointRecord, stats: ReadStats, table: Lookup | None = None) -> ReadableChunks:
+    """Open the chunks of an attempt; reads the header of its table, unless the caller has the table."""
+    older = partial(open_chunks, stats=stats)
+    codec = Differences(place, record, older) if record.structure.chain else CODECS[record.compression]
+    return ReadableChunks(place, table or _lookup(place, record, stats), codec)
+
+
 def memory_of_runs(location: Location, record: CheckpointRecord, threads: int | None, memory: int) -> int:
     """A reader's memory that is left for runs: on a local disk each thread also decompresses a chunk beside its run."""
     codecs = {record.compression, *(base.compression for base in record.structure.bases)}
-    if threads is None or codecs == {None} or location.local is None:
+    if threads is None or codecs == {None} or not kind_of(location).near:
         return memory
-    return memory - threads * largest_chunk(record.structure.tensors.values())
+    largest = largest_chunk(record.structure.tensors.values())
+    return memory - threads * (2 * max(largest, AT_A_TIME) if "difference" in codecs else largest)
 
 
 def _lookup(place: Store, record: CheckpointRecord, stats: ReadStats) -> Lookup:

@@ -32,15 +32,16 @@ from shardckpt.errors import (
 )
 from shardckpt.frameworks.coordination import Coordinator, check_coordinator
 from shardckpt.frameworks.per_process import choose_value, decode_value, recorded_axis
-from shardckpt.io.buffers import Arena, BufferPool, Lease
+from shardckpt.io.buffers import BufferPool
 from shardckpt.io.failures import reading_takes_threads
+from shardckpt.io.store import kind_of
 from shardckpt.io.threads import collector_paused, read_ahead, short_pause
 from shardckpt.io.url import parse
 from shardckpt.options import DEFAULT_MEMORY_LIMIT, check_flag, parse_bytes
 from shardckpt.plan.pieces import batches
 from shardckpt.reading.checkpoint import Checkpoint, empty
 from shardckpt.reading.cooperative import Choice, Meeting, check_choice, exchange_bytes
-from shardckpt.reading.landing import RestoreJob, restore_jobs, sink_of_number, sinks_of
+from shardckpt.reading.landing import SLOTS, RestoreJob, Staging, restore_jobs, sink_of_number, sinks_of
 from shardckpt.state import match, per_process_names, stored_names, unflatten
 from shardckpt.state.document import Branch, leaves_of, local_branches, of_process
 from shardckpt.state.flatten import StateOwner
@@ -50,19 +51,20 @@ from shardckpt.state.select import Only, check_selection, selector
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Mapping, Sequence
-    from contextlib import AbstractContextManager
+    from collections.abc import Callable, Generator, Mapping, Sequence
 
     from typing_extensions import TypeVar
 
     from shardckpt.format.structure import TensorRecord
-    from shardckpt.frameworks.base import Sink
+    from shardckpt.frameworks.base import Placer, Sink
     from shardckpt.reading.naming.adapt import Adaptation, Fit
     from shardckpt.reading.naming.mapping import TensorMapping
     from shardckpt.state.document import Node
     from shardckpt.state.match import Matched, Strict
     from shardckpt.state.per_process import PerProcess
 
+    Restoring = Generator[tuple[list[RestoreJob], bool], dict[str, object], Any]
+    """See `restoring`."""
     T = TypeVar("T", default=Any)
     """The type of `like`; Any without `like`."""
 
@@ -76,7 +78,7 @@ READ_AHEAD = 2
 """Most batches that are read at a time: a thread that finds nothing left in one goes on with the next one."""
 
 
-@leaves_out_with("only=")
+@leaves_out_with("only")
 def restore(
     source: str | os.PathLike[str] | Checkpoint,
     like: T | None = None,
@@ -162,7 +164,7 @@ def adaptation_of(
     return Adaptation(rename=rename, mapping=mapping, invert_mapping=invert_mapping, fit=fit)
 
 
-@leaves_out_with("only=")
+@leaves_out_with("only")
 def restore_adapted(
     source: str | os.PathLike[str] | Checkpoint,
     like: Any,
@@ -197,10 +199,14 @@ def restore_adapted(
                 adaptation.begin(checkpoint, like, only)
             elif only is not None:
                 check_selection(only, checkpoint.parsed_tree, str(checkpoint.location), each=strict is not False)
-            tree, run = checkpoint.parsed_tree, partial(_read_all, checkpoint, limit=limit, meeting=meeting, progress=progress)
-            alone = cooperative is False and checkpoint.location.local is not None  # waits neither for others nor for a network
+            steps = restoring(
+                checkpoint, checkpoint.parsed_tree, like, adaptation, only=only, strict=strict, cast=cast, coordinator=coordinator
+            )
+            alone = cooperative is False and kind_of(checkpoint.location).near  # waits neither for others nor for a network
             with short_pause(checkpoint.record.totals["bytes"], on_disk=alone):
-                state = _restore_tree(checkpoint, tree, like, run, adaptation, only=only, strict=strict, cast=cast, coordinator=coordinator)
+                jobs, in_place = next(steps)
+                restored = read_all(checkpoint, jobs, limit, in_place=in_place, meeting=meeting, progress=progress)
+                state = finished(steps, restored)
             if adaptation is not None and (notes := adaptation.notes()):
                 _log.warning("%s: restore(): %s", checkpoint.location, "\n".join(notes))
             return state
@@ -208,25 +214,35 @@ def restore_adapted(
         raise out_of_memory(str(place), e) from e
 
 
-def _restore_tree(
+def finished(steps: Restoring, restored: dict[str, object]) -> Any:
+    """The state, from the leaves that were read and placed by name."""
+    try:
+        steps.send(restored)
+    except StopIteration as e:
+        return e.value
+    raise AssertionError("a restore yields once")
+
+
+def restoring(
     checkpoint: Checkpoint,
     tree: Node,
     like: Any,
-    run: Callable[..., dict[str, object]],
     adaptation: Adaptation | None,
     *,
     only: Only | None,
     strict: Strict,
     cast: bool,
     coordinator: Coordinator | None,
-) -> Any:
-    """Restore from an open checkpoint.
+) -> Restoring:
+    """Restore from an open checkpoint, in two steps: everything is checked, and planned; then the state is built.
+
+    It yields once: the jobs to read and place (`read_all`), and whether the filled memory belongs to the caller. It is sent the leaves that
+    these have made, and returns the state.
 
     Args:
         checkpoint: the source.
         tree: its state's tree, in the form that `like` has.
         like: see `restore`.
-        run: reads and places jobs (`_read_all`).
         adaptation: the options for names and sizes; None: everything stays as it is.
         only: see `restore`.
         strict: see `state.match`.
@@ -244,7 +260,7 @@ def _restore_tree(
             name: [(name, empty(name, t.shape, t.dtype.numpy))] for name, t in ((name, record(name)) for name in stored)
         }
         own = _all_values(checkpoint, per_process_names(tree, wanted))
-        read = run(restore_jobs(checkpoint, sinks_of(leaves, record), cast=False, adaptation=adaptation), in_place=False)
+        read = yield restore_jobs(checkpoint, sinks_of(leaves, record), cast=False, adaptation=adaptation), False
         if adaptation is not None:
             adaptation.restored(read)
         return unflatten(tree, {**read, **own}, wanted)
@@ -255,8 +271,8 @@ def _restore_tree(
         if adaptation is not None:
             adaptation.settle(tree, only, each=strict is not False)
         into = [like.like(tree, record, wanted, lambda: (coordinator or Coordinator.current()).world, adaptation)]
-        restored = _restore_tree(
-            checkpoint, tree, into.pop(), run, adaptation, only=only, strict=strict, cast=cast, coordinator=coordinator
+        restored = yield from restoring(
+            checkpoint, tree, into.pop(), adaptation, only=only, strict=strict, cast=cast, coordinator=coordinator
         )
         like.load_state_dict(restored, strict=strict is not False)
         return like
@@ -273,7 +289,7 @@ def _restore_tree(
     numbers = _numbers(checkpoint, matched, record)
     filled = {name: sink_of_number(name, leaf, number) for name, (leaf, number) in matched.filled.items()}
     places = {**matched.tensors, **{stored: [*matched.tensors.get(stored, ()), *some] for stored, some in numbers.items()}}
-    restored = run(restore_jobs(checkpoint, sinks_of(places, record), cast=cast, adaptation=adaptation), in_place=True)
+    restored = yield restore_jobs(checkpoint, sinks_of(places, record), cast=cast, adaptation=adaptation), True
     if adaptation is not None:
         adaptation.restored(restored)
     for name, number in chain.from_iterable(matched.numbers.values()):
@@ -328,7 +344,7 @@ def fill(checkpoint: Checkpoint, places: Mapping[str, Sequence[tuple[str, Sink]]
         MismatchError: a sink has another shape or dtype than its tensor, or two different sinks share memory; nothing was read.
         ReplacedError, CorruptionError: as in `restore`.
     """
-    _read_all(checkpoint, restore_jobs(checkpoint, places.items(), cast=False), DEFAULT_MEMORY_LIMIT, in_place=True)
+    read_all(checkpoint, restore_jobs(checkpoint, places.items(), cast=False), DEFAULT_MEMORY_LIMIT, in_place=True)
 
 
 def _all_values(checkpoint: Checkpoint, names: Sequence[str]) -> dict[str, object]:
@@ -359,7 +375,7 @@ def chosen_values(checkpoint: Checkpoint, wanted: Mapping[str, PerProcess], coor
     return chosen
 
 
-def _read_all(
+def read_all(
     checkpoint: Checkpoint,
     jobs: Sequence[RestoreJob],
     limit: int,
@@ -398,23 +414,28 @@ def _read_all(
                 raise type(e)(f"{e} The contents of tensors of `like` that are restored in place are undefined now.") from e
             raise
 
-    staged = STAGED_BATCH if checkpoint.location.scheme == "file" else LARGEST_BATCH
+    staged = STAGED_BATCH if kind_of(checkpoint.location).near else LARGEST_BATCH
     checkpoint.open_bases(tensor for job in jobs for tensor in job.stored)
     in_place = in_place and any(landing.fills_leaf for job in jobs for landing in job.landings)
     alone, shared = (list(jobs), []) if meeting is None else meeting.divide(checkpoint, jobs, limit)
-    pool: BufferPool | None = None
-    if not all(job.is_in_place for job in jobs):
-        pin = frameworks.pinning(landing.sink for job in jobs for landing in job.landings)
-        pool = BufferPool(limit - exchange_bytes(limit) if shared else limit, pin)
-        if pin is not None:
-            staged = min(staged, pool.limit // 2)
-            alone = [part for job in alone for part in job.divided(staged)]
-    read_and_place = partial(_read_and_place, pool=pool, staged=staged, placed=placed)
+    pool, placers = (None, {}) if all(job.is_in_place for job in jobs) else _staging_of(jobs, limit - exchange_bytes(limit) * bool(shared))
+    if pool is not None and placers:
+        staged = min(staged, pool.limit // SLOTS)
+        alone = [part for job in alone for part in job.divided(staged)]
+    read_and_place = partial(_read_and_place, pool=pool, placers=placers, staged=staged, placed=placed)
     restored: dict[str, object] = {}
     for group in shared:  # its reads are collectives, which all processes make in the same order
         restored |= read_and_place(group.jobs, partial(fetch, group.read), ahead=1)
-    pinned = pool is not None and pool.pin is not None  # each buffer more would be pinned, which takes longer than reading it
-    return restored | read_and_place(alone, partial(fetch, read_alone), ahead=1 if pinned else READ_AHEAD)
+    restored |= read_and_place(alone, partial(fetch, read_alone), ahead=SLOTS // 2 if placers else READ_AHEAD)
+    for placer in placers.values():
+        placer.end()
+    return restored
+
+
+def _staging_of(jobs: Sequence[RestoreJob], limit: int) -> tuple[BufferPool | None, dict[type[Placer], Placer]]:
+    """The pool of the buffers, and the objects that copy from them to devices."""
+    placers = frameworks.placers(landing.sink for job in jobs for landing in job.landings)
+    return BufferPool(limit, frameworks.pinning(placers.values())), placers
 
 
 def _read_and_place(
@@ -425,6 +446,7 @@ def _read_and_place(
     staged: int,
     ahead: int,
     placed: Callable[[int], None],
+    placers: Mapping[type[Placer], Placer] | None = None,
 ) -> dict[str, object]:
     """Read and place some tensors; return the restored leaves by name.
 
@@ -434,50 +456,20 @@ def _read_and_place(
         pool: leases the buffers; None: all tensors are read straight into the memory of their leaves.
         staged: bytes of staging for one batch, unless one tensor needs more.
         ahead: most batches that are read at a time.
-        placed: called with the bytes placed, after each batch.
+        placed: called with the bytes placed, batch after batch.
+        placers: copy to devices, while other batches are read.
     """
     restored: dict[str, object] = {}
-    arena = None if pool is None else Arena()
     # Batches have at most half of the limit each: one batch is placed while the next one is read.
     limits = (LARGEST_BATCH if pool is None else pool.limit // 2, LARGEST_BATCH, staged)
-    most = min(staged, sum(job.staged_bytes for job in jobs))
-    leases: list[Lease] = []
-
-    def lend(batch: Sequence[RestoreJob], wait: bool) -> AbstractContextManager[object] | None:
-        if pool is None or arena is None:
-            return nullcontext()
-        nbytes = sum(job.staged_bytes for job in batch)
-        if pool.pin is not None:
-            nbytes = max(nbytes, most)  # the same each time, so that no more is pinned
-        lease = (pool.take if wait else pool.take_at_once)(nbytes, beside=sum(job.placing_bytes for job in batch))
-        if lease is not None:
-            leases.append(lease)
-            for job in batch:
-                for landing in job.landings:
-                    landing.prepare(lease, arena)
-        return lease
-
+    staging = Staging(pool, placers or {}, min(staged, sum(job.staged_bytes for job in jobs)), placed)
     some = batches(jobs, lambda job: (job.staged_bytes + job.placing_bytes, job.nbytes, job.staged_bytes), limits)
     copies = any(job.placing_bytes for job in jobs)
     try:
-        with closing(read_ahead(some, lend, fetch, ahead=ahead, copies=copies)) as coming:
-            for batch, lease in coming:
-                with lease:
-                    restored |= _place(batch)
-                placed(sum(job.nbytes for job in batch))
+        with closing(read_ahead(some, staging.lend, fetch, ahead=ahead, copies=copies)) as coming:
+            for batch, leases in coming:
+                restored |= staging.place(batch, leases)
+        staging.finish()
     finally:
-        for lease in leases:
-            lease.give_back()
-    return restored
-
-
-def _place(batch: Sequence[RestoreJob]) -> dict[str, object]:
-    """Hand the elements of a batch to the sinks, and return the restored leaves by name; the buffers are released."""
-    restored: dict[str, object] = {}
-    for job in batch:
-        for landing in job.landings:
-            leaf = landing.finish()
-            for name in landing.names:
-                restored[name] = leaf
-            landing.buffers = []
+        staging.close()
     return restored

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from shardckpt.commit.fingerprints import recorded_fingerprint
 from shardckpt.format.fingerprint import Fingerprint, StateSums
 from shardckpt.plan.pieces import batches
-from shardckpt.reading.compare_values import DEFAULT_MEMORY_LIMIT, MOST_BLOCKS, Pair, cut, read_blocks
+from shardckpt.reading.compare_values import DEFAULT_MEMORY_LIMIT, MOST_BLOCKS, Pair, cut_pairs, read_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,13 +24,13 @@ def stored_fingerprint(checkpoint: Checkpoint, *, recorded: bool, progress: Call
         progress: called with bytes read so far, and in all.
     """
     tensors = checkpoint.record.structure.tensors
-    known = recorded_fingerprint(checkpoint.place, checkpoint.record) if recorded else {}
+    known = recorded_fingerprint(checkpoint.place, checkpoint.record) if recorded and checkpoint.native else {}
     missing = [tensor for name, tensor in tensors.items() if name not in known]
     checkpoint.open_bases(missing)
     sums, done, total = StateSums(missing), 0, sum(tensor.nbytes for tensor in missing)
     pairs = [Pair(tensor.name, tensor, tensor) for tensor in missing]
     limits = DEFAULT_MEMORY_LIMIT // 2, MOST_BLOCKS
-    for batch in batches(cut(pairs, limits[0]), lambda block: (block.nbytes, 1), limits):
+    for batch in batches(cut_pairs(pairs, limits[0]), lambda block: (block.nbytes, 1), limits):
         if progress is not None:
             progress(done, total)
         with checkpoint.reading():

@@ -127,16 +127,16 @@ class TableBlocks:
         """
         where = place.path_of(reference.key)
         check_sizes(reference, where)
-        all_of_it, local = reference.size <= LEAST_REQUEST, place.location.local is not None
+        all_of_it = reference.size <= LEAST_REQUEST
         data = _read(place, reference.key, 0, reference.size if all_of_it else reference.header, count)
         header = TableHeader.vouched(data, reference, where)
-        blocks = 1 if local else max(1, LEAST_REQUEST // (header.block * ROW.itemsize))
+        blocks = 1 if place.near else max(1, LEAST_REQUEST // (header.block * ROW.itemsize))
         counts = np.fromiter(header.counts.values(), np.int64, len(header.counts))
         begins = np.cumsum(counts) - counts
         self._source = _Source(place, reference, header, header.block * blocks, begins, count)
         self._first = dict(zip(header.counts, begins.tolist(), strict=True))
         # A chunk that is an object of its own does not show which host wrote it.
-        self._hosts = None if local or not header.files or not hosts else HostRows(place, hosts, header, self._first, count)
+        self._hosts = None if place.near or not header.files or not hosts else HostRows(place, hosts, header, self._first, count)
         """Rows from hosts' own tables; None if hosts' tables are not used."""
         self._units: dict[int, NDArray[np.void]] = {}
         """Kept units by number, the most recently used last."""
@@ -291,7 +291,7 @@ class TableBlocks:
     def _read_on(self, spans: list[range]) -> list[range]:
         """The spans to read: a single span that continues the last read is extended to at least twice the length of that read."""
         unit = self._source.rows * ROW.itemsize
-        if self._source.place.location.local is None and len(spans) == 1 and 0 <= spans[0].start - self._last.stop < NEAR_BYTES // unit:
+        if not self._source.place.near and len(spans) == 1 and 0 <= spans[0].start - self._last.stop < NEAR_BYTES // unit:
             (span,) = spans
             far = min(span.start + min(2 * len(self._last), LARGEST_REQUEST // unit), self._source.units)
             spans = [range(span.start, max(span.stop, far))]
@@ -300,8 +300,7 @@ class TableBlocks:
 
     def _read(self, spans: Sequence[range]) -> None:
         """Read spans of adjacent units, and keep them."""
-        local = self._source.place.location.local is not None
-        read = [self._source.read(span) for span in spans] if local else map_on_threads(self._source.read, spans)
+        read = [self._source.read(span) for span in spans] if self._source.place.near else map_on_threads(self._source.read, spans)
         for span, rows in zip(spans, read, strict=True):
             self._keep(span, rows)
 

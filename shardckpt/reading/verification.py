@@ -26,16 +26,16 @@ from shardckpt.format.zarr_arrays import document_encoder
 from shardckpt.io.threads import short_pause
 from shardckpt.layout.box import Box, BoxArray
 from shardckpt.plan.pieces import batches
-from shardckpt.reading.fetch import CODECS, ReadableChunks
 from shardckpt.reading.locate import Request
 from shardckpt.reading.lookup import WholeTable
-from shardckpt.reading.reader import CHECKED_BYTES, ChunkReader, open_reader
+from shardckpt.reading.reader import CHECKED_BYTES, ChunkReader, ReadStats, open_chunks, open_reader
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from shardckpt.format.bases import Base
     from shardckpt.format.documents import FileReference
-    from shardckpt.format.structure import Base, TensorRecord
+    from shardckpt.format.structure import TensorRecord
     from shardckpt.format.table import Table
     from shardckpt.io.store import Store
 
@@ -67,10 +67,19 @@ class VerifyReport:
     """Number of chunks compared with their checksums, including those in bases."""
     bytes_read: int = 0
     damage: list[Damage] = field(default_factory=list)
+    checked: bool = True
+    """Whether everything was compared with checksums. False for formats without: everything could be read, and may still be damaged."""
+    compared: int = 0
+    """Number of tensors of another format that were compared with checksums which that format has."""
 
     @property
     def ok(self) -> bool:
-        """Whether there is no damage."""
+        """Whether everything was compared with checksums, and nothing is damaged."""
+        return self.checked and not self.damage
+
+    @property
+    def complete(self) -> bool:
+        """Whether everything is there and could be read."""
         return not self.damage
 
 
@@ -101,7 +110,7 @@ def verify(
     Raises:
         OptionError: `after` is no number of chunks of the checkpoint.
     """
-    with short_pause(record.totals["bytes"], on_disk=store.location.local is not None):
+    with short_pause(record.totals["bytes"], on_disk=store.near):
         return _Verification(store, record, progress, on_damage, after, group_bytes).run()
 
 
@@ -142,7 +151,8 @@ class _Verification:
         if version is not None and self.versions and version != max(self.versions):
             self._damaged_record("it names another format version than the hosts' files")
         complete = self.report.ok
-        reader = ChunkReader(ReadableChunks(self.place, table, CODECS[self.record.compression]))
+        stats = ReadStats()
+        reader = ChunkReader(open_chunks(self.place, self.record, stats, table), stats=stats)
         self.progress(self.after, total, 0)
         for done, bytes_read in self._chunks(reader):
             self.report.bytes_read = bytes_read
@@ -150,7 +160,8 @@ class _Verification:
         self.report.chunks = total - self.after
         for file, error in reader.longer_files():
             self._damaged_file(file, error)
-        if complete:  # otherwise the table may be incomplete, and the index would seem to have extra entries
+        # There is no index of differences. With an incomplete table the index would seem to have extra entries.
+        if complete and self.record.compression != "difference":
             self._index(table)
         return self.report
 

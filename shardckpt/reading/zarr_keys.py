@@ -65,6 +65,11 @@ class ZarrKeys:
         tensor, piece, position = found
         return self._reader.stored_chunk(tensor.name, tensor.dtype.storage, piece, position)
 
+    def chunk_bytes(self, key: str) -> int | None:
+        """Bytes of the elements of a chunk; None if there is no chunk with that key."""
+        found = self._chunk(key)
+        return None if found is None else prod(found[1].chunks) * found[0].dtype.storage.itemsize
+
     def exists(self, key: str) -> bool:
         """Whether the checkpoint has such a document or chunk, according to its record, in which every chunk of a grid exists."""
         return self.document(key) is not None or self._chunk(key) is not None

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from shardckpt._version import __version__
 from shardckpt.errors import CoordinationError, MissingExtraError, OptionError
-from shardckpt.excerpt import excerpt
+from shardckpt.excerpt import Message, named
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -147,8 +147,6 @@ def address_of(url: str) -> tuple[str, str]:
     """
     found = _URL.fullmatch(url)
     if found is None or found[1] not in EXTRAS:
-        raise OptionError(
-            f"engine={excerpt(url)}: give ray://HOST:PORT, dask://HOST:PORT, ray://auto or dask://auto; "
-            f"without an engine, processes of this machine do the work."
-        )
+        known = ": give ray://HOST:PORT, dask://HOST:PORT, ray://auto or dask://auto; "
+        raise OptionError(Message(named("engine", url), known, "without an engine, processes of this machine do the work."))
     return found[1], found[2]

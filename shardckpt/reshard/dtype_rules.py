@@ -18,7 +18,7 @@ from difflib import get_close_matches
 from typing import TYPE_CHECKING, Protocol
 
 from shardckpt.errors import DtypeError, DtypeMismatchError, OptionError
-from shardckpt.excerpt import excerpt
+from shardckpt.excerpt import Message, excerpt, named
 from shardckpt.layout.dtypes import DTYPES, by_name, castable
 from shardckpt.state.names import shown
 from shardckpt.state.select import matches
@@ -49,6 +49,7 @@ _ALL = ""
 """The pattern for all tensors that no other pattern matches."""
 _LITERAL_END = re.compile(r"(?:.*[/.])?[^*?\[\]/.]+", re.DOTALL)
 """Patterns whose last part has no wildcard."""
+_DTYPE = named("dtype", ...)
 _FLOATING = ("float", "bfloat")
 _INTEGER = ("int", "uint", "bool")
 
@@ -101,13 +102,12 @@ def check_dtypes(requested: object) -> None:
         OptionError: it is not, it names an unknown dtype, or its dtype for all tensors is not a floating-point dtype.
     """
     if requested is not None and not isinstance(requested, str | Mapping):
-        raise OptionError(f"dtype={excerpt(requested)}: give a dtype's name, or a dict of pattern → name.")
+        raise OptionError(Message(named("dtype", requested), ": give a dtype's name, or a dict of pattern → name."))
     for pattern, dtype in _rules(requested).items():
         if pattern == _ALL and not _is_floating(dtype):
-            raise OptionError(
-                f"dtype={dtype.name!r}: a dtype without a pattern must be a floating-point dtype; give a pattern for the tensors to "
-                f"convert, as in dtype={{'**/position_ids': {dtype.name!r}}}."
-            )
+            advice = ": a dtype without a pattern must be a floating-point dtype; give a pattern for the tensors to convert, as in "
+            example = named("dtype", {"**/position_ids": dtype.name})
+            raise OptionError(Message(named("dtype", dtype.name), advice, example, "."))
 
 
 def plan_dtypes(tensors: Mapping[str, _Typed], requested: DtypeOption, meaning: Mapping[str, str], optimizer: Container[str]) -> DtypePlan:
@@ -126,7 +126,7 @@ def plan_dtypes(tensors: Mapping[str, _Typed], requested: DtypeOption, meaning: 
     rules = _rules(requested)
     for pattern in rules:
         if pattern != _ALL and not any(matches(pattern, name) for name in tensors):
-            raise OptionError(f"dtype=…: {pattern!r} matches no tensor; patterns are matched with whole names.")
+            raise OptionError(Message(_DTYPE, f": {pattern!r} matches no tensor; patterns are matched with whole names."))
     dtypes, converted, left = {}, dict[str, Counter[str]](), dict[str, Counter[str]]()
     for name, tensor in tensors.items():
         pattern = next((p for p in rules if p != _ALL and matches(p, name)), _ALL)
@@ -135,7 +135,8 @@ def plan_dtypes(tensors: Mapping[str, _Typed], requested: DtypeOption, meaning: 
         dtypes[name] = tensor.dtype if reason else new
         if not reason and (name in meaning or not castable(tensor.dtype, new)):
             has = f"dtype {tensor.dtype}" if name not in meaning else f"dtype {tensor.dtype} and means {meaning[name]}"
-            raise DtypeMismatchError(f"{shown(name)} has {has}, which cannot be converted to {new}; leave it out of dtype={pattern!r}.")
+            advice = f"{shown(name)} has {has}, which cannot be converted to {new}; leave it out of "
+            raise DtypeMismatchError(Message(advice, named("dtype", pattern), "."))
         subtree = _subtree(name)
         converted.setdefault(subtree, Counter()).update([] if reason else [new.name])
         left.setdefault(subtree, Counter()).update([reason] if reason else [])
@@ -177,12 +178,13 @@ def _named(name: object) -> DType:
         return by_name(SHORT_NAMES.get(name, name) if isinstance(name, str) else repr(name))
     except DtypeError as e:
         if not isinstance(name, str) or "unknown" in str(e):
-            raise OptionError(f"dtype=…: {e}") from e
+            raise OptionError(Message(_DTYPE, f": {e}")) from e
     close = get_close_matches(name, [*DTYPES, *SHORT_NAMES], n=3)
     if not close and any(character in name for character in "*/"):
-        raise OptionError(f"dtype=…: unknown dtype {excerpt(name)}; after a pattern comes =DTYPE, as in {excerpt(f'{name}=bfloat16')}.")
+        example = excerpt(f"{name}=bfloat16")
+        raise OptionError(Message(_DTYPE, f": unknown dtype {excerpt(name)}; after a pattern comes =DTYPE, as in {example}."))
     advice = f"did you mean {' or '.join(close)}?" if close else f"known are {', '.join(DTYPES)}."
-    raise OptionError(f"dtype=…: unknown dtype {excerpt(name)}; {advice}")
+    raise OptionError(Message(_DTYPE, f": unknown dtype {excerpt(name)}; {advice}"))
 
 
 def _is_floating(dtype: DType) -> bool:

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from shardckpt.errors import MissingExtraError, OptionError
-from shardckpt.excerpt import excerpt
+from shardckpt.excerpt import Message, install_command, named
 from shardckpt.reshard.clusters import EXTRAS, ClusterExecutor, address_of
-from shardckpt.reshard.memory import PROCESS_BYTES
 from shardckpt.reshard.processes import LocalProcesses
+from shardckpt.streaming.memory import PROCESS_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -52,10 +52,8 @@ def check_engine(engine: object) -> None:
     if isinstance(engine, str):
         address_of(engine)
     elif engine is not None and not isinstance(engine, Executor):
-        raise OptionError(
-            f"engine={excerpt(engine)}: give a concurrent.futures.Executor, a url such as ray://HOST:PORT, or None for this "
-            f"machine's processes."
-        )
+        advice = ": give a concurrent.futures.Executor, a url such as ray://HOST:PORT, or None for this machine's processes."
+        raise OptionError(Message(named("engine", engine), advice))
 
 
 @contextmanager
@@ -105,7 +103,7 @@ def _connect(url: str, memory: int) -> ClusterExecutor:
     except ModuleNotFoundError as e:
         if (e.name or "").partition(".")[0] != EXTRAS[kind]:
             raise
-        raise MissingExtraError(f'{url} needs {EXTRAS[kind]}; install it with `pip install "shardckpt[{kind}]"`.') from None
+        raise MissingExtraError(f"{url} needs {EXTRAS[kind]}; install it with `{install_command(kind)}`.") from None
 
 
 class _Inline(Executor):

@@ -15,7 +15,6 @@ from __future__ import annotations
 import secrets
 import time
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -24,34 +23,36 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from shardckpt.commit.assemble import assemble
 from shardckpt.commit.dependants import Dependants
 from shardckpt.commit.publish import data_stays, is_published, publish, remove_replaced
-from shardckpt.commit.strays import remove_strays
+from shardckpt.commit.remove import remove_strays
 from shardckpt.errors import CommitError, OptionError, ShardckptError, leaves_out_with, out_of_memory_is_typed
-from shardckpt.excerpt import excerpt
+from shardckpt.excerpt import Message, named
 from shardckpt.io.datafile import check_space
 from shardckpt.io.failures import reading_takes_threads
+from shardckpt.io.store import kind_of
 from shardckpt.io.url import parse
-from shardckpt.reading.checkpoint import Checkpoint
+from shardckpt.options import documented
 from shardckpt.reshard.clusters import WorkerLostError
-from shardckpt.reshard.engines import check_engine, start_engine
+from shardckpt.reshard.engines import start_engine
 from shardckpt.reshard.forecast.words import notice_text
 from shardckpt.reshard.job import Job, OpenJob
 from shardckpt.reshard.options import DEFAULT_MEMORY_LIMIT, DEFAULT_TASK_BYTES, ReshardOptions
 from shardckpt.reshard.reuse import reuse_files
-from shardckpt.reshard.rules import Rule, Rules
-from shardckpt.reshard.source import place_of
 from shardckpt.reshard.task import TaskReport, free_kept, keep_open, run_task
 from shardckpt.state.names import shown
+from shardckpt.streaming.source import place_of
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from shardckpt.layout.mesh import Mesh
     from shardckpt.layout.partition_spec import PartitionSpec
+    from shardckpt.reading.checkpoint import Checkpoint
     from shardckpt.reshard.dtype_rules import ConvertedSubtree
     from shardckpt.reshard.engines import Engine
     from shardckpt.reshard.plan import Task
-    from shardckpt.reshard.source import OpenSource, SourceSpec
+    from shardckpt.reshard.rules import Rules
+    from shardckpt.streaming.source import OpenSource, SourceSpec
 
 MOST_LOSSES = 3
 """Maximum number of workers lost over one task."""
@@ -105,36 +106,10 @@ class ReshardReport:
         }
 
 
-@dataclass(frozen=True, slots=True)
-class ExecutionOptions:
-    """Options of one call that are not sent to workers: the engine, this call's share, and the progress callback."""
-
-    engine: Executor | str | None = None
-    """See `engines`."""
-    worker: tuple[int, int] | None = None
-    """Number of this worker, and the number of externally started workers; None: this call does all tasks."""
-    progress: Callable[[int, int], None] | None = None
-    """Called with the bytes of elements done so far, and in all."""
-
-    def __post_init__(self) -> None:
-        """Check every option."""
-        worker: Any = self.worker
-        pair = isinstance(worker, tuple) and len(worker) == 2 and all(type(n) is int for n in worker)
-        if worker is not None and not (pair and 0 <= worker[0] < worker[1]):
-            raise OptionError(f"worker={excerpt(worker)}: give (K, N): this is worker K of N, counted from 0.")
-        check_engine(self.engine)
-        if isinstance(self.engine, str) and worker is not None:
-            raise OptionError(f"engine={self.engine!r}, worker={worker}: a cluster has workers of its own; leave one of the two out.")
-
-    def report(self, done: int, total: int) -> None:
-        """Report progress to the caller."""
-        if self.progress is not None:
-            self.progress(done, total)
-
-
 @out_of_memory_is_typed
-@leaves_out_with("only=")
-def reshard(
+@leaves_out_with("only")
+@documented(ReshardOptions)
+def reshard(  # noqa: D417  (the other arguments are documented where they are declared)
     src: str | os.PathLike[str],
     dst: str | os.PathLike[str],
     *,
@@ -163,26 +138,7 @@ def reshard(
     Args:
         src: the checkpoint to read: a path or URL.
         dst: a path or URL for the new checkpoint. With `overwrite`, it may equal `src`.
-        mesh: the new mesh. With neither `rules` nor `like`, tensors keep their recorded specs on this mesh.
-        rules: the layout of each tensor: `Rules`, texts such as "**/w1=(None,model)", or a dict of pattern → spec.
-        like: another checkpoint. Tensors that no rule matches get their layouts from it.
-        layout: "packed" or "zarr"; None: same as the source.
-        compression: "zstd" or "none"; None: same as the source.
-        dtype: the new dtype, or a dict of pattern → dtype. Values are rounded to nearest, ties to even. A dtype alone leaves
-            integers, tensors without dimensions and optimizer state unchanged (docs/reshard.md#dtypes).
-        only: a pattern, or several: the new checkpoint has only the tensors and values with matching names.
-        engine: the workers: a `concurrent.futures.Executor`, or the URL of a cluster, such as "ray://head:10001" or
-            "dask://scheduler:8786"; None: processes on this machine.
-        memory_limit: bytes of buffers, or a text such as "2GiB". The limit holds for all workers of one machine together, and on a
-            cluster for each running task. Each process uses up to 128 MiB more.
-        workers: number of concurrent tasks; None: as many as cores and memory allow, or as the cluster can run.
-        worker: (K, N): this call does the share of worker K, counted from 0, of N workers that you start. When all
-            are done, call `shardckpt.commit(dst)`.
-        task_bytes: approximate bytes that a task writes. An interruption loses at most one unfinished task per worker.
-        overwrite: replace a checkpoint that is committed at `dst`, unless it is pinned, tagged, or the base of checkpoints beside it.
-        verify: read the written data back and compare checksums.
-        unmatched: "replicate" or "error": treatment of tensors that no rule matches; None: the setting of `rules`.
-        progress: called with the bytes of elements done so far, and in all (of this call's share).
+        options: the other arguments are the fields of `ReshardOptions`.
 
     Returns:
         A report with bytes read and written, seconds, and whether the new checkpoint is committed.
@@ -199,61 +155,49 @@ def reshard(
         MissingExtraError: the cluster's package is not installed here, or shardckpt is not installed on the cluster.
         StorageError: a storage failed or is full; or the interpreter is shutting down and cannot start reader threads.
     """
-    options = ReshardOptions(
-        mesh=mesh,
-        rules=all_rules(rules, like, unmatched),
-        layout=layout,
-        compression=compression,
-        dtype=dtype,
-        only=only,
-        memory_limit=memory_limit,
-        workers=workers,
-        task_bytes=task_bytes,
-        overwrite=overwrite,
-        verify=verify,
-    )
+    options = ReshardOptions.of(locals())
     source, destination = parse(src), parse(dst)
     if destination.is_within(source) and destination.resolved != source.resolved:
         raise OptionError(f"{destination} is inside the source, {source}; choose another place.")
     with reading_takes_threads(src):
-        return run_job(str(source), dst, options, ExecutionOptions(engine, worker, progress))
+        return run_job(str(source), dst, options)
 
 
 def run_job(
     source: str | SourceSpec,
     dst: str | os.PathLike[str],
     options: ReshardOptions,
-    execution: ExecutionOptions,
     found: OpenSource | None = None,
 ) -> ReshardReport:
     """Reshard any source; `found` is the source if the caller has opened it."""
     began, destination = time.monotonic(), parse(dst)
-    in_one_memory = "memory" in (place_of(source).scheme, destination.scheme)
-    if isinstance(execution.engine, str) and in_one_memory:
-        raise OptionError(
-            f"engine={execution.engine!r}: a cluster cannot reach a memory:// url, which exists only in this process; choose another place."
-        )
-    # Each worker of a cluster has the memory for itself.
-    each = replace(options, workers=1) if isinstance(execution.engine, str) else options
-    job = Job(source, str(destination), each, call=secrets.token_hex(8), alone=execution.worker is None and execution.engine is None)
+    private = next((place for place in (place_of(source), destination) if not kind_of(place).shared), None)
+    on_cluster = isinstance(options.engine, str)
+    if on_cluster and private is not None:
+        advice = f": a cluster cannot reach a {private.scheme}:// url, which exists only in this process; choose another place."
+        raise OptionError(Message(named("engine", options.engine), advice))
+    each = options.of_job()
+    if on_cluster:  # each worker has the memory for itself
+        each = replace(each, workers=1)
+    job = Job(source, str(destination), each, call=secrets.token_hex(8), alone=options.worker is None and options.engine is None)
     opened, done = OpenJob(job, found), None
     dependants = Dependants(opened.store)
-    first = execution.worker is None or execution.worker[0] == 0  # one call of the job reads the checkpoints beside the destination
+    first = options.worker is None or options.worker[0] == 0  # one call of the job reads the checkpoints beside the destination
     if first and opened.prior.is_checkpoint and not opened.committed:
         dependants.check_replaceable(opened.prior.attempt)
     if opened.reuses_files:
         try:
-            done = _reuse_source(opened, execution)
+            done = _reuse_source(opened, options)
         except NotImplementedError:  # the object store cannot copy
             opened = OpenJob(replace(job, alone=False))
     if done is None:
-        done = _run_tasks(opened, execution, options.workers, in_one_memory=in_one_memory)
-    if execution.worker is None and not opened.committed:
+        done = _run_tasks(opened, options, in_one_memory=private is not None)
+    if options.worker is None and not opened.committed:
         _commit(opened, dependants)
     return ReshardReport(
         url=str(opened.store.location),
         attempt=opened.attempt,
-        committed=execution.worker is None or opened.committed,
+        committed=options.worker is None or opened.committed,
         tasks=done.tasks,
         done_before=done.done_before,
         nbytes=opened.plan.nbytes,
@@ -274,39 +218,39 @@ class _WorkDone(NamedTuple):
     stored_bytes: int
 
 
-def _reuse_source(opened: OpenJob, execution: ExecutionOptions) -> _WorkDone:
+def _reuse_source(opened: OpenJob, options: ReshardOptions) -> _WorkDone:
     """Reuse the source's files, where nothing in them changes."""
     hosts = len(opened.plan.source.hosts)
     if opened.committed:
         return _WorkDone(hosts, hosts, 0, 0)
-    done_before, read_bytes = reuse_files(opened, execution.report)
+    done_before, read_bytes = reuse_files(opened, options.report)
     return _WorkDone(hosts, done_before, read_bytes, 0)
 
 
-def _run_tasks(opened: OpenJob, execution: ExecutionOptions, workers: int | None, *, in_one_memory: bool) -> _WorkDone:
-    """Run the unfinished tasks of this call's share; `workers` is the option as the user gave it."""
-    plan, (number, sharing) = opened.plan, execution.worker or (0, 1)
+def _run_tasks(opened: OpenJob, options: ReshardOptions, *, in_one_memory: bool) -> _WorkDone:
+    """Run the unfinished tasks of this call's share."""
+    plan, (number, sharing), workers = opened.plan, options.worker or (0, 1), options.workers
     # Workers on other machines would count their own cores.
-    options = replace(opened.job.options, workers=plan.memory.workers)
-    job = replace(opened.job, options=options, attempt=opened.attempt, alone=False)
+    of_job = replace(opened.job.options, workers=plan.memory.workers)
+    job = replace(opened.job, options=of_job, attempt=opened.attempt, alone=False)
     finished = {task.number for task in plan.tasks} if opened.committed else opened.finished_tasks()
     mine = [task for task in plan.tasks if task.number % sharing == number]
     left = [task for task in mine if task.number not in finished]
     total, missing = (sum(task.nbytes for task in tasks) for tasks in (mine, left))
     if plan.compression is None:
         check_space(opened.store, missing)
-    execution.report(total - missing, total)
+    options.report(total - missing, total)
     reports: list[TaskReport] = []
     if left:
         own = 1 if in_one_memory else plan.memory.workers
-        at_once = min(own if execution.engine is None else workers or _ENGINE_WORKERS, len(left))
+        at_once = min(own if options.engine is None else workers or _ENGINE_WORKERS, len(left))
         keep_open(job, opened)  # for tasks that run in this thread
         try:
-            with start_engine(execution.engine, workers, at_once, plan.memory.peak // plan.memory.workers) as engine:
+            with start_engine(options.engine, workers, at_once, plan.memory.peak // plan.memory.workers) as engine:
                 for report in _run_on_engine(engine, job, left, sharing):
                     reports.append(report)
                     missing -= report.nbytes
-                    execution.report(total - missing, total)
+                    options.report(total - missing, total)
         finally:
             free_kept()
     return _WorkDone(
@@ -315,29 +259,6 @@ def _run_tasks(opened: OpenJob, execution: ExecutionOptions, workers: int | None
         read_bytes=sum(report.read_bytes for report in reports),
         stored_bytes=sum(report.stored_bytes for report in reports),
     )
-
-
-def all_rules(
-    rules: Rules | str | Sequence[str] | Mapping[str, PartitionSpec] | None,
-    like: str | os.PathLike[str] | Checkpoint | None,
-    unmatched: Literal["replicate", "error"] | None,
-) -> Rules | None:
-    """Combine `rules`, `like` and `unmatched` into one `Rules`."""
-    if rules is None and like is None:
-        if unmatched is not None:
-            raise OptionError("unmatched=… is about tensors that no rule matches, and there are no rules; give rules= or like=.")
-        return None
-    found = Rules() if rules is None else rules
-    if isinstance(found, Mapping):
-        found = Rules(tuple(Rule(pattern, spec) for pattern, spec in found.items()))
-    elif isinstance(found, str | Sequence):
-        found = Rules.parse(found)
-    elif not isinstance(found, Rules):
-        raise OptionError(f"rules={excerpt(rules)}: give shardckpt.Rules, texts such as '**/w1=(None,model)', or a dict.")
-    if like is not None:
-        other = like if isinstance(like, Checkpoint) else Checkpoint(like)
-        found = found.then(Rules.like(other.record, str(other.location)))
-    return found if unmatched is None else replace(found, unmatched=unmatched)
 
 
 def _run_on_engine(engine: Engine, job: Job, tasks: Sequence[Task], sharing: int) -> Iterator[TaskReport]:

@@ -32,8 +32,8 @@ from shardckpt.errors import (
     ShardckptError,
     StorageError,
 )
+from shardckpt.excerpt import Message, named
 from shardckpt.format.record import CheckpointRecord, Contents, host_record_key
-from shardckpt.io.ages import modification_times
 from shardckpt.io.status import exists, is_directory, is_link
 from shardckpt.io.store import Store
 from shardckpt.io.threads import map_on_threads
@@ -44,10 +44,10 @@ from shardckpt.reading.fetch import CODECS, ReadableChunks
 from shardckpt.reading.locate import Request
 from shardckpt.reading.lookup import WholeTable
 from shardckpt.reading.reader import ChunkReader
-from shardckpt.reshard.memory import readers
 from shardckpt.reshard.plan import ReshardPlan, plan_reshard
-from shardckpt.reshard.reuse import reuse_method
-from shardckpt.reshard.source import OpenSource, open_source
+from shardckpt.reshard.reuse_method import reuse_method
+from shardckpt.streaming.memory import readers
+from shardckpt.streaming.source import OpenSource, open_source
 from shardckpt.writing.host import describe
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from shardckpt.format.table import Table
     from shardckpt.io.url import Location
     from shardckpt.reshard.options import ReshardOptions
-    from shardckpt.reshard.source import SourceSpec
+    from shardckpt.streaming.source import SourceSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,7 @@ class OpenJob:
         self.prior: Prior = hold_place(self.store, read_prior(self.store, overwrite=True), overwrite=True)
         self.attempt, self.committed = self._attempt()
         """`committed`: whether the job is done: the checkpoint at the destination is this job's result from the earlier state."""
-        unchanged = isinstance(self.checkpoint, Checkpoint) and self.plan.unchanged
+        unchanged = self.checkpoint.native and self.plan.unchanged
         if job.alone and unchanged and reuse_method(self.source_place, self.store):
             begun = self.committed or finished_hosts(self.store.sub(self.attempt))  # by workers started elsewhere: continue their attempt
             self.reuses_files = not begun
@@ -138,14 +138,15 @@ class OpenJob:
             written = read_table(self.source_place, record.small_table).counts
             tensors = record.structure.tensors
             small = {name: self.checkpoint.read(name).tobytes() for name in tensors if tensors[name].pieces[0].path in written}
-        saved_by = record.saved_by if self.reuses_files else record.processes if self.plan.values else None
+        by_processes = bool(self.plan.values) or record.processes < len(self.plan.tasks)
+        saved_by = record.saved_by if self.reuses_files else record.processes if by_processes else None
         return Contents(self.plan.target, small, record.metadata, processes=saved_by)
 
     @cached_property
     def described(self) -> FileReference:
         """A reference to the file of the `contents`; the file is written first if necessary."""
         # Another call of the job may have failed to make that file durable, so on a disk it is written again.
-        return describe(self.place, self.contents, always=self.place.location.local is not None)
+        return describe(self.place, self.contents, always=not self.place.durable_when_visible)
 
     def finished_tasks(self) -> set[int]:
         """Numbers of the tasks whose record exists, with all files that it names.
@@ -156,7 +157,7 @@ class OpenJob:
         found = finished_hosts(self.place)
         if not found:
             return set()
-        there = {key for key, _ in modification_times(self.place, "hosts/")}
+        there = {key for key, _ in self.place.modification_times("hosts/")}
         complete = map_on_threads(lambda number: _is_complete(self.place, number, there), found)
         finished = {number for number, is_complete in zip(found, complete, strict=True) if is_complete}
         for number in set(found) - finished:
@@ -192,7 +193,8 @@ class OpenJob:
                 if self.store.location == self.checkpoint.location
                 else "another checkpoint is committed there already"
             )
-            raise AlreadyExistsError(f"{self.store}: {what}; choose another place, or replace it with overwrite=True.") from e
+            advice = f"{self.store}: {what}; choose another place, or replace it with "
+            raise AlreadyExistsError(Message(advice, named("overwrite", True), ".")) from e
 
     def _attempt(self) -> tuple[str, bool]:
         """The attempt, and whether it is committed."""
@@ -237,7 +239,7 @@ def check_destination(location: Location) -> None:
     Raises:
         StorageError: the path is something other than a directory.
     """
-    path = location.local
+    path = location.local_path
     if path is not None and exists(path, follow=False) and not is_directory(path):
         what = "a broken symbolic link" if is_link(path) else "a file"
         raise StorageError(f"{location}: {what} is at the place of the new checkpoint; choose another place.")

@@ -1,12 +1,12 @@
 """The plan of a reshard: its tasks, memory and cost, from the source's record and the options alone.
 
 1. `targets`: how each tensor will be stored.
-2. `cells`: each tensor is cut into boxes that can be read and written independently.
+2. `plan.cells`: each tensor is cut into boxes that can be read and written independently.
 3. All cells, in the order of the tensors, form one sequence. It is cut into *tasks* of equal length; a cell belongs to the task that
    contains its middle. A task is one host of the new attempt: it writes its own data and a record, and knows nothing of the
    other tasks. The cut depends on sizes alone, not on workers or memory, so a job that is restarted elsewhere
    finds the same tasks.
-4. `memory`: what each worker may use. A task handles its cells in steps that fit (`ReshardPlan.steps`).
+4. `streaming.memory`: what each worker may use. A task handles its cells in steps that fit (`ReshardPlan.steps`).
 """
 
 from __future__ import annotations
@@ -18,12 +18,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from shardckpt.excerpt import count, file_size
 from shardckpt.format.zarr_arrays import CHECKSUM_BYTES, largest_chunk
+from shardckpt.io.store import kind_of
+from shardckpt.plan.cells import Cells, plan_cells, read_bytes
+from shardckpt.plan.cut import Order, cut
 from shardckpt.plan.views import View
-from shardckpt.reshard.batches import ChunkTarget, PlannedStep
-from shardckpt.reshard.cells import Cells, cut, read_bytes, steps
-from shardckpt.reshard.memory import Memory, Sizes, check_limit, share
 from shardckpt.reshard.targets import Targets, targets
+from shardckpt.streaming.batches import ChunkTarget, PlannedStep
+from shardckpt.streaming.memory import Memory, Sizes, check_limit, share
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -31,9 +34,9 @@ if TYPE_CHECKING:
     from shardckpt.format.record import CheckpointRecord
     from shardckpt.format.structure import Structure, TensorRecord
     from shardckpt.io.url import Location
-    from shardckpt.reshard.cells import Step
+    from shardckpt.plan.cut import Step
     from shardckpt.reshard.options import ReshardOptions
-    from shardckpt.reshard.source import OpenSource
+    from shardckpt.streaming.source import OpenSource
 
 MOST_TASKS = 4096
 """Approximate maximum number of tasks of a job."""
@@ -71,7 +74,7 @@ class Task:
         return sum(share.nbytes for share in self.shares)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class ReshardPlan(Targets):
     """The complete plan of a reshard."""
 
@@ -85,6 +88,11 @@ class ReshardPlan(Targets):
     memory: Memory
     """Memory of each worker."""
     _cells: Mapping[str, Cells] = field(default_factory=dict, repr=False, compare=False)
+
+    def __repr__(self) -> str:
+        """Tensors, bytes and tasks in short."""
+        work = f"{count(len(self.tasks), 'task')}, {file_size(self.read_bytes)} read, {file_size(self.written_bytes)} written"
+        return f"<ReshardPlan of {count(len(self.target.tensors), 'tensor')}, {file_size(self.nbytes)}: {work}>"
 
     @property
     def unchanged(self) -> bool:
@@ -137,7 +145,7 @@ class ReshardPlan(Targets):
         target, source = self.target.tensors[share.tensor], self.sources[share.tensor]
         itemsize, room = target.dtype.itemsize, self.memory.room
         for box in self._cells[share.tensor].boxes(share.cells, self.memory.batch // itemsize):
-            yield from steps(box, target.pieces, source.pieces, itemsize, room)
+            yield from cut(box, target.pieces, room // itemsize, Order.OPEN, sources=source.pieces)
 
     def planned_steps(self, task: Task) -> Iterator[PlannedStep]:
         """Yield the steps of a task in order, with the target of each."""
@@ -178,12 +186,14 @@ def plan_reshard(source: OpenSource, options: ReshardOptions, destination: Locat
     layout = options.layout or record.layout
     keep_chunks = native and layout == record.layout
     made = targets(record.structure, options, str(source.location), files=layout == "zarr", keep_chunks=keep_chunks)
-    compression = record.compression if options.compression is None else None if options.compression == "none" else options.compression
+    compression = {None: record.compression, "none": None}.get(options.compression, options.compression)
+    if compression == "difference":  # the new checkpoint has all elements
+        compression = None
     sizes = Sizes(
         source_chunk=largest_chunk(made.sources.values()),
         target_chunk=largest_chunk(made.target.tensors.values()),
-        source_local=source.location.local is not None,
-        target_local=destination is None or destination.local is not None,
+        source_local=kind_of(source.location).near,
+        target_local=destination is None or kind_of(destination).near,
         # The decoding of foreign formats is unknown; bases are not known yet either.
         source_compressed=record.compression is not None or bool(record.structure.bases) or not native,
         target_compressed=compression is not None,
@@ -193,7 +203,7 @@ def plan_reshard(source: OpenSource, options: ReshardOptions, destination: Locat
     least = record.processes if made.values else 1
     length = _task_length(made.target, options.task_length)
     cells = {
-        name: cut(tensor.pieces, made.sources[name].pieces, made.sources[name].dtype.itemsize, length // 4)
+        name: plan_cells(tensor.pieces, made.sources[name].pieces, made.sources[name].dtype.itemsize, length // 4)
         for name, tensor in made.target.tensors.items()
         if tensor.nbytes
     }

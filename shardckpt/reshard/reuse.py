@@ -21,7 +21,7 @@ import secrets
 import shutil
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -31,10 +31,9 @@ from shardckpt.format.documents import FileReference
 from shardckpt.format.record import HostFiles, HostRecord
 from shardckpt.format.table import OWN_OBJECT
 from shardckpt.format.zarr_arrays import chunk_object_key, plain_key
-from shardckpt.io.buckets.object_copies import can_copy, copy_objects
 from shardckpt.io.failures import storage_errors
 from shardckpt.io.files import sync_directory
-from shardckpt.io.status import is_file, is_link, status
+from shardckpt.io.status import is_file
 from shardckpt.writing.host import write_record
 
 if TYPE_CHECKING:
@@ -46,37 +45,8 @@ if TYPE_CHECKING:
     from shardckpt.plan.pieces import Piece
     from shardckpt.reshard.job import OpenJob
 
-ReuseMethod = Literal["links", "copies"]
-"""The method by which files come to exist in both places."""
 _NO_RANGES = (errno.EXDEV, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 """Errors of the kernel where it cannot copy between two files, although both can be read and written."""
-
-
-def reuse_method(source: Store, target: Store) -> ReuseMethod | None:
-    """The method for reusing files at another place without passing their bytes through this process; None: there is no method.
-
-    "links": both places are on one file system of this machine; the target's need not exist yet. Links are refused if the source has
-    symbolic links: a link made by somebody else could lead to any file of this user, and that file would become part of the
-    target. Tasks, in contrast, reuse only chunks that have the right checksums.
-    "copies": both places are in buckets of one service.
-    """
-    if can_copy(source, target):
-        return "copies"
-    old, new = source.local_path(""), target.local_path("")
-    if old is None or new is None:
-        return None
-    existing = next((found for path in (new, *new.parents) if (found := status(path)) is not None), None)
-    read = status(old)
-    one = existing is not None and read is not None and read.st_dev == existing.st_dev
-    return "links" if one and not _has_links(old) else None
-
-
-def _has_links(directory: Path) -> bool:
-    """Whether the directory is a symbolic link or has one anywhere below it; files are not opened."""
-    if is_link(directory):
-        return True
-    with storage_errors("list", directory), os.scandir(directory) as entries:
-        return any(entry.is_symlink() or (entry.is_dir() and _has_links(directory / entry.name)) for entry in entries)
 
 
 def reuse_files(opened: OpenJob, progress: Callable[[int, int], None]) -> tuple[int, int]:
@@ -215,8 +185,8 @@ def _below(store: Store, lane: str) -> list[str]:
 
 def _link_or_copy(source: Store, target: Store, files: Iterable[tuple[str, str]], drafts: str | None = None) -> None:
     """Link or copy files (old key, new key), durably; with `drafts`, replace existing files."""
-    if target.location.bucket is not None:
-        copy_objects(source, target, files)
+    if target.copies_from(source):
+        target.copy_from(source, files)
         return
     changed: set[Path] = set()
     for number, (old, new) in enumerate(files):

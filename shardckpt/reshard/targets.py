@@ -84,7 +84,7 @@ def targets(source: Structure, options: ReshardOptions, where: str, *, files: bo
 def renamed(tensor: TensorRecord, name: str, dtype: DType) -> TensorRecord:
     """The record of a tensor that keeps its chunks, under the same name or another one."""
     if name == tensor.name:
-        return replace(tensor, dtype=dtype, base=None)  # data in a base is copied into the new checkpoint
+        return replace(tensor, dtype=dtype, base=None, difference=False)  # the new checkpoint has all elements
     whole = len(tensor.pieces) == 1 and tensor.pieces[0].path == array_path(tensor.name)
     paths = [array_path(name)] if whole else [piece_path(name, tensor.shape, piece.start) for piece in tensor.pieces]
     pieces = tuple(replace(piece, path=path) for piece, path in zip(tensor.pieces, paths, strict=True))
@@ -93,8 +93,8 @@ def renamed(tensor: TensorRecord, name: str, dtype: DType) -> TensorRecord:
 
 def _decide_layouts(tensors: Mapping[str, TensorRecord], options: ReshardOptions) -> dict[str, Decision]:
     """The layout of every tensor; `tensors` are source tensors by their names in the target."""
-    if options.rules is not None:
-        return options.rules.decide_all({name: tensor.shape for name, tensor in tensors.items()}, options.mesh)
+    if options.decided is not None:
+        return options.decided.decide_all({name: tensor.shape for name, tensor in tensors.items()}, options.mesh)
     if options.mesh is not None:
         plain = all(tensor.layout is None for tensor in tensors.values())
         notices = ("no tensor has a sharding that the mesh could apply to; a rule says which dimensions to cut",) if plain else ()

@@ -1,7 +1,7 @@
 """Execution of one task of a job: read its cells, write the new chunks, read those back, and write a host record.
 
 1. If a record already exists, the task is done; nothing else is checked.
-2. The task's steps are read into the chunks of the target (`assembling`).
+2. The task's steps are read into the chunks of the target (`streaming.assemble`).
 3. Meanwhile chunks of earlier steps are finished (checksum, compression) and written.
 4. Once all data is durable, it is read back and compared with the chunk table. Then the record is written, if none exists.
 
@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING
 from shardckpt.errors import CommitError, CorruptionError, ShardckptError
 from shardckpt.format.record import host_record_key
 from shardckpt.frameworks.per_process import values_file
-from shardckpt.reshard.assembling import assembled
-from shardckpt.reshard.batches import BatchMemory
 from shardckpt.reshard.job import OpenJob
+from shardckpt.streaming.assemble import assemble_chunks
+from shardckpt.streaming.batches import BatchMemory
 from shardckpt.writing.host import HostWriter, write_record
 
 if TYPE_CHECKING:
@@ -113,12 +113,12 @@ def _run(opened: OpenJob, task: Task, place: Store) -> tuple[bool, int]:
         task.number,
         layout=plan.layout,
         compression=plan.compression,
-        memory_limit=max(plan.memory.writing, _PAGES) if place.location.local is not None else plan.memory.writing,
+        memory_limit=max(plan.memory.writing, _PAGES) if place.appends else plan.memory.writing,
         run=secrets.token_hex(4),
     )
     try:
         # Each batch is written while the next one is read.
-        with closing(assembled(opened.checkpoint, plan.planned_steps(task), plan.memory.batch, _here.memory)) as batches:
+        with closing(assemble_chunks(opened.checkpoint, plan.planned_steps(task), plan.memory.batch, _here.memory)) as batches:
             for batch in batches:
                 writer.append_laid_out([(chunk.piece, chunk.position, chunk.raw) for chunk in batch.whole])
         described, hosts, values = opened.described, len(plan.tasks), _process_values(opened, task.number)

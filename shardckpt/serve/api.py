@@ -2,61 +2,54 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import io
+import json
 import re
-import threading
-import time
-from contextlib import contextmanager
+from itertools import islice
 from math import prod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from starlette.exceptions import HTTPException
 
 from shardckpt.errors import BudgetError, DtypeError, NotFoundError, OptionError, ShapeMismatchError
 from shardckpt.excerpt import excerpt, file_size
 from shardckpt.layout.box import Box
 from shardckpt.layout.placements import Placements
 from shardckpt.layout.text import layout_text
+from shardckpt.options import parse_bytes
 from shardckpt.reading import documents
-from shardckpt.reading.compare import compare
-from shardckpt.reading.statistics import tensor_statistics
-from shardckpt.reshard.execute import all_rules
-from shardckpt.reshard.forecast.document import document as forecast_document
-from shardckpt.reshard.forecast.forecast import Forecast, forecast, known_places
-from shardckpt.reshard.forecast.rates import Rates, given_rates
 from shardckpt.reshard.options import ReshardOptions
-from shardckpt.reshard.plan import plan_reshard
-from shardckpt.reshard.rules import parse_mesh
-from shardckpt.reshard.rules.rules import combined_rules
+from shardckpt.serve.access.identity import only_readable
+from shardckpt.serve.calculations import described
 from shardckpt.serve.catalogue import MOST_ROWS, CheckpointQuery
 from shardckpt.serve.health import with_damaged, with_verifications
-from shardckpt.serve.openapi import Endpoint, Parameter, number
+from shardckpt.serve.openapi import Endpoint, Parameter, number, parameters
 from shardckpt.serve.sources import ByteSource
-from shardckpt.state.select import selector
 from shardckpt.views.model_view import header_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from shardckpt.reading.checkpoint import Checkpoint
     from shardckpt.serve.service import Service
 
 LARGEST_BOX = 16 << 20
 """Most bytes of a box in one response; ranges of `/files` give more."""
-LARGEST_DIFF = 64 << 30
-_HEAVY = threading.BoundedSemaphore(2)
-_HEAVY_WAIT, HEAVY_SECONDS = 1.0, 120.0
 _METRIC = re.compile(r"(.{1,200}?)(<=|>=|<|>|=)([^<>=]{1,40})", re.DOTALL)
+_MOST_PASSED_OVER = 100
 _STEPS = re.compile(r"(\d{1,16})?(:)?(\d{1,16})?", re.ASCII)
 _SIDE = re.compile(r"\s*(\d{1,16})?\s*(?::\s*(\d{1,16})?\s*)?", re.ASCII)
 
 
-def runs(service: Service, *, text: str | None, limit: int, cursor: str | None) -> dict[str, Any]:
+def runs(service: Service, *, text: str | None, sort: str, order: str, limit: int, cursor: str | None) -> dict[str, Any]:
     """List runs: directories of checkpoints."""
-    found, following = service.catalogue.runs(text, limit, cursor)
-    found = with_damaged(service, found)
-    return {"runs": found, "next": following, "complete": service.scanner.complete.is_set(), "unreachable": dict(service.scanner.problems)}
+    found, following = service.catalogue.runs(text, limit, cursor, sort=sort, descending=order == "descending")
+    scanner, said = service.scanner, service.roots.without_places
+    return {
+        "runs": with_damaged(service, found),
+        "next": following,
+        "complete": scanner.complete.is_set(),
+        "unreachable": {name: said(why) for name, why in only_readable(scanner.problems).items()},
+        "passed_over": {ident: said(why) for ident, why in islice(only_readable(scanner.passed_over).items(), _MOST_PASSED_OVER)},
+    }
 
 
 def checkpoints(
@@ -68,11 +61,17 @@ def checkpoints(
     tag: str | None,
     metric: str | None,
     text: str | None,
+    since: str | None,
+    until: str | None,
+    larger: str | None,
+    sort: str | None,
     order: str,
     limit: int,
     cursor: str | None,
 ) -> dict[str, Any]:
-    """List checkpoints, in order of run and step."""
+    """List checkpoints, in order of run and step, or sorted."""
+    if sort not in (None, "created", "size") and not sort.startswith("metric:"):
+        raise OptionError(f"sort={excerpt(sort)}: give created, size or metric:NAME.")
     first, last = _steps(step)
     query = CheckpointQuery(
         run=run,
@@ -82,6 +81,10 @@ def checkpoints(
         tag=tag,
         metric=_metric(metric),
         text=text,
+        since=_time(since, "since"),
+        until=_time(until, "until"),
+        larger=None if larger is None else parse_bytes(larger, "larger"),
+        sort=sort,
         descending=order == "descending",
         limit=limit,
         cursor=cursor,
@@ -92,13 +95,11 @@ def checkpoints(
 
 def checkpoint(service: Service, ident: str, *, only: list[str] | None, depth: int | None) -> dict[str, Any]:
     """Describe a checkpoint: its tensors, small leaves, meshes, layouts, sizes, metrics and bases."""
-    opened = service.opened.get(ident)
-    node = documents.choose_nodes(opened.checkpoint.parsed_tree, selector(only))
-    empty: dict[str, Any] = {"tensors": [], "leaves": []}
-    found = documents.checkpoint_json(opened.checkpoint, node if node is not None else opened.checkpoint.parsed_tree)
-    if depth is not None:
-        found["tensors"] = [one for one in found["tensors"] if one["name"].count("/") < depth]
-    return {"id": ident, **found, **(empty if node is None else {}), "entry": entry_of(service, ident)}
+    if only is None:
+        found = described(service.opened, ident, only=None, depth=depth)
+    else:
+        found = json.loads(service.calculations.run("described", ident, only=only, depth=depth))
+    return {**found, "entry": entry_of(service, ident)}
 
 
 def entry_of(service: Service, ident: str) -> dict[str, Any] | None:
@@ -122,6 +123,7 @@ def tensor(service: Service, ident: str, name: str, *, box: str | None, format: 
             f"{name}: the box {part} has {file_size(nbytes)}, and a response at most {file_size(LARGEST_BOX)}; ask for smaller boxes, or "
             f"for ranges of /files/{ident}/model.safetensors."
         )
+    opened.check_chunks(name)
     if format == "safetensors":
         head, kind = header_of(name, part.shape, info.dtype), "application/octet-stream"
     elif format == "npy":
@@ -159,56 +161,19 @@ def layout(service: Service, ident: str, name: str) -> dict[str, Any]:
     return {"id": ident, **kept, "text": layout_text(found), "devices": boxes}
 
 
-def statistics(service: Service, ident: str, name: str, *, budget: int) -> dict[str, Any]:
+def statistics(service: Service, ident: str, name: str, *, budget: int) -> bytes:
     """Compute statistics and a histogram of a tensor's elements, of a sample if it is larger than the budget."""
-    ckpt = service.opened.get(ident).checkpoint
-    with heavy():
-        return {"id": ident, "name": name, **tensor_statistics(ckpt, name, budget)}
+    return service.calculations.run("_statistics", ident, name, budget=budget)
 
 
-def diff(service: Service, *, a: str, b: str, values: bool, layouts: bool) -> dict[str, Any]:
+def diff(service: Service, *, a: str, b: str, values: bool, layouts: bool) -> bytes:
     """Compare two checkpoints, values bit by bit."""
-    first, second = (service.opened.get(service.exactly(ident)).checkpoint for ident in (a, b))
-    nbytes = first.record.totals["bytes"]
-    if values and nbytes > LARGEST_DIFF:
-        raise BudgetError(f"{a}: {file_size(nbytes)} are too many to compare here; ask for values=false, or use `shardckpt diff`.")
-    with heavy() as deadline:
-        found = compare(first, second, values=values, memory_limit="64MiB", progress=deadline)
-    return {"a": a, "b": b, **documents.comparison_json(found, structure=not values, layout=layouts)}
+    return service.calculations.run("_compared", service.exactly(a), service.exactly(b), values=values, layouts=layouts)
 
 
-def plan(service: Service, ident: str, **asked: Any) -> dict[str, Any]:
+def plan(service: Service, ident: str, **asked: Any) -> bytes:
     """Forecast a reshard: what it would read and write, and what restores after it read."""
-    return {"id": ident, **forecast_document(forecast_of(service.opened.get(ident).checkpoint, **asked))}
-
-
-def forecast_of(
-    ckpt: Checkpoint,
-    *,
-    mesh: str | None,
-    rule: list[str] | None,
-    preset: str | None,
-    dtype: str | None,
-    only: list[str] | None,
-    layout: Any,
-    devices_per_host: int | None,
-    memory_limit: str,
-    rate: str | None,
-) -> Forecast:
-    """The forecast of a reshard of a checkpoint."""
-    options = ReshardOptions(
-        mesh=None if mesh is None else parse_mesh(mesh),
-        rules=all_rules(combined_rules(rule, preset=preset), None, None),
-        dtype=dtype,
-        only=only,
-        layout=layout,
-        memory_limit=memory_limit,
-        workers=1,
-    )
-    with heavy():
-        planned = plan_reshard(ckpt, options, None)
-        rates = Rates() if rate is None else given_rates(rate)
-        return forecast(ckpt, planned, rates, options=options, devices_per_host=devices_per_host, places=known_places(ckpt))
+    return service.calculations.run("_planned", ident, **asked)
 
 
 def parse_box(text: str | None, shape: tuple[int, ...], name: str) -> Box:
@@ -236,23 +201,6 @@ def parse_box(text: str | None, shape: tuple[int, ...], name: str) -> Box:
     return Box(tuple(start), tuple(stop))
 
 
-@contextmanager
-def heavy() -> Iterator[Callable[[int, int], None]]:
-    """Work that takes long; few at a time. Yields a function that raises when the time is over."""
-    if not _HEAVY.acquire(timeout=_HEAVY_WAIT):
-        raise HTTPException(503, "other comparisons, plans and statistics are at work; try again.", {"Retry-After": "5"})
-    end = time.monotonic() + HEAVY_SECONDS
-
-    def check(_done: int, _total: int) -> None:
-        if time.monotonic() > end:
-            raise HTTPException(503, f"this takes longer than {HEAVY_SECONDS:.0f} s; use the command line on a machine near the data.")
-
-    try:
-        yield check
-    finally:
-        _HEAVY.release()
-
-
 def _npy_header(name: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
     if dtype.isbuiltin != 1:
         raise DtypeError(f"{name}: npy files have no {dtype.name}; ask for format=safetensors or raw.")
@@ -276,6 +224,19 @@ def _steps(text: str | None) -> tuple[int | None, int | None]:
     return low, high
 
 
+def _time(text: str | None, what: str) -> str | None:
+    """A date or time as records have it; a date without a time is its beginning, or with `until` its end."""
+    if text is None:
+        return None
+    try:
+        found = dt.datetime.fromisoformat(text)
+        found = found if found.tzinfo else found.replace(tzinfo=dt.UTC)
+        days = int(what == "until" and len(text) == len("2026-01-01"))
+        return (found.astimezone(dt.UTC) + dt.timedelta(days=days)).isoformat(timespec="seconds")
+    except (ValueError, OverflowError):
+        raise OptionError(f"{what}={excerpt(text)}: give a date, as in 2026-01-31, or a time, as in 2026-01-31T12:00.") from None
+
+
 def _metric(text: str | None) -> tuple[str, str, float] | None:
     if text is None:
         return None
@@ -286,20 +247,27 @@ def _metric(text: str | None) -> tuple[str, str, float] | None:
 
 
 _CURSOR = Parameter(name="cursor", about="The `next` of the last page.")
+_ORDER = Parameter(name="order", about="Order.", choices=("ascending", "descending"), default="ascending")
 _LIMIT = Parameter(name="limit", kind="integer", about="Most rows of a page.", least=1, most=MOST_ROWS, default=100)
 PLAN = (
-    Parameter(name="mesh", about="The new mesh, as in data=2,model=4.", example="data=2,model=2"),
-    Parameter(name="rule", kind="texts", about="PATTERN=SPEC: how matching tensors are cut."),
-    Parameter(name="preset", about="Rules for a family of models, as in llama/fsdp+tp."),
-    Parameter(name="dtype", about="Convert weights to this dtype."),
-    Parameter(name="only", kind="texts", about="Keep only names that match a pattern."),
-    Parameter(name="layout", about="How the new checkpoint is stored.", choices=("packed", "zarr")),
+    *parameters(ReshardOptions, without=("compression", "overwrite")),
     Parameter(name="devices_per_host", kind="integer", about="Devices per restoring host.", least=1, most=1 << 20),
-    Parameter(name="memory_limit", about="Limit of buffers.", default="512MiB"),
     Parameter(name="rate", about="READ[,WRITE] in bytes per second, as in 2GiB,800MiB; nothing is measured."),
 )
 ENDPOINTS = (
-    Endpoint("/v1/runs", runs, (Parameter(name="text", about="A part of the id."), _LIMIT, _CURSOR)),
+    Endpoint(
+        "/v1/runs",
+        runs,
+        (
+            Parameter(name="text", about="A part of the id."),
+            Parameter(
+                name="sort", about="Key: id, time of the last commit, or stored bytes.", choices=("run", "created", "size"), default="run"
+            ),
+            _ORDER,
+            _LIMIT,
+            _CURSOR,
+        ),
+    ),
     Endpoint(
         "/v1/checkpoints",
         checkpoints,
@@ -310,7 +278,11 @@ ENDPOINTS = (
             Parameter(name="tag", about="A tag, or pinned or superseded.", example="best"),
             Parameter(name="metric", about="A name, a comparison and a number, as in loss<2.5.", example="loss<2.5"),
             Parameter(name="text", about="A part of the id."),
-            Parameter(name="order", about="Order of steps.", choices=("ascending", "descending"), default="ascending"),
+            Parameter(name="since", about="Committed at this date or time, or later.", example="2026-01-31"),
+            Parameter(name="until", about="Committed at this date or time, or earlier."),
+            Parameter(name="larger", about="Least stored bytes, as in 10GiB.", example="10GiB"),
+            Parameter(name="sort", about="created, size or metric:NAME; default: run and step.", example="metric:loss"),
+            _ORDER,
             _LIMIT,
             _CURSOR,
         ),
@@ -322,6 +294,7 @@ ENDPOINTS = (
             Parameter(name="only", kind="texts", about="Describe only names that match a pattern."),
             Parameter(name="depth", kind="integer", about="Most components of a name.", least=1, most=1000),
         ),
+        long=True,
     ),
     Endpoint(
         "/v1/checkpoints/{checkpoint}/tensors/{name}",
@@ -337,8 +310,9 @@ ENDPOINTS = (
         "/v1/checkpoints/{checkpoint}/statistics/{name}",
         statistics,
         (Parameter(name="budget", kind="integer", about="Most bytes to read.", least=1, most=256 << 20, default=16 << 20),),
+        long=True,
     ),
-    Endpoint("/v1/checkpoints/{checkpoint}/plan", plan, PLAN),
+    Endpoint("/v1/checkpoints/{checkpoint}/plan", plan, PLAN, long=True),
     Endpoint(
         "/v1/diff",
         diff,
@@ -348,6 +322,7 @@ ENDPOINTS = (
             Parameter(name="values", kind="boolean", about="Also compare elements.", default=True),
             Parameter(name="layouts", kind="boolean", about="Count other layouts as a difference.", default=False),
         ),
+        long=True,
     ),
 )
 OF_CHECKPOINT = {endpoint.path.split("/")[4] if endpoint.path.count("/") > 3 else "": endpoint for endpoint in ENDPOINTS[2:7]}

@@ -13,20 +13,26 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from shardckpt.errors import OptionError, ShardckptError, UrlError
+from shardckpt.io.store import kind_of
 from shardckpt.io.url import parse
 from shardckpt.serve import api, files, hub, problems, ui
-from shardckpt.serve.guard import Guard, failed
+from shardckpt.serve.access.forwarded import Proxies
+from shardckpt.serve.access.guard import Guard, failed
+from shardckpt.serve.access.identity import WHO, may_read, only_readable
 from shardckpt.serve.health import damaged_checkpoints
 from shardckpt.serve.jobs import endpoints as jobs
 from shardckpt.serve.jobs.operations import OPERATIONS
+from shardckpt.serve.jobs.rows import STATES
 from shardckpt.serve.openapi import Endpoint, Parameter, document, posted
+from shardckpt.serve.pool import on_thread
 from shardckpt.serve.problems import DocumentResponse
 from shardckpt.serve.sources import ByteSource, SourceResponse
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
 
-    from shardckpt.serve.service import ServeOptions, Service
+    from shardckpt.serve.options import ServeOptions
+    from shardckpt.serve.service import Service
 
     Answer = Callable[[Request], Awaitable[Any]]
 
@@ -40,7 +46,7 @@ def application(service: Service, options: ServeOptions) -> Guard:
 
     @asynccontextmanager
     async def lifespan(_app: Starlette) -> AsyncIterator[None]:
-        distant = any(place.local is None for place in service.roots.places.values())
+        distant = any(not kind_of(place).near for place in service.roots.places.values())
         to_thread.current_default_thread_limiter().total_tokens = _DISTANT_THREADS if distant else _THREADS
         service.start()
         yield
@@ -70,7 +76,8 @@ def application(service: Service, options: ServeOptions) -> Guard:
     app = Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers)
     app.router.redirect_slashes = False
     app.router.default = problems.problem(404, "not-found", "there is no such path.")
-    guard = app.state.guard = Guard(app, tokens=service.tokens, hosts=options.allow_host, metrics=service.metrics)
+    proxies = Proxies(options.trusted_proxy, unix_socket=options.unix_socket is not None)
+    guard = app.state.guard = Guard(app, service, options, proxies)
     return guard
 
 
@@ -86,12 +93,14 @@ class _Endpoint:
         if request.method not in self.methods:
             raise HTTPException(405, f"use {' or '.join(sorted(self.methods))}.", {"Allow": "GET, HEAD"})
         path = tuple(request.path_params.values())
-        response = await to_thread.run_sync(_answer, self._service, self._endpoint, path, request)
+        response = await on_thread(_answer, self._service, self._endpoint, path, request, long=self._endpoint.long)
         await response(scope, receive, send)
 
 
 def _answer(service: Service, endpoint: Endpoint, path: tuple[str, ...], request: Request) -> Response | SourceResponse:
     found = endpoint.answer(service, *path, **endpoint.parse(request))
+    if isinstance(found, bytes):
+        return Response(found, media_type="application/json")
     return SourceResponse(found, sends=request.method == "GET") if isinstance(found, ByteSource) else DocumentResponse(found)
 
 
@@ -103,19 +112,16 @@ def _of_service(service: Service, answer: Callable[[Service, Request], Awaitable
 
 
 async def _of_checkpoint(service: Service, request: Request) -> Any:
-    def answer() -> Response | SourceResponse:
-        endpoint, path = api.endpoint_of(service, request.path_params["path"])
-        return _answer(service, endpoint, path, request)
-
-    return await to_thread.run_sync(answer)
+    endpoint, path = await on_thread(api.endpoint_of, service, request.path_params["path"])
+    return await on_thread(_answer, service, endpoint, path, request, long=endpoint.long)
 
 
 async def _hub_api(service: Service, request: Request) -> Any:
-    return DocumentResponse(await to_thread.run_sync(hub.api, service, request.path_params["path"]))
+    return DocumentResponse(await on_thread(hub.api, service, request.path_params["path"]))
 
 
 async def _hub_file(service: Service, request: Request) -> Any:
-    return SourceResponse(await to_thread.run_sync(hub.resolve, service, request.path_params["ident"], request.path_params["rest"]))
+    return SourceResponse(await on_thread(hub.resolve, service, request.path_params["ident"], request.path_params["rest"]))
 
 
 async def _healthz(_request: Request) -> Response:
@@ -123,18 +129,31 @@ async def _healthz(_request: Request) -> Response:
 
 
 async def _readyz(service: Service, _request: Request) -> Response:
-    ready = service.scanner.complete.is_set()
-    return PlainTextResponse("ready\n" if ready else "the roots are being scanned\n", 200 if ready else 503)
+    ready, gone = service.scanner.complete.is_set(), service.scanner.watch.vanished
+    known = sorted(only_readable(gone))
+    said = "".join(f"root {name} has vanished\n" for name in known)
+    said += "a root has vanished\n" if len(known) < len(gone) else ""
+    return PlainTextResponse(f"ready\n{said}" if ready else "the roots are being scanned\n", 200 if ready else 503)
 
 
 async def _metrics(service: Service, _request: Request) -> Response:
     def text() -> bytes:
+        scanner = service.scanner
+        found: dict[str, Any] = {
+            "checkpoints": dict.fromkeys(("committed", "uncommitted", "unreadable", "deleted"), 0) | service.catalogue.totals(),
+            "unreachable_roots": len(only_readable(scanner.problems)),
+            "vanished_roots": len(only_readable(scanner.watch.vanished)),
+            "passed_over_directories": len(only_readable(scanner.passed_over)),
+        }
         if (upkeep := service.upkeep) is not None:
-            due = None if upkeep.scrubber is None else upkeep.scrubber.status()["due_bytes"]
-            service.metrics.note_upkeep(upkeep.journal.counts(), len(damaged_checkpoints(service)), due)
-        return service.metrics.text(service.catalogue.totals())
+            found["jobs"] = dict.fromkeys(STATES, 0) | upkeep.journal.counts()
+            found["damaged_checkpoints"] = len(damaged_checkpoints(service))
+            if upkeep.scrubber is not None:
+                found["scrub_due_bytes"] = upkeep.scrubber.status()["due_bytes"]
+        service.metrics.bad_token_lines.set(0 if service.tokens is None else service.tokens.bad_lines)
+        return service.metrics.text(found, traffic=WHO.get().roots is None)
 
-    return Response(await to_thread.run_sync(text), media_type="text/plain; version=0.0.4; charset=utf-8")
+    return Response(await on_thread(text), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 async def _openapi(service: Service, _request: Request) -> Response:
@@ -153,6 +172,8 @@ async def _announce(service: Service, request: Request) -> Response:
     except (ValueError, KeyError, TypeError, RecursionError, UrlError) as e:
         raise OptionError('an announcement is a JSON document {"url": "gs://bucket/run/100"}.') from e
     ident = service.roots.ident(place)
+    if ident is not None and not may_read(ident):
+        ident = None
     if ident is not None:
         service.scanner.announce(ident)
     return DocumentResponse({"id": ident}, 202)

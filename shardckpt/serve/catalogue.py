@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import base64
 import binascii
+import datetime as dt
 import json
 import os
 import sqlite3
-import threading
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -20,12 +20,13 @@ from shardckpt.errors import OptionError, StorageError
 from shardckpt.excerpt import excerpt
 from shardckpt.io.failures import storage_errors
 from shardckpt.io.locks import lock_whole, seems_at
+from shardckpt.serve.access.identity import may_read, readable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
-    from shardckpt.reading.catalog import CatalogEntry
+    from shardckpt.runs.catalog import CatalogEntry
 
 _VERSION = 2
 _SCHEMA = f"""
@@ -47,6 +48,9 @@ CREATE INDEX IF NOT EXISTS tags_of ON tags (id);
 PRAGMA user_version = {_VERSION};
 """
 _NO_STEP = -1
+_MOST_IDLE = 8
+_STORED = "CAST(total(stored_bytes) AS INTEGER)"
+_UNFINISHED = "CAST(total(iif(state = 'uncommitted', stored_bytes, 0)) AS INTEGER)"
 MOST_ROWS = 1000
 """Most rows of a page."""
 _COMPARISONS = {"<=": "<=", ">=": ">=", "<": "<", ">": ">", "=": "="}
@@ -66,6 +70,13 @@ class CheckpointQuery:
     """Name, comparison ("<", "<=", "=", ">=", ">") and number."""
     text: str | None = None
     """A part of the id, in any case."""
+    since: str | None = None
+    """Times of the first and the last commit, in ISO 8601 and UTC."""
+    until: str | None = None
+    larger: int | None = None
+    """Least number of stored bytes."""
+    sort: str | None = None
+    """"created", "size", or "metric:NAME", which leaves out those without the metric; None: run and step."""
     descending: bool = False
     limit: int = 100
     cursor: str | None = None
@@ -98,8 +109,8 @@ class Catalogue:
             raise StorageError(
                 f"cannot lock the state directory {directory} ({e.strerror}); give --state one on another file system."
             ) from e
-        self._local = threading.local()
-        self._readers: list[sqlite3.Connection] = []
+        self._idle: list[sqlite3.Connection] = []
+        """Connections for reading that no thread uses."""
         self._generation = 0
         self._damaged = False
         self._fd = -1
@@ -107,7 +118,7 @@ class Catalogue:
 
     def close(self) -> None:
         """Close the database and let the directory go."""
-        for db in (*self._readers, self._writer):  # the last one cleans up, and must be able to write
+        for db in (*self._idle, self._writer):  # the last one cleans up, and must be able to write
             db.close()
         self._close_file()
         os.close(self._lock)
@@ -129,7 +140,10 @@ class Catalogue:
         with suppress(sqlite3.Error):
             self._writer.close()
         self._close_file()
-        self._writer, self._readers = self._make(), []
+        self._writer = self._make()
+        old, self._idle = self._idle, []
+        for db in old:
+            db.close()
         return True
 
     def replace(self, entries: Mapping[str, tuple[str, CatalogEntry]], gone: Iterable[str]) -> None:
@@ -144,7 +158,12 @@ class Catalogue:
                 db.executemany("INSERT INTO checkpoints VALUES (?,?,?,?,?,?,?,?,?,?)", [_row(*one) for one in entries.items()])
                 db.executemany(
                     "INSERT INTO metrics VALUES (?,?,?)",
-                    [(ident, k, float(v)) for ident, (_, entry) in entries.items() for k, v in entry.metrics.items() if v != "nan"],
+                    [
+                        (ident, name, float(value))
+                        for ident, (_, entry) in entries.items()
+                        for name, value in entry.metrics.items()
+                        if value != "nan" and _has_encoding(name)  # no query has the other names
+                    ],
                 )
                 tags = [(tag, ident) for ident, (_, entry) in entries.items() for tag in entry.tags]
                 db.executemany("INSERT INTO tags VALUES (?,?)", tags)
@@ -176,25 +195,84 @@ class Catalogue:
 
     # --- reading, by any thread
 
-    def runs(self, text: str | None = None, limit: int = 100, cursor: str | None = None) -> tuple[list[dict[str, Any]], str | None]:
-        """Runs in order of their ids, and the cursor of the next page (None: there is none).
+    def sums(self, run: str | None = None, *, text: str | None = None) -> dict[str, int]:
+        """Sums over a run, over runs whose id contains a text, or over all.
+
+        Returns:
+            `runs`, `checkpoints`, `stored_bytes`, `unfinished_bytes`, `pinned`, and `today`, the commits of the last 24 hours.
+
+        Raises:
+            StorageError: the database cannot be read.
+        """
+        mine, names = readable("id")
+        yesterday = dt.datetime.now(dt.UTC) - dt.timedelta(days=1)
+        rows = self._read(
+            f"SELECT count(DISTINCT run), count(*), {_STORED}, {_UNFINISHED}, total(pinned), total(created > ?) FROM checkpoints "  # noqa: S608
+            f"WHERE run LIKE ? ESCAPE '\\' AND run = coalesce(?, run) AND {mine}",
+            (yesterday.isoformat(timespec="seconds"), _like(text), run, *names),
+        )
+        return {
+            name: int(n)
+            for name, n in zip(("runs", "checkpoints", "stored_bytes", "unfinished_bytes", "pinned", "today"), rows[0], strict=True)
+        }
+
+    def runs(
+        self, text: str | None = None, limit: int = 100, cursor: str | None = None, *, sort: str = "run", descending: bool = False
+    ) -> tuple[list[dict[str, Any]], str | None]:
+        """Runs in order, and the cursor of the next page (None: there is none).
+
+        Args:
+            text: a part of the id.
+            limit: most runs.
+            cursor: end of the last page.
+            sort: "run", "created" (of the last commit) or "size".
+            descending: the other order.
 
         Raises:
             OptionError: the cursor is invalid. StorageError: the database cannot be read.
         """
-        after = _position(cursor, 1)
+        mine, names = readable("id")
+        key = {"run": "''", "created": "coalesce(created, '')", "size": "stored"}[sort]
+        after = _position(cursor, (int if sort == "size" else str, str))
+        sign, order = ("<", "DESC") if descending else (">", "ASC")
         rows = self._read(
-            "SELECT run, count(*), sum(state = 'committed'), sum(state = 'uncommitted'), sum(state = 'unreadable'), "
-            "min(nullif(step, -1)), max(nullif(step, -1)), sum(bytes), sum(stored_bytes), sum(pinned), max(created) "
-            "FROM checkpoints WHERE run > ? AND run LIKE ? ESCAPE '\\' GROUP BY run ORDER BY run LIMIT ?",
-            (after[0] if after else "", _like(text), limit + 1),
+            f"SELECT *, {key} FROM (SELECT run, count(*), sum(state = 'committed'), sum(state = 'uncommitted'), "  # noqa: S608
+            "sum(state = 'unreadable'), min(nullif(step, -1)), max(nullif(step, -1)), CAST(total(bytes) AS INTEGER), "
+            f"{_STORED} AS stored, {_UNFINISHED}, sum(pinned), max(created) AS created FROM checkpoints "
+            f"WHERE run LIKE ? ESCAPE '\\' AND {mine} GROUP BY run) "
+            f"{f'WHERE ({key}, run) {sign} (?, ?) ' if after else ''}ORDER BY {key} {order}, run {order} LIMIT ?",
+            (_like(text), *names, *(after or ()), limit + 1),
         )
         keys = (
             *("run", "checkpoints", "committed", "uncommitted", "unreadable", "first_step", "last_step"),
-            *("bytes", "stored_bytes", "pinned", "created"),
+            *("bytes", "stored_bytes", "unfinished_bytes", "pinned", "created"),
         )
-        found = [dict(zip(keys, row, strict=True)) for row in rows[:limit]]
-        return found, _cursor([found[-1]["run"]]) if len(rows) > limit else None
+        found = [dict(zip(keys, row[:-1], strict=True)) for row in rows[:limit]]
+        return found, _cursor([rows[limit - 1][-1], found[-1]["run"]]) if len(rows) > limit else None
+
+    def all_runs(self) -> Iterator[str]:
+        """The ids of all runs. Raises StorageError."""
+        cursor = None
+        while True:
+            found, cursor = self.runs(None, MOST_ROWS, cursor)
+            yield from (one["run"] for one in found)
+            if cursor is None:
+                return
+
+    def recent(self, run: str, most: int) -> list[dict[str, Any]]:
+        """`id`, `step`, `created` and `metrics` of the last steps of a run that are committed and not superseded, in order.
+
+        Raises:
+            StorageError: the database cannot be read.
+        """
+        mine, names = readable("id")
+        rows = self._read(
+            "SELECT id, nullif(step, -1), created, json_extract(entry, '$.metrics') FROM checkpoints "  # noqa: S608
+            f"WHERE run = ? AND state = 'committed' AND NOT superseded AND {mine} ORDER BY step DESC, id DESC LIMIT ?",
+            (run, *names, most),
+        )
+        keys = ("id", "step", "created", "metrics")
+        return [dict(zip(keys, (*row[:3], json.loads(row[3])), strict=True)) for row in reversed(rows)]
 
     def checkpoints(self, query: CheckpointQuery) -> tuple[list[dict[str, Any]], str | None]:
         """Checkpoints in order of run and step, and the cursor of the next page (None: there is none).
@@ -203,14 +281,18 @@ class Catalogue:
             OptionError: the cursor is invalid. StorageError: the database cannot be read.
         """
         sign, order = ("<", "DESC") if query.descending else (">", "ASC")
-        terms: list[str] = []
-        values: list[Any] = []
+        mine, names = readable("id")
+        terms: list[str] = [mine]
+        values: list[Any] = [*names]
         for term, value in (
             ("run = ?", query.run),
             ("step >= ?", query.first_step),
             ("step <= ?", query.last_step),
             ("state = ?", query.state),
             ("id LIKE ? ESCAPE '\\'", None if query.text is None else _like(query.text)),
+            ("created >= ?", query.since),
+            ("created <= ?", query.until),
+            ("stored_bytes >= ?", query.larger),
         ):
             if value is not None:
                 terms.append(term)
@@ -224,17 +306,24 @@ class Catalogue:
             name, comparison, number = query.metric
             terms.append(f"id IN (SELECT id FROM metrics WHERE name = ? AND value {_COMPARISONS[comparison]} ?)")  # noqa: S608
             values += [name, number]
-        after = _position(query.cursor, 3)
+        kind, _, metric = (query.sort or "").partition(":")
+        key = {"": "run, step", "created": "coalesce(created, '')", "size": "coalesce(stored_bytes, 0)", "metric": "sorted.value"}[kind]
+        joined = "JOIN metrics AS sorted USING (id) " if kind == "metric" else ""
+        if kind == "metric":
+            terms.append("sorted.name = ?")
+            values.append(metric)
+        after = _position(query.cursor, {"": (str, int, str), "created": (str, str), "size": (int, str), "metric": (float, str)}[kind])
         if after is not None:
-            terms.append(f"(run, step, id) {sign} (?, ?, ?)")
+            terms.append(f"({key}, id) {sign} ({', '.join('?' * len(after))})")
             values += after
-        where = f"WHERE {' AND '.join(terms)}" if terms else ""
+        in_order = f"run {order}, step {order}, id {order}" if not kind else f"{key} {order}, id {order}"
         rows = self._read(
-            f"SELECT run, step, id, entry FROM checkpoints {where} ORDER BY run {order}, step {order}, id {order} LIMIT ?",  # noqa: S608
+            f"SELECT run, entry, {key}, id FROM checkpoints {joined}WHERE {' AND '.join(terms)} "  # noqa: S608
+            f"ORDER BY {in_order} LIMIT ?",
             (*values, query.limit + 1),
         )
-        found = [{"id": row[2], "run": row[0], **json.loads(row[3])} for row in rows[: query.limit]]
-        return found, _cursor(rows[query.limit - 1][:3]) if len(rows) > query.limit else None
+        found = [{"id": row[-1], "run": row[0], **json.loads(row[1])} for row in rows[: query.limit]]
+        return found, _cursor(rows[query.limit - 1][2:]) if len(rows) > query.limit else None
 
     def find(self, idents: Sequence[str]) -> list[dict[str, Any]]:
         """The checkpoints among some ids, the longest id first.
@@ -242,6 +331,7 @@ class Catalogue:
         Raises:
             StorageError: the database cannot be read.
         """
+        idents = [one for one in idents if may_read(one)]
         marks = ",".join("?" * len(idents))
         rows = self._read(
             f"SELECT run, id, entry FROM checkpoints WHERE id IN ({marks}) ORDER BY length(id) DESC",  # noqa: S608
@@ -249,13 +339,15 @@ class Catalogue:
         )
         return [{"id": row[1], "run": row[0], **json.loads(row[2])} for row in rows]
 
-    def idents(self) -> set[str]:
-        """The ids of all checkpoints.
+    def idents(self, root: str) -> set[str]:
+        """The ids of all checkpoints of a root.
 
         Raises:
             StorageError: the database cannot be read.
         """
-        return {row[0] for row in self._read("SELECT id FROM checkpoints", ())}
+        return {
+            row[0] for row in self._read("SELECT id FROM checkpoints WHERE id = ? OR (id >= ? AND id < ?)", (root, f"{root}/", f"{root}0"))
+        }
 
     def committed(self) -> list[dict[str, Any]]:
         """`id`, `attempt`, `created` and `stored_bytes` of all checkpoints; the attempt of an unreadable one is empty.
@@ -276,22 +368,33 @@ class Catalogue:
         Raises:
             StorageError: the database cannot be read.
         """
-        return dict(self._read("SELECT state, count(*) FROM checkpoints GROUP BY state", ()))
+        mine, names = readable("id")
+        return dict(self._read(f"SELECT state, count(*) FROM checkpoints WHERE {mine} GROUP BY state", names))  # noqa: S608
 
     def _read(self, sql: str, values: Sequence[Any]) -> list[tuple[Any, ...]]:
         for last in (False, True):
+            db, generation = None, self._generation
             try:
-                if getattr(self._local, "generation", None) != self._generation:
-                    self._local.generation = self._generation
-                    self._local.db = sqlite3.connect(f"file:{self._path}?mode=ro", uri=True, check_same_thread=False)
-                    self._readers.append(self._local.db)
-                return list(self._local.db.execute(sql, values))
+                db = self._connection()
+                found = list(db.execute(sql, values))
             except sqlite3.Error as e:
-                self._local.generation = None
+                if db is not None:
+                    db.close()
                 self._damaged |= not isinstance(e, sqlite3.OperationalError)
                 if last:
                     raise StorageError(f"the catalogue cannot be read now ({e}); the next scan makes it anew.") from e
+                continue
+            if generation == self._generation and len(self._idle) < _MOST_IDLE:
+                self._idle.append(db)
+            else:
+                db.close()
+            return found
         raise AssertionError
+
+    def _connection(self) -> sqlite3.Connection:
+        with suppress(IndexError):
+            return self._idle.pop()
+        return sqlite3.connect(f"file:{self._path}?mode=ro", uri=True, check_same_thread=False)
 
 
 def _row(ident: str, found: tuple[str, CatalogEntry]) -> tuple[Any, ...]:
@@ -299,6 +402,11 @@ def _row(ident: str, found: tuple[str, CatalogEntry]) -> tuple[Any, ...]:
     step = _NO_STEP if entry.step is None or entry.step >= 1 << 63 else entry.step
     document = json.dumps(entry.to_json())
     return (ident, run, step, entry.state, entry.created, entry.nbytes, entry.stored_bytes, entry.pinned, entry.superseded, document)
+
+
+def _has_encoding(text: str) -> bool:
+    """Whether a text has no lone surrogates."""
+    return all(not "\ud800" <= c <= "\udfff" for c in text)
 
 
 def _like(text: str | None) -> str:
@@ -310,14 +418,15 @@ def _cursor(values: Sequence[Any]) -> str:
     return base64.urlsafe_b64encode(json.dumps(values).encode()).decode().rstrip("=")
 
 
-def _position(cursor: str | None, length: int) -> list[Any] | None:
+def _position(cursor: str | None, kinds: tuple[type, ...]) -> list[Any] | None:
     if cursor is None:
         return None
     try:
         found = json.loads(base64.urlsafe_b64decode(cursor + "=" * (-len(cursor) % 4)))
     except (binascii.Error, ValueError, RecursionError):
         found = None
-    kinds = (str, int, str)[:length]
-    if type(found) is not list or tuple(map(type, found)) != kinds or (length > 1 and not _NO_STEP <= found[1] < 1 << 63):
+    sound = type(found) is list and tuple(map(type, found)) == kinds and all(_has_encoding(str(one)) for one in found)
+    if not sound or any(type(one) is int and not _NO_STEP <= one < 1 << 63 for one in found):
         raise OptionError(f"cursor={excerpt(cursor)}: give the `next` of the last page.")
-    return found
+    position: list[Any] = found
+    return position

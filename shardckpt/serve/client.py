@@ -16,7 +16,7 @@ from urllib.parse import quote
 import numpy as np
 
 from shardckpt.errors import CommitError, CoordinationError, MissingExtraError, OptionError, ShardckptError, StorageError, UrlError, by_code
-from shardckpt.excerpt import excerpt
+from shardckpt.excerpt import excerpt, install_command
 from shardckpt.io.buckets.cloud import web_headers
 from shardckpt.layout.dtypes import by_name
 from shardckpt.reading.checkpoint import Checkpoint
@@ -145,7 +145,7 @@ class Client:
         try:
             import httpx
         except ImportError:
-            raise MissingExtraError('shardckpt.Client needs httpx; install it with `pip install "shardckpt[serve]"`.') from None
+            raise MissingExtraError(f"shardckpt.Client needs httpx; install it with `{install_command('serve')}`.") from None
         self.url = url.rstrip("/")
         scheme, separator, host = self.url.partition("://")
         if scheme not in ("http", "https") or not separator or not host or "/" in host or "@" in host:

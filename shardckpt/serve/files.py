@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Any
 from shardckpt.commit.attempts import is_attempt_name
 from shardckpt.commit.markers import PINNED, SUPERSEDED
 from shardckpt.commit.publish import RECORD
-from shardckpt.errors import NotFoundError
+from shardckpt.convert.options import SafetensorsOptions
+from shardckpt.errors import NotFoundError, ReplacedError
 from shardckpt.excerpt import excerpt
 from shardckpt.io.store import Store
+from shardckpt.serve.access.identity import WHO
 from shardckpt.serve.openapi import Endpoint
-from shardckpt.serve.opened import VIEW, view_options
-from shardckpt.serve.sources import ByteSource, of_bytes
+from shardckpt.serve.opened import VIEW, check_chunk
+from shardckpt.serve.sources import ANSWERS, ByteSource, of_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -23,13 +25,14 @@ if TYPE_CHECKING:
 
 _LISTED = (RECORD, PINNED, SUPERSEDED)
 _JSON = "application/json"
+_SMALL = 256 << 10
 
 
 def file(service: Service, path: str, **asked: Any) -> Any:
     """Read a file that an export to safetensors would write, or list these files."""
     ident, name = service.opened.resolve(path)
     opened = service.opened.get(ident)
-    view = service.opened.view(opened, view_options(asked))
+    view = service.opened.view(opened, SafetensorsOptions.arguments(asked))
     if not name:
         return {"id": ident, "files": [{"name": one, "bytes": size} for one, size in view.sizes.items()]}
     return view_source(service, view, name)
@@ -61,10 +64,13 @@ def zarr(service: Service, path: str) -> ByteSource:
     document = opened.keys.document(key)
     if document is not None:
         return of_bytes(document, tag, _JSON)
-    data = opened.keys.read(key)
-    if data is None:
+    chunk = opened.keys.chunk_bytes(key)
+    if chunk is None:
         raise NotFoundError(f"{excerpt(path)}: there is no such key.")
-    return of_bytes(data, tag, "application/octet-stream")
+    check_chunk(excerpt(path), chunk)
+    with ANSWERS.lent(chunk):
+        data = opened.keys.read(key) or b""
+    return of_bytes(data, tag, "application/octet-stream", held=True)
 
 
 def raw(service: Service, path: str) -> ByteSource:
@@ -76,12 +82,14 @@ def raw(service: Service, path: str) -> ByteSource:
     if not ident or not (whole or cut < len(parts) - 1):
         raise NotFoundError(f"{excerpt(path)}: there is no such file of a checkpoint.")
     service.roots.locate(path)  # the file itself is no link that leads out
+    if WHO.get().roots is not None:  # the record names its bases
+        service.opened.get(ident)
     store = Store.open(service.roots.locate(ident))
     if whole:
-        data, _ = store.read_versioned(key)
-        if data is None:
+        found = stored_file(service, store, key, _JSON)
+        if found is None:
             raise NotFoundError(f"{excerpt(path)}: there is no such file.")
-        return of_bytes(data, service.tag(key, data.decode("latin-1")), _JSON)
+        return found
     size = store.size(key)
     if size is None:
         raise NotFoundError(f"{excerpt(path)}: there is no such file.")
@@ -90,6 +98,23 @@ def raw(service: Service, path: str) -> ByteSource:
         store.read_into(key, offset, [into])
 
     return ByteSource(size, service.tag(path, str(size)), read_into)  # names of attempts are never used again
+
+
+def stored_file(service: Service, store: Store, key: str, kind: str, headers: Mapping[str, str] | None = None) -> ByteSource | None:
+    """A file that may be replaced while it is sent; None: there is none. Only a small one is held in memory."""
+    token, size = store.change_token(key), store.size(key)
+    if size is None:
+        return None
+    if size <= _SMALL:
+        data = store.read(key)
+        return of_bytes(data, service.tag(key, data.decode("latin-1")), kind, headers)
+
+    def read_into(offset: int, into: memoryview) -> None:
+        store.read_into(key, offset, [into])
+        if store.change_token(key) != token:
+            raise ReplacedError(f"{store}: {key} was replaced while it was sent; ask again.")
+
+    return ByteSource(size, service.tag(str(store), key, repr(token)), read_into, kind, headers or {})
 
 
 ENDPOINTS = (

@@ -9,18 +9,19 @@ import hashlib
 from typing import TYPE_CHECKING
 from urllib.parse import parse_qs
 
-from anyio import to_thread
 from starlette.exceptions import HTTPException
 from starlette.responses import HTMLResponse, RedirectResponse, Response
 
 from shardckpt.errors import OptionError, ShardckptError
 from shardckpt.excerpt import visible
 from shardckpt.serve import problems
-from shardckpt.serve.guard import COOKIE, LOGIN, Guard
+from shardckpt.serve.access.guard import COOKIE, LOGIN, Guard
+from shardckpt.serve.access.identity import note, only_readable
 from shardckpt.serve.jobs.endpoints import job_number, key_of, operation_of, upkeep_of
 from shardckpt.serve.pages.actions import CONFIRM, KEY
 from shardckpt.serve.pages.frame import POLICY, Viewer, error_page, link, login_page
-from shardckpt.serve.pages.markup import Html, el
+from shardckpt.serve.pages.markup import PREFIX, Html, el
+from shardckpt.serve.pool import on_thread
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -40,7 +41,9 @@ def html(text: str, status: int = 200) -> HTMLResponse:
 def viewer_of(service: Service, request: Request) -> Viewer:
     """Whom a page is for."""
     identity = getattr(request.state, "identity", None)
-    return Viewer(identity, signed_in=service.tokens is not None, jobs=service.upkeep is not None)
+    gone = tuple(sorted(only_readable(service.scanner.watch.vanished).items()))
+    signed_in = service.tokens is not None and identity is not None and not identity.by_proxy
+    return Viewer(identity, signed_in=signed_in, jobs=service.upkeep is not None, vanished=gone)
 
 
 def refused(service: Service, request: Request, error: ShardckptError | HTTPException, back: Html | None = None) -> HTMLResponse:
@@ -61,19 +64,23 @@ class PageSession:
         tokens = self._service.tokens
         if tokens is None:
             return RedirectResponse("/ui/runs", 303)
-        if request.method == "GET":
+        if request.method != "POST":
             return html(login_page(None))
         guard: Guard = request.app.state.guard
         address = "" if request.client is None else request.client.host
-        if wait := guard.wait(address):
-            return html(login_page(f"Too many wrong tokens; try again in {wait} s."), 429)
         given = parse_qs((await request.body()).decode("utf-8", "replace")).get("token", [""])[0].strip()
-        if tokens.identity(given) is None:
-            guard.wrong_token(address)
+        who = tokens.identity(given)
+        note(who=None if who is None else who.name)
+        if who is None:
+            if given and tokens.has_expired(given):
+                return html(login_page("This token has expired."), 403)
+            if given and (wait := guard.wrong_token(address)):
+                return html(login_page(f"Too many wrong tokens; try again in {wait} s."), 429)
             return html(login_page("Nobody has this token."), 403)
         response = RedirectResponse("/ui/runs", 303)
         secure = request.scope["scheme"] == "https"
-        response.set_cookie(COOKIE, tokens.begin_session(given), max_age=12 * 3600, httponly=True, samesite="strict", secure=secure)
+        path, secret = PREFIX.get() or "/", tokens.begin_session(given)
+        response.set_cookie(COOKIE, secret, max_age=12 * 3600, path=path, httponly=True, samesite="strict", secure=secure)
         return response
 
     async def logout(self, request: Request) -> Response:
@@ -81,19 +88,19 @@ class PageSession:
         if self._service.tokens is not None:
             self._service.tokens.end_session(request.cookies.get(COOKIE, ""))
         response = RedirectResponse(LOGIN, 303)
-        response.delete_cookie(COOKIE)
+        response.delete_cookie(COOKIE, path=PREFIX.get() or "/")
         return response
 
 
 async def start(service: Service, request: Request) -> Response:
     """Start the job that a form asks for, and lead to its page."""
     body = await request.body()
-    return await to_thread.run_sync(_started, service, request, body)
+    return await on_thread(_started, service, request, body)
 
 
 async def cancel(service: Service, request: Request) -> Response:
     """Cancel a job, and lead to its page."""
-    return await to_thread.run_sync(_cancelled, service, request)
+    return await on_thread(_cancelled, service, request)
 
 
 def _started(service: Service, request: Request, body: bytes) -> Response:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from shardckpt.serve.access.identity import WHO
 from shardckpt.serve.catalogue import MOST_ROWS, CheckpointQuery
 
 if TYPE_CHECKING:
@@ -18,10 +19,23 @@ _KEPT = ("number", "attempt", "begun", "ended", "job", "chunks", "total", "bytes
 
 
 def with_verifications(service: Service, entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Entries with their `verification`: the latest one of the same attempt that has ended, without its list of damage; or None."""
+    """Entries with their `verification`: the latest one of the same attempt that has ended, without its list of damage; or None.
+
+    `vanished` says whether their root has vanished.
+    """
     idents = [one["id"] for one in entries]
     latest = {} if service.upkeep is None or not idents else service.upkeep.journal.latest_verifications(idents)
-    return [one | {"verification": _of_attempt(latest.get(one["id"]), one["attempt"])} for one in entries]
+    gone, sees_all = service.scanner.watch.vanished, WHO.get().roots is None
+    return [
+        one
+        | {
+            "verification": _of_attempt(latest.get(one["id"]), one["attempt"]),
+            "vanished": one["id"].partition("/")[0] in gone,
+            "bases": one["bases"] if sees_all else [url for url in one["bases"] if not service.roots.hides(url)],
+            "reason": one["reason"] and service.roots.without_places(one["reason"]),
+        }
+        for one in entries
+    ]
 
 
 def verifications(service: Service, ident: str | None, *, limit: int) -> list[Verification]:
@@ -36,7 +50,8 @@ def verifications(service: Service, ident: str | None, *, limit: int) -> list[Ve
 
 def damage_without_places(service: Service, damage: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Damaged parts with names in place of the locations of roots."""
-    return [{**one, "reason": service.roots.without_places(one["reason"])} for one in damage]
+    said = service.roots.without_places
+    return [{**one, "file": one["file"] and said(one["file"]), "reason": said(one["reason"])} for one in damage]
 
 
 def damaged_checkpoints(service: Service) -> list[dict[str, Any]]:
@@ -54,26 +69,25 @@ def damaged_checkpoints(service: Service) -> list[dict[str, Any]]:
 
 
 def with_damaged(service: Service, runs: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Runs with `damaged`: the number of their checkpoints in which the latest verification found damage."""
+    """Runs with `damaged`, the number of their checkpoints in which the latest verification found damage, and `vanished`."""
     counts: dict[str, int] = {}
     for one in damaged_checkpoints(service):
         counts[one["run"]] = counts.get(one["run"], 0) + 1
-    return [run | {"damaged": counts.get(run["run"], 0)} for run in runs]
+    gone = service.scanner.watch.vanished
+    return [run | {"damaged": counts.get(run["run"], 0), "vanished": run["run"].partition("/")[0] in gone} for run in runs]
 
 
 def health(service: Service) -> dict[str, Any]:
     """Content of the page about health: `damaged`, `unreadable`, `latest`, `scrub`, and numbers of `checkpoints` and `never_verified`."""
     assert service.upkeep is not None, "the page is only asked for where there is a journal"
-    journal, scrubber = service.upkeep.journal, service.upkeep.scrubber
-    committed, latest = service.catalogue.committed(), journal.latest_verifications()
-    never = [one for one in committed if _of_attempt(latest.get(one["id"]), one["attempt"]) is None]
+    scrubber = service.upkeep.scrubber
+    counts = service.upkeep.tally.get()
     unreadable, _ = service.catalogue.checkpoints(CheckpointQuery(state="unreadable", limit=MOST_ROWS))
-    said = service.roots.without_places
     return {
-        "checkpoints": len(committed),
-        "never_verified": len(never),
+        "checkpoints": counts.checkpoints,
+        "never_verified": counts.never_verified,
         "damaged": damaged_checkpoints(service),
-        "unreadable": [one | {"reason": said(one["reason"] or "")} for one in unreadable],
+        "unreadable": with_verifications(service, unreadable),
         "latest": verifications(service, None, limit=_MOST_LATEST),
         "scrub": None if scrubber is None else scrubber.status(),
     }

@@ -16,18 +16,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from starlette.exceptions import HTTPException
 
+from shardckpt.convert.options import below
 from shardckpt.errors import NotFoundError
 from shardckpt.excerpt import excerpt
 from shardckpt.io.store import Store
 from shardckpt.serve.catalogue import MOST_ROWS, CheckpointQuery
-from shardckpt.serve.files import view_source
-from shardckpt.serve.sources import ByteSource, of_bytes
+from shardckpt.serve.files import stored_file, view_source
+from shardckpt.serve.service import Service
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from shardckpt.reading.checkpoint import Checkpoint
-    from shardckpt.serve.service import Service
+    from shardckpt.serve.sources import ByteSource
     from shardckpt.views.model_view import ModelView
 
 BESIDE = (
@@ -93,10 +94,9 @@ def resolve(service: Service, ident: str, rest: str) -> ByteSource:
     if name in BESIDE:
         store = Store.open(service.roots.locate(model.run))
         service.roots.locate(f"{model.run}/{name}")
-        size = store.size(name)
-        if size is not None and size <= _LARGEST_BESIDE:
-            data = store.read(name)
-            return of_bytes(data, service.tag(name, data.decode("latin-1")), "application/octet-stream", headers)
+        found = stored_file(service, store, name, "application/octet-stream", headers)
+        if found is not None and found.size <= _LARGEST_BESIDE:
+            return found
     raise _missing("EntryNotFound", f"{ident} has no file {excerpt(name)}.", model.commit)
 
 
@@ -112,12 +112,24 @@ def _model(service: Service, ident: str, revision: str) -> _Model:
         raise _missing("RevisionNotFound", f"{ident} has no revision {excerpt(revision)}.")
     for entry in found:
         opened = service.opened.get(entry["id"])
+        part = opened.part("hub", partial(_below, opened.checkpoint))
         for one in _DTYPES if _COMMIT.fullmatch(name) else (dtype,):
-            options = opened.part(("hub", one), partial(_options, opened.checkpoint, one))
-            commit = service.tag(opened.attempt, repr(sorted(options.items())))
+            options = part | ({"dtype": one} if one else {})
+            commit = _commit(opened.attempt, options)
             if not _COMMIT.fullmatch(name) or commit == name:
                 return _Model(entry["id"], run, commit, entry["created"], service.opened.view(opened, options))
     raise _missing("RevisionNotFound", f"{ident} has no commit {name}.")
+
+
+def _commit(attempt: str, options: Mapping[str, Any]) -> str:
+    return Service.tag(attempt, repr(sorted(options.items())))
+
+
+def _may_have(entry: Mapping[str, Any], commit: str) -> bool:
+    """Whether a commit may be of a checkpoint, with any options that a model's view may have."""
+    parts = ({}, *(below(_PART, names) for names in ([_PART], [_PART, "other"])))
+    options = (part | ({"dtype": dtype} if dtype else {}) for part in parts for dtype in _DTYPES)
+    return any(_commit(entry["attempt"], one) == commit for one in options)
 
 
 def _at_revision(service: Service, run: str, revision: str) -> Iterator[dict[str, Any]]:
@@ -134,7 +146,7 @@ def _at_revision(service: Service, run: str, revision: str) -> Iterator[dict[str
         if revision == "main":
             yield from (one for one in entries if not one["superseded"])
         elif _COMMIT.fullmatch(revision):
-            yield from entries
+            yield from (one for one in entries if _may_have(one, revision))
         else:
             yield from (one for one in entries if one["name"] == revision)
         if cursor is None:
@@ -144,15 +156,9 @@ def _at_revision(service: Service, run: str, revision: str) -> Iterator[dict[str
         yield from service.catalogue.checkpoints(tagged)[0]
 
 
-def _options(checkpoint: Checkpoint, dtype: str) -> dict[str, Any]:
-    """The options of a model's view."""
-    found: dict[str, Any] = {"dtype": dtype} if dtype else {}
-    inside = [name.startswith(_PART) for name in checkpoint.names()]
-    if any(inside):
-        found["strip_prefix"] = _PART
-        if not all(inside):
-            found["include"] = f"{_PART}**"
-    return found
+def _below(checkpoint: Checkpoint) -> dict[str, str]:
+    """The options of a model's view that choose its tensors."""
+    return below(_PART, checkpoint.names())
 
 
 def _beside(service: Service, run: str) -> Iterator[tuple[str, int]]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shardckpt.errors import MissingExtraError
-from shardckpt.serve.jobs.rows import STATES
+from shardckpt.excerpt import install_command
 
 try:
     from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 except ImportError:
-    raise MissingExtraError('shardckpt serve needs prometheus-client; install it with `pip install "shardckpt[serve]"`.') from None
+    raise MissingExtraError(f"shardckpt serve needs prometheus-client; install it with `{install_command('serve')}`.") from None
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -18,6 +18,15 @@ if TYPE_CHECKING:
 _SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100)
 _AREAS = frozenset({"api", "files", "healthz", "metrics", "raw", "readyz", "static", "ui", "v1", "zarr"})
 _METHODS = frozenset({"GET", "HEAD", "POST"})
+_FOUND = {
+    "checkpoints": ("Checkpoints in the catalogue.", "state"),
+    "unreachable_roots": ("Roots that the last scan could not list.",),
+    "vanished_roots": ("Roots that have vanished, as an unmounted disk.",),
+    "passed_over_directories": ("Directories that scans could not read.",),
+    "jobs": ("Jobs in the journal.", "state"),
+    "damaged_checkpoints": ("Checkpoints with damage in their last verification.",),
+    "scrub_due_bytes": ("Stored bytes that were not verified within the period.",),
+}
 
 
 class ServeMetrics:
@@ -33,15 +42,11 @@ class ServeMetrics:
         self.sent = Counter("shardckpt_serve_sent_bytes", "Bytes of bodies that were sent.", ("area",), registry=registry)
         self.in_flight = Gauge("shardckpt_serve_requests_in_flight", "Requests at work.", registry=registry)
         self.wrong_tokens = Counter("shardckpt_serve_wrong_tokens", "Tokens that nobody has.", registry=registry)
+        self.bad_token_lines = Gauge(
+            "shardckpt_serve_bad_token_lines", "Lines of the token file that are none of a token.", registry=registry
+        )
         self.scans = Counter("shardckpt_serve_scans", "Scans of the roots.", registry=registry)
         self.scan_seconds = Gauge("shardckpt_serve_last_scan_seconds", "Seconds of the last scan.", registry=registry)
-        self.problems = Gauge("shardckpt_serve_unreachable_roots", "Roots that the last scan could not list.", registry=registry)
-        self.damaged = Gauge(
-            "shardckpt_serve_damaged_checkpoints", "Checkpoints with damage in their last verification.", registry=registry
-        )
-        self.jobs = Gauge("shardckpt_serve_jobs", "Jobs in the journal.", ("state",), registry=registry)
-        self.due = Gauge("shardckpt_serve_scrub_due_bytes", "Stored bytes that were not verified within the period.", registry=registry)
-        self.checkpoints = Gauge("shardckpt_serve_checkpoints", "Checkpoints in the catalogue.", ("state",), registry=registry)
 
     def note(self, method: str, path: str, status: int, sent: int, seconds: float) -> None:
         """Count a request."""
@@ -51,22 +56,25 @@ class ServeMetrics:
         self.seconds.labels(area).observe(seconds)
         self.sent.labels(area).inc(sent)
 
-    def note_scan(self, seconds: float, problems: int) -> None:
+    def note_scan(self, seconds: float) -> None:
         """Count a scan."""
         self.scans.inc()
         self.scan_seconds.set(seconds)
-        self.problems.set(problems)
 
-    def note_upkeep(self, jobs: Mapping[str, int], damaged: int, due_bytes: int | None) -> None:
-        """Set the number of jobs by state, the number of damaged checkpoints, and the bytes that a scrub is still to verify."""
-        for state in STATES:
-            self.jobs.labels(state).set(jobs.get(state, 0))
-        self.damaged.set(damaged)
-        if due_bytes is not None:
-            self.due.set(due_bytes)
+    def text(self, found: Mapping[str, int | Mapping[str, int]], *, traffic: bool) -> bytes:
+        """Metrics in Prometheus's text format.
 
-    def text(self, totals: Mapping[str, int]) -> bytes:
-        """All metrics in Prometheus's text format."""
-        for state in ("committed", "uncommitted", "unreadable", "deleted"):
-            self.checkpoints.labels(state).set(totals.get(state, 0))
-        return generate_latest(self._registry)
+        Args:
+            found: numbers that one user may know, by the name in `_FOUND`; those with a label by its values.
+            traffic: whether the user may know what the service does for all users.
+        """
+        registry = CollectorRegistry()
+        for name, value in found.items():
+            about, *label = _FOUND[name]
+            gauge = Gauge(f"shardckpt_serve_{name}", about, label, registry=registry)
+            if isinstance(value, int):
+                gauge.set(value)
+            else:
+                for text, number in value.items():
+                    gauge.labels(text).set(number)
+        return generate_latest(registry) + (generate_latest(self._registry) if traffic else b"")

@@ -16,9 +16,11 @@ from shardckpt.excerpt import excerpt, few
 from shardckpt.serve.problems import STATUS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     from starlette.requests import Request
+
+    from shardckpt.options import Options
 
 LONGEST_TEXT = 1000
 """Most characters of a text parameter."""
@@ -111,6 +113,22 @@ class Parameter:
         return {"name": self.name, "in": "query", "required": self.required, "description": self.about, "schema": self.schema, **example}
 
 
+def parameters(declared: type[Options], *, without: Collection[str] = (), **choices: tuple[str, ...]) -> tuple[Parameter, ...]:
+    """The parameters for the options that the service has; `choices` allows some values of an option only."""
+    return tuple(
+        Parameter(
+            name=name,
+            kind=one.served,
+            about=one.about,
+            choices=choices.get(name, one.choices),
+            default=f"{one.default >> 20}MiB" if one.kind == "size" and one.default is not None else one.default,
+            example=one.example,
+        )
+        for name, one in declared.typed().items()
+        if one.served is not None and name not in without
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Endpoint:
     """Handler and description of GET requests to a path."""
@@ -121,6 +139,8 @@ class Endpoint:
     parameters: tuple[Parameter, ...]
     produces: tuple[str, ...] = ("application/json",)
     schema: Mapping[str, Any] = field(default_factory=dict)
+    long: bool = False
+    """Whether it may wait for a calculation."""
 
     def parse(self, request: Request) -> dict[str, Any]:
         """The values of all parameters.

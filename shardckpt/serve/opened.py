@@ -14,13 +14,15 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.commit.publish import RECORD
-from shardckpt.errors import NotFoundError
-from shardckpt.excerpt import excerpt
-from shardckpt.io.store import Store
+from shardckpt.convert.options import SafetensorsOptions
+from shardckpt.errors import BudgetError, NotFoundError
+from shardckpt.excerpt import excerpt, file_size
+from shardckpt.format.zarr_arrays import largest_chunk
+from shardckpt.io.store import Store, kind_of
 from shardckpt.reading.checkpoint import Checkpoint
 from shardckpt.reading.naming.mapping_file import PRESETS
 from shardckpt.reading.zarr_keys import ZarrKeys
-from shardckpt.serve.openapi import Parameter
+from shardckpt.serve.openapi import parameters
 from shardckpt.views.model_view import ModelView
 
 if TYPE_CHECKING:
@@ -28,30 +30,18 @@ if TYPE_CHECKING:
 
     from shardckpt.io.url import Location
     from shardckpt.serve.catalogue import Catalogue
-    from shardckpt.serve.roots import Roots
+    from shardckpt.serve.roots import Needs, Roots
 
 _MOST_OPEN = 32
 _MOST_VIEWS = 4
 """Most views of all checkpoints together; each keeps blocks."""
-_VIEW_BYTES = 96 << 20
-_MEMORY = 64 << 20
+_VIEW_BYTES = 32 << 20
+_MEMORY = 32 << 20
+_LARGEST_CHUNK = 64 << 20
+"""Most bytes of a chunk that is read as a whole, as compressed ones are; those of saves have some MiB."""
 _TRUSTED = 10.0
 _MOST_PARTS = 64
-VIEW = (
-    Parameter(name="include", kind="texts", about="Take only names that match a pattern."),
-    Parameter(name="exclude", kind="texts", about="Leave out names that match a pattern."),
-    Parameter(name="dtype", about="Convert to this dtype."),
-    Parameter(name="strip_prefix", about="Remove a prefix from names."),
-    Parameter(name="add_prefix", about="Add a prefix to names.", default=""),
-    Parameter(name="mapping", about="A mapping that comes with shardckpt.", choices=PRESETS),
-    Parameter(name="ties", about="Tied tensors.", choices=("auto", "once", "copies"), default="auto"),
-    Parameter(name="max_shard_size", about="Bytes of tensors in each file, as in 5GiB; default: one file."),
-)
-
-
-def view_options(asked: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a view, from the values of `VIEW`: those that were given."""
-    return {name: value for name, value in asked.items() if value not in (None, "") and (name, value) != ("ties", "auto")}
+VIEW = parameters(SafetensorsOptions, without=("overwrite",), mapping=PRESETS)
 
 
 @dataclass(slots=True)
@@ -64,6 +54,8 @@ class Opened:
     """On a disk: status of the record at the last look."""
     version: bytes
     checked: float
+    needs: Needs
+    """Roots that it needs."""
     parts: dict[Hashable, Any] = field(default_factory=dict)
     """Values computed from it, such as its zarr keys."""
     making: Lock = field(default_factory=Lock)
@@ -80,6 +72,17 @@ class Opened:
                 self.parts[key] = make()
             return self.parts[key]
 
+    def check_chunks(self, *names: str) -> None:
+        """Check that memory has room for the chunks of some tensors, or of all.
+
+        Raises:
+            BudgetError: a compressed chunk is larger than what this service reads at once.
+        """
+        record = self.checkpoint.record
+        for tensor in map(self.checkpoint.tensor, names) if names else record.structure.tensors.values():
+            if (record if tensor.base is None else tensor.base.base).compression is not None:
+                check_chunk(f"{self.ident}: {tensor.name}", largest_chunk([tensor]))
+
     @property
     def keys(self) -> ZarrKeys:
         """The checkpoint as a zarr hierarchy."""
@@ -90,8 +93,8 @@ class Opened:
 class OpenCheckpoints:
     """The checkpoints that were asked for last. Safe to use from several threads."""
 
-    def __init__(self, roots: Roots, catalogue: Catalogue) -> None:
-        """Open nothing yet."""
+    def __init__(self, roots: Roots, catalogue: Catalogue | None = None) -> None:
+        """Open nothing yet; `resolve` needs a catalogue."""
         self._roots, self._catalogue = roots, catalogue
         self._opened: OrderedDict[str, Opened] = OrderedDict()
         self._views: OrderedDict[tuple[str, str, str], ModelView] = OrderedDict()
@@ -101,12 +104,13 @@ class OpenCheckpoints:
         """The id of the checkpoint that a path begins with, and the rest of the path.
 
         Raises:
-            NotFoundError: it begins with none.
+            NotFoundError: it begins with none, or the user may not read its root.
         """
         parts = path.split("/")
         idents = ["/".join(parts[:n]) for n in range(1, min(len(parts), _MOST_PARTS) + 1)]
+        self._roots.root(path)
         ident = next((one for one in reversed(idents) if one in self._opened), None)
-        if ident is None:
+        if ident is None and self._catalogue is not None:
             known = self._catalogue.find(idents)
             ident = next((one["id"] for one in known if one["state"] != "deleted"), None)
         if ident is None:  # it may be new
@@ -119,14 +123,21 @@ class OpenCheckpoints:
         """An open checkpoint.
 
         Raises:
-            NotFoundError, FormatError: there is none; its record is damaged, or it needs something outside of the roots.
+            NotFoundError, FormatError: there is none; its record is damaged, or it needs something outside of the roots that the
+                user may read.
             StorageError: the storage failed.
         """
+        self._roots.root(ident)
+        found = self._get(ident)
+        self._roots.check_needs(found.needs)
+        return found
+
+    def _get(self, ident: str) -> Opened:
         found = self._opened.get(ident)
         now = time.monotonic()
         if found is not None:
             place = found.checkpoint.location
-            if place.local is None and now < found.checked + _TRUSTED:
+            if not kind_of(place).near and now < found.checked + _TRUSTED:
                 return found
             status = _status(place)
             if status is not None and status == found.status:
@@ -136,11 +147,11 @@ class OpenCheckpoints:
                 return found
         place = self._roots.locate(ident)
         status, version = _status(place), _version(place)
-        checkpoint = Checkpoint(str(place))
-        self._roots.check(checkpoint)
+        checkpoint = Checkpoint(place)
+        needs = self._roots.check(checkpoint)
         # A disk is read by few threads per request, as there are many requests; an object store wants many reads at a time.
-        checkpoint.limit_reading(threads=2 if place.local is not None else None, memory=_MEMORY)
-        opened = Opened(ident, checkpoint, status, version, now)
+        checkpoint.limit_reading(threads=2 if kind_of(place).near else None, memory=_MEMORY)
+        opened = Opened(ident, checkpoint, status, version, now, needs)
         with self._lock:
             self._opened[ident] = opened
             self._opened.move_to_end(ident)
@@ -152,6 +163,7 @@ class OpenCheckpoints:
         """The files of a checkpoint.
 
         Raises:
+            BudgetError: as for `Opened.check_chunks`.
             OptionError, NamesMismatchError, ShapeMismatchError, DtypeError, DtypeMismatchError: as for `ModelView`.
         """
         key = (opened.ident, opened.attempt, repr(sorted(options.items())))
@@ -160,6 +172,7 @@ class OpenCheckpoints:
             if found is not None:
                 self._views.move_to_end(key)
                 return found
+        opened.check_chunks()
         view = ModelView(opened.checkpoint, cache_bytes=_VIEW_BYTES, **options)
         with self._lock:
             view = self._views.setdefault(key, view)
@@ -168,9 +181,18 @@ class OpenCheckpoints:
         return view
 
 
+def check_chunk(what: str, nbytes: int) -> None:
+    """Check that memory has room for a chunk. Raises BudgetError."""
+    if nbytes > _LARGEST_CHUNK:
+        raise BudgetError(
+            f"{what} has chunks of {file_size(nbytes)}, and this service reads chunks of at most {file_size(_LARGEST_CHUNK)}; "
+            f"`shardckpt reshard` writes smaller ones."
+        )
+
+
 def _status(place: Location) -> object:
     """Size, time and inode number of the record on a disk; None: there is none, or the place is not on a disk."""
-    if place.local is None:
+    if place.local_path is None:
         return None
     try:
         stat = os.stat(f"{place.path}/{RECORD}")  # noqa: PTH116  (for each request; a Path takes ten times as long)

@@ -34,14 +34,16 @@ STATUS = {
     "leaf": 422,
     "unsupported-dtype": 422,
     "extra": 501,
-    "corrupt": 502,
-    "missing-data": 502,
-    "format": 502,
-    "version": 502,
+    "corrupt": 422,
+    "missing-data": 422,
+    "format": 422,
+    "version": 422,
     "storage": 502,
     "coordination": 503,
 }
-"""HTTP status of each error code; 500 for others. 502 means that the storage, or what is stored, is at fault."""
+"""HTTP status of each error code; 500 for others. 422: what is stored is at fault; 502: the storage."""
+_TITLES = {"corrupt": "Damaged", "missing-data": "Incomplete", "format": "Unreadable", "version": "Of another version"}
+"""Titles for what HTTP has no words."""
 _CODES = {400: "option", 404: "not-found", 405: "method", 413: "memory"}
 LONGEST = 2000
 
@@ -56,14 +58,25 @@ class DocumentResponse(JSONResponse):
 
 def problem(status: int, code: str, detail: str, headers: dict[str, str] | None = None) -> JSONResponse:
     """A problem as a response."""
-    body = {"type": f"urn:shardckpt:error:{code}", "title": HTTPStatus(status).phrase, "status": status, "code": code, "detail": detail}
+    body = {
+        "type": f"urn:shardckpt:error:{code}",
+        "title": _TITLES.get(code, HTTPStatus(status).phrase),
+        "status": status,
+        "code": code,
+        "detail": detail,
+    }
     return DocumentResponse(body, status, headers, "application/problem+json")
+
+
+def text_of(error: ShardckptError) -> str:
+    """An error's message, with the service's parameters instead of Python's arguments."""
+    return error.message.worded(lambda option: str(option._replace(field={"rules": "rule"}.get(option.field, option.field.strip("_")))))
 
 
 def of_error(error: Exception, roots: Roots) -> JSONResponse:
     """The response for an error of the library, or one that an endpoint raised."""
     if isinstance(error, ShardckptError):
-        return problem(STATUS.get(error.code, 500), error.code, visible(roots.without_places(str(error)))[:LONGEST])
+        return problem(STATUS.get(error.code, 500), error.code, visible(roots.without_places(text_of(error)))[:LONGEST])
     assert isinstance(error, HTTPException)
     headers = dict(error.headers) if error.headers else None
     return problem(error.status_code, _CODES.get(error.status_code, f"http-{error.status_code}"), error.detail, headers)

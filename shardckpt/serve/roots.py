@@ -12,23 +12,32 @@ import re
 from typing import TYPE_CHECKING
 
 from shardckpt.commit.base_places import base_location
-from shardckpt.errors import FormatError, NotFoundError, OptionError
+from shardckpt.errors import FormatError, NotFoundError, OptionError, UrlError
 from shardckpt.excerpt import excerpt, few
 from shardckpt.format.documents import unfit
 from shardckpt.io.failures import storage_errors
 from shardckpt.io.status import is_directory, is_file
+from shardckpt.io.store import kind_of
 from shardckpt.io.url import parse
+from shardckpt.serve.access.identity import may_read, note
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
     from pathlib import Path
 
     from shardckpt.io.url import Location
     from shardckpt.reading.checkpoint import Checkpoint
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}", re.ASCII)
+DEPTH = 6
+"""Most names in the id of a checkpoint that is looked for."""
+_LONGEST_NAME, _LONGEST_PATH = 255, 3000
 _RESERVED = {"api", "files", "healthz", "metrics", "raw", "readyz", "static", "ui", "v1", "zarr"}
 """First names of the service's own paths."""
+
+
+class Needs(dict[frozenset[str], str]):
+    """Message for users who may read none of some roots, by the names of these roots."""
 
 
 class Roots:
@@ -54,14 +63,32 @@ class Roots:
             if name in self.places:
                 raise OptionError(f"{name}= is given twice; give each root a name of its own.")
             place = parse(url)
-            if place.is_web:
+            if not kind_of(place).lists:
                 raise OptionError(f"{text}: a web server does not list what it has; give a disk or a bucket.")
-            if place.local is not None and is_file(place.local):
+            if place.local_path is not None and is_file(place.local_path):
                 raise OptionError(f"{name}: {place} is a file; give a directory of runs.")
             self.places[name] = place
         if not self.places:
             raise OptionError("there is nothing to serve; give NAME=ROOT.")
-        self._bases = [*self.places.values(), *map(parse, bases)]
+        self._bases = [*map(parse, bases)]
+        texts = {(str(place).rstrip("/") or "/", name) for name, root in self.places.items() for place in (root, root.resolved)}
+        self._written = sorted(texts, key=lambda one: (-len(one[0]), one))
+        """Locations as messages have them, also with links resolved, with the names of their roots; the longest first."""
+
+    def root(self, ident: str) -> Location:
+        """The root that an id begins with.
+
+        Raises:
+            NotFoundError: there is none, or the user may not read it.
+        """
+        name = ident.partition("/")[0]
+        root = self.places.get(name)
+        if root is None or not may_read(name):
+            if root is not None:
+                note(refused=ident)
+            known = few([one for one in self.places if may_read(one)])
+            raise NotFoundError(f"there is no root {excerpt(name)}{known and '; there are '}{known}.")
+        return root
 
     def locate(self, ident: str) -> Location:
         """The location of an id.
@@ -69,16 +96,18 @@ class Roots:
         Raises:
             NotFoundError: it names no root, is not a valid place, or leads out of its root.
         """
+        root = self.root(ident)
         name, slash, below = ident.partition("/")
-        root = self.places.get(name)
-        if root is None:
-            raise NotFoundError(f"there is no root {excerpt(name)}; there are {few(list(self.places))}.")
         why = unfit(below) if slash else ""
         if why:
             raise NotFoundError(f"{excerpt(ident)} is no place below {name}: {why}.")
+        if root.local_path is not None and (
+            len(below) > _LONGEST_PATH or any(len(part.encode("utf-8", "replace")) > _LONGEST_NAME for part in below.split("/"))
+        ):
+            raise NotFoundError(f"{excerpt(ident)} is no place below {name}: a name is too long.")
         try:
             place = root.join(below) if slash else root
-            inside = place.local is None or place.is_within(root)
+            inside = place.is_within(root)
         except (OSError, ValueError) as e:  # a name that the system refuses
             raise NotFoundError(f"{excerpt(ident)} is no place below {name}: {e}.") from None
         if not inside:
@@ -105,48 +134,85 @@ class Roots:
                 below = place.path[len(root.resolved.path.rstrip("/")) :].strip("/")
                 other = f"{name}/{below}" if below else name
                 if other != ident:
-                    raise OptionError(f"{excerpt(ident)} is also {excerpt(other)}; rules apply only to a run with one id.")
+                    shown = excerpt(other) if may_read(other) else "a place in another root"
+                    raise OptionError(f"{excerpt(ident)} is also {shown}; rules apply only to a run with one id.")
 
-    def check(self, checkpoint: Checkpoint) -> None:
-        """Check that all that a checkpoint needs lies below the roots and the allowed bases.
+    def check(self, checkpoint: Checkpoint) -> Needs:
+        """Check that all that a checkpoint needs lies below the roots and the allowed bases; return where, for `check_needs`.
 
         Raises:
             FormatError: a base or a link leads elsewhere.
         """
-        here = checkpoint.location
+        here, needs = checkpoint.location, Needs()
         for base in checkpoint.record.structure.bases:
             place = base_location(here, base)
-            if not any(place.is_within(allowed) for allowed in self._bases):
-                raise FormatError(f"{here}: its base {place} lies outside of the roots; serve it, or allow it with --allow-base.")
-            _check_links(place, self._bases)
-        _check_links(here, self._bases)
+            message = f"{here}: its base {place} lies outside of the roots; serve it, or allow it with --allow-base."
+            self._need(needs, place, message, based=True)
+            self._check_links(place, needs, based=True)
+        self._check_links(here, needs, based=True)
+        self.check_needs(needs)
+        return needs
+
+    def check_needs(self, needs: Needs) -> None:
+        """Check that the user may read all that a checkpoint needs, as far as it lies in other roots.
+
+        Raises:
+            FormatError: as if it lay outside of the roots.
+        """
+        for names, message in needs.items():
+            if not any(map(may_read, names)):
+                note(refused=next(iter(names)))
+                raise FormatError(message)
 
     def check_links(self, place: Location) -> None:
-        """Check that no link below a directory leads out of the roots.
+        """Check that no link below a directory leads out of the roots that the user may read.
 
         Raises:
             FormatError: a link does.
         """
-        if place.local is None or is_directory(place.local):
-            _check_links(place, self.places.values())
+        if place.local_path is None or is_directory(place.local_path):
+            needs = Needs()
+            self._check_links(place, needs, based=False)
+            self.check_needs(needs)
+
+    def hides(self, url: str) -> bool:
+        """Whether a place lies only in roots that the user may not read."""
+        try:
+            place = parse(url)
+        except UrlError:
+            return False
+        names = [name for name, root in self.places.items() if place.is_within(root)]
+        return bool(names) and not any(map(may_read, names))
 
     def without_places(self, text: str) -> str:
-        """A message with names in place of the locations of roots, which clients need not know."""
-        for name, root in self.places.items():
-            text = text.replace(str(root), name)
+        """A message with names in place of the locations of roots, and without what lies in roots that the user may not read."""
+        for written, name in self._written:
+            place = re.escape(written) + r"(?![\w.-])"
+            if may_read(name):
+                text = re.sub(place, lambda _, name=name: name, text)  # type: ignore[misc]
+            else:
+                text = re.sub(
+                    rf"{place}.*", "another place, which you may not read", text, flags=re.DOTALL
+                )  # names may have any characters: their end is not known
         return text
 
+    def _need(self, needs: Needs, place: Location, message: str, *, based: bool) -> None:
+        """Note the roots in which a place lies; `based`: it may also lie below an allowed base. Raises FormatError."""
+        names = frozenset(name for name, root in self.places.items() if place.is_within(root))
+        if names:
+            needs.setdefault(names, message)
+        elif not (based and any(place.is_within(allowed) for allowed in self._bases)):
+            raise FormatError(message)
 
-def _check_links(place: Location, allowed: Iterable[Location]) -> None:
-    """Check the links below a directory on a disk."""
-    stack: list[Path] = [] if place.local is None else [place.local]
-    while stack:
-        below = stack.pop()
-        with storage_errors("list", below), os.scandir(below) as entries:
-            for entry in entries:
-                if entry.is_symlink():
-                    target = parse(os.path.realpath(entry.path))
-                    if not any(target.is_within(root) for root in allowed):
-                        raise FormatError(f"{place}: the link {excerpt(entry.name)} in it leads out of the roots.")
-                elif entry.is_dir(follow_symlinks=False):
-                    stack.append(type(place.local)(entry.path))  # type: ignore[misc]
+    def _check_links(self, place: Location, needs: Needs, *, based: bool) -> None:
+        """Check the links below a directory on a disk; `based`: they may lead to allowed bases."""
+        stack: list[Path] = [] if place.local_path is None else [place.local_path]
+        while stack:
+            below = stack.pop()
+            with storage_errors("list", below), os.scandir(below) as entries:
+                for entry in entries:
+                    if entry.is_symlink():
+                        message = f"{place}: the link {excerpt(entry.name)} in it leads out of the roots."
+                        self._need(needs, parse(os.path.realpath(entry.path)), message, based=based)
+                    elif entry.is_dir(follow_symlinks=False):
+                        stack.append(type(place.local_path)(entry.path))  # type: ignore[misc]

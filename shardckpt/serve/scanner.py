@@ -3,6 +3,8 @@
 A cycle goes through the directories below each root, level by level, and reads the commit records that are new or have changed. On a
 disk a record is read again when its time, or that of its directory, has changed. On an object store a committed checkpoint is looked at
 again after `_AGAIN` seconds, and a directory without checkpoints after `_EMPTY` seconds; announced ones at once.
+
+A directory that cannot be read is passed over, and what was known of it stays. So do all rows of a root that has vanished.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 from typing import TYPE_CHECKING
 
@@ -20,24 +22,27 @@ from shardckpt.errors import ShardckptError, StorageError
 from shardckpt.io.status import is_link
 from shardckpt.io.store import Store
 from shardckpt.io.threads import map_on_threads
-from shardckpt.reading.catalog import entries_at
+from shardckpt.runs.catalog import entries_at
+from shardckpt.runs.ended import ENDED
+from shardckpt.serve.roots import DEPTH
+from shardckpt.serve.vanished import RootWatch
 from shardckpt.state.names import natural_key
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from shardckpt.reading.catalog import CatalogEntry
+    from shardckpt.runs.catalog import CatalogEntry
     from shardckpt.serve.catalogue import Catalogue
     from shardckpt.serve.roots import Roots
 
 _log = logging.getLogger("shardckpt.serve")
-_DEPTH = 6
-"""Most levels of directories below a root."""
 _LEAST_PAUSE, _LONGEST_PAUSE = 1.0, 30.0
 _SHARE = 0.1
 """Largest share of the time that cycles take, up to the longest pause."""
 _AGAIN, _EMPTY = 600.0, 60.0
 _BATCH = 512
+_MOST_MEASURED = 100
+"""Most directories of an unfinished save whose files are measured."""
 _STEP_OF_TIMES = 2_000_000_000
 """Nanoseconds."""
 
@@ -57,19 +62,27 @@ class _Seen:
 class Scanner:
     """Scans the roots in the background."""
 
-    def __init__(self, roots: Roots, catalogue: Catalogue, on_scan: Callable[[float, int], object] = lambda *_: None) -> None:
+    def __init__(self, roots: Roots, catalogue: Catalogue, on_scan: Callable[[float], object] = lambda _: None) -> None:
         """Nothing is scanned before `start` or `scan`.
 
         Args:
             roots: what to scan.
             catalogue: where to put what is found.
-            on_scan: called after each cycle with its seconds and the number of roots that could not be listed.
+            on_scan: called after each cycle with its seconds.
         """
         self.problems: dict[str, str] = {}
-        """Error of listing a root, by the root's name."""
+        """Error of listing a root, or the reason for which it has vanished, by the root's name."""
+        self.passed_over: dict[str, str] = {}
+        """Error of reading a directory, by its id."""
+        self.ended: set[str] = set()
+        """Ids of runs that are marked as ended."""
+        self.watch = RootWatch(roots, catalogue)
         self.complete = threading.Event()
         """Set after the first cycle."""
         self._roots, self._catalogue, self._on_scan = roots, catalogue, on_scan
+        self.root_names = tuple(roots.places)
+        self._fresh = set(roots.places)
+        """Roots of which the catalogue may have rows of an earlier process, or of before they vanished."""
         self._seen: dict[str, _Seen] = {}
         self._announced: set[str] = set()
         self._wake, self._stopped = threading.Event(), False
@@ -100,7 +113,7 @@ class Scanner:
             except Exception:  # noqa: BLE001  (a bug must not end the thread: the next cycle may pass it)
                 _log.exception("the roots could not be scanned")
             took = time.monotonic() - begun
-            self._on_scan(took, len(self.problems))
+            self._on_scan(took)
             self._wake.wait(min(max(_LEAST_PAUSE, took / _SHARE), _LONGEST_PAUSE))
             self._wake.clear()
 
@@ -116,49 +129,90 @@ class Scanner:
                     self._seen[above].due, self._seen[above].version = 0.0, None
         for name, root in self._roots.places.items():
             try:
-                self._scan_root(name, Store.open(root))
-                self.problems.pop(name, None)
+                lost = self.watch.lost_marker(name)
+                gone = set() if lost else self._scan_root(name, Store.open(root))
+                if not self._stopped:
+                    self._settle(name, gone, lost=lost)
             except ShardckptError as e:
                 if self.problems.get(name) != str(e):
                     _log.warning("root %s: %s", name, e)
                 self.problems[name] = str(e)
-        if not (self.complete.is_set() or self.problems or self._stopped):  # rows of an earlier process
-            self._catalogue.replace({}, self._catalogue.idents() - {ident for ident, seen in self._seen.items() if seen.entry is not None})
         self.complete.set()
 
-    def _scan_root(self, name: str, root: Store) -> None:
+    def _settle(self, name: str, gone: set[str], *, lost: bool) -> None:
+        """Remove the rows of what is gone from a root, unless all of the root has vanished."""
+        present = {one for one, seen in self._seen.items() if seen.entry is not None and _is_below(one, name)}
+        over = [one for one in self.passed_over if _is_below(one, name)]
+        if not present and over and not lost:  # nothing is known
+            return
+        reason = self.watch.judge(name, present=bool(present))
+        if reason is not None:
+            self.problems[name] = reason
+            self._seen = {one: seen for one, seen in self._seen.items() if not _is_below(one, name)}
+            self._fresh.add(name)
+            return
+        if name in self._fresh:
+            gone |= {one for one in self._catalogue.idents(name) if not any(_is_below(one, above) for above in over)}
+        if gone - present:
+            self._catalogue.replace({}, gone - present)
+        self._fresh.discard(name)
+        self.problems.pop(name, None)
+
+    def _scan_root(self, name: str, root: Store) -> set[str]:
+        """Put what is new in a root into the catalogue; return the ids of what is gone."""
+        gone: set[str] = set()
         level = [(name, root)]
-        for _ in range(_DEPTH):
+        for _ in range(DEPTH):
             below: list[tuple[str, Store]] = []
             for first in range(0, len(level), _BATCH):
                 if self._stopped:
-                    return
+                    return set()
                 batch = level[first : first + _BATCH]
                 due = [one for one in batch if self._is_due(*one)]
-                looked = map_on_threads(lambda one: self._look(*one), due)
-                self._note(dict(zip((ident for ident, _ in due), looked, strict=True)))
+                looked = map_on_threads(lambda one: self._look_or_pass(*one), due)
+                gone |= self._note(dict(zip((ident for ident, _ in due), looked, strict=True)))
                 for ident, _ in batch:
                     below += self._seen[ident].children.items()
             level = below
+        return gone
+
+    def _look_or_pass(self, ident: str, store: Store) -> _Seen:
+        """Look at a directory; if it cannot be read, keep what is known of it. Raises StorageError for a root."""
+        try:
+            seen = self._look(ident, store)
+        except (ShardckptError, OSError, ValueError, RecursionError) as e:
+            if "/" not in ident:
+                raise StorageError(f"{store}: it cannot be listed ({e}).") if not isinstance(e, ShardckptError) else e from e
+            self._pass_over(ident, str(e))
+            before = self._seen.get(ident, _Seen())
+            return _Seen(before.children, before.entry, None, time.monotonic() + _LONGEST_PAUSE)
+        self.passed_over.pop(ident, None)
+        return seen
+
+    def _pass_over(self, ident: str, reason: str) -> None:
+        if ident not in self.passed_over:
+            _log.warning("passed over", extra={"fields": {"id": ident, "reason": reason}})
+        self.passed_over[ident] = reason
 
     def _is_due(self, ident: str, store: Store) -> bool:
         seen = self._seen.get(ident)
         if seen is None or time.monotonic() >= seen.due:
             return True
-        return store.location.local is not None and seen.version != _version(store)
+        return seen.version != _version(store)
 
     def _look(self, ident: str, store: Store) -> _Seen:
         """List a directory, and read its record if there is one."""
         version = _version(store)
         listed = store.list_children()
+        (self.ended.add if ENDED in listed else self.ended.discard)(ident)
         children = {f"{ident}/{child}": place for child, place in places(store, listed) if child != "."}
         for child in [child for child, place in children.items() if not self._is_inside(child, place)]:
             del children[child]
         entry = self._entry(ident, store, listed)
         now = time.monotonic()
-        if store.location.local is not None and entry is not None and entry.state != "uncommitted" and _is_settled(version):
+        if version is not None and entry is not None and entry.state != "uncommitted" and _is_settled(version):
             due = inf  # or when its version changes
-        elif store.location.local is None and (entry is not None or not children):
+        elif version is None and (entry is not None or not children):
             due = now + (_AGAIN if entry is not None and entry.state == "committed" else 0 if entry is not None else _EMPTY)
         else:
             due = now
@@ -169,25 +223,30 @@ class Scanner:
         if all(child != RECORD and "-" not in child for child in listed):
             return None
         name = ident.rpartition("/")[2]
-        try:
-            for everything in (False, True):
-                found = entries_at(store, name, listed, everything=everything)
-                if found:
-                    return found[0] if not everything else max(found, key=lambda one: natural_key(one.attempt or ""))
-        except StorageError:
-            if ident in self._seen:
-                return self._seen[ident].entry
-            raise
+        for everything in (False, True):
+            found = entries_at(store, name, listed, everything=everything)
+            if found:
+                last = found[0] if not everything else max(found, key=lambda one: natural_key(one.attempt or ""))
+                return last if last.state != "uncommitted" else self._measured(ident, store, last)
         return None
+
+    def _measured(self, ident: str, store: Store, last: CatalogEntry) -> CatalogEntry:
+        """An unfinished save with the bytes that it holds; in an object store, where that takes requests, once it is idle."""
+        before = self._seen.get(ident, _Seen()).entry
+        known = None if before is None or before.attempt != last.attempt else before.stored_bytes
+        if store.near or (known is None and (last.idle or 0) > _AGAIN):
+            known = _bytes_below(store, f"{last.attempt}/", [_MOST_MEASURED])
+        return replace(last, stored_bytes=known)
 
     def _is_inside(self, ident: str, place: Store) -> bool:
         """Whether a directory on a disk is not a link out of its root."""
-        if place.location.local is None or not is_link(place.location.local):
+        path = place.local_path("")
+        if path is None or not is_link(path):
             return True
         return place.location.is_within(self._roots.places[ident.partition("/")[0]])
 
-    def _note(self, looked: dict[str, _Seen]) -> None:
-        """Put what was found into the catalogue, and forget what is gone."""
+    def _note(self, looked: dict[str, _Seen]) -> set[str]:
+        """Put what was found into the catalogue; forget what is gone, and return the ids of that."""
         changed: dict[str, tuple[str, CatalogEntry]] = {}
         gone: list[str] = []
         for ident, seen in looked.items():
@@ -198,22 +257,48 @@ class Scanner:
                 gone.append(ident)
             elif seen.entry is not None and before.entry != seen.entry:
                 changed[ident] = (ident.rpartition("/")[0] or ident, seen.entry)
-        if changed or gone:
-            self._catalogue.replace(changed, gone)
+        if changed:
+            for ident in self._put(changed):
+                looked[ident].entry = None
         self._seen |= looked
         for ident in gone:
             if ident not in looked:
                 self._seen.pop(ident, None)
+                self.passed_over.pop(ident, None)
+        return set(gone)
+
+    def _put(self, changed: dict[str, tuple[str, CatalogEntry]]) -> list[str]:
+        """Put entries into the catalogue; return the ids of those that no row can hold, which are passed over."""
+        try:
+            self._catalogue.replace(changed, ())
+        except (ValueError, OverflowError, TypeError) as e:
+            if len(changed) > 1:
+                return [odd for ident, one in changed.items() for odd in self._put({ident: one})]
+            self._pass_over(next(iter(changed)), f"its record has values that no list can hold ({e})")
+            return list(changed)
+        return []
 
 
-def _is_settled(version: tuple[int, ...] | None) -> bool:
+def _is_below(ident: str, above: str) -> bool:
+    """Whether an id is another one, or below it."""
+    return ident == above or ident.startswith(f"{above}/")
+
+
+def _bytes_below(store: Store, prefix: str, left: list[int]) -> int:
+    """Bytes of the files below a directory, as far as so many directories have them."""
+    left[0] -= 1
+    inside = [f"{prefix}{child}" for child in store.list_children(prefix) if child.endswith("/")]
+    return sum(store.sizes(prefix).values()) + sum(_bytes_below(store, child, left) for child in inside if left[0] > 0)
+
+
+def _is_settled(version: tuple[int, ...]) -> bool:
     """Whether a change now would have another time than the last one: file systems keep times in steps of up to some seconds."""
-    return version is None or abs(time.time_ns() - max(version)) > _STEP_OF_TIMES
+    return abs(time.time_ns() - max(version)) > _STEP_OF_TIMES
 
 
 def _version(store: Store) -> tuple[int, ...] | None:
     """On a disk: times that change when the record or the names in the directory change."""
-    path = store.location.local
+    path = store.local_path("")
     if path is None:
         return None
     times = []

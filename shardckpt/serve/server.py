@@ -6,27 +6,41 @@
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
+import logging
+import os
+import resource
+import signal
+import socket
+import ssl
+import stat
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from shardckpt.errors import OptionError, StorageError
+from shardckpt.io.status import exists, status
+from shardckpt.io.threads import SWITCH_SECONDS
 from shardckpt.serve.app import application
 from shardckpt.serve.logs import log_to_stderr
-from shardckpt.serve.service import ServeOptions, Service
+from shardckpt.serve.service import Service
 
 if TYPE_CHECKING:
-    import asyncio
     from collections.abc import Callable
 
+    from shardckpt.serve.options import ServeOptions
+
+_log = logging.getLogger("shardckpt.serve")
 _REQUEST_SECONDS, _STALL_SECONDS, _IDLE_SECONDS = 20.0, 60.0, 15
 _LONGEST_HEADERS, _MOST_HEADERS = 32 << 10, 100
 _CONNECTIONS = 512
+"""Most connections; they take at most half of the descriptors that this process may have."""
+_CERTIFICATE_SECONDS = 2.0
 _M_MMAP_THRESHOLD = -3
-_SWITCH_SECONDS = 0.0005
-"""Seconds for which a reading thread may keep the interpreter from the thread that answers; Python's own value is ten times as long."""
 _REFUSED = b"HTTP/1.1 %s\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 
 
@@ -116,10 +130,13 @@ def serve(options: ServeOptions, started: Callable[[str], Any] = lambda _url: No
     Raises:
         OptionError, UrlError, StorageError: an option is invalid, or names something that cannot be used.
     """
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     server = make_server(options, started)
     _return_memory()
-    sys.setswitchinterval(_SWITCH_SECONDS)
+    sys.setswitchinterval(SWITCH_SECONDS)  # the thread that answers waits for no reading thread
     listener = log_to_stderr()
+    signal.signal(signal.SIGHUP, lambda *_: server.service.audit.reopen())
     try:
         server.run()
     finally:
@@ -133,13 +150,14 @@ def _return_memory() -> None:
         mallopt(_M_MMAP_THRESHOLD, 1 << 20)
 
 
-def make_server(options: ServeOptions, started: Callable[[str], Any]) -> uvicorn.Server:
+def make_server(options: ServeOptions, started: Callable[[str], Any]) -> _Server:
     """A server that is not yet started; see `serve`."""
     service = Service(options)
     config = uvicorn.Config(
         application(service, options),
         host=options.host,
         port=options.port,
+        uds=None if options.unix_socket is None else os.fspath(options.unix_socket),
         http=LimitedProtocol,
         ws="none",
         lifespan="on",
@@ -147,29 +165,86 @@ def make_server(options: ServeOptions, started: Callable[[str], Any]) -> uvicorn
         access_log=False,
         proxy_headers=False,
         server_header=False,
-        limit_concurrency=_CONNECTIONS,
+        limit_concurrency=min(_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2),
         timeout_keep_alive=_IDLE_SECONDS,
         timeout_graceful_shutdown=10,
         ssl_certfile=options.certificate,
         ssl_keyfile=options.key,
     )
+    try:
+        config.load()
+    except OSError as e:
+        raise OptionError(f"--ssl-certfile {options.certificate}, --ssl-keyfile {options.key}: these cannot be used for TLS ({e}).") from e
+    if options.unix_socket is not None:
+        _claim(Path(options.unix_socket))
     return _Server(config, started, service)
+
+
+def _claim(path: Path) -> None:
+    """Make a socket file with the mode that uvicorn then keeps.
+
+    Raises:
+        OptionError: another file is there, or another server listens. StorageError: none can be made there.
+    """
+    try:
+        with socket.socket(socket.AF_UNIX) as one:
+            found = status(path)
+            if found is not None and stat.S_ISSOCK(found.st_mode) and one.connect_ex(str(path)) != 0:  # of a server that has ended
+                path.unlink()
+        if exists(path):
+            raise OptionError(f"--unix-socket {path}: another server or a file is there; give another path.")
+        with socket.socket(socket.AF_UNIX) as one:
+            before = os.umask(0o117)
+            try:
+                one.bind(str(path))
+            finally:
+                os.umask(before)
+    except OSError as e:
+        raise StorageError(f"--unix-socket {path}: it cannot be made ({e.strerror or e}); give another path.") from e
+
+
+def _states(files: tuple[str, str]) -> list[tuple[int, int, int] | None]:
+    """Times, inode numbers and sizes of files."""
+    found = [status(Path(file)) for file in files]
+    return [None if one is None else (one.st_mtime_ns, one.st_ino, one.st_size) for one in found]
 
 
 class _Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, started: Callable[[str], Any], service: Service) -> None:
         super().__init__(config)
-        self._on_start, self._service = started, service
+        self._on_start, self.service = started, service
 
     async def shutdown(self, sockets: Any = None) -> None:
-        self._service.closing.set()  # responses that would go on end now
+        self.service.closing.set()  # responses that would go on end now
         await super().shutdown(sockets)
+
+    async def _follow_certificate(self) -> None:
+        """Load the certificate and its key again when a file has changed; new connections get it."""
+        files = str(self.config.ssl_certfile), str(self.config.ssl_keyfile)
+        known = _states(files)
+        while True:
+            await asyncio.sleep(_CERTIFICATE_SECONDS)
+            if (now := _states(files)) == known:
+                continue
+            try:
+                ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(*files)  # both fit together
+                assert self.config.ssl is not None
+                self.config.ssl.load_cert_chain(*files)
+            except OSError as e:
+                _log.warning("the certificate cannot be used; the one before holds", extra={"fields": {"reason": str(e)}})
+            else:
+                _log.info("the certificate was loaded again", extra={"fields": {"file": files[0]}})
+            known = now
 
     async def startup(self, sockets: Any = None) -> None:
         await super().startup(sockets)
-        if self.started:
+        if self.started and self.config.ssl is not None:
+            self._certificate = asyncio.create_task(self._follow_certificate())
+        if self.started and self.config.uds is not None:
+            self._on_start(f"unix:{self.config.uds}")
+        elif self.started:
             for server in self.servers:
-                for socket in server.sockets:
-                    host, port = socket.getsockname()[:2]
+                for one in server.sockets:
+                    host, port = one.getsockname()[:2]
                     host = f"[{host}]" if ":" in host else host
                     self._on_start(f"{'https' if self.config.is_ssl else 'http'}://{host}:{port}")

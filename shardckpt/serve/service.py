@@ -6,76 +6,24 @@ import hashlib
 import shutil
 import tempfile
 import threading
-from dataclasses import dataclass
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardckpt.errors import NotFoundError, OptionError, ShardckptError
+from shardckpt.errors import NotFoundError, ShardckptError
 from shardckpt.excerpt import excerpt
+from shardckpt.serve.access.audit import AuditLog
+from shardckpt.serve.access.tokens import Tokens
+from shardckpt.serve.calculations import Calculations
 from shardckpt.serve.catalogue import Catalogue
 from shardckpt.serve.jobs.upkeep import Upkeep
 from shardckpt.serve.metrics import ServeMetrics
 from shardckpt.serve.opened import OpenCheckpoints
 from shardckpt.serve.roots import Roots
 from shardckpt.serve.scanner import Scanner
-from shardckpt.serve.tokens import Tokens
 
 if TYPE_CHECKING:
-    import os
-
-LOOPBACK = ("127.0.0.1", "::1", "localhost")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServeOptions:
-    """Options of `shardckpt serve`."""
-
-    roots: tuple[str, ...]
-    """`NAME=ROOT` each."""
-    host: str = "127.0.0.1"
-    port: int = 8470
-    token_file: str | os.PathLike[str] | None = None
-    state: str | os.PathLike[str] | None = None
-    """The directory of the catalogue; None: one that is removed at the end."""
-    allow_host: tuple[str, ...] = ()
-    """Names of the service in `Host`, besides those of loopback."""
-    allow_base: tuple[str, ...] = ()
-    """Paths or urls below which bases of checkpoints may lie, besides the roots."""
-    scrub: float | None = None
-    """Seconds within which each checkpoint is verified once; None: none is."""
-    scrub_rate: int = 64 << 20
-    """Most bytes per second that the scrub reads."""
-    keep: str | os.PathLike[str] | None = None
-    """The file of rules for runs that have ended; None: nothing is deleted by rules."""
-    webhook: str | None = None
-    """The url that is told of damage."""
-    jobs: int = 1
-    """Jobs at a time."""
-    memory_limit: int | str = "512MiB"
-    """Bytes of buffers of a job."""
-    workers: int | None = None
-    """Concurrent tasks of a reshard or an import; None: as many as cores and memory allow."""
-    engine: str | None = None
-    """A cluster that does the work of reshards and imports, as in `shardckpt.reshard`."""
-    certificate: str | None = None
-    """File of the TLS certificate, in PEM."""
-    key: str | None = None
-    """File of its key."""
-
-    def __post_init__(self) -> None:
-        """Refuse to be reached from elsewhere without tokens.
-
-        Raises:
-            OptionError: other machines could read without a token, or only one of the TLS files is given.
-        """
-        if self.token_file is None and self.host not in LOOPBACK:
-            raise OptionError(f"--host {self.host} can be reached by other machines; give --token-file (`shardckpt token` makes one).")
-        if (self.certificate is None) != (self.key is None):
-            raise OptionError("TLS takes both --ssl-certfile and --ssl-keyfile.")
-        if self.state is None and any(one is not None for one in (self.scrub, self.keep, self.webhook)):
-            raise OptionError("--scrub, --keep and --webhook need --state DIR, where the service keeps what it has found.")
-        if self.jobs < 1 or self.scrub_rate < 1:
-            raise OptionError("--jobs and --scrub-rate are at least 1.")
+    from shardckpt.serve.options import ServeOptions
 
 
 class Service:
@@ -90,25 +38,28 @@ class Service:
         self.roots = Roots(options.roots, options.allow_base)
         self.tokens = None if options.token_file is None else Tokens(Path(options.token_file))
         self.metrics = ServeMetrics()
+        self.audit = AuditLog(None if options.audit_log is None else Path(options.audit_log))
         self._own = None if options.state is not None else Path(tempfile.mkdtemp(prefix="shardckpt-serve-"))
         self.catalogue = Catalogue(self._own or Path(options.state or ""))
         self.scanner = Scanner(self.roots, self.catalogue, self.metrics.note_scan)
         self.opened = OpenCheckpoints(self.roots, self.catalogue)
+        self.calculations = Calculations(self.roots)
         self.upkeep = None
         """Jobs, scrub and retention; None without a state directory."""
         if options.state is not None:
             try:
-                self.upkeep = Upkeep(Path(options.state), options, self.roots, self.catalogue, self.scanner)
+                self.upkeep = Upkeep(Path(options.state), options, self.roots, self.catalogue, self.scanner, self.audit)
             except ShardckptError:
                 self.catalogue.close()
                 raise
-        self.streams = 0
-        """Clients that follow jobs."""
+        self.streams: Counter[str] = Counter()
+        """Clients that follow jobs, by user."""
         self.closing = threading.Event()
         """Set when the service is about to end, so that streams end."""
 
     def start(self) -> None:
         """Begin to scan, and to run jobs."""
+        self.calculations.start()
         self.scanner.start()
         if self.upkeep is not None:
             self.upkeep.start()
@@ -119,6 +70,7 @@ class Service:
             self.upkeep.close()
         self.scanner.stop()
         self.catalogue.close()
+        self.audit.close()
         if self._own is not None:
             shutil.rmtree(self._own, ignore_errors=True)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import re
 import threading
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 from weakref import ref
@@ -21,18 +22,22 @@ from starlette.exceptions import HTTPException
 from shardckpt.serve.problems import problem
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from numpy.typing import NDArray
     from starlette.types import Receive, Scope, Send
 
-_BLOCKS = ((4, 16 << 20), (16, 4 << 20), (32, 1 << 20), (1 << 30, 1 << 18))
+_BLOCKS = ((4, 8 << 20), (16, 2 << 20), (32, 1 << 19), (1 << 30, 1 << 17))
 """Number of streams below which a block has at most so many bytes."""
 _READS = 6
 """Reads at a time: each may hold blocks of the view besides."""
-_WHOLE, _WHOLE_SECONDS, _SEND_SECONDS = threading.BoundedSemaphore(16), 1.0, 60.0
-"""Answers in memory at a time, how long one waits for others, and how long its client may take."""
-_PIECE = 1 << 18
+_WAIT_SECONDS, _SEND_SECONDS, _LEAST_RATE = 1.0, 60.0, 64 << 10
+"""Seconds that an answer waits for memory, seconds that its client may take, and least bytes per second of a large one."""
+_READ_SECONDS = 60.0
+"""Most seconds before the first block, and between two."""
+PIECE = 1 << 18
+STREAMED = "shardckpt.streamed"
+"""Marks the start of an answer that is not held in memory, or only as much as it has taken."""
 _RANGE = re.compile(r"bytes=(?:(\d{1,1000})-(\d{1,1000})?|-(\d{1,1000}))", re.ASCII)
 _CONDITIONS = (b"range", b"if-range", b"if-match", b"if-none-match")
 _streams = 0
@@ -54,15 +59,59 @@ class ByteSource:
     """The end of a good read from an offset on, of at most so many bytes; None: any is good."""
     whole: bool = False
     """Whether it is read with one call, and has no ranges."""
+    held: int = 0
+    """Bytes in memory for as long as it is sent."""
 
 
-def of_bytes(data: bytes, etag: str, media_type: str, headers: Mapping[str, str] | None = None) -> ByteSource:
-    """Bytes in memory."""
+class AnswerMemory:
+    """Memory for answers that are held until they are sent. Safe to use from several threads."""
+
+    def __init__(self, nbytes: int) -> None:
+        """Lend at most so many bytes at a time; one larger answer has to be alone."""
+        self._total, self._held = nbytes, 0
+        self._changed = threading.Condition()
+
+    def take(self, nbytes: int, seconds: float = 0.0) -> bool:
+        """Take memory, once others have given back enough; return whether it was there in time."""
+        with self._changed:
+            free = self._changed.wait_for(lambda: not self._held or self._held + nbytes <= self._total, seconds)
+            self._held += nbytes if free else 0
+            return free
+
+    def give_back(self, nbytes: int) -> None:
+        """Give memory back."""
+        with self._changed:
+            self._held -= nbytes
+            self._changed.notify_all()
+
+    @contextmanager
+    def lent(self, nbytes: int) -> Iterator[None]:
+        """Lend memory to a block; waits for it. Raises HTTPException when it takes too long."""
+        if not self.take(nbytes, _WAIT_SECONDS):
+            raise HTTPException(503, NO_MEMORY, RETRY)
+        try:
+            yield
+        finally:
+            self.give_back(nbytes)
+
+
+NO_MEMORY, RETRY = "too many large answers are being sent; try again.", {"Retry-After": "5"}
+ANSWERS = AnswerMemory(128 << 20)
+"""The memory for large answers of all services of this process."""
+
+
+def send_seconds(nbytes: int) -> float:
+    """The time within which a client has to take an answer from memory."""
+    return _SEND_SECONDS + nbytes / _LEAST_RATE
+
+
+def of_bytes(data: bytes, etag: str, media_type: str, headers: Mapping[str, str] | None = None, *, held: bool = False) -> ByteSource:
+    """Bytes in memory; `held`: nobody else holds them."""
 
     def read_into(offset: int, into: memoryview) -> None:
         into[:] = data[offset : offset + len(into)]
 
-    return ByteSource(len(data), etag, read_into, media_type, headers or {})
+    return ByteSource(len(data), etag, read_into, media_type, headers or {}, held=len(data) if held else 0)
 
 
 class SourceResponse:
@@ -72,14 +121,16 @@ class SourceResponse:
         """Send nothing yet. What is read with one call, and will be sent, is read here, on the thread that calls."""
         self._source = source
         self._data: memoryview | None = None
-        if source.whole and sends and source.size:
-            if not _WHOLE.acquire(timeout=_WHOLE_SECONDS):
-                raise HTTPException(503, "too many such answers are being sent; try again.", {"Retry-After": "5"})
+        reads = source.whole and sends and source.size > 0
+        self._taken = source.size if reads else source.held
+        if not ANSWERS.take(self._taken, _WAIT_SECONDS):
+            raise HTTPException(503, NO_MEMORY, RETRY)
+        if reads:
             try:
                 self._data = np.empty(source.size, np.uint8).data
                 source.read_into(0, self._data)
             except BaseException:
-                _WHOLE.release()
+                ANSWERS.give_back(self._taken)
                 raise
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -87,9 +138,8 @@ class SourceResponse:
         try:
             await self._answer(scope, receive, send)
         finally:
-            if self._data is not None:
-                self._data = None
-                _WHOLE.release()
+            self._data = None
+            ANSWERS.give_back(self._taken)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         source = self._source
@@ -131,10 +181,10 @@ class SourceResponse:
             await send({"type": "http.response.body"})
             return
         if self._data is not None:
-            async with asyncio.timeout(_SEND_SECONDS):
+            async with asyncio.timeout(send_seconds(end)):
                 await _start(send, status, headers)
-                for at in range(0, end, _PIECE):  # each waits until the client has read those before it
-                    await send({"type": "http.response.body", "body": self._data[at : at + _PIECE], "more_body": at + _PIECE < end})
+                for at in range(0, end, PIECE):  # each waits until the client has read those before it
+                    await send({"type": "http.response.body", "body": self._data[at : at + PIECE], "more_body": at + PIECE < end})
             return
         gone = asyncio.create_task(_until_gone(receive))
         try:
@@ -148,7 +198,10 @@ class SourceResponse:
         reader = _Reader(self._source, end)
         ahead: asyncio.Task[memoryview] | None = None
         try:
-            data = await reader.read(begin)  # its errors come before the status is sent
+            try:
+                data = await reader.read(begin)  # its errors come before the status is sent
+            except TimeoutError:
+                raise HTTPException(503, "the storage does not answer in time; try again.", {"Retry-After": "5"}) from None
             await _start(send, status, headers)
             at = begin
             while not gone.done():
@@ -180,7 +233,8 @@ class _Reader:
         if self._source.block_end is not None:
             stop = min(stop, self._source.block_end(begin, most))
         part = self._part(stop - begin, most, last=stop == self._end)
-        await to_thread.run_sync(self._source.read_into, begin, part, limiter=_limiter())
+        async with asyncio.timeout(_READ_SECONDS):
+            await to_thread.run_sync(self._source.read_into, begin, part, limiter=_limiter(), abandon_on_cancel=True)
         return part
 
     def _part(self, nbytes: int, most: int, *, last: bool) -> memoryview:
@@ -215,7 +269,7 @@ async def _until_gone(receive: Receive) -> None:
 
 async def _start(send: Send, status: int, headers: Mapping[str, str]) -> None:
     raw = [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
-    await send({"type": "http.response.start", "status": status, "headers": raw})
+    await send({"type": "http.response.start", "status": status, "headers": raw, STREAMED: True})
 
 
 def _matches(condition: str, etag: str, *, strongly: bool = False) -> bool:

@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
+import json
 from functools import cache
 from importlib import resources
 from typing import TYPE_CHECKING, Any, TypeAlias
 from urllib.parse import urlencode
 
-from anyio import to_thread
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.routing import Route
 
-from shardckpt.commit.ended import ended
 from shardckpt.errors import FormatError, NamesMismatchError, NotFoundError, OptionError, ShardckptError
 from shardckpt.io.store import Store
 from shardckpt.reading.documents import find_node
 from shardckpt.reading.naming.mapping_file import PRESETS
-from shardckpt.reshard.forecast.document import document as forecast_document
+from shardckpt.runs.ended import ended
 from shardckpt.serve import api, forms
-from shardckpt.serve.catalogue import MOST_ROWS, CheckpointQuery
+from shardckpt.serve.access.guard import LOGIN
+from shardckpt.serve.catalogue import MOST_ROWS
 from shardckpt.serve.forms import PageSession, html, refused, viewer_of
-from shardckpt.serve.guard import LOGIN
-from shardckpt.serve.health import health, verifications, with_verifications
+from shardckpt.serve.health import damaged_checkpoints, health, verifications
 from shardckpt.serve.jobs import endpoints
 from shardckpt.serve.jobs.operations import OPERATIONS
 from shardckpt.serve.jobs.rows import STATES
@@ -32,10 +31,13 @@ from shardckpt.serve.pages.checkpoint import checkpoint_page, diff_page, plan_fo
 from shardckpt.serve.pages.frame import STATIC, Viewer, crumbs, frame
 from shardckpt.serve.pages.health import health_page, verification_section
 from shardckpt.serve.pages.jobs import job_page, jobs_page, jobs_table
-from shardckpt.serve.pages.markup import Html, el
-from shardckpt.serve.pages.plan import plan_parts, section
+from shardckpt.serve.pages.markup import PREFIX, Html, el
+from shardckpt.serve.pages.plan import section
 from shardckpt.serve.pages.retention import retention_section
-from shardckpt.serve.pages.runs import run_page, runs_page, storage_page
+from shardckpt.serve.pages.runs import RUN_ORDERS, run_page, run_state, runs_page, storage_page
+from shardckpt.serve.pool import on_thread
+from shardckpt.serve.problems import text_of
+from shardckpt.serve.rhythm import COMMITS
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
@@ -45,7 +47,8 @@ if TYPE_CHECKING:
     from shardckpt.serve.service import Service
 
 _Page: TypeAlias = "Callable[[Service, Request, Viewer], str]"
-_PAGE_STEPS, _PAGE_JOBS = 500, 100
+_PAGE_RUNS, _PAGE_STEPS, _PAGE_JOBS = 200, 500, 100
+_CURVE_STEPS = 30
 _FEW_JOBS, _MOST_VERIFICATIONS = 10, 20
 _TYPES = {"css": "text/css; charset=utf-8", "js": "text/javascript; charset=utf-8", "svg": "image/svg+xml"}
 
@@ -79,7 +82,7 @@ def routes(service: Service) -> list[Route]:
 def _rendered(service: Service, page: _Page) -> Any:
     async def answer(request: Request) -> Response:
         try:
-            text = await to_thread.run_sync(page, service, request, viewer_of(service, request))
+            text = await on_thread(page, service, request, viewer_of(service, request), long=page in (_tensor, _diff, _plan))
         except (ShardckptError, HTTPException) as e:
             return refused(service, request, e)
         return html(text)
@@ -98,21 +101,45 @@ def _text(request: Request, name: str) -> str | None:
     return Parameter(name=name, about="").parse(request.query_params.getlist(name)) or None
 
 
+def _url(request: Request) -> str:
+    """The url by which a browser has reached the service, for commands on a page; nothing is decided by it."""
+    return f"{request.scope['scheme']}://{request.headers.get('host', '')}{PREFIX.get()}"
+
+
 def _runs(service: Service, request: Request, viewer: Viewer) -> str:
     text = _text(request, "text")
-    return runs_page(api.runs(service, text=text, limit=200, cursor=_text(request, "cursor")), text, viewer)
+    sort = _text(request, "sort") or "run"
+    chosen: dict[str, Any] = {
+        "text": text,
+        "sort": sort if sort in RUN_ORDERS else "run",
+        "order": "ascending" if sort == "run" else "descending",
+    }
+    doc = api.runs(service, **chosen, limit=_PAGE_RUNS, cursor=_text(request, "cursor"))
+    for one in doc["runs"]:
+        one["recent"] = service.catalogue.recent(one["run"], _CURVE_STEPS)
+        one["ended"] = one["run"] in service.scanner.ended
+    wrong = len(damaged_checkpoints(service)) + service.catalogue.totals().get("unreadable", 0)
+    return runs_page(doc, service.catalogue.sums(text=text), chosen, wrong, viewer)
 
 
 def _run(service: Service, request: Request, viewer: Viewer) -> str:
     run = request.path_params["path"]
-    query = CheckpointQuery(run=run, descending=True, limit=_PAGE_STEPS, cursor=_text(request, "cursor"))
-    found, following = service.catalogue.checkpoints(query)
-    if not found:
+    sums = service.catalogue.sums(run)
+    if not sums["checkpoints"]:
         raise NotFoundError(f"{run}: there is no such run.")
-    entries = with_verifications(service, found)
-    for entry in entries:
-        entry["reason"] = entry["reason"] and service.roots.without_places(entry["reason"])
-    return run_page(run, entries[::-1], following, viewer, _retention(service, run, viewer))
+    asked = {name: _text(request, name) for name in ("text", "step", "tag", "metric", "since", "until", "larger", "sort")}
+    doc = api.checkpoints(
+        service,
+        run=run,
+        state=None,
+        **asked,
+        order="ascending" if (asked["sort"] or "").startswith("metric:") else "descending",
+        limit=_PAGE_STEPS,
+        cursor=_text(request, "cursor"),
+    )
+    recent = service.catalogue.recent(run, COMMITS)
+    state = run_state(recent, ended=run in service.scanner.ended)
+    return run_page(run, doc["checkpoints"], sums, doc["next"], asked, state, viewer, _retention(service, run, viewer))
 
 
 def _retention(service: Service, run: str, viewer: Viewer) -> list[Html | None]:
@@ -122,7 +149,8 @@ def _retention(service: Service, run: str, viewer: Viewer) -> list[Html | None]:
         mark = ended(Store.open(service.roots.locate(run)))
     except FormatError:  # a job that marks it again replaces it
         mark = None
-    last = next(iter(service.upkeep.journal.jobs(state="done", operation="retain", subject=run, limit=1)), None)
+    looked = service.upkeep.journal.jobs(state="done", operation="retain", subject=run, limit=1)
+    last = next((one for one in looked if one.result is not None), None)
     said = None if mark is None else {"by": mark.by, "when": mark.when}
     ruled = service.upkeep.keeper is not None and service.upkeep.keeper.rules.rule_for(run) is not None
     return [retention_section(run, said, None if last is None else endpoints.job_json(service, last), viewer, ruled=ruled)]
@@ -134,7 +162,7 @@ def _storage(service: Service, _request: Request, viewer: Viewer) -> str:
         looked = service.upkeep.journal.jobs(state="done", operation="retain", limit=MOST_ROWS)
         latest = {job.subject: job.result or {} for job in reversed(looked)}
         freed = {run: result["bytes"] for run, result in latest.items() if result.get("dry")}
-    return storage_page(service.catalogue.runs(limit=MOST_ROWS)[0], freed, viewer)
+    return storage_page(service.catalogue.runs(limit=MOST_ROWS, sort="size", descending=True)[0], service.catalogue.sums(), freed, viewer)
 
 
 def _checkpoint(service: Service, request: Request, viewer: Viewer) -> str:
@@ -149,7 +177,7 @@ def _checkpoint(service: Service, request: Request, viewer: Viewer) -> str:
         return unreadable_page(ident, service.roots.without_places(str(e)), viewer, sections)
     top = find_node(opened.checkpoint, _text(request, "under"))
     sections = [] if top.name else _upkeep_sections(service, ident, opened.attempt, entry or {}, viewer)
-    return checkpoint_page(ident, opened.checkpoint, top, entry, _text(request, "text"), viewer, sections)
+    return checkpoint_page(ident, opened.checkpoint, top, entry, _text(request, "text"), viewer, sections, _url(request))
 
 
 def _upkeep_sections(service: Service, ident: str, attempt: str, entry: dict[str, Any], viewer: Viewer) -> list[Html | None]:
@@ -162,7 +190,7 @@ def _upkeep_sections(service: Service, ident: str, attempt: str, entry: dict[str
     listed = jobs_table(about, _checkpoints_among(service, about), "jobs") if about else el("p", "There was no job about it.")
     everything = el("p", el("a", "All jobs about it", href=f"/ui/jobs?{urlencode({'subject': ident}, errors='surrogatepass')}"))
     jobs = section("Jobs", listed, everything if len(about) == _FEW_JOBS else None)
-    return [verification_section(attempt, found), jobs, actions_section(ident, attempt, entry, viewer)]
+    return [verification_section(ident, attempt, found, viewer), jobs, actions_section(ident, attempt, entry, viewer)]
 
 
 def _jobs(service: Service, request: Request, viewer: Viewer) -> str:
@@ -175,13 +203,14 @@ def _jobs(service: Service, request: Request, viewer: Viewer) -> str:
 
 def _job(service: Service, request: Request, viewer: Viewer) -> str:
     doc = endpoints.job(service, request.path_params["job"])
-    operation = OPERATIONS[doc["operation"]]
-    may_cancel = viewer.may("operate") and viewer.may(operation.scope)
+    operation = OPERATIONS.get(doc["operation"])
+    written = doc["destination"] or doc["subject"]
+    may = operation is not None and viewer.may(operation.needs(doc["arguments"]), written)
     return job_page(
         doc,
         _checkpoints_among(service, [doc]),
-        may_cancel=may_cancel,
-        may_start=viewer.may(operation.needs(doc["arguments"])),
+        may_cancel=may,
+        may_start=may,
         viewer=viewer,
     )
 
@@ -203,13 +232,13 @@ def _tensor(service: Service, request: Request, viewer: Viewer) -> str:
     if name is None:
         raise NamesMismatchError(f"{ident}: name= is missing.")
     ckpt = service.opened.get(ident).checkpoint
-    found = api.statistics(service, ident, name, budget=16 << 20) if _text(request, "values") else None
+    found = json.loads(api.statistics(service, ident, name, budget=16 << 20)) if _text(request, "values") else None
     return tensor_page(ident, ckpt, name, api.layout(service, ident, name)["devices"], found, viewer)
 
 
 def _diff(service: Service, request: Request, viewer: Viewer) -> str:
     a, b, structure = _text(request, "a"), _text(request, "b"), _text(request, "structure") == "true"
-    doc = api.diff(service, a=a, b=b, values=not structure, layouts=False) if a and b else None
+    doc = json.loads(api.diff(service, a=a, b=b, values=not structure, layouts=False)) if a and b else None
     return diff_page(a, b, doc, structure=structure, viewer=viewer)
 
 
@@ -224,14 +253,14 @@ def _plan(service: Service, request: Request, viewer: Viewer) -> str:
         asked["devices_per_host"] = next(one for one in api.PLAN if one.name == "devices_per_host").parse([per_host])
     form = section("Reshard", plan_form(ident, asked))
     try:
-        found = api.forecast_of(service.opened.get(ident).checkpoint, **asked)
+        parts = json.loads(service.calculations.run("_plan_page", ident, **asked))
     except (OptionError, ShardckptError) as e:
-        said = el("p", service.roots.without_places(str(e)), class_="bad", role="alert")
+        said = el("p", service.roots.without_places(text_of(e)), class_="bad", role="alert")
         return frame("Plan", crumbs(ident, checkpoint=True), el("main", el("h1", "Reshard plan"), said, form, id="main"), viewer=viewer)
-    header, main, footer, flow = plan_parts(found, forecast_document(found))
+    header, main, footer, flow = map(Html, parts)
     start = reshard_section(ident, asked, viewer)
-    parts = (crumbs(ident, checkpoint=True), header, form, el("div", main, id="main"), start, footer, flow)
-    return frame("Plan", *parts, here="/ui/runs", viewer=viewer, script="plan.js")
+    shown = (crumbs(ident, checkpoint=True), header, form, el("div", main, id="main"), start, footer, flow)
+    return frame("Plan", *shown, here="/ui/runs", viewer=viewer, script="plan.js")
 
 
 async def _static(request: Request) -> Response:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from shardckpt.errors import NamesMismatchError, OptionError
-from shardckpt.excerpt import excerpt, few
+from shardckpt.excerpt import Message, few, named
 from shardckpt.state.document import Branch, Node, Tensor, Tied, ends, leaves_of, parse, write
 from shardckpt.state.glob import compile_glob, is_glob
 
@@ -112,7 +112,7 @@ def check_selection(only: Only | None, tree: Tree, where: str, *, option: str = 
     names = [end.name for end in found]
     wrong = unused_patterns(only, names, [end.name for end in found if isinstance(end, Branch)])
     if wrong is not None and (each or wrong is only):
-        raise NamesMismatchError(f"{where}: {option}={excerpt(wrong)} selects none of its names, which are {few(names, 3)}.")
+        raise NamesMismatchError(Message(f"{where}: ", named(option, wrong), f" selects none of its names, which are {few(names, 3)}."))
 
 
 def select(tree: Tree, only: Callable[[str], bool]) -> tuple[JSON, dict[str, str]]:

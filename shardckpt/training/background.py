@@ -20,17 +20,18 @@ from contextlib import contextmanager, suppress
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Literal
 
-from shardckpt.commit.job import JobFence, of_other_job
-from shardckpt.errors import FormatError, OtherJobError, StorageError
+from shardckpt import frameworks
+from shardckpt.errors import FormatError, OtherJobError, ShardckptError, StorageError
 from shardckpt.format.documents import utc_now
 from shardckpt.io.failures import saving_takes_threads
 from shardckpt.io.shutdown import start_background
+from shardckpt.runs.cleaning import Cleaner
+from shardckpt.runs.job import JobFence, of_other_job
+from shardckpt.runs.lineage import Lineage
+from shardckpt.runs.steps import StepInfo, step_numbers, steps_among
 from shardckpt.training import events
-from shardckpt.training.cleaning import Cleaner
 from shardckpt.training.decisions import LEADER
-from shardckpt.training.lineage import Lineage
 from shardckpt.training.resuming import commit_left
-from shardckpt.training.steps import StepInfo, step_numbers, steps_among
 from shardckpt.writing.background import SaveHandle, Saver
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     from shardckpt.frameworks.coordination import Coordinator
     from shardckpt.io.store import Store
     from shardckpt.options import SaveOptions
-    from shardckpt.training.retention import Retention
+    from shardckpt.runs.retention import Retention
     from shardckpt.writing.save import SaveReport
 
 
@@ -78,6 +79,8 @@ class Background:
         self._failures: list[tuple[BaseException, int]] = []
         self._left: set[int] | None = None
         """Steps whose save failed, and may be complete. None: the steps of earlier runs have not been looked at."""
+        self._warmed = False
+        """Whether there was a chance to prepare memory for saves."""
 
     # --- on the training thread
 
@@ -93,6 +96,7 @@ class Background:
             The number of earlier failures. `raise_failures` takes it as `first`, so that a failure of this save waits for the next call.
         """
         self._ended.wait()
+        self._warmed = True
         failed, url = len(self._failures), self.url(step)
         self.emit(events.SaveStarted, step)
         began, handle = time.monotonic(), None
@@ -114,6 +118,18 @@ class Background:
         finally:
             begun.put(handle)
         return failed
+
+    def warm(self, step: int, state: Any, options: SaveOptions) -> None:
+        """Prepare host memory for saves of a state, in the background."""
+        self._warmed = True
+        self._saver.warm(self.url(step), state, options)
+
+    def warm_once(self, step: int, state: Any, options: SaveOptions) -> None:
+        """Do the same at the first chance, if this process uses devices; a state that cannot be saved is left to its first save."""
+        warmed, self._warmed = self._warmed, True
+        if not warmed and frameworks.on_accelerator(state):
+            with suppress(ShardckptError):
+                self._saver.warm(self.url(step), state, options, only_devices=True)
 
     def resumed(self) -> None:
         """Note that a restore has published what was complete, and that training continues from there."""

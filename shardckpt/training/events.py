@@ -27,7 +27,7 @@ from threading import RLock
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from shardckpt.excerpt import file_size
-from shardckpt.io.streams import is_open, is_terminal
+from shardckpt.io.streams import in_notebook, is_open, is_terminal
 from shardckpt.options import check_flag
 
 if TYPE_CHECKING:
@@ -329,7 +329,7 @@ def progress_line(progress: bool | None, *, alone: bool) -> ProgressLine | None:
     """The terminal's progress line, or None.
 
     Args:
-        progress: whether to show it; None: show it on a terminal, on one process.
+        progress: whether to show it; None: show it on a terminal or in a notebook, on one process.
         alone: whether this process is the one that may show it.
 
     Raises:
@@ -337,7 +337,8 @@ def progress_line(progress: bool | None, *, alone: bool) -> ProgressLine | None:
     """
     if progress is not None:
         check_flag(progress, "progress")
-    if not (alone and is_terminal(sys.stderr) if progress is None else progress and is_open(sys.stderr)):
+    shown = is_terminal(sys.stderr) or in_notebook()
+    if not (alone and shown if progress is None else progress and is_open(sys.stderr)):
         return None
     from shardckpt.training.progress import ProgressLine
 

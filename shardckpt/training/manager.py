@@ -9,10 +9,8 @@ from collections import Counter
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from shardckpt.commit.job import RUN
-from shardckpt.commit.rollback import ROLLBACK
 from shardckpt.errors import OptionError
-from shardckpt.excerpt import excerpt
+from shardckpt.excerpt import excerpt, visible
 from shardckpt.frameworks.coordination import Coordinator, check_coordinator, coordinator_of
 from shardckpt.frameworks.coordination.names import Agreement
 from shardckpt.io.cores import note_local_processes
@@ -21,17 +19,19 @@ from shardckpt.io.store import Store
 from shardckpt.io.url import parse
 from shardckpt.options import check_flag, checked_options
 from shardckpt.reading.restore import adaptation_of, restore_adapted
+from shardckpt.runs.job import RUN
+from shardckpt.runs.lineage import RunSteps
+from shardckpt.runs.measured import METRICS, decode_metrics, encode_metrics
+from shardckpt.runs.retention import Retention, as_retention
+from shardckpt.runs.rollback import ROLLBACK
+from shardckpt.runs.steps import check_step
 from shardckpt.training import events
 from shardckpt.training.announcing import announcer
 from shardckpt.training.background import Background, noted_on
 from shardckpt.training.decisions import LEADER, Decisions
-from shardckpt.training.lineage import RunSteps
-from shardckpt.training.measured import METRICS, decode_metrics, encode_metrics
 from shardckpt.training.policies import EveryCall, Policy, any_of, as_policy
 from shardckpt.training.preemption import Notices
 from shardckpt.training.resuming import Restored, resume
-from shardckpt.training.retention import Retention, as_retention
-from shardckpt.training.steps import check_step
 
 if TYPE_CHECKING:
     import os
@@ -97,7 +97,7 @@ class CheckpointManager(RunSteps):
             root: the run's directory, a path or url; it need not exist.
             every: when to save: a number of steps, or a policy (`shardckpt.training.policies`). None saves only with `force`. The default
                 saves at every call of `save`; with `preemption`, only before the job is stopped.
-            keep: which steps to keep: a number of latest steps, or a rule (`shardckpt.training.retention`). None keeps all.
+            keep: which steps to keep: a number of latest steps, or a rule (`shardckpt.runs.retention`). None keeps all.
             options: options of every save. Restores use its `memory_limit`, too.
             coordinator: connects the processes of the job; detected by default.
             in_flight: how to treat a step that is due while a save is in flight. "wait" waits for that save; "skip" skips the step,
@@ -105,7 +105,7 @@ class CheckpointManager(RunSteps):
             preemption: a policy that saves before the job is stopped, in addition to `every`.
             on_event: called with each event (`shardckpt.training.events`), mostly in a background thread.
             on_failure: called with an error and its step, on the thread that would raise it; "continue" suppresses the error.
-            progress: whether to show a progress line. None shows it on a terminal.
+            progress: whether to show a progress line. None shows it on a terminal, and in a notebook.
             fallback: the default of `restore(fallback=…)`: whether to go back to an earlier step if one is damaged.
             lead_time: seconds that process 0 decides ahead, at least two steps. Policies that depend on a clock, a signal or a save in
                 flight take effect this much later.
@@ -128,6 +128,8 @@ class CheckpointManager(RunSteps):
         policy = as_policy(when) if preemption is None else any_of(as_policy(when), preemption)
         self._rule = as_retention(keep)
         self._root = Store.open(parse(root))
+        if self._rule is not None:
+            self._root.check_replaces("keep only some steps of")
         self._on_failure = on_failure
         self._fallback = fallback
         self._notices = Notices(policy.notices)
@@ -146,6 +148,8 @@ class CheckpointManager(RunSteps):
         """The step that was skipped last."""
         self._owed = False
         """Whether a due step could not be saved, so that the next step is saved instead."""
+        self._saves = when is not _DEFAULT_EVERY and not (when is None and preemption is None)
+        """Whether the caller has said when to save."""
         self._warns = when is _DEFAULT_EVERY and keep is None
         """Whether the first save warns that every call saves and every step is kept."""
         self._closed = False
@@ -241,6 +245,7 @@ class CheckpointManager(RunSteps):
         """
         step = self._check_ascends(step)
         if not (self._due(step) or force):
+            self._warm_once(step, state)
             return False
         if step == self._last and step != self._background.lost:
             self._skip(step, "it is saved already")
@@ -264,6 +269,27 @@ class CheckpointManager(RunSteps):
         self._last, self._owed = step, False
         self._background.raise_failures(self._on_failure, failed)
         return True
+
+    def warm(self, state: Any) -> None:
+        """Prepare host memory for saves of a state, in the background, so that the first save is as fast as later ones.
+
+        Threads touch and pin the memory that a save needs: at most `memory_limit`, and nothing if this is more than half of the memory
+        that is free. The first save waits for them. A manager whose `every` or `preemption` is given does this by itself, for states on
+        devices, after a `restore` that has found a step, or else at the first step that is not due.
+
+        Args:
+            state: as for `save`; nothing of it is kept.
+
+        Raises:
+            LeafError, ShardingError: the state cannot be saved.
+        """
+        self._check_open()
+        self._join_late()
+        self._background.warm(self._last or 0, state, self.options)
+
+    def _warm_once(self, step: int, state: Any) -> None:
+        if self._saves:
+            self._background.warm_once(step, state, self.options)
 
     def _due(self, step: int) -> bool:
         """Whether a step is saved without `force`; the same on all processes."""
@@ -390,6 +416,7 @@ class CheckpointManager(RunSteps):
         self._lineage.resume(found)
         self._background.cleaner.forget()
         self._decisions.restart(found.step)
+        self._warm_once(found.step, found.state)
         return Restored(found.state, found.step, found.metadata, found.notes)
 
     @property
@@ -437,6 +464,11 @@ class CheckpointManager(RunSteps):
         self._background.raise_failures(self._on_failure)
         if self._background.cleaner.failure is not None:
             raise self._background.cleaner.failure
+
+    def __repr__(self) -> str:
+        """The run's place, and when it saves and what it keeps; nothing is read."""
+        kept = "all steps" if self._rule is None else repr(self._rule)
+        return visible(f"<shardckpt.CheckpointManager {self._root}: saves {self._policy!r}, keeps {kept}>")
 
     def __enter__(self) -> Self:
         """The manager itself."""

@@ -13,7 +13,7 @@
     shardckpt_restore_seconds                                   a histogram of restores
     shardckpt_deleted_steps_total, shardckpt_preemptions_total
 
-Needs `prometheus-client`, which `pip install "shardckpt[metrics]"` brings.
+Needs `prometheus-client`, which the extra `metrics` brings.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shardckpt.errors import MissingExtraError
+from shardckpt.excerpt import install_command
 from shardckpt.training.events import (
     PreemptionNoticed,
     RestoreFailed,
@@ -36,7 +37,7 @@ try:
     from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 except ImportError:
     raise MissingExtraError(
-        'shardckpt.training.metrics needs prometheus-client; install it with `pip install "shardckpt[metrics]"`.'
+        f"shardckpt.training.metrics needs prometheus-client; install it with `{install_command('metrics')}`."
     ) from None
 
 if TYPE_CHECKING:

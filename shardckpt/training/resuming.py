@@ -20,15 +20,16 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from shardckpt import errors
 from shardckpt.commit.attempts import places, step_of
-from shardckpt.commit.committing import commit_places
 from shardckpt.commit.dependants import used_beside
 from shardckpt.commit.fingerprints import recorded_fingerprint
 from shardckpt.errors import CorruptionError, FormatError, NotFoundError, OptionError, ReplacedError, ShardckptError, VersionError
 from shardckpt.excerpt import few
 from shardckpt.reading.checkpoint import Checkpoint
+from shardckpt.runs.committing import commit_places
+from shardckpt.runs.lineage import Resumed
+from shardckpt.runs.steps import list_steps, step_numbers
 from shardckpt.state.document import stored_names
 from shardckpt.state.select import selector
-from shardckpt.training.steps import list_steps, step_numbers
 from shardckpt.writing.fingerprint import fingerprint
 
 if TYPE_CHECKING:
@@ -57,23 +58,6 @@ class Restored:
     save after a rollback, that `rollback`."""
     notes: tuple[str, ...] = ()
     """A line for each tensor that was renamed, joined, split or fitted."""
-
-
-@dataclass(frozen=True, slots=True)
-class Resumed:
-    """The step that the processes agreed on, and its restored state."""
-
-    step: int
-    state: Any
-    metadata: dict[str, Any]
-    was_superseded: bool
-    """Whether the restored step was superseded until now."""
-    later: dict[int, str | None]
-    """Steps after it, with the attempt in each one's record (None if unreadable)."""
-    kept: frozenset[int]
-    """Later steps that are pinned or tagged, or hold tensors of such a step, or of a checkpoint that is not superseded."""
-    notes: tuple[str, ...] = ()
-    """As in `Restored`."""
 
 
 def resume(
@@ -227,7 +211,7 @@ def _choose(root: Store, step: int | None, below: int | None, rolled_back: dict[
         }
         others = [name for name, _ in places(root, root.list_children()) if name != "." and step_of(name) is None]
         used = used_beside(root, others)
-        kept |= {s.step for s in later if (str(s.step), s.attempt) in used}
+        kept |= {s.step for s in later if not used.isdisjoint([(str(s.step), s.attempt), (str(s.step), "")])}
     return {
         "step": chosen_step,
         "attempt": known[chosen_step].attempt,

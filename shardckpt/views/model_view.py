@@ -13,18 +13,17 @@ from bisect import bisect_left, bisect_right
 from functools import partial
 from typing import TYPE_CHECKING
 
-from shardckpt.convert.export_options import SafetensorsOptions
 from shardckpt.convert.formats.safetensors.header import LENGTH_BYTES
 from shardckpt.convert.formats.safetensors.layout import lay_out
 from shardckpt.convert.formats.safetensors.model_files import plan_model_files
-from shardckpt.convert.naming.choose import NameOptions
+from shardckpt.convert.options import ExportOptions, SafetensorsOptions
 from shardckpt.errors import NotFoundError, OptionError
 from shardckpt.excerpt import few
 from shardckpt.plan.views import View
 from shardckpt.reading.checkpoint import Checkpoint
 from shardckpt.reading.lazy_array import LazyArray
 from shardckpt.reading.naming.outputs import OutputTensor, identity
-from shardckpt.views.elements import CACHE_BYTES, OutputReader
+from shardckpt.streaming.elements import CACHE_BYTES, OutputReader
 
 if TYPE_CHECKING:
     import os
@@ -59,7 +58,7 @@ class ModelView:
         self._model = plan_model_files(
             self.checkpoint.record.structure,
             self.checkpoint.metadata,
-            chosen.names,
+            chosen,
             where=str(self.checkpoint.location),
             max_shard_size=chosen.max_shard_size,
             header_metadata=chosen.metadata,
@@ -116,7 +115,7 @@ class ModelView:
     def arrays(self) -> list[LazyArray]:
         """The tensors of all files, in the order of their bytes; indexing an array reads a part of it."""
         return [
-            LazyArray(output.name, output.shape, output.dtype, None, partial(self._read_boxes, number))
+            LazyArray(output.name, output.shape, output.dtype, None, partial(self._read_boxes, number), output.shape)
             for number, output in enumerate(self._outputs)
         ]
 
@@ -264,13 +263,11 @@ def header_of(name: str, shape: tuple[int, ...], dtype: DType) -> bytes:
 
 
 def _options(options: Mapping[str, Any]) -> SafetensorsOptions:
-    own = {name: options[name] for name in ("max_shard_size", "metadata") if name in options}
-    names = {name: value for name, value in options.items() if name not in own}
-    known = [*NameOptions.__dataclass_fields__, "max_shard_size", "metadata"]
-    odd = next((name for name in names if name not in known), None)
+    known = [name for name in SafetensorsOptions.declared() if name not in ExportOptions.declared()]
+    odd = next((name for name in options if name not in known), None)
     if odd is not None:
         raise OptionError(f"a view does not have the option {odd}=; its options are {', '.join(known)}.")
-    return SafetensorsOptions(names=NameOptions(**names), **own)
+    return SafetensorsOptions(**options)
 
 
 def safetensors_view(source: str | os.PathLike[str] | Checkpoint, file: str | None = None, **options: Any) -> VirtualFile:

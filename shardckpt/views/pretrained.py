@@ -10,7 +10,7 @@ import json
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from shardckpt.convert.naming.choose import NameOptions
+from shardckpt.convert.options import NameOptions
 from shardckpt.errors import NamesMismatchError, OptionError
 from shardckpt.excerpt import few
 from shardckpt.format.hf_files import CONFIGS
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from shardckpt.reading.checkpoint import Checkpoint
 
 _KERNELS = {"attn_implementation", "attn_implementation_internal", "experts_implementation", "experts_implementation_internal"}
-_OF_VIEW = NameOptions.__dataclass_fields__.keys() - {"dtype", "config"}
+_OF_VIEW = NameOptions.declared().keys() - {"dtype", "config"}
 
 
 def from_pretrained(model_class: Any, source: str | os.PathLike[str] | Checkpoint, *, config: Any = None, **options: Any) -> Any:

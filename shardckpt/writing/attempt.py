@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any, Self
 from shardckpt.commit.assemble import assemble, pause, wait_for_hosts
 from shardckpt.commit.base_places import base_location, check_base, check_bases
 from shardckpt.commit.dependants import Dependants
-from shardckpt.commit.job import RUN
 from shardckpt.commit.publish import (
     Prior,
     data_stays,
@@ -32,7 +31,6 @@ from shardckpt.commit.publish import (
     read_prior,
     remove_replaced,
 )
-from shardckpt.commit.rollback import Rollback
 from shardckpt.errors import CommitError, CoordinationError, OptionError, OtherJobError, ShardckptError
 from shardckpt.frameworks.coordination import ALL_MUST_CALL, SilentStoreError, WaitNotice, coordinator_of
 from shardckpt.io.cores import note_local_processes
@@ -40,8 +38,11 @@ from shardckpt.io.datafile import check_space
 from shardckpt.io.failures import is_shutting_down
 from shardckpt.io.store import Store
 from shardckpt.io.url import parse
+from shardckpt.runs.job import RUN
+from shardckpt.runs.rollback import Rollback
 from shardckpt.writing.announcements import FAILURE, WORD, Announcements, in_words
 from shardckpt.writing.host import HostWriter
+from shardckpt.writing.kept import SkippedError
 from shardckpt.writing.save_plan import check_local
 from shardckpt.writing.shared_storage import SharedStorage
 from shardckpt.writing.state_share import StateShare, share_of
@@ -57,6 +58,7 @@ if TYPE_CHECKING:
     from shardckpt.frameworks.coordination import Coordinator
     from shardckpt.io.url import Location
     from shardckpt.options import SaveOptions
+    from shardckpt.writing.kept import VersionToWrite
     from shardckpt.writing.replicas import ReplicaChecksums
     from shardckpt.writing.turns import Turns
 
@@ -77,8 +79,10 @@ _UNNAMED = ""
 class Attempt:
     """One process's part in one attempt at a checkpoint."""
 
-    def __init__(self, store: Store, coordinator: Coordinator, options: SaveOptions) -> None:
+    def __init__(self, store: Store, coordinator: Coordinator, options: SaveOptions, version: VersionToWrite | None = None) -> None:
         self.store = store
+        self.version = version
+        """The version that the attempt is, if its chunks may be differences."""
         self.coordinator = coordinator
         self.world = coordinator.world
         self.options = options
@@ -127,11 +131,17 @@ class Attempt:
             raise error
 
     @classmethod
-    def at(cls, url: str | os.PathLike[str], coordinator: Coordinator | None, options: SaveOptions) -> Self:
+    def at(
+        cls,
+        url: str | os.PathLike[str],
+        coordinator: Coordinator | None,
+        options: SaveOptions,
+        version: VersionToWrite | None = None,
+    ) -> Self:
         """An attempt at a checkpoint at `url`; the coordinator is detected if there is none."""
         coordinator = coordinator_of(coordinator, options.commit_timeout)
         note_local_processes(coordinator.world.sharing)
-        return cls(Store.open(parse(url)), coordinator, options)
+        return cls(Store.open(parse(url)), coordinator, options, version)
 
     def __enter__(self) -> Self:
         """This attempt."""
@@ -139,7 +149,7 @@ class Attempt:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """After an error, give the attempt up, unless publishing has begun."""
-        if error is not None and not self._ended:
+        if error is not None and not self._ended and not isinstance(error, SkippedError):  # processes count a skipped call alike
             self.give_up(error)
 
     @property
@@ -149,7 +159,7 @@ class Attempt:
 
     def take(self, state: Any, *, waits: bool = True) -> StateShare:
         """Take this process's share of a state; see `share_of`. This writes nothing."""
-        share = share_of(state, self.options, self.world, waits=waits)
+        share = share_of(state, self.options, self.world, waits=waits, version=self.version)
         self._nbytes, self._skipped, self._unused_local = share.plan.nbytes, share.plan.skipped, share.unused_local
         if self.alone:
             check_local(self._unused_local, {}, self.store)
@@ -170,10 +180,7 @@ class Attempt:
             threads: most threads that write at a time.
             replicas: the share's checksums.
         """
-        if self.name == _UNNAMED:
-            assert self.turns is not None
-            self._meets = True
-            self.name = self.turns.meet(str(self.store), self.options.commit_timeout, lambda: self._stopped or None, self._goes_on)
+        self._await_turn()
         us = self.world.process, self.world.processes
         store, place = (self.store, self.place) if self.alone else (self.store.among(*us), self.place.among(*us))
         prior = read_prior(store, overwrite=self.options.overwrite)
@@ -183,7 +190,13 @@ class Attempt:
         if self.options.compression is None:  # the size of compressed chunks is not known yet
             check_space(self.store, self._nbytes)
         contents = self._with_bases(contents)
-        wait_seconds = 0.0 if self.commits or store.location.bucket is None else _PLACEHOLDER
+        compression: str | None = self.options.compression
+        kept = None
+        if self.version is not None:
+            kept = self.version.kept
+            structure = self.version.begin(contents.structure, self.store, self.name)
+            contents, compression = replace(contents, structure=structure), "difference" if structure.chain else compression
+        wait_seconds = 0.0 if self.commits or store.near or not store.shared else _PLACEHOLDER
         self.prior = hold_place(store, prior, overwrite=self.options.overwrite, wait_seconds=wait_seconds)
         self._wrote = True
         self._look_at_storage(wait=True)
@@ -192,10 +205,11 @@ class Attempt:
             self.name,
             self.world.process,
             layout=self.options.layout,
-            compression=self.options.compression,
+            compression=compression,
             memory_limit=memory,
             threads=threads,
             summed=contents.structure.tensors.values() if self.options.fingerprint else None,
+            kept=kept,
         )
         try:
             if not self.alone and self.commits:
@@ -213,6 +227,15 @@ class Attempt:
             self._vouches = writer.vouches
         if self.alone:
             self._said[self.record.files.contents] = contents
+
+    def _await_turn(self) -> None:
+        """Wait for what comes before this attempt: earlier versions, and after a failed save the other processes."""
+        if self.version is not None:
+            self.version.await_turn(self.store, self.coordinator)
+        if self.name == _UNNAMED:
+            assert self.turns is not None
+            self._meets = True
+            self.name = self.turns.meet(str(self.store), self.options.commit_timeout, lambda: self._stopped or None, self._goes_on)
 
     def commit(self, before_publish: Callable[[], None] = lambda: None) -> float:
         """Wait for the other hosts and publish, on the committing process; on the others, see it published.
@@ -244,7 +267,7 @@ class Attempt:
             return
         wait_for_hosts(self.place, self.world.processes, self.options.commit_timeout, self._failure)
         # On a disk, a record may be visible for a moment that is not durable.
-        if self.store.location.local is not None and (failed := self._failed_host()) is not None:
+        if not self.store.durable_when_visible and (failed := self._failed_host()) is not None:
             raise CommitError(f"{self.place}: {failed} Nothing was published.")
 
     def assemble_record(self) -> CheckpointRecord:
@@ -280,11 +303,15 @@ class Attempt:
             if not self.alone:
                 self._fail(e)
             raise
+        if self.version is not None:
+            self.version.published(record)
         self._tell(WORD, None)
         if self._storage is not None:
             self._storage.note()
         if published and self.prior.attempt is not None:
             remove_replaced(self.store, self.prior.attempt)
+        if self.version is not None:
+            self.version.settle()
 
     def see_published(self) -> None:
         """Wait for the committer's announcement.
@@ -374,7 +401,7 @@ class Attempt:
         """
         if self.alone:
             if self._wrote and self.prior is not None:
-                complete = self._durable or (self._vouches and self.store.location.local is None)
+                complete = self._durable or (self._vouches and self.store.durable_when_visible)
                 discard_unfit(self.store, self.name, self.prior, complete=complete)
         else:  # other processes may still be writing; `gc` collects the files of this one
             self._fail(error)

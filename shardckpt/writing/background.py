@@ -17,35 +17,36 @@ import os
 import threading
 import time
 from contextlib import suppress
+from functools import cache
 from threading import Condition
 from typing import TYPE_CHECKING, Any, Literal
 
 from shardckpt import frameworks
 from shardckpt.errors import CommitError, CoordinationError, OptionError, out_of_memory, out_of_memory_is_typed
 from shardckpt.excerpt import file_size
-from shardckpt.frameworks.coordination import Coordinator, check_coordinator
+from shardckpt.frameworks.coordination import Coordinator, check_coordinator, coordinator_of
 from shardckpt.io.buffers import BufferPool
-from shardckpt.io.cores import cores
 from shardckpt.io.failures import saving_takes_threads
 from shardckpt.io.shutdown import has_begun, start_background
+from shardckpt.io.store import Store
+from shardckpt.io.url import parse
 from shardckpt.options import DEFAULT_MEMORY_LIMIT, LEAST_MEMORY_LIMIT, checked_options, parse_bytes
 from shardckpt.writing.attempt import Attempt
+from shardckpt.writing.memory import AT_A_TIME, SaveMemory, Warming
 from shardckpt.writing.packed import object_buffers
-from shardckpt.writing.save import SaveReport, SaveTimes, report, thread_bytes, writing_threads
+from shardckpt.writing.save import SaveReport, SaveTimes, report
 from shardckpt.writing.staging import LateElements, Stage, late_bytes
-from shardckpt.writing.state_share import MOST_COPIES, are_own, read
+from shardckpt.writing.state_share import read, share_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from shardckpt.format.record import Contents
     from shardckpt.options import SaveOptions
+    from shardckpt.writing.kept import VersionToWrite
     from shardckpt.writing.replicas import ReplicaChecksums
-    from shardckpt.writing.save_plan import SavePlan
     from shardckpt.writing.state_share import StateShare
 
-_AT_A_TIME = 2 << 20
-"""Bytes of elements that a thread encodes and writes at a time: many small chunks, in no more memory than a large one."""
 _SHUTDOWN_SECONDS = 60.0
 """Seconds for which the interpreter shutdown waits for other processes, per save in flight."""
 _log = logging.getLogger("shardckpt")
@@ -66,18 +67,54 @@ class Saver:
             OptionError: too little memory, or an invalid coordinator.
         """
         check_coordinator(coordinator)
-        self.memory_limit = parse_bytes(memory_limit, "memory_limit")
-        """Bytes of host memory for all saves in flight."""
-        if self.memory_limit < LEAST_MEMORY_LIMIT:
-            raise OptionError(f"memory_limit={file_size(self.memory_limit)}: at least {file_size(LEAST_MEMORY_LIMIT)} are needed.")
+        self._limit = _checked_limit(memory_limit)
         self._coordinator = coordinator
         self._renew()
 
+    def limit_memory(self, memory_limit: int) -> None:
+        """Change the limit; saves in flight keep what they have. Raises OptionError: too little memory."""
+        self._limit = _checked_limit(memory_limit)
+        if os.getpid() == self._process:
+            self.pool.resize(self._limit)
+
     def _renew(self) -> None:
         """Drop all buffers: in a fork, threads that do not exist there may hold them."""
-        self.pool = BufferPool(self.memory_limit)
+        self.pool = BufferPool(self._limit)
         """The pool of all buffers."""
         self._process = os.getpid()
+        self._warming: Warming | None = None
+
+    def _settle(self) -> None:
+        """Wait for memory that is being prepared; in a fork, begin anew."""
+        if os.getpid() != self._process:
+            self._renew()
+        if self._warming is not None:
+            self._warming.join()
+            self._warming = None
+
+    def warm(self, url: str | os.PathLike[str], state: Any, options: SaveOptions, *, only_devices: bool = False) -> None:
+        """Prepare host memory for saves of a state, in the background; the next save waits until that is done.
+
+        Args:
+            url: where the state will be saved to.
+            state: as in `shardckpt.save`.
+            options: as in `shardckpt.save`. With `reduce_partial` nothing is prepared, because that takes collectives.
+            only_devices: prepare nothing for a state that has no tensors on devices.
+
+        Raises:
+            LeafError, ShardingError, OptionError: the state or an option is invalid.
+        """
+        self._settle()
+        if options.reduce_partial:
+            return
+        store, world = Store.open(parse(url)), coordinator_of(self._coordinator, options.commit_timeout).world
+        with saving_takes_threads(store):
+            share = share_of(state, options, world, waits=False)
+            sources, copies = frameworks.on_devices(share.sources, overlap=False)
+            memory = SaveMemory.of(share, sources, store, options, self.pool.limit, options.compression)
+            if only_devices and copies is None and not memory.kept:
+                return
+            self._warming = Warming(self.pool, memory, sources, copies, store)
 
     @out_of_memory_is_typed
     def begin(
@@ -89,6 +126,7 @@ class Saver:
         coordinator: Coordinator | None = None,
         before_publish: Callable[[], None] | None = None,
         progress: Callable[[int, int], None] | None = None,
+        version: VersionToWrite | None = None,
     ) -> SaveHandle:
         """Begin a save; when this returns, everything that this process has to write is in host buffers, or written.
 
@@ -101,6 +139,7 @@ class Saver:
                 an exception from it fails the save.
             progress: called in the background, repeatedly, with the bytes of tensors that this process has written so far, and
                 the bytes that it has to write in all.
+            version: the version that the checkpoint is, if its chunks may be differences.
 
         Raises:
             LeafError, ShardingError, OptionError: the state or an option is invalid; nothing was begun.
@@ -108,9 +147,8 @@ class Saver:
         began = time.monotonic()
         options = checked_options(options)
         check_coordinator(coordinator)
-        if os.getpid() != self._process:
-            self._renew()
-        save = _Save(self.pool, Attempt.at(url, coordinator or self._coordinator, options), began, before_publish, progress)
+        self._settle()
+        save = _Save(self.pool, Attempt.at(url, coordinator or self._coordinator, options, version), began, before_publish, progress)
         with saving_takes_threads(save.outcome.url):
             save.run(state)
         return SaveHandle(save.outcome)
@@ -120,6 +158,7 @@ class Saver:
         for save in [*_in_flight]:
             if save.pool is self.pool:
                 save.join(None)
+        self._settle()
         self.pool.clear()
         object_buffers.clear()
 
@@ -147,9 +186,7 @@ class _Save:
         self._began = self._planned = self._copied = began
         self._share: tuple[Contents, bytes | None, ReplicaChecksums | None] | None = None
         self._late: LateElements | None = None
-        self._in_flight = pool.limit // 4 if attempt.store.location.local is None else 0
-        """Bytes of chunks that may be on their way to the storage."""
-        self._threads = 1
+        self._memory: SaveMemory | None = None
         self._tensors = self._nbytes = self._done = 0
         self._counting = threading.Lock()
 
@@ -162,7 +199,6 @@ class _Save:
             self._planned = time.monotonic()
             self._share = share.contents, share.values, share.replicas
             self._tensors, self._nbytes = len(share.plan.tensors), share.plan.nbytes
-            self._threads = self._threads_for(share.plan)
             self.outcome.nbytes = self._nbytes
             self._copy(share)
         except BaseException as e:
@@ -177,13 +213,10 @@ class _Save:
                 self.attempt.give_up(e)
             raise
 
-    def _threads_for(self, plan: SavePlan) -> int:
-        """Number of threads that write: on a local disk half of the cores, or as many as the caller allows."""
-        if self.attempt.store.location.local is None:
-            return 1
-        options = self.attempt.options
-        each = thread_bytes(plan, options.compression, _AT_A_TIME)
-        return writing_threads(plan, options.background_threads or max(1, cores() // 2), self.pool.limit // 4 // each)
+    @property
+    def _compression(self) -> str | None:
+        """The compression that memory has room for."""
+        return self.attempt.options.compression if self.attempt.version is None else "difference"
 
     def _copy(self, share: StateShare) -> None:
         """Copy all chunks to the stage; the memory for copies of the frameworks and of the writer is counted too."""
@@ -191,21 +224,14 @@ class _Save:
         plan, (sources, self._stage.copies) = share.plan, frameworks.on_devices(share.sources, overlap=overlap)
         if self._stage.copies is not None:
             self.pool.pin_with(self._stage.copies.pin)
-        sampled = 0 if share.replicas is None else share.replicas.late_bytes()
-        room = min(MOST_COPIES, self.pool.limit // 4)
-        largest = max((sources[name].staged_bytes for name in plan.blocks), default=0)
-        most = self._stage.fit(
-            (pair for name, blocks in plan.blocks.items() for pair in zip(blocks, are_own(blocks, sources[name]), strict=True)),
-            fetching=max(room, largest) if largest else 0,
-            writing=self._in_flight + self._threads * thread_bytes(plan, self.attempt.options.compression, _AT_A_TIME),
-            late=late_bytes(share) + sampled,
-            streams=self._stage.copies is None or not overlap,
-        )
+        memory = SaveMemory.of(share, sources, self.attempt.store, self.attempt.options, self.pool.limit, self._compression)
+        self._memory = memory
+        most = self._stage.fit(memory.blocks, **memory.sizes, streams=self._stage.copies is None or not overlap)
         if self._stage.copies is not None and share.late:
             self._late = LateElements(share, sources, self._stage.copies, self._stage.late)
-        if self._stage.copies is not None and share.replicas is not None and sampled:
+        if self._stage.copies is not None and share.replicas is not None and share.replicas.late_bytes():
             share.replicas.queue(sources, self._stage.copies, self._stage.late[late_bytes(share) :])
-        for batch in read(plan, sources, room, most=most):
+        for batch in read(plan, sources, memory.room, most=most, kept=() if self._stage.streamed else memory.kept):
             self._stage.put(batch)
         self._copied = time.monotonic()
         self._stage.close()
@@ -237,7 +263,8 @@ class _Save:
     def _finish(self) -> None:
         try:
             with saving_takes_threads(self.outcome.url):
-                self.outcome.end(self._report())
+                report = self._report()
+            self.outcome.end(report)
         except BaseException as e:  # noqa: BLE001  (the handle raises it)
             self.outcome.end(e)
             if has_begun():  # perhaps nobody waits for the handle any more
@@ -257,13 +284,16 @@ class _Save:
 
     def _write(self) -> None:
         assert self._share is not None
+        assert self._memory is not None
         (contents, values, replicas), self._share = self._share, None
         try:
             if self._late is not None:
                 contents, self._late = self._late.added_to(contents), None
-            with self.attempt.writer(contents, values, memory=self._in_flight, threads=self._threads, replicas=replicas) as writer:
+            with self.attempt.writer(
+                contents, values, memory=self._memory.in_flight, threads=self._memory.threads, replicas=replicas
+            ) as writer:
                 self._writes.set()
-                writer.append(self._stage.portions(writer, _AT_A_TIME, self._count))
+                writer.append(self._stage.portions(writer, AT_A_TIME, self._count))
         except BaseException as e:
             self._stage.fail(e)
             raise
@@ -327,7 +357,7 @@ class SaveHandle:
         try:
             return self._outcome.wait(until, timeout)
         finally:
-            self._outcome.told = self._outcome.ended
+            self._outcome.heard = self._outcome.ended
 
     def __del__(self) -> None:
         """Leave the save to itself; if it fails, or has failed, that is in the log."""
@@ -344,7 +374,7 @@ class SaveProgress:
         self.url = url
         self.nbytes = 0
         self.report: SaveReport | None = None
-        self.told = False
+        self.heard = False
         """Whether a caller has got the report or the error, or the log has the error."""
         self._let_go = False
         """Whether nobody can wait for it any more."""
@@ -406,13 +436,12 @@ class SaveProgress:
         self.warn()
 
     def warn(self) -> None:
-        """Log the error, if there is one that nobody was told."""
-        if self._error is not None and not self.told and os.getpid() == self._process:
-            self.told = True
+        """Log an error that no caller has received."""
+        if self._error is not None and not self.heard and os.getpid() == self._process:
+            self.heard = True
             _log.warning("%s: the save failed in the background, and nothing waited for it: %s", self.url, self._error)
 
 
-_saver: Saver | None = None
 _choosing = threading.RLock()  # a signal handler may save, too
 
 
@@ -430,6 +459,9 @@ def save_async(
     `SaveOptions.device_copy` orders later work after them. `wait()` on the handle returns the report of the save, or raises its error.
     An error is in the log if the handle is dropped before.
 
+    A signal handler may call it, but must not wait for the save: the interrupted code may hold a lock that the save needs. Better let the
+    handler set a flag.
+
     Buffers and the plan of the writes are kept, so later saves of the same state are faster than the first. Buffers have at most
     `memory_limit` bytes. If the state is larger, the call waits until the rest is written (`SaveReport.streamed`).
 
@@ -446,13 +478,20 @@ def save_async(
         BudgetError: a signal handler makes this call amid another one, and would wait for its memory for ever; nothing was begun.
     """
     options = checked_options(options, skip)
-    return _shared_saver(options.budget).begin(url, state, options, coordinator=coordinator)
-
-
-def _shared_saver(memory_limit: int) -> Saver:
-    """The saver whose buffers all calls of `save_async` share, as long as they use the same limit."""
-    global _saver  # noqa: PLW0603  (kept from call to call)
     with _choosing:
-        if _saver is None or _saver.memory_limit != memory_limit:
-            _saver = Saver(memory_limit=memory_limit)
-        return _saver
+        saver = _shared_saver()
+        saver.limit_memory(options.budget)
+    return saver.begin(url, state, options, coordinator=coordinator)
+
+
+@cache
+def _shared_saver() -> Saver:
+    """The saver whose buffers all calls of `save_async` share. Its limit is that of the last call."""
+    return Saver()
+
+
+def _checked_limit(memory_limit: int | str) -> int:
+    limit = parse_bytes(memory_limit, "memory_limit")
+    if limit < LEAST_MEMORY_LIMIT:
+        raise OptionError(f"memory_limit={file_size(limit)}: at least {file_size(LEAST_MEMORY_LIMIT)} are needed.")
+    return limit

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import closing
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardckpt import frameworks
 from shardckpt.errors import StructureMismatchError
@@ -17,6 +17,9 @@ from shardckpt.writing.attempt import COMMITTER
 from shardckpt.writing.replicas import ReplicaChecksums
 from shardckpt.writing.save_plan import plan_save, small_elements
 from shardckpt.writing.state_share import MOST_COPIES, read_to_host
+
+if TYPE_CHECKING:
+    from collections.abc import Container, Mapping
 
 
 def fingerprint(state: Any, *, coordinator: Coordinator | None = None) -> Fingerprint:
@@ -45,7 +48,13 @@ def fingerprint(state: Any, *, coordinator: Coordinator | None = None) -> Finger
         local=local_names(state),
         process=world.process,
     )
-    sources = frameworks.sources(flat.tensors, world, local=flat.local)
+    return fingerprint_of(flat.tensors, coordinator, local=flat.local)
+
+
+def fingerprint_of(tensors: Mapping[str, Any], coordinator: Coordinator, *, local: Container[str] = ()) -> Fingerprint:
+    """The fingerprint of tensors by name; see `fingerprint`. `local`: names of the tensors that this process alone has."""
+    world = coordinator.world
+    sources = frameworks.sources(tensors, world, local=local)
     plan = plan_save(sources, SaveOptions(), world)  # it deals out all elements, so that each is added once
     sums = StateSums(plan.tensors.values())
     with closing(read_to_host(plan, sources, MOST_COPIES)) as batches:

@@ -31,8 +31,9 @@ from shardckpt.format.fingerprint import StateSums
 from shardckpt.format.record import HostFiles, HostRecord
 from shardckpt.format.replicas import ReplicasReference, seal_checksums
 from shardckpt.format.table import OWN_OBJECT, ArrayChunks, Table
-from shardckpt.format.zarr_arrays import chunk_object_key, close, lay_out_all, room_for
+from shardckpt.format.zarr_arrays import CHECKSUM_BYTES, chunk_object_key, close, lay_out_all, room_for, with_checksums
 from shardckpt.io import extension
+from shardckpt.io.buffers import round_up
 from shardckpt.io.datafile import BlocksOut
 from shardckpt.io.failures import storage_errors
 from shardckpt.io.threads import run_on_threads
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
     from shardckpt.layout.box import Box
     from shardckpt.plan.blocks import Block
     from shardckpt.plan.pieces import Piece
+    from shardckpt.writing.kept import KeptChunks
 
     Array: TypeAlias = NDArray[np.generic]
     Elements: TypeAlias = tuple[Piece, Box, NDArray[np.generic]]
@@ -82,7 +84,7 @@ def write_record(place: Store, record: HostRecord, *, first: bool = False) -> bo
     Returns:
         Whether the record there is this one.
     """
-    data = seal(record.to_json())
+    data = seal(record.to_json(), record.version)
     try:
         if first:
             return place.create(record.key, data)
@@ -123,6 +125,7 @@ class HostWriter:
         run: str | None = None,
         threads: int = 1,
         summed: Collection[TensorRecord] | None = None,
+        kept: KeptChunks | None = None,
     ) -> None:
         """Write below `place`, the attempt.
 
@@ -131,12 +134,13 @@ class HostWriter:
             attempt: its name.
             host: this writer's number.
             layout: "packed" or "zarr".
-            compression: None or "zstd".
+            compression: None, "zstd" or "difference".
             memory_limit: bytes of encoded chunks that may wait for the storage.
             run: a suffix that separates this writer's files from other writers' files, if several writers may work as the same
                 host. In the plain layout each chunk has only one name, and the last writer's chunk stays.
             threads: threads that `append` may use for data files on a local disk; each thread writes files of its own.
             summed: tensors whose sums are written beside the chunks, for a fingerprint; None: no sums.
+            kept: the elements of all chunks written here are kept there, and differences are from those that it has.
         """
         self._place = place
         self._attempt = attempt
@@ -145,14 +149,15 @@ class HostWriter:
         """Folder of the host's own files, relative to the attempt."""
         self._layout = layout
         self._compression = compression
-        several = threads if layout == "packed" and place.location.local is not None else 1
+        several = threads if layout == "packed" and place.appends else 1
         self._writer: PackedWriter | PlainWriter
         if layout == "packed":
-            self._writer = PackedWriter(place, host, folder=self.folder, memory_limit=memory_limit, threads=several)
+            indexed = compression != "difference"  # zarr has no codec for these, and would show differences for weights
+            self._writer = PackedWriter(place, host, folder=self.folder, memory_limit=memory_limit, threads=several, indexed=indexed)
         else:
             self._writer = PlainWriter(place, in_flight_bytes=memory_limit, drafts=None if run is None else f"{self.folder}/drafts")
         self._encoders = [
-            Encoder(self._writer, compression, None if summed is None else StateSums(summed), thread=i) for i in range(several)
+            Encoder(self._writer, compression, None if summed is None else StateSums(summed), thread=i, kept=kept) for i in range(several)
         ]
         self.vouches = False
         """Whether the host's record may exist. Then other processes may commit what it refers to, so none of that may be deleted."""
@@ -332,17 +337,28 @@ class Encoder:
     """Encodes chunks and hands them to a writer; for one thread."""
 
     def __init__(
-        self, writer: PackedWriter | PlainWriter, compression: str | None, sums: StateSums | None = None, *, thread: int = 0
+        self,
+        writer: PackedWriter | PlainWriter,
+        compression: str | None,
+        sums: StateSums | None = None,
+        *,
+        thread: int = 0,
+        kept: KeptChunks | None = None,
     ) -> None:
-        """Write with `writer`, as its thread of this number. All elements are added to `sums`."""
+        """Write with `writer`, as its thread of this number. All elements are added to `sums`, and kept in `kept`."""
         self.sums = sums
+        self._kept = kept
         self._writer = writer
         self._thread = thread
         self._compression = compression
         self._room = np.empty(0, np.uint8)
         """Reused memory in which blocks are laid out, unless the writer has memory for them; or the extension's scratch."""
         self.moves_blocks = (
-            extension.moving is not None and compression is None and isinstance(writer, PackedWriter) and writer.takes_blocks
+            extension.moving is not None
+            and compression is None
+            and kept is None
+            and isinstance(writer, PackedWriter)
+            and writer.takes_blocks
         )
         """Whether the extension moves elements to the file."""
         self._paths: dict[str, int] = {}
@@ -382,7 +398,7 @@ class Encoder:
         size = room_for(chunks, elements[0].itemsize)
         crcs = self._append_with_extension(keys, size, elements, chunks) if self.moves_blocks else None
         if crcs is None:
-            crcs = self._append_with_numpy(keys, size, elements, chunks)
+            crcs = self._append_with_numpy(keys, size, elements, chunks, numbers)
         self._path.extend(numbers)
         self._chunk.extend(positions)
         self._crc.extend(crcs)
@@ -398,17 +414,29 @@ class Encoder:
         crcs: list[int] = blocks.crcs.tolist()
         return crcs
 
-    def _append_with_numpy(self, keys: Sequence[str], size: int, elements: list[Array], chunks: tuple[int, ...]) -> list[int]:
-        """Lay chunks out in memory and write them; return their checksums."""
-        nbytes = len(keys) * size
+    def _append_with_numpy(
+        self, keys: Sequence[str], size: int, elements: list[Array], chunks: tuple[int, ...], numbers: Sequence[int]
+    ) -> list[int]:
+        """Lay chunks out in memory and write them; return their checksums. `numbers` are those of their arrays' paths."""
+        differences = self._compression == "difference"
+        each = round_up(size) if differences else size  # words are compared, and aligned ones faster
+        nbytes = len(keys) * each
         memory = self._writer.room(nbytes) if self._compression is None else None
         if memory is None:
             if self._room.nbytes < nbytes:
                 self._room = np.empty(nbytes, np.uint8)
             memory = self._room[:nbytes]
-        rows = memory.reshape(-1, size)
+        rows = memory.reshape(-1, each)[:, :size]
         lay_out_all(elements, chunks, rows)
-        data, lengths, crcs = close(rows, self._compression)
+        if differences:
+            assert self._kept is not None
+            known = [*self._paths]
+            paths = [known[number] for number in numbers]
+            data, lengths, crcs = with_checksums(self._kept.differences(keys, paths, rows[:, :-CHECKSUM_BYTES], elements[0].itemsize))
+        else:
+            if self._kept is not None:
+                self._kept.keep(keys, rows[:, :-CHECKSUM_BYTES])
+            data, lengths, crcs = close(rows, self._compression)
         self._writer.append(keys, data, lengths, thread=self._thread)
         return crcs
 

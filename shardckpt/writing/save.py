@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 _AT_A_TIME = 4 << 20
 """Bytes of elements that a thread of `save` lays out and writes at a time."""
-_COPIES = {None: 1, "zstd": 3}
-"""Buffers of that size that a thread has, by compression: for laid-out chunks; with zstd also for compressed ones, alone and joined."""
+_COPIES = {None: 1, "zstd": 3, "difference": 3}
+"""Buffers of that size that a thread has, by compression: for laid-out chunks; else also for compressed ones, alone and joined."""
 _LEAST_SHARE = 32 << 20
 """Least bytes that each thread writes on average: less does not justify data files of its own."""
 _LEAST_MEAN = 512 << 10
@@ -109,7 +109,7 @@ def save(
     communication is one announcement of the commit. In the first save to a storage, they also prove that all of them see it.
 
     Args:
-        url: destination: a path, `file://…`, `gs://…`, `s3://…` or `memory://…`. The checkpoint is a directory.
+        url: destination: a path, `file://…`, `gs://…`, `s3://…`, `az://…` or `memory://…`. The checkpoint is a directory.
         state: nested dicts, lists and tuples of tensors (torch_xla, DTensor, torch, JAX, numpy) and small leaves.
         options: see `SaveOptions`; the same on all processes.
         skip: replaces `SaveOptions(skip=…)`: name patterns of tensors that stay in `SaveOptions(base=…)`. `()` skips no tensor.
@@ -138,7 +138,7 @@ def save(
         with saving_takes_threads(attempt.store), attempt:
             share = attempt.take(state)
             planned = time.monotonic()
-            short = attempt.store.location.local is not None and _is_short(share.plan)  # waits for no network
+            short = attempt.store.near and _is_short(share.plan)  # waits for no network
             with collector_paused() if short else nullcontext():
                 _write(attempt, share)
             durable = time.monotonic()

@@ -94,16 +94,5 @@ class SharedStorage:
         us = self._coordinator.world.process
         raise CommitError(
             f"{self._store} is not shared: process {us}, on {socket.gethostname()}, does not see {said['file']}, which process 0, on "
-            f"{said['host']}, has written there. {_advice(self._store)} {'No data was written' if wait else 'Nothing was published'}."
+            f"{said['host']}, has written there. {self._store.sharing_advice} {'No data was written' if wait else 'Nothing was published'}."
         )
-
-
-def _advice(store: Store) -> str:
-    """Advice about a storage that each host has for itself."""
-    match store.location.scheme:
-        case "memory":
-            return "memory:// is the memory of one process; save to a disk or a bucket."
-        case "file":
-            return "Each host has a disk of its own there: mount one shared file system on all hosts, or save to a bucket."
-        case _:
-            return "Give all processes the same endpoint, bucket and credentials."

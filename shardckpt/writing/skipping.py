@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 
 from shardckpt.commit.base_places import base_location, base_url
 from shardckpt.errors import DtypeMismatchError, NamesMismatchError, NotFoundError, ShapeMismatchError
-from shardckpt.format.structure import Base, InBase, Structure
+from shardckpt.format.bases import Base, InBase
+from shardckpt.format.structure import Structure
 from shardckpt.reading.checkpoint import Checkpoint
 from shardckpt.state.names import array_path, piece_path, shown
 
@@ -42,7 +43,7 @@ def left_in_base(structure: Structure, skipped: Iterable[str], checkpoint: Locat
         NamesMismatchError, ShapeMismatchError, DtypeMismatchError: the base lacks a tensor, or has one with another shape or dtype.
     """
     try:
-        found = Checkpoint(str(base))
+        found = Checkpoint(base)
     except NotFoundError as e:
         raise NotFoundError(f"{checkpoint} cannot be saved with skip=, because its base is not there: {e}") from e
     of = _Found(checkpoint, found)

@@ -2,8 +2,8 @@
 
 1. `state_share.read` goes through this process's blocks in grid order: batch after batch of tensors, whose copies (if the framework makes
    any) stay within a limit.
-2. A `Stage` receives the blocks on the thread that saves. It keeps blocks that have memory of their own, and copies the others into
-   a pooled buffer, many bytes at once (`copying`).
+2. A `Stage` receives the blocks on the thread that saves. It keeps blocks that have memory of their own, such as XLA's pinned memory
+   beside an accelerator (all of them come in one batch), and copies the others into a pooled buffer, many bytes at once (`copying`).
 3. The writing thread, and threads that help it, receive them in the same order, cut and grouped for the writer (`Stage.portions`).
 
 The writing thread starts when everything is copied. Before that, the two would share the machine's memory bandwidth,
@@ -29,7 +29,7 @@ from collections import deque
 from dataclasses import dataclass, field, replace
 from functools import partial
 from threading import Condition, get_ident
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -140,12 +140,22 @@ class Stage:
 
     # --- the thread that saves
 
-    def fit(self, blocks: Iterable[tuple[Block, bool]], *, fetching: int = 0, writing: int = 0, late: int = 0, streams: bool = True) -> int:
+    def fit(
+        self,
+        blocks: Iterable[tuple[Block, bool]],
+        *,
+        fetching: int = 0,
+        keeping: int | None = None,
+        writing: int = 0,
+        late: int = 0,
+        streams: bool = True,
+    ) -> int:
         """Lease everything that the save needs from the pool; wait until that is possible.
 
         Args:
             blocks: all blocks of the save, and whether each has memory of its own.
             fetching: bytes that frameworks allocate at a time, until everything is copied.
+            keeping: the same while blocks that have memory of their own are kept; None: as much.
             writing: bytes that the writing thread allocates, until everything is written.
             late: bytes of memory for other elements, which the writing thread reads: `late`.
             streams: whether a buffer that is smaller than the blocks will do.
@@ -157,34 +167,47 @@ class Stage:
             BudgetError: the limit is too small for all blocks, and `streams` is not set; or too much memory to pin; or this thread
                 would wait for another save that it is in the middle of itself.
         """
-        most = self._fit(blocks, fetching=fetching, writing=writing, late=late, streams=streams)
+        keeping = fetching if keeping is None else keeping
+        most = self._fit(blocks, fetching=fetching, keeping=keeping, writing=writing, late=late, streams=streams)
         if get_ident() not in self._pool.copying:
             self._fills = get_ident()
             self._pool.copying.add(self._fills)
         return most
 
-    def _fit(self, blocks: Iterable[tuple[Block, bool]], *, fetching: int, writing: int, late: int, streams: bool) -> int:
+    def warm(self, blocks: Iterable[tuple[Block, bool]], **sizes: Any) -> bool:
+        """Touch the memory of the lease that `fit` would make for a save, and give it back. Return whether the save streams."""
+        try:
+            self.fit(blocks, **sizes)
+            assert self._lease is not None
+            self._lease.touch()
+            return self.streamed
+        finally:
+            self._leave("writing")
+            self._leave("copying")
+
+    def _fit(self, blocks: Iterable[tuple[Block, bool]], *, fetching: int, keeping: int, writing: int, late: int, streams: bool) -> int:
         """See `fit`."""
         wanted = [*blocks]
         copied = sum(round_up(block.nbytes) for block, own in wanted if not own)
         late = round_up(late)
-        beside = fetching + writing
-        kept = sum(block.nbytes for block, own in wanted if own)
-        self._fetching = fetching
-        needed = late + copied + kept + beside
+        kept = sum(block.nbytes for block, own in wanted if own) + keeping + writing
+        self._fetching = keeping
+        needed = late + copied + kept
         if needed <= self._pool.limit:
-            self._lease = self._pool.take_at_once(late + copied, beside=kept + beside)
+            self._lease = self._pool.take_at_once(late + copied, beside=kept)
         if self._lease is None and not streams:
             if needed > self._pool.limit:
                 raise BudgetError(
                     f'SaveOptions(device_copy="overlap"): this process needs {needed:,} bytes of host memory at once, and '
                     f'memory_limit={file_size(self._pool.limit)}; raise memory_limit, or use "wait".'
                 )
-            self._lease = self._take(late + copied, beside=kept + beside)
+            self._lease = self._take(late + copied, beside=kept)
         if self._lease is not None:
             self.late = self._lease.array((late,), np.uint8).view(np.uint8)
             self._free.append(self._lease.array((copied,), np.uint8))
             return sys.maxsize
+        beside = fetching + writing
+        self._fetching = fetching
         chunk = max((round_up(block.chunk_bytes) for block, _ in wanted), default=0)
         least = max(chunk, (self._pool.limit - beside) // _LEAST_PARTS)
         self._lease = self._take(late + least, most=late + sum(round_up(block.nbytes) for block, _ in wanted), beside=beside)

@@ -31,7 +31,7 @@ from shardckpt.writing.replicas import ReplicaChecksums
 from shardckpt.writing.save_plan import plans, skipped_names, small_elements, stored, with_arrays_noted
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Container, Generator, Iterable, Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from shardckpt.layout.world import World
     from shardckpt.options import SaveOptions
     from shardckpt.plan.blocks import Block
+    from shardckpt.writing.kept import VersionToWrite
     from shardckpt.writing.save_plan import SavePlan
 
 
@@ -68,7 +69,7 @@ class StateShare:
 
 
 @collector_paused()
-def share_of(state: Any, options: SaveOptions, world: World, *, waits: bool) -> StateShare:
+def share_of(state: Any, options: SaveOptions, world: World, *, waits: bool, version: VersionToWrite | None = None) -> StateShare:
     """One process's share of a state. When this returns, everything is copied except the elements of large tensors.
 
     Args:
@@ -76,6 +77,7 @@ def share_of(state: Any, options: SaveOptions, world: World, *, waits: bool) -> 
         options: the options of the save.
         world: this process and the others.
         waits: whether to wait for devices to copy small plain tensors; False: they are left to the caller, as `StateShare.late`.
+        version: selects and converts tensors; None: all as they are.
 
     Raises:
         LeafError, ShardingError, OptionError: as in `shardckpt.save`.
@@ -89,8 +91,12 @@ def share_of(state: Any, options: SaveOptions, world: World, *, waits: bool) -> 
         local=local_names(state),
         process=world.process,
     )
+    if version is not None:
+        flat = version.selected(flat)
     tensors = frameworks.reduce_partial(flat.tensors) if options.reduce_partial else flat.tensors
     sources = frameworks.sources(tensors, world, unread=skipped_names(tensors, options.skip), local=flat.local)
+    if version is not None:
+        sources = version.converted(sources)
     if world.processes > 1:
         frameworks.check_aliases(sources, plain=options.host_tensors == "replicated")
     planned = plans.plan(sources, options, world)
@@ -131,7 +137,18 @@ def are_own(blocks: Sequence[Block], source: Source) -> list[bool]:
     return [block.box.size == sizes[block.held] for block in blocks]
 
 
-def read(plan: SavePlan, sources: Mapping[str, Source], room: int, *, most: int = sys.maxsize) -> Generator[Iterable[BlockElements]]:
+def only_kept(plan: SavePlan, sources: Mapping[str, Source]) -> set[str]:
+    """The tensors whose fetched arrays are all kept, if blocks in memory of their own are: fetching them takes no other memory."""
+    return {
+        name
+        for name, blocks in plan.blocks.items()
+        if sources[name].private and all(are_own(blocks, sources[name])) and sum(b.nbytes for b in blocks) >= sources[name].staged_bytes
+    }
+
+
+def read(
+    plan: SavePlan, sources: Mapping[str, Source], room: int, *, most: int = sys.maxsize, kept: Container[str] = ()
+) -> Generator[Iterable[BlockElements]]:
     """All blocks of this process, in batches.
 
     Elements that are not in memory of their own may be views of the tensors. Use them up before you request the next
@@ -142,8 +159,9 @@ def read(plan: SavePlan, sources: Mapping[str, Source], room: int, *, most: int 
         sources: its tensors.
         room: bytes of copies that may exist at a time; a tensor that needs more is a batch of its own.
         most: most bytes of a block, unless one chunk has more.
+        kept: tensors whose copies are counted elsewhere, see `only_kept`.
     """
-    for names in batches(plan.blocks, lambda name: (sources[name].staged_bytes,), (room,)):
+    for names in batches(plan.blocks, lambda name: (0 if name in kept else sources[name].staged_bytes,), (room,)):
         # This frame keeps no reference to the batch: when it is used up, its memory is free for the next one.
         yield _fetched(plan, {name: sources[name] for name in names}, most)
 

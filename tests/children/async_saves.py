@@ -53,18 +53,23 @@ def into_a_full_place(_coordinator, url, mebibytes):
     return answer
 
 
-def interrupted(_coordinator, url):
-    """Ctrl-C while the thread that saves waits for a buffer; once more than half is written, so that it is in the middle."""
-    saver = Saver(memory_limit=LIMIT)
+def raising(number):
+    """A progress function that raises a signal once, when more than half is written."""
     struck = threading.Event()
 
     def strike(done, total):
         if done > total // 2 and not struck.is_set():
             struck.set()
-            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(number)
 
+    return strike
+
+
+def interrupted(_coordinator, url):
+    """Ctrl-C while the thread that saves waits for a buffer; once more than half is written, so that it is in the middle."""
+    saver = Saver(memory_limit=LIMIT)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    error = error_of(lambda: saver.begin(url, state(200), SaveOptions(), progress=strike))
+    error = error_of(lambda: saver.begin(url, state(200), SaveOptions(), progress=raising(signal.SIGINT)))
     left = list(Path(url).glob("**/*")) if Path(url).exists() else []
     saver.begin(url, state(1), SaveOptions()).wait()
     saver.close()
@@ -74,18 +79,12 @@ def interrupted(_coordinator, url):
 def interrupted_by_another_save(_coordinator, url, mebibytes):
     """A signal handler that saves, too, while the thread that saves waits for a buffer in the middle of a save."""
     saver = Saver(memory_limit=LIMIT)
-    struck = threading.Event()
-
-    def strike(done, total):
-        if done > total // 2 and not struck.is_set():
-            struck.set()
-            signal.raise_signal(signal.SIGUSR1)
 
     def handler(*_):
         saver.begin(f"{url}-nested", state(mebibytes), SaveOptions()).wait()
 
     signal.signal(signal.SIGUSR1, handler)
-    error = error_of(lambda: saver.begin(url, state(200), SaveOptions(), progress=strike).wait())
+    error = error_of(lambda: saver.begin(url, state(200), SaveOptions(), progress=raising(signal.SIGUSR1)).wait())
     saver.begin(f"{url}-later", state(1), SaveOptions()).wait()
     saver.close()
     return error

@@ -16,7 +16,7 @@ from pathlib import Path
 import tensorstore as ts
 from dying import Killer, tell_deaths
 
-from shardckpt.commit import collecting, committing
+from shardckpt.runs import collecting, committing
 
 FILES = ("mkdir", "rename", "replace", "unlink", "rmdir", "fsync", "utime")
 TENSORSTORE = {ts.KvStore: ("write", "delete_range", "experimental_copy_range_to")}

@@ -8,7 +8,7 @@ Writes a line before it publishes, waits for a line, and writes the state of the
 import sys
 
 import shardckpt
-from shardckpt.commit import committing
+from shardckpt.runs import committing
 
 
 def publish_when_told(*arguments):

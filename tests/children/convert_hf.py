@@ -16,7 +16,7 @@ from arrays import made
 
 import shardckpt
 from shardckpt.convert.naming.apply import outputs_of
-from shardckpt.convert.naming.choose import NameOptions
+from shardckpt.convert.options import NameOptions
 
 SMALL = {
     "hidden_size": 32,

@@ -19,10 +19,10 @@ import shardckpt
 import shardckpt.convert.export  # imported once for all forks
 import shardckpt.errors
 from shardckpt.convert.files import local_files
-from shardckpt.convert.streaming import chunking
-from shardckpt.convert.streaming import stream as streaming
+from shardckpt.plan import grids
+from shardckpt.streaming import stream as streaming
 
-chunking.BLOCK_BYTES = 8 << 10
+grids.BLOCK_BYTES = 8 << 10
 streaming._BATCH = 32 << 10
 local_files._NOTE_BYTES = 64 << 10
 OPERATIONS = ("open", "write", "pwritev", "fsync", "fdatasync", "mkdir", "link", "replace", "unlink", "rmdir", "ftruncate")

@@ -9,8 +9,8 @@ import sys
 
 import shardckpt
 from shardckpt.convert.files import object_files
-from shardckpt.convert.streaming import stream as streaming
 from shardckpt.io.buckets import uploading
+from shardckpt.streaming import stream as streaming
 
 MiB = 1 << 20
 LIMIT = 24 * MiB

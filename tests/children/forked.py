@@ -9,8 +9,8 @@ from threading import Event
 import numpy as np
 
 import shardckpt
-from shardckpt.commit.collecting import collect
 from shardckpt.errors import ShardckptError
+from shardckpt.runs.collecting import collect
 
 STATE = {"w": np.arange(1000.0)}
 WHEN, PLACE = sys.argv[1], sys.argv[2]

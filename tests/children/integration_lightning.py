@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import shardckpt
 from shardckpt import ShardckptError
-from shardckpt.commit.pinning import pin
+from shardckpt.runs.pinning import pin
 from shardckpt.training.integrations.lightning import ShardckptIO
 
 xla._XLA_AVAILABLE = False  # nor look for a TPU

@@ -51,7 +51,7 @@ if act == "save":
     next(iter(loader))
     shardckpt.save(place, state)
     answer["versions"] = [
-        json.loads(path.read_bytes())["version"] for path in sorted(shardckpt.io.url.parse(place).local.glob("*/hosts/*/values.json"))
+        json.loads(path.read_bytes())["version"] for path in sorted(shardckpt.io.url.parse(place).local_path.glob("*/hosts/*/values.json"))
     ]
 else:
     try:

@@ -13,9 +13,10 @@ import tensorstore as ts
 import shardckpt
 import shardckpt.training.manager
 from shardckpt import PerProcess, SaveOptions
-from shardckpt.commit.job import JobFence
 from shardckpt.io.store import Store
-from shardckpt.training import policies, retention
+from shardckpt.runs import retention
+from shardckpt.runs.job import JobFence
+from shardckpt.training import policies
 
 OPERATIONS = ("mkdir", "rename", "replace", "unlink", "rmdir", "fsync", "utime")
 
@@ -208,7 +209,7 @@ def roll_back_until_killed(coordinator, root, to, step, k):
 
     Of several processes it dies when all have written.
     """
-    from shardckpt.training.lineage import Lineage
+    from shardckpt.runs.lineage import Lineage
     from shardckpt.writing import attempt
 
     attempt._COMMITTING = 1.0

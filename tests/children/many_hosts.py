@@ -3,7 +3,8 @@
 import numpy as np
 
 import shardckpt
-from shardckpt import SaveOptions
+from shardckpt import SaveOptions, errors
+from shardckpt.frameworks.coordination.base import SingleProcess
 
 
 def state(shift=0):
@@ -22,6 +23,19 @@ def state(shift=0):
 def save(coordinator, url, options=None, shift=0):
     shardckpt.save(url, state(shift), options=SaveOptions(**(options or {})), coordinator=coordinator)
     return "saved"
+
+
+def race(coordinator, url, times):
+    """Each process is a job of its own; all save to the same places at once."""
+    outcomes = []
+    for attempt in range(times):
+        coordinator.share(f"race {attempt}", None)
+        try:
+            shardckpt.save(f"{url}/{attempt}", state(coordinator.world.process), coordinator=SingleProcess())
+            outcomes.append("saved")
+        except errors.AlreadyExistsError as e:
+            outcomes.append(type(e).__name__)
+    return outcomes
 
 
 def save_different(coordinator, url, states, options=None):

@@ -12,6 +12,7 @@ import numpy as np
 
 import shardckpt
 from shardckpt import Mesh, PartitionSpec, SaveOptions, Sharding
+from shardckpt.frameworks.base import PlainSink
 from shardckpt.io.buffers import BufferPool
 from shardckpt.layout.box import BoxArray, distinct_boxes
 from shardckpt.layout.dtypes import DType
@@ -52,7 +53,7 @@ def check(array, shape, box):
 
 
 @dataclass(frozen=True)
-class DeviceSink:
+class DeviceSink(PlainSink):
     """The shards of one host's devices, which have memory of their own: what is placed leaves this process."""
 
     name: str

@@ -16,7 +16,7 @@ import orbax.checkpoint as ocp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import shardckpt
-from shardckpt.convert.export_options import StateOptions
+from shardckpt.convert.options import StateOptions
 from shardckpt.convert.whole_state import write_state
 from shardckpt.io.url import parse
 from shardckpt.reading.checkpoint import Checkpoint

@@ -24,7 +24,8 @@ def started(**options):
 
     def work():
         begun.set()
-        time.sleep(300)
+        for _ in range(3000):  # a handler of Python's is not called in a sleep that begins just after the signal
+            time.sleep(0.1)
 
     child = context.Process(target=work, **options)
     child.start()

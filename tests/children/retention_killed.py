@@ -14,8 +14,8 @@ from pathlib import Path
 from dying import Killer, tell_deaths
 
 from shardckpt.io.store import Store
+from shardckpt.runs.retention import Latest
 from shardckpt.serve.jobs.retention import retain
-from shardckpt.training.retention import Latest
 
 FILES = ("mkdir", "rename", "replace", "unlink", "rmdir", "fsync", "utime")
 

@@ -19,9 +19,8 @@ from torture_operations import Operations
 
 import shardckpt
 from shardckpt import SaveOptions
-from shardckpt.commit import collecting
 from shardckpt.errors import CoordinationError
-from shardckpt.reading import catalog
+from shardckpt.runs import catalog, collecting
 from shardckpt.writing import attempt
 
 

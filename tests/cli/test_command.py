@@ -109,14 +109,14 @@ def test_a_reader_that_has_seen_enough_is_no_error(saver, tmp_path):
 def test_an_interrupt_ends_it_quietly():
     code = """
 import os, signal, sys, threading
-from shardckpt.reading import checkpoint
+from shardckpt.convert import opening
 from shardckpt.cli import main
 
 def slow(url):
     os.kill(os.getpid(), signal.SIGINT)
     threading.Event().wait(30)
 
-checkpoint.open = slow
+opening.open = slow
 sys.argv = ["shardckpt", "info", "anything"]
 sys.exit(main())
 """

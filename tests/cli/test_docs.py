@@ -49,6 +49,18 @@ def download():
         (place / name).write_text('{"model_type": "llama"}')
 
 
+def download_llama():
+    """A model of twelve layers, with its tokenizer."""
+    place = Path("hf/llama")
+    place.mkdir(parents=True)
+    layer = {"input_layernorm": (64,), "mlp.up_proj": (256, 64), "self_attn.q_proj": (128, 64)}
+    shapes = {f"model.layers.{i}.{name}.weight": shape for i in range(12) for name, shape in layer.items()}
+    shapes |= {"model.embed_tokens.weight": (512, 64), "lm_head.weight": (512, 64)}
+    save_file({name: np.full(shape, i, np.float32) for i, (name, shape) in enumerate(shapes.items())}, place / "model.safetensors")
+    for name in ("config.json", "tokenizer.json"):
+        (place / name).write_text('{"model_type": "llama"}')
+
+
 def idle(step, hours):
     place = RUN / f"step_{step}"
     for path in place.rglob("*"):  # the placeholder, too
@@ -88,6 +100,7 @@ def appear(step, hours, *, without=None):
 
 BEFORE = {
     "ls -a runs/7b": lambda: appear(11, 3),
+    "info hf/llama": download_llama,
     "verify runs/7b/step_10": damage,
     "diff runs/7b/step_9 runs/7b/step_10": lambda: (shutil.rmtree(RUN / "step_10"), save(10)),
     "import hf/tiny exports/tiny --mesh model=4 --preset llama/tp --into model": download,
@@ -114,7 +127,7 @@ def shows(expected, found):
 def test_the_examples_of_the_command_line_show_what_it_says(runs, run, monkeypatch):
     monkeypatch.chdir(runs)
     documented, further = (EXAMPLE.findall(path.read_text(encoding="utf-8")) for path in (PAGE, FURTHER))
-    assert " ".join(command.split()[0] for command, _ in documented) == "ls info verify diff"
+    assert " ".join(command.split()[0] for command, _ in documented) == "ls info info verify diff stats stats"
     assert " ".join(command.split()[0] for command, _ in further) == "ls info info fingerprint plan plan reshard export import commit gc"
     for command, said in [*documented, *further]:
         BEFORE.get(command, lambda: None)()

@@ -1,6 +1,8 @@
 """Errors of commands: one line or one document, and a status per kind."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -150,3 +152,12 @@ def test_a_command_advises_its_own_options_only(run, tmp_path, monkeypatch, comm
     assert advised == ({"--exclude"} if command[0] == "export" else {"--only"} if command[0] == "reshard" else set())
     helped = run(command[0], "--help").out
     assert all(option in helped for option in advised)
+
+
+@pytest.mark.parametrize("args", [["info", "{c}"], ["stats", "{c}"], ["ls", "{c}", "--json"]])
+def test_output_that_cannot_be_written_is_an_error_of_the_storage(tmp_path, args):
+    shardckpt.save(tmp_path / "c", {"w": np.arange(5.0)})
+    command = [sys.executable, "-m", "shardckpt", *(arg.format(c=tmp_path / "c") for arg in args)]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stderr) == (6, "error: cannot write to standard output: No space left on device\n")

@@ -1,6 +1,11 @@
 """`shardckpt export`."""
 
+import json
+
+import numpy as np
+import pytest
 import safetensors.torch
+from safetensors.numpy import save_file
 
 import shardckpt
 
@@ -53,4 +58,32 @@ def test_what_cannot_be_done_is_told_in_a_line_with_its_status(run, saver, tmp_p
 
 def test_the_answer_names_the_file_where_only_a_directory_was_given(run, saver, tmp_path):
     saver(tmp_path / "1")
-    assert run("export", tmp_path / "1", tmp_path / "out.bin").out.startswith(f"exported  {tmp_path}/out.bin/model.safetensors: ")
+    assert run("export", tmp_path / "1", tmp_path / "out.dir").out.startswith(f"exported  {tmp_path}/out.dir/model.safetensors: ")
+
+
+@pytest.mark.parametrize("name", ["model.pt", "model.PTH", "pytorch_model.bin", "last.ckpt", "weights.npz"])
+def test_a_name_of_another_format_is_refused_and_nothing_is_written(run, saver, tmp_path, name):
+    saver(tmp_path / "1", {"w": np.ones(3)})
+    answer = run("export", tmp_path / "1", tmp_path / name)
+    assert answer.status == 2
+    assert ("--to torch" in answer.err) == (not name.endswith("npz"))
+    assert not (tmp_path / name).exists()
+    assert run("export", tmp_path / "1", tmp_path / "model.pt", "--to", "torch").status == 0
+
+
+def test_a_mapping_takes_its_numbers_from_the_config_that_the_checkpoint_has(run, tmp_path):
+    source = tmp_path / "hf"
+    source.mkdir()
+    heads, kv, size = 4, 2, 8
+    layer = "model.layers.0."
+    shapes = {"self_attn.q_proj": (heads * size, 32), "self_attn.k_proj": (kv * size, 32), "self_attn.v_proj": (kv * size, 32)}
+    shapes |= {"mlp.gate_proj": (48, 32), "mlp.up_proj": (48, 32)}
+    save_file({f"{layer}{name}.weight": np.ones(shape, np.float32) for name, shape in shapes.items()}, source / "model.safetensors")
+    config = {"model_type": "llama", "num_attention_heads": heads, "num_key_value_heads": kv, "hidden_size": 32}
+    (source / "config.json").write_text(json.dumps(config))
+    assert run("import", source, tmp_path / "1").status == 0
+    answer = run("export", tmp_path / "1", tmp_path / "fused", "--mapping", "hf-llama-fused")
+    assert (answer.status, answer.err) == (0, "")
+    assert f"{layer}self_attn.qkv_proj.weight" in run("info", tmp_path / "fused", "--json").out
+    assert run("import", tmp_path / "fused", tmp_path / "2", "--mapping", "hf-llama-fused", "--invert-mapping").status == 0
+    assert run("diff", tmp_path / "1", tmp_path / "2").status == 0

@@ -12,17 +12,12 @@ def weights(tmp_path):
     return tmp_path / "hf model"
 
 
-@pytest.mark.parametrize(
-    "command", [["info"], ["verify"], ["plan", "--mesh", "x=2"], ["reshard", "DST"], ["export", "DST"], ["diff", "DST"], ["ls"]]
-)
+@pytest.mark.parametrize("command", [["reshard", "DST"], ["export", "DST"]])
 @pytest.mark.parametrize("of", ["file", "directory"])
 def test_a_checkpoint_of_another_format_is_to_be_imported(run, weights, command, of):
     place = weights / "model.safetensors" if of == "file" else weights
     name, *rest = command
     answer = run(name, place, *rest)
-    if (name, of) == ("ls", "directory"):
-        assert "no checkpoints directly below" in answer.err
-        return
     assert (answer.status, answer.out) == (3, "")
     assert answer.err.startswith(f"error: {place}: not a shardckpt checkpoint, but safetensors (model.safetensors")
     assert f"`shardckpt import '{place}' DST`" in answer.err

@@ -37,7 +37,7 @@ def test_the_heading_shows_totals_mesh_and_metadata(run, checkpoint):
     heading = run("info", checkpoint).out.split("\n\n")[0].splitlines()
     facts = {line[:12].strip(): line[12:] for line in heading}
     assert facts["checkpoint"] == str(checkpoint)
-    assert facts["holds"] == "4 tensors, 3.8 KiB"
+    assert facts["holds"] == "4 tensors, 3.8 KiB, 880 parameters"
     assert facts["mesh"] == "data=4 × model=2"
     assert facts["metadata"] == "loss = 1.25"
     assert facts["stored"].startswith("packed, not compressed, 1 host, ")
@@ -136,15 +136,17 @@ def test_patterns_and_depth_choose_what_is_shown(run, checkpoint):
 def test_the_tree_of_a_language_model_fits_the_screen(run, saver, tmp_path, width):
     names = ("self_attn.q_proj", "self_attn.o_proj", "mlp.down_proj", "mlp.gate_proj")
     layers = {f"model.layers.{i}.{name}.weight": np.zeros((1000, 500), np.float16) for i in range(3) for name in names}
-    sharding = Sharding(Mesh((8, 8), ("fsdp", "tensor")), PartitionSpec(("fsdp", "tensor")))
+    sharding = Sharding(Mesh((8, 8), ("fully_sharded", "tensor")), PartitionSpec(("fully_sharded", "tensor")))
     saver(tmp_path / "1", {"model": layers}, shardings={"**": sharding})
     lines = run("info", tmp_path / "1", width=width).out.splitlines()
     assert max(map(len, lines[1:])) <= width
-    rows = [line for line in lines if "─ model." in line]
-    assert len(rows) == 12
-    label = "fsdp+tensor" if width == 120 else "[1]"
+    assert [line.split()[1:6] for line in lines if "layers" in line] == [["model.layers.{0…2}", "12", "tensors,", "11.4", "MiB"]]
+    rows = [line for line in lines if "proj.weight" in line]
+    assert len(rows) == 4
+    assert all("3 × 977 KiB" in row for row in rows)
+    label = "fully_sharded+tensor" if width == 120 else "[1]"
     assert all(row.endswith(label) for row in rows)
-    assert width == 120 or lines[-1] == "[1] fsdp+tensor"
+    assert width == 120 or lines[-1] == "[1] fully_sharded+tensor"
 
 
 def test_specs_say_which_of_several_meshes_they_are_over(run, saver, tmp_path):

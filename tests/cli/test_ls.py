@@ -138,7 +138,7 @@ def test_a_directory_without_checkpoints_is_no_error(run, tmp_path):
     answer = run("ls", tmp_path)
     assert (answer.status, answer.out) == (0, "")
     assert "no checkpoints directly below" in answer.err
-    assert run("ls", tmp_path, "--json").json == {"checkpoints": []}
+    assert run("ls", tmp_path, "--json").json == {"checkpoints": [], "runs": [], "foreign": []}
 
 
 def test_the_directory_is_this_one_unless_another_is_named(run, saver, tmp_path, monkeypatch):

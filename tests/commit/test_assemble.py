@@ -22,6 +22,7 @@ from shardckpt.errors import CommitError, FormatError, MissingDataError
 from shardckpt.format.documents import open_envelope, seal
 from shardckpt.format.record import HostRecord
 from shardckpt.format.table import ArrayChunks, Table
+from shardckpt.io import ocdbt
 from shardckpt.io.store import Store
 
 HOSTS = 3
@@ -207,17 +208,17 @@ def test_an_index_that_lacks_a_chunk_of_the_list_is_refused(saved):
         saved.refuses("host 0 has chunks in hosts/00000/0, but its record names no index")
 
 
-def test_one_leaf_says_what_merged_lanes_say(left, tmp_path, monkeypatch):
+def test_one_leaf_says_what_many_say(left, tmp_path, monkeypatch):
     """Chunks in files of several hosts, chunks of small tensors, and documents, to TensorStore and to us."""
     found = []
-    for most in (index.MOST_IN_A_LEAF, 0):
-        monkeypatch.setattr(index, "MOST_IN_A_LEAF", most)
+    for most in (ocdbt.LEAF_KEYS, 3):
+        monkeypatch.setattr(ocdbt, "LEAF_KEYS", most)
         saved = Saved(shutil.copytree(left, tmp_path / f"c{most}"))
         if saved.record(0).layout == "zarr":
             return
         assemble(saved.place)
         database = ts.KvStore.open({"driver": "ocdbt", "base": saved.place.location.kvstore()}).result()
-        keys = database.list().result()
+        keys = sorted(database.list().result())
         found.append(({key: database.read(key).result().value for key in keys}, index.dump_index(saved.place)))
     assert found[0] == found[1]
     assert len(found[0][1]) > 10

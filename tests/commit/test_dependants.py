@@ -14,14 +14,14 @@ from training_runs import state as state_of_step
 
 import shardckpt
 from shardckpt import Mesh, SaveOptions, errors
-from shardckpt.commit import pinning
-from shardckpt.commit.collecting import delete
 from shardckpt.commit.dependants import Dependants
 from shardckpt.commit.markers import SUPERSEDED, mark
 from shardckpt.commit.publish import published_attempt
 from shardckpt.frameworks.coordination import Coordinator
 from shardckpt.io.store import Store
 from shardckpt.layout.world import World
+from shardckpt.runs import pinning
+from shardckpt.runs.collecting import delete
 from shardckpt.writing.background import Saver
 
 STATE = {"frozen": np.ones((100, 100), np.float32), "head": np.ones(3, np.float32)}

@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import uuid
-from functools import partial
 
 import numpy as np
 import pytest
@@ -15,9 +14,10 @@ import tensorstore as ts
 import zarr
 
 import shardckpt
-from shardckpt.commit.index import dump_index, index_entries, merge_lanes, stock_spec, stock_url, write_plain_documents
+from shardckpt.commit.index import Chunks, dump_index, index_entries, stock_spec, stock_url, write_index, write_plain_documents
 from shardckpt.errors import CommitError, MissingDataError, StorageError
 from shardckpt.format.zarr_arrays import array_json, chunk_key, encode_document
+from shardckpt.io import ocdbt
 from shardckpt.io import store as store_module
 from shardckpt.io.store import Store, shared_context
 from shardckpt.layout.dtypes import DTYPES, of_numpy
@@ -38,6 +38,15 @@ def encoded(documents):
     return [(path, encode_document(document)) for path, document in documents.items()]
 
 
+def placed(keys, extents):
+    """The chunks that hosts put, by each host's keys and extents."""
+    files, rows = [], []
+    for host in extents:
+        rows.append(np.stack([host.file.astype(np.int64) + len(files), host.offset, host.length], axis=1).astype(np.int64))
+        files += host.files
+    return Chunks([key.encode() for some in keys for key in some], files, np.concatenate(rows))
+
+
 @pytest.fixture
 def write(encoded_chunks):
     """Writes arrays as an attempt, dealing chunks out among two hosts; returns nothing."""
@@ -46,20 +55,19 @@ def write(encoded_chunks):
         """`arrays`: path → (array, chunk shape); `leave_out`: keys that are not written."""
         store = Store.open(root).sub(attempt)
         writers = [PackedWriter(store, host, data_file_bytes=100) if layout == "packed" else PlainWriter(store) for host in range(2)]
-        documents, total, count = {}, 0, 0
+        documents, keys = {}, ([], [])
         for path, (array, chunks) in arrays.items():
             dtype = of_numpy(array.dtype)
             documents[path] = array_json(array.shape, dtype, chunks, None, {"shardckpt": {"name": path, "dtype": dtype.name}})
             for index, data in encoded_chunks(array.view(dtype.storage), chunks):
                 key = f"{path}/{chunk_key(index)}"
                 if key not in leave_out:
-                    writers[count % 2].append([key], [data])
-                    count, total = count + 1, total + len(data)
-        for writer in writers:
-            writer.finish()
+                    host = sum(map(len, keys)) % 2
+                    writers[host].append([key], [data])
+                    keys[host].append(key)
+        extents = [writer.finish() for writer in writers]
         if layout == "packed":
-            lanes = [lane for writer in writers for lane in writer.lanes]
-            merge_lanes(store, lanes, partial(encoded, documents), expected_chunks=count, expected_bytes=total)
+            write_index(store, placed(keys, extents), encoded(documents), {})
         else:
             write_plain_documents(store, documents)
 
@@ -167,70 +175,82 @@ def test_the_merged_index_adds_a_manifest_and_one_directory(tmp_path, write, ran
     assert sorted(p.name for p in (tmp_path / "attempt").iterdir()) == ["d", "hosts", "manifest.ocdbt"]
 
 
+NONE = Chunks([], [], np.empty((0, 3), np.int64))
+
+
 def test_a_state_without_arrays_has_an_index_all_the_same(store):
-    merge_lanes(store, [], tuple, expected_chunks=0, expected_bytes=0)
+    write_index(store, NONE, [], {})
     assert dump_index(store) == {}
 
 
 def test_the_merged_index_refers_to_the_very_places_where_hosts_put_their_chunks(store):
-    expected, lanes = {}, []
+    keys, extents, expected = [], [], {}
     for host in range(3):
         writer = PackedWriter(store, host, data_file_bytes=50, lane_keys=7)
-        keys = [f"w/c/{i}/{host}" for i in range(20)]
-        for i, key in enumerate(keys):
+        keys.append([f"w/c/{i}/{host}" for i in range(20)])
+        for i, key in enumerate(keys[-1]):
             writer.append([key], [bytes([i]) * (i + 1)])
-        extents = writer.finish()
-        columns = (extents.file.tolist(), extents.offset.tolist(), extents.length.tolist())
-        expected |= {key: (extents.files[f], o, n) for key, f, o, n in zip(keys, *columns, strict=True)}
-        lanes += writer.lanes
-    documents = {"w": array_json((20, 3), DTYPES["uint8"], (1, 1))}
-    merge_lanes(store, lanes, partial(encoded, documents), expected_chunks=60, expected_bytes=3 * 210)
+        extents.append(writer.finish())
+        columns = (extents[-1].file.tolist(), extents[-1].offset.tolist(), extents[-1].length.tolist())
+        expected |= {key: (extents[-1].files[f], o, n) for key, f, o, n in zip(keys[-1], *columns, strict=True)}
+    write_index(store, placed(keys, extents), encoded({"w": array_json((20, 3), DTYPES["uint8"], (1, 1))}), {})
     assert dump_index(store) == expected
     assert [key for key, _ in index_entries(store)] == sorted(expected)
 
 
-def test_an_index_of_several_levels_is_walked_whole(store):
-    # More than 8 MiB of keys do not fit one node.
+@pytest.mark.parametrize("leaves", ["of few keys", "of few bytes"])
+def test_an_index_of_several_leaves_is_what_one_leaf_is(tmp_path, monkeypatch, random_array, leaves):
+    """To our reader and to TensorStore, which finds values in files and values in the index."""
+    found = []
+    for name in ("one", "many"):
+        if name == "many":
+            monkeypatch.setattr(ocdbt, "LEAF_KEYS" if leaves == "of few keys" else "LEAF_BYTES", 7)
+        store = Store.open(tmp_path / name)
+        writer = PackedWriter(store, 0)
+        keys = [f"{array}/c/{i}" for array in ("b", "a", "model.b/1", "z") for i in range(12)]
+        for i, key in enumerate(keys):
+            writer.append([key], [b"%d" % i])
+        extents = writer.finish()
+        documents = {path: array_json((12,), DTYPES["uint8"], (1,)) for path in ("a", "b", "model.b/1", "z", "small")}
+        write_index(store, placed([keys], [extents]), encoded(documents), {"small/c/0": b"inside", "small/c/1": b""})
+        database = ts.KvStore.open({"driver": "ocdbt", "base": store.kvstore().spec()}).result()
+        root = ts.ocdbt.dump(store.kvstore()).result()["versions"][-1]
+        assert root["root_height"] == (name == "many")
+        values = {key: database.read(key).result().value for key in database.list().result()}
+        assert root["root"]["statistics"]["num_keys"] == len(values)
+        assert root["root"]["statistics"]["num_tree_bytes"] == len(store.read("d/leaf"))
+        assert sorted(database.list(ts.KvStore.KeyRange("a/", "a0")).result()) == sorted(key for key in values if key.startswith(b"a/"))
+        found.append((values, dump_index(store), root["root"]["statistics"]["num_indirect_value_bytes"]))
+    assert found[0] == found[1]
+    assert {key.encode(): b"%d" % i for i, key in enumerate(keys)}.items() <= found[0][0].items()
+
+
+def test_an_index_of_tens_of_thousands_of_keys_is_walked_whole(store):
     keys = [f"{i:0150d}/c/{i}" for i in range(60_000)]
     writer = PackedWriter(store, 0, lane_keys=25_000)
     for key in keys:
         writer.append([key], [b"x"])
-    writer.finish()
-    merge_lanes(store, writer.lanes, tuple, expected_chunks=len(keys), expected_bytes=len(keys))
-    root = ts.ocdbt.dump(store.kvstore()).result()["versions"][-1]
-    assert root["root_height"] > 0
+    write_index(store, placed([keys], [writer.finish()]), [], {})
     assert [key for key, _ in index_entries(store)] == keys
 
 
-@pytest.mark.timeout(400)  # TensorStore merges indexes on a mount with the habits of NFS in seconds, or in minutes
-def test_a_chunk_that_two_hosts_wrote_fails_the_commit(store):
-    lanes = []
-    for host in range(2):
-        writer = PackedWriter(store, host)
-        writer.append(["w/c/0"], [b"%d" % host])
-        writer.finish()
-        lanes += writer.lanes
-    with pytest.raises(CommitError, match="two hosts wrote the same chunk"):
-        merge_lanes(store, lanes, tuple, expected_chunks=2, expected_bytes=2)
+def test_a_key_of_two_arrays_fails_the_commit(store):
+    with pytest.raises(CommitError, match="w/c/0 is a chunk or document of two arrays; nothing was published"):
+        write_index(store, NONE._replace(keys=[b"w/c/0"], files=["d/0"], rows=np.array([[0, 0, 1]])), [], {"w/c/0": b"1"})
+    assert store.list() == []
 
 
-@pytest.mark.timeout(400)  # TensorStore merges indexes on a mount with the habits of NFS in seconds, or in minutes
-def test_a_lane_that_lacks_chunks_fails_the_commit(store):
-    writer = PackedWriter(store, 0)
-    writer.append(["w/c/0"], [b"1"])
-    writer.finish()
-    with pytest.raises(CommitError, match="wrote 2 chunks"):
-        merge_lanes(store, writer.lanes, tuple, expected_chunks=2, expected_bytes=2)
-
-
-@pytest.mark.timeout(400)  # TensorStore merges indexes on a mount with the habits of NFS in seconds, or in minutes
-def test_large_documents_do_not_disturb_the_count(store):
+def test_a_document_that_is_too_large_for_a_node_is_beside_it(store):
     writer = PackedWriter(store, 0)
     writer.append(["w/c"], [b"12345"])
-    writer.finish()
-    document = array_json((), DTYPES["uint8"], (), None, {"shardckpt": "x" * (2 << 20)})
-    merge_lanes(store, writer.lanes, partial(encoded, {"w": document}), expected_chunks=1, expected_bytes=5)
+    extents = writer.finish()
+    documents = {name: array_json((), DTYPES["uint8"], (), None, {"shardckpt": name * (2 << 20)}) for name in ("w", "v", "x")}
+    documents["u"] = array_json((), DTYPES["uint8"], ())
+    write_index(store, placed([["w/c"]], [extents]), encoded(documents), {})
     assert dump_index(store)["w/c"] == ("hosts/00000/0/d/00000", 0, 5)
+    database = ts.KvStore.open({"driver": "ocdbt", "base": store.kvstore().spec()}, context=shared_context(store.location)).result()
+    for path, data in encoded(documents):
+        assert database.read(f"{path}/zarr.json").result().value == data
 
 
 def test_an_attempt_without_an_index_says_so(store):

@@ -28,7 +28,7 @@ class Other:
         self.suffix = suffix
 
     def looks_like(self, location: object) -> str | None:
-        found = [path.name for path in parse(str(location)).local.glob(f"*{self.suffix}")]  # type: ignore[union-attr]  # on disk
+        found = [path.name for path in parse(str(location)).local_path.glob(f"*{self.suffix}")]  # type: ignore[union-attr]  # on disk
         return f"{found[0]}" if found else None
 
 

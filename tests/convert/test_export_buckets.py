@@ -19,9 +19,9 @@ from paths import CHILDREN
 import shardckpt
 from shardckpt import errors
 from shardckpt.convert.files import object_files
-from shardckpt.convert.streaming import stream as streaming
 from shardckpt.io.buckets import uploading
 from shardckpt.io.store import Store
+from shardckpt.streaming import stream as streaming
 
 CHILD = CHILDREN / "export_to_bucket.py"
 INDEX = "model.safetensors.index.json"

@@ -17,8 +17,8 @@ from paths import CHILDREN
 import shardckpt
 from shardckpt import errors
 from shardckpt.convert.files import local_files
-from shardckpt.convert.streaming import chunking
-from shardckpt.convert.streaming import stream as streaming
+from shardckpt.plan import grids
+from shardckpt.streaming import stream as streaming
 
 CHILD = CHILDREN / "export_killed.py"
 KiB = 1 << 10
@@ -27,7 +27,7 @@ KiB = 1 << 10
 @pytest.fixture
 def small(monkeypatch):
     """Blocks of 8 KiB, batches of 32 and notes of 64, so that a small export has all that a large one has."""
-    monkeypatch.setattr(chunking, "BLOCK_BYTES", 8 * KiB)
+    monkeypatch.setattr(grids, "BLOCK_BYTES", 8 * KiB)
     monkeypatch.setattr(streaming, "_BATCH", 32 * KiB)
     monkeypatch.setattr(local_files, "_NOTE_BYTES", 64 * KiB)
 
@@ -108,7 +108,7 @@ def test_a_process_killed_from_outside_is_gone_on_with_by_another(tmp_path):
     code = (
         "import sys, shardckpt\n"
         "from shardckpt.convert.files import local_files\n"
-        "from shardckpt.convert.streaming import stream\n"
+        "from shardckpt.streaming import stream\n"
         "local_files._NOTE_BYTES = stream._BATCH = 4 << 20\n"
         "shardckpt.export(sys.argv[1], sys.argv[2], progress=lambda done, total: print(done, flush=True))"
     )

@@ -11,7 +11,7 @@ import pytest
 from convert_states import MiB, saved, sharded
 from paths import CHILDREN
 
-from shardckpt.reshard.memory import PROCESS_BYTES
+from shardckpt.streaming.memory import PROCESS_BYTES
 
 CHILD = CHILDREN / "export_memory.py"
 

@@ -20,7 +20,7 @@ from safetensors.numpy import save_file
 
 from shardckpt.convert.foreign_source import ForeignSource, ForeignSpec
 from shardckpt.convert.formats.safetensors import source as from_safetensors
-from shardckpt.convert.naming.choose import NameOptions
+from shardckpt.convert.options import NameOptions
 from shardckpt.convert.placed import Placed
 from shardckpt.convert.span import StoredRun
 from shardckpt.errors import CorruptionError

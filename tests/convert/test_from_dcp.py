@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle  # DCP's own way to write its metadata
+import re
 import shutil
 from pathlib import Path
 
@@ -201,6 +202,19 @@ def change_metadata(directory, change):
     metadata = FileSystemReader(directory).read_metadata()
     change(metadata)
     path.write_bytes(pickle.dumps(metadata))
+
+
+@pytest.mark.parametrize("module", ["pathlib", "pathlib._local"])
+def test_metadata_whose_paths_another_python_has_pickled_is_read(copied, module):
+    """Python 3.13 calls the module of its paths `pathlib._local`."""
+    path = copied / ".metadata"
+    metadata = FileSystemReader(copied).read_metadata()
+    before = contents(opened(copied)).keys()
+    metadata.storage_meta.checkpoint_id = Path("runs/1")
+    data = re.sub(rb"cpathlib(?:\._local)?\nPosixPath\n", f"c{module}\nPosixPath\n".encode(), pickle.dumps(metadata, 2))
+    assert f"c{module}\n".encode() in data
+    path.write_bytes(data)
+    assert contents(opened(copied)).keys() == before
 
 
 def test_what_was_saved_without_checksums_is_read_without(copied):

@@ -17,7 +17,8 @@ from paths import ROOT
 import shardckpt
 from shardckpt.convert.formats.safetensors.hf_index import split
 from shardckpt.convert.naming.apply import Outputs, outputs_of
-from shardckpt.convert.naming.choose import NameOptions, read_naming
+from shardckpt.convert.naming.choose import read_naming
+from shardckpt.convert.options import NameOptions
 
 if TYPE_CHECKING:
     from pathlib import Path

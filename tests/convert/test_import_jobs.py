@@ -19,7 +19,7 @@ from shardckpt.convert.files.file_version import FileVersion
 from shardckpt.convert.formats.safetensors import source as from_safetensors
 from shardckpt.io.store import Store
 from shardckpt.reshard import job
-from shardckpt.reshard.memory import PROCESS_BYTES
+from shardckpt.streaming.memory import PROCESS_BYTES
 
 if TYPE_CHECKING:
     from pathlib import Path

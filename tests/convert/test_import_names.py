@@ -14,8 +14,8 @@ import shardckpt
 from shardckpt import Mesh, errors
 from shardckpt.convert.arrangement import Arrangement
 from shardckpt.convert.foreign import ForeignPart, ForeignTensor, structure_of
-from shardckpt.convert.naming.choose import NameOptions
 from shardckpt.convert.naming.renamed_state import renamed_state
+from shardckpt.convert.options import NameOptions
 from shardckpt.layout.dtypes import by_name
 from shardckpt.state import alias_map, meanings, unflatten
 

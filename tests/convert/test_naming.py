@@ -12,8 +12,8 @@ from arrays import made
 
 from shardckpt.convert.foreign import ForeignPart, ForeignTensor, structure_of
 from shardckpt.convert.naming.apply import Outputs, outputs_of
-from shardckpt.convert.naming.choose import NameOptions
 from shardckpt.convert.naming.ties import first_names
+from shardckpt.convert.options import NameOptions
 from shardckpt.errors import DtypeMismatchError, NamesMismatchError, OptionError
 from shardckpt.format.structure import Structure
 from shardckpt.layout.dtypes import of_numpy

@@ -15,7 +15,7 @@ from paths import CHILDREN
 
 import shardckpt
 from shardckpt import errors
-from shardckpt.convert.export_options import StateOptions
+from shardckpt.convert.options import StateOptions
 from shardckpt.convert.whole_state import write_state
 from shardckpt.io.url import parse
 from shardckpt.reading.checkpoint import Checkpoint

@@ -18,9 +18,9 @@ import shardckpt
 from shardckpt import errors
 from shardckpt.convert.formats.safetensors import layout as safetensors_layout
 from shardckpt.convert.formats.safetensors.layout import DTYPES, lay_out
-from shardckpt.convert.streaming import chunking
 from shardckpt.layout.dtypes import DTYPES as ALL
 from shardckpt.layout.dtypes import by_name
+from shardckpt.plan import grids
 from shardckpt.reading.naming.outputs import OutputTensor
 
 
@@ -52,7 +52,7 @@ def test_a_file_is_the_one_that_safetensors_writes_whatever_dtypes_shapes_and_la
     url = f"memory://{uuid.uuid4()}"
     saved(url, state, shardings, compression=compression)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chunking, "BLOCK_BYTES", data.draw(st.sampled_from([64, 1 << 10, 4 << 20])))
+        patch.setattr(grids, "BLOCK_BYTES", data.draw(st.sampled_from([64, 1 << 10, 4 << 20])))
         report = shardckpt.export_safetensors(url, place / "a.safetensors")
     assert (place / "a.safetensors").read_bytes() == reference(place / "b.safetensors", state)
     assert report.nbytes == sum(t.nbytes for t in state.values())

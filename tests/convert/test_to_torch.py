@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 import shardckpt
 from shardckpt import errors
-from shardckpt.convert.export_options import StateOptions
 from shardckpt.convert.formats.torch.crc32 import combine
+from shardckpt.convert.options import StateOptions
 from shardckpt.convert.whole_state import write_state
 from shardckpt.io.url import parse
 from shardckpt.reading.checkpoint import Checkpoint

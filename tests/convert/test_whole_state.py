@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 import shardckpt
 from shardckpt import errors
 from shardckpt.cli.app import app
-from shardckpt.convert.export_options import StateOptions
+from shardckpt.convert.options import StateOptions
 from shardckpt.convert.whole_state import FORMATS, write_state
 from shardckpt.io.url import parse
 from shardckpt.reading.checkpoint import Checkpoint

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 import shardckpt
-from shardckpt import SaveOptions, Target
+from shardckpt import SaveOptions, Target, errors
 from shardckpt.frameworks import cuda_runtime
 
 pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"), pytest.mark.timeout(300)]
@@ -48,6 +48,34 @@ def test_tensors_are_filled_in_place_through_a_small_ring(tmp_path, pinned):
         assert all(found[name] is places[name] for name in value)
         assert all(torch.equal(places[name].cpu(), tensor) for name, tensor in value.items())
     assert 0 < pinned[0] <= 64 * MiB
+
+
+def test_many_small_tensors_are_copied_together_beside_large_ones(tmp_path, pinned):
+    kinds = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex128, torch.float8_e4m3fn]
+    value = {f"s{i}": torch.randint(0, 2, (1 + i % 9, 1 + i % 50)).to(kinds[i % len(kinds)]) for i in range(2000)}
+    value |= {f"w{i}": torch.randn(1024, 1024) for i in range(40)}
+    shardckpt.save(tmp_path / "c", value)
+    places = {name: torch.zeros_like(tensor, device="cuda") for name, tensor in value.items()}
+    torch.cuda._sleep(200_000_000)
+    for place in places.values():
+        place.view(torch.uint8).fill_(1)  # queued before: must not come after
+    shardckpt.restore(tmp_path / "c", places, memory_limit="128MiB")
+    changed = {name: place.clone() for name, place in places.items()}  # queued later: must not come before
+    assert all(torch.equal(changed[name].cpu().view(torch.uint8), tensor.view(torch.uint8)) for name, tensor in value.items())
+    assert 0 < pinned[0] <= 128 * MiB
+
+
+def test_a_damaged_chunk_reaches_no_tensor(tmp_path):
+    value = {f"w{i}": torch.full((512, 1024), float(i + 1)) for i in range(12)}
+    shardckpt.save(tmp_path / "c", value, options=SaveOptions(layout="zarr"))
+    (chunk, *_) = sorted((tmp_path / "c").rglob("w7/c/0/0"))
+    damaged = bytearray(chunk.read_bytes())
+    damaged[-100] ^= 1
+    chunk.write_bytes(damaged)
+    like = {name: torch.full_like(tensor, -1.0, device="cuda") for name, tensor in value.items()}
+    with pytest.raises(errors.CorruptionError, match="w7"):
+        shardckpt.restore(tmp_path / "c", like, memory_limit="16MiB")
+    assert all(bool(((like[name].cpu() == -1) | (like[name].cpu() == tensor)).all()) for name, tensor in value.items())
 
 
 def test_a_target_names_a_device_and_a_dtype(tmp_path):

@@ -194,6 +194,35 @@ def test_pinned_memory_is_pinned_once_kept_and_given_back(tmp_path):
     assert cuda_runtime.runtime.unpin(address) != 0
 
 
+def test_memory_that_was_prepared_is_what_the_first_save_takes(tmp_path, monkeypatch):
+    state = {f"w{i}": torch.randn(2048, 2048, device="cuda") for i in range(8)}
+    expected = {name: tensor.clone() for name, tensor in state.items()}
+    pinned, pin = [], cuda_runtime.runtime.pin
+    monkeypatch.setattr(cuda_runtime.runtime, "pin", lambda *of: (pinned.append(of), pin(*of))[1])
+    with CheckpointManager(tmp_path, every=1, keep=1) as manager:
+        manager.warm(state)
+        manager.save(1, state)  # waits for the pinning
+        assert len(pinned) == 1
+        manager.wait()
+        assert not manager.last_report.streamed
+    assert_saved(tmp_path / "1", expected)
+
+
+def test_copies_are_cut_where_slices_of_pinned_memory_meet(tmp_path, monkeypatch):
+    monkeypatch.setattr(cuda_runtime, "SLICE", 1 * MiB)
+    state = {
+        "large": torch.randn(3000, 999, device="cuda"),
+        "columns": torch.randn(999, 700, device="cuda").T,
+        "small": torch.ones(3).cuda(),
+    }
+    expected = {name: tensor.clone() for name, tensor in state.items()}
+    shardckpt.save_async(tmp_path / "c", state).wait()
+    for tensor in state.values():
+        tensor.zero_()
+    shardckpt.restore(tmp_path / "c", state)
+    assert all(same(state[name], tensor) for name, tensor in expected.items())
+
+
 def test_an_error_of_pinning_does_not_fail_the_next_kernel():
     assert cuda_runtime.runtime.pin(4096, MiB) != 0
     assert torch.ones(3, device="cuda").add_(1).sum().item() == 6

@@ -19,7 +19,7 @@ from shardckpt.io.buckets import cloud as settings
 from shardckpt.io.store import Store
 
 DOCUMENT = (DOCS / "storage.md").read_text()
-VARIABLES = re.compile(r"\b(?:SHARDCKPT|AWS|GOOGLE|TENSORSTORE|STORAGE)_[A-Z0-9_]+\b")
+VARIABLES = re.compile(r"\b(?:SHARDCKPT|AWS|AZURE|GOOGLE|TENSORSTORE|STORAGE)_[A-Z0-9_]+\b")
 STATE = {"w": np.arange(100_000, dtype=np.float32), "step": 1}
 
 

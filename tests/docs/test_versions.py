@@ -8,7 +8,8 @@ import tomllib
 from paths import DOCS, ROOT
 
 ROWS = re.findall(r"^\| `([\w-]+)` \| ([^|]*)\| ([^|]*)\| ([\w.]+)", (DOCS / "versions.md").read_text(), re.MULTILINE)
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+DOCUMENT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROJECT = DOCUMENT["project"]
 
 
 def normal(name):
@@ -17,7 +18,7 @@ def normal(name):
 
 def accepted():
     """(Package, extra) → specifier; the extra is empty for what is always installed."""
-    lists = {"": PROJECT["dependencies"], **PROJECT["optional-dependencies"]}
+    lists = {"": PROJECT["dependencies"], **PROJECT["optional-dependencies"], **DOCUMENT["dependency-groups"]}
     found = {}
     for extra, requirements in lists.items():
         for requirement in requirements:

@@ -12,8 +12,8 @@ from processes import Processes
 
 import shardckpt
 from shardckpt import SaveOptions, errors
-from shardckpt.commit.collecting import collect, delete
 from shardckpt.io.store import Store
+from shardckpt.runs.collecting import collect, delete
 from shardckpt.writing.packed import DATA_FILE_BYTES, OBJECT_BYTES, PackedWriter
 
 MiB = 1 << 20
@@ -40,9 +40,12 @@ class Cloud:
         return {name.removeprefix(prefix): size for name, size in self.proxy.traffic.uploaded(prefix).items()}
 
 
+EVERY = pytest.mark.parametrize("cloud", ["gs", "s3", "az"], indirect=True)
+
+
 @pytest.fixture(scope="module", params=["gs", "s3"])
 def cloud(request):
-    emulator = request.getfixturevalue("gcs_server" if request.param == "gs" else "s3_server")
+    emulator = request.getfixturevalue({"gs": "gcs_server", "s3": "s3_server", "az": "azure_server"}[request.param])
     with FaultProxy(emulator.endpoint) as proxy, environment(emulator.env(proxy.url)), Processes("many_hosts") as job:
         yield Cloud(emulator, proxy, job)
 
@@ -59,6 +62,7 @@ def attempts(url):
     return [name for name in Store.open(url).list_children() if name.endswith("/")]
 
 
+@EVERY
 @pytest.mark.timeout(300)  # a few seconds on a machine of its own
 @pytest.mark.parametrize(("processes", "layout"), [pytest.param(1, "zarr", marks=pytest.mark.slow), (3, "packed")])
 def test_a_checkpoint_is_saved_verified_restored_replaced_collected_around_and_deleted(cloud, layout, processes):
@@ -92,6 +96,16 @@ def test_a_checkpoint_is_saved_verified_restored_replaced_collected_around_and_d
     assert_holds(url, 3)
 
 
+@EVERY
+def test_of_two_jobs_that_save_to_one_place_at_once_exactly_one_commits(cloud):
+    url = cloud.place()
+    outcomes = cloud.job.run("race", 2, url, 8, timeout=100)
+    for attempt, pair in enumerate(zip(*outcomes, strict=True)):
+        assert sorted(pair) == ["AlreadyExistsError", "saved"]
+        assert_holds(f"{url}/{attempt}", pair.index("saved"))
+
+
+@EVERY
 @pytest.mark.parametrize("layout", ["packed", "zarr"])
 def test_what_was_left_uncommitted_is_committed_by_another_process(cloud, layout):
     url = cloud.place()

@@ -10,10 +10,10 @@ import pytest
 
 import shardckpt
 from shardckpt import errors
-from shardckpt.commit.collecting import collect, delete
-from shardckpt.commit.pinning import pin, tag, unpin, untag
-from shardckpt.reading.catalog import catalog
 from shardckpt.reshard.forecast import rates
+from shardckpt.runs.catalog import catalog
+from shardckpt.runs.collecting import collect, delete
+from shardckpt.runs.pinning import pin, tag, unpin, untag
 from shardckpt.training.integrations.dcp import StorageReader, StorageWriter
 from shardckpt.views.model_view import ModelView
 

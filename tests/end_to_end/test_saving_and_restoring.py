@@ -17,8 +17,8 @@ from placeholders import undo_commit
 
 import shardckpt
 from shardckpt import Mesh, OpSharding, PartitionSpec, SaveOptions, Sharding, Target, errors
-from shardckpt.commit.collecting import collect
 from shardckpt.io.store import shared_context
+from shardckpt.runs.collecting import collect
 
 LAYOUTS = ["packed", "zarr"]
 TORCH_DTYPES = [
@@ -342,7 +342,7 @@ def test_an_unreadable_record_is_replaced_on_request_only(tmp_path, damaged):
 def test_a_newer_version_s_checkpoint_is_never_replaced(tmp_path):
     shardckpt.save(tmp_path / "c", {"w": np.zeros(3)})
     record = tmp_path / "c" / "checkpoint.json"
-    record.write_bytes(record.read_bytes().replace(b'"version":[1,', b'"version":[6,'))
+    record.write_bytes(record.read_bytes().replace(b'"version":[1,', b'"version":[7,'))
     with pytest.raises(errors.VersionError, match="newer"):
         shardckpt.save(tmp_path / "c", {"w": np.ones(3)}, options=SaveOptions(overwrite=True))
 

@@ -175,6 +175,16 @@ def test_resharding_exporting_and_serving(run, tmp_path):
     assert file.read_bytes() == exported
 
 
+@pytest.mark.slow
+def test_a_sampler_follows_a_trainer(run):
+    (command,) = commands("rl_publish_follow")
+    lines = run(command)
+    versions = [int(line.split()[2]) for line in lines if line.startswith("sampler: ")]
+    assert versions == sorted(set(versions))
+    assert len(versions) > 5
+    assert [line for line in lines if line.startswith("sampler: ")][-1].startswith("sampler: version 120 wins 1.00")
+
+
 def test_each_example_is_short_and_in_the_table():
     rows = dict(re.findall(r"^\| \[`(\w+)\.py`\]\(\1\.py\) \|.*\| `(.*)` \| \d+ \|$", (EXAMPLES / "README.md").read_text(), re.MULTILINE))
     assert rows == {path.stem: commands(path.stem)[0] for path in EXAMPLES.glob("*.py")}

@@ -17,7 +17,7 @@ from processes import Processes
 
 import shardckpt
 from shardckpt import errors
-from shardckpt.commit import collecting
+from shardckpt.runs import collecting
 
 pytestmark = pytest.mark.slow
 

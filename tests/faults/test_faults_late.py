@@ -15,8 +15,8 @@ from placeholders import put_placeholder
 from processes import Processes
 
 import shardckpt
-from shardckpt.commit import collecting
 from shardckpt.errors import AlreadyExistsError, NotFoundError, StorageError
+from shardckpt.runs import collecting
 
 pytestmark = pytest.mark.slow
 

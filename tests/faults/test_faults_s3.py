@@ -9,8 +9,8 @@ import pytest
 from faults import Rule, make_state
 
 from shardckpt.commit import publish as commit
-from shardckpt.commit.collect import collect
 from shardckpt.io.store import Store
+from shardckpt.runs.collecting import collect_place as collect
 
 pytestmark = [pytest.mark.slow, pytest.mark.parametrize("bucket", ["s3"], indirect=True)]
 

@@ -79,6 +79,22 @@ def test_the_reader_of_the_description_follows_bases(checkpoint, described, tmp_
             assert equal(described["read"](str(path), name), found.read(name)), name
 
 
+def test_the_reader_of_the_description_applies_differences(described, tmp_path):
+    rng = np.random.default_rng(0)
+    state = {"w": rng.random((600, 300)), "v": rng.random(7).astype(np.float32), "n": np.arange(5, dtype=np.int8)}
+    with shardckpt.Publisher(tmp_path) as publisher:
+        for step in range(4):
+            chosen = rng.integers(0, 600 * 300, 40)
+            state["w"] = state["w"].copy()
+            state["w"].reshape(-1)[chosen] += 1
+            state["v"] = state["v"] + 1
+            publisher.publish(step, state)
+            publisher.wait()
+            for name, array in state.items():
+                assert equal(described["read"](str(tmp_path / str(step)), name), array), name
+    assert shardckpt.open(tmp_path / "3").record.compression == "difference"
+
+
 def test_the_reader_of_the_description_runs_without_shardckpt(tmp_path):
     shardckpt.save(tmp_path / "ckpt", {"w": np.arange(3)})
     program = f"import runpy, sys; runpy.run_path({str(READER)!r}, run_name='__main__'); assert 'shardckpt' not in sys.modules"

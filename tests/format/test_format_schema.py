@@ -60,7 +60,7 @@ def definition(path):
     """The schema's name for a file of a checkpoint; None for a file that is no record."""
     if path.name == "checkpoint.json":
         return "checkpointFile"
-    if path.suffix != ".json" or path.name == "zarr.json":
+    if path.suffix != ".json" or path.name in ("zarr.json", "sums.json", "fingerprint.json"):
         return None
     own = "replicasFile" if path.name == "replicas.json" else "valuesFile"
     return {"records": "hostFile", "contents": "contentsFile"}.get(path.parent.name, own)
@@ -109,6 +109,20 @@ def saved(request, tmp_path, monkeypatch):
 
 def test_the_schema_is_one():
     jsonschema.Draft202012Validator.check_schema(SCHEMA)
+
+
+def test_versions_with_differences_conform(tmp_path):
+    with shardckpt.Publisher(tmp_path) as publisher:
+        for step in range(3):
+            publisher.publish(step, {**everything(), "w": np.arange(5 * 97, dtype=np.float32).reshape(5, 97) + step})
+            publisher.wait()
+    for kind, document in records(tmp_path / "2"):
+        assert errors(document, kind) == []
+    commit = next(document for kind, document in records(tmp_path / "2") if kind == "checkpointFile")
+    assert [sorted(base) for base in commit["record"]["bases"]] == [["compression", "contents", "layout", "url"]] * 2
+    for member in ("contents", "url"):
+        del commit["record"]["bases"][0][member]
+        assert errors(commit, "checkpointFile") != []
 
 
 def test_saved_checkpoints_conform(saved):

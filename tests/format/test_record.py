@@ -125,8 +125,8 @@ def test_what_is_no_record_is_refused(data):
 
 def test_a_newer_major_version_is_refused_by_name_and_a_newer_minor_is_read():
     data = seal(RECORD.to_json())
-    with pytest.raises(VersionError, match=r"here: format version 6\.0 is newer than this shardckpt reads \(5\.0\); upgrade"):
-        open_envelope(data.replace(b'"version":[1,0]', b'"version":[6,0]'), "here")
+    with pytest.raises(VersionError, match=r"here: format version 7\.0 is newer than this shardckpt reads \(6\.0\); upgrade"):
+        open_envelope(data.replace(b'"version":[1,0]', b'"version":[7,0]'), "here")
     assert parse_checkpoint(data.replace(b'"version":[1,0]', b'"version":[1,7]'), "here") == RECORD
 
 

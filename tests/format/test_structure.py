@@ -7,7 +7,8 @@ import pytest
 
 from shardckpt import Mesh, OpSharding, PartitionSpec, Sharding
 from shardckpt.errors import CommitError, FormatError
-from shardckpt.format.structure import Base, InBase, Structure, TensorRecord
+from shardckpt.format.bases import Base, InBase
+from shardckpt.format.structure import Structure, TensorRecord
 from shardckpt.layout import dtypes
 from shardckpt.layout.placements import Placements
 from shardckpt.plan.pieces import Piece

@@ -8,11 +8,10 @@ from __future__ import annotations
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from fake_cuda import Descent, FakeCuda
+from fake_cuda import Descent, FakeCuda, random_tensor, same
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
@@ -28,19 +27,6 @@ DTYPES = (
     *(torch.bool, torch.uint8, torch.int16, torch.uint32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64),
     *(torch.complex64, torch.complex128, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu),
 )
-
-
-def random_tensor(shape, dtype, seed):
-    bits = torch.randint(0, 2 if dtype == torch.bool else 256, (int(np.prod(shape)) * dtype.itemsize,), dtype=torch.uint8, generator=seed)
-    return bits.view(dtype).reshape(shape)
-
-
-def bits_of(tensor):
-    return torch.empty(tensor.numel(), dtype=tensor.dtype).copy_(tensor.detach().reshape(-1)).view(torch.uint8)
-
-
-def same(a, b):
-    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(bits_of(a), bits_of(b))
 
 
 @st.composite

@@ -186,3 +186,13 @@ def test_values_by_the_position_on_an_axis_are_restored_by_position():
     with pytest.raises(shardckpt.errors.MismatchError, match="an axis of size 2, and this process is at 0 of 4"):
         shardckpt.restore(path, {"loader": shardckpt.PerProcess(None, axis=(0, 4))}, only="loader", coordinator=OneOfSeveral(0, 4))
     assert shardckpt.open(path).verify().damage == []
+
+
+@pytest.mark.parametrize("step", [0, 1, 2])
+def test_versions_with_differences_are_restored_with_those_that_they_differ_from(step):
+    path = GOLDEN / "v6" / "differences" / str(step)
+    checkpoint = shardckpt.open(path)
+    assert facts(shardckpt.restore(checkpoint)) == json.loads((path.parent / "expected.json").read_text())[str(step)]
+    assert checkpoint.bases() == [str(path.parent / str(base)) for base in reversed(range(step))]
+    assert checkpoint.verify().damage == []
+    assert checkpoint.fingerprint() == checkpoint.fingerprint(recorded=False)

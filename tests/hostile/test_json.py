@@ -50,8 +50,8 @@ def test_metadata_that_is_too_deep_is_refused_and_what_earlier_versions_stored_i
 
 
 def test_a_newer_major_version_is_refused_by_name_and_a_newer_minor_one_is_read(forgery):
-    forgery.write_raw(seal(forgery.commit, version=(6, 0)))
-    with pytest.raises(errors.VersionError, match=r"format version 6\.0 is newer than this shardckpt reads \(5\.0\); upgrade"):
+    forgery.write_raw(seal(forgery.commit, version=(7, 0)))
+    with pytest.raises(errors.VersionError, match=r"format version 7\.0 is newer than this shardckpt reads \(6\.0\); upgrade"):
         shardckpt.open(forgery.url)
     forgery.write_raw(seal({**forgery.commit, "in a minor version to come": [1]}, version=(1, 7)))
     assert sorted(shardckpt.restore(forgery.url)) == sorted(TRUTH)

@@ -83,6 +83,19 @@ def test_a_request_larger_than_the_limit_is_let_through_alone():
     assert pool.high_water == round_up(5000)
 
 
+def test_a_pool_with_a_lower_limit_frees_what_is_too_much_and_keeps_the_rest():
+    pool = BufferPool(4096)
+    with pool.take(1024), pool.take(2048):
+        pass
+    pool.resize(2048)
+    assert len(pool.kept) == 1
+    with pool.take(1024):
+        assert pool.take_at_once(2048) is None
+    pool.resize(4096)
+    with pool.take(1024):
+        assert pool.take_at_once(2048) is not None
+
+
 def test_a_request_that_may_not_wait_gets_nothing_if_there_is_no_room():
     pool = BufferPool(1000)
     with pool.take(800):

@@ -1,4 +1,4 @@
-"""Cores that this process may keep busy."""
+"""Cores and memory that this process may use."""
 
 import os
 import subprocess
@@ -10,7 +10,7 @@ import pytest
 
 from shardckpt.errors import OptionError
 from shardckpt.io import cores as cores_module
-from shardckpt.io.cores import cores, note_local_processes, quota_of_groups
+from shardckpt.io.cores import cores, free_memory, note_local_processes, quota_of_groups
 
 CPU = Path("/sys/fs/cgroup/cpu")
 
@@ -85,6 +85,42 @@ V2, V1 = "sys/fs/cgroup", "sys/fs/cgroup/cpu"
 def test_the_least_quota_of_all_groups_above_counts(tmp_path, files, expected):
     write(tmp_path, files)
     assert quota_of_groups(tmp_path) == expected
+
+
+MEMORY = "sys/fs/cgroup/memory"
+HOST = {"proc/meminfo": "MemTotal: 999999 kB\nMemAvailable:   1000 kB\n"}
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({}, None),
+        (HOST, 1000 << 10),
+        (HOST | {"proc/self/cgroup": "0::/a\n", f"{V2}/a/memory.max": "max\n", f"{V2}/a/memory.current": "5\n"}, 1000 << 10),
+        (HOST | {"proc/self/cgroup": "0::/a\n", f"{V2}/a/memory.max": "9000\n", f"{V2}/a/memory.current": "5000\n"}, 4000),
+        (
+            HOST
+            | {"proc/self/cgroup": "0::/a/b\n", f"{V2}/a/b/memory.max": "max\n", f"{V2}/a/memory.max": "9000\n"}
+            | {f"{V2}/a/memory.current": "9500\n", f"{V2}/a/memory.stat": "anon 1\ninactive_file 700\n"},
+            200,
+        ),
+        (
+            HOST
+            | {"proc/self/cgroup": "4:memory:/a\n", f"{MEMORY}/a/memory.limit_in_bytes": "9000\n"}
+            | {f"{MEMORY}/a/memory.usage_in_bytes": "8000\n", f"{MEMORY}/a/memory.stat": "inactive_file 1\ntotal_inactive_file 300\n"},
+            1001,
+        ),
+    ],
+)
+def test_the_least_free_memory_of_the_host_and_of_all_groups_above_counts(tmp_path, files, expected):
+    write(tmp_path, files)
+    assert free_memory(tmp_path) == expected
+
+
+def test_processes_on_a_host_share_its_free_memory(tmp_path, monkeypatch):
+    write(tmp_path, HOST)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert free_memory(tmp_path) == 250 << 10
 
 
 def said(first):

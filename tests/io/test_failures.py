@@ -5,14 +5,16 @@ from __future__ import annotations
 import errno
 import os
 import re
+import threading
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from interrupting import interrupted
 
 import shardckpt
 from shardckpt.errors import CorruptionError, StorageError
-from shardckpt.io.failures import storage_errors
+from shardckpt.io.failures import is_shutting_down, storage_errors
 
 
 def message(error, place="/data/c"):
@@ -84,3 +86,10 @@ def test_only_calls_that_can_leave_a_tensor_out_say_how(damaged, tmp_path, call,
 def test_a_report_of_damage_names_no_option(damaged):
     (damage,) = shardckpt.open(damaged).verify().damage
     assert damage.reason.endswith("Replace the file with a backup.")
+
+
+def test_ctrl_c_amid_the_question_whether_python_shuts_down_leaves_the_main_thread_alive():
+    for at in range(20):
+        interrupted(at, threading.__file__, lambda code: code.co_filename == threading.__file__, is_shutting_down, lambda: None)
+        assert threading.main_thread().is_alive()
+        assert not is_shutting_down()

@@ -217,3 +217,28 @@ def test_an_open_file_that_was_deleted_is_not_listed_and_its_directory_goes_when
     directory.mkdir()
     (directory / "mine").touch()
     assert not locks.remove_directory(directory)
+
+
+@pytest.mark.parametrize("error", [errno.ENOENT, errno.ESTALE])
+@pytest.mark.parametrize("asks_by", ["create", "replace", "read"])
+def test_a_file_that_is_removed_between_being_opened_and_asked_for_its_status_is_opened_again(tmp_path, monkeypatch, error, asks_by):
+    store = Store.open(tmp_path)
+    if asks_by != "create":
+        store.write("key", b"old")
+    really, failed = os.fstat, []
+
+    def fstat(fd):
+        if len(failed) < 3 and stat.S_ISREG(really(fd).st_mode):
+            failed.append(fd)
+            raise OSError(error, "gone")
+        return really(fd)
+
+    monkeypatch.setattr(os, "fstat", fstat)
+    if asks_by == "create":
+        assert store.create("key", b"new")
+    elif asks_by == "replace":
+        store.write("key", b"new")
+    assert store.read("key") == (b"old" if asks_by == "read" else b"new")
+    assert len(failed) == 3
+    monkeypatch.undo()
+    assert names(tmp_path) == ["key"]

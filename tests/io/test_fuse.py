@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import sys
@@ -11,8 +12,9 @@ import pytest
 from fuse_mount import mounted
 
 import shardckpt
-from shardckpt.commit.collecting import collect, delete
 from shardckpt.errors import NotFoundError, StorageError
+from shardckpt.io import ocdbt
+from shardckpt.runs.collecting import collect, delete
 
 pytestmark = pytest.mark.fuse
 STATE = {"w": np.arange(200_000.0)}
@@ -66,6 +68,29 @@ def test_a_checkpoint_that_somebody_reads_is_deleted_and_what_is_hidden_goes_whe
                 shardckpt.restore(mount / "c")
         assert [one.outcome for one in collect(str(mount / "c"), grace=0)] == ["removed"]
         assert not [path for path in mount.rglob("*") if path.is_file()]
+
+
+@pytest.mark.parametrize("habit", ["unkept", "renumbered"])
+def test_of_many_processes_exactly_one_creates(tmp_path, habit):
+    program = (
+        "import json, sys; from shardckpt.io.store import Store; s = Store.open(sys.argv[1]); s.exists('x'); sys.stdin.read(1)\n"
+        "print(json.dumps([s.create(f'record {i}', sys.argv[2].encode()) for i in range(50)]))"
+    )
+    with mounted(tmp_path, habit) as mount:
+        command = [sys.executable, "-c", program, str(mount)]
+        children = [subprocess.Popen([*command, str(i)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for i in range(3)]
+        for child in children:
+            child.stdin.write("x")
+            child.stdin.flush()
+        created = [json.loads(child.communicate()[0]) for child in children]
+        assert [sum(won) for won in zip(*created, strict=True)] == [1] * 50
+
+
+def test_an_index_of_many_keys_is_written_where_no_file_keeps_its_inode_number(tmp_path, monkeypatch):
+    monkeypatch.setattr(ocdbt, "LEAF_KEYS", 3)
+    with mounted(tmp_path, "renumbered") as mount:
+        shardckpt.save(mount / "c", {f"w{i}": np.arange(i) for i in range(10)})
+        assert shardckpt.open(mount / "c").verify().ok
 
 
 def test_a_mount_ends_with_the_process_that_made_it(tmp_path):

@@ -10,10 +10,12 @@ import pytest
 
 import shardckpt
 from shardckpt import errors
-from shardckpt.commit.collecting import collect
-from shardckpt.reading.catalog import catalog
 from shardckpt.reading.compare import compare
+from shardckpt.runs.catalog import catalog
+from shardckpt.runs.collecting import collect
 
+STARTS = "_start_joinable_thread" if sys.version_info >= (3, 13) else "_start_new_thread"
+"""The function of `threading` that starts a thread."""
 STATE = {"a": np.arange(3 << 20, dtype=np.float32), "b": np.ones((2048, 1024)), "small": np.arange(7)}
 
 
@@ -22,17 +24,17 @@ def fewer_threads(monkeypatch):
     """A function that does something with so many threads, as often as it takes until they suffice; what it raised each time."""
 
     def limited(act, after=lambda: None):
-        start, raised = threading._start_new_thread, []
+        start, raised = getattr(threading, STARTS), []
         for most in range(100):
             numbers = count()
 
-            def start_some(*arguments, numbers=numbers, most=most):
+            def start_some(*arguments, numbers=numbers, most=most, **more):
                 if next(numbers) >= most:
                     raise RuntimeError("can't start new thread")
-                return start(*arguments)
+                return start(*arguments, **more)
 
             with monkeypatch.context() as patched:
-                patched.setattr(threading, "_start_new_thread", start_some)
+                patched.setattr(threading, STARTS, start_some)
                 try:
                     act()
                 except errors.ShardckptError as error:

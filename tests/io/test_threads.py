@@ -7,6 +7,8 @@ import gc
 import hashlib
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -19,7 +21,8 @@ import pytest
 from interrupting import interrupted
 
 import shardckpt
-from shardckpt.io.threads import Workers, collector_paused, read_ahead, run_on_threads
+from shardckpt.io.threads import SWITCH_SECONDS, Workers, _Setting, collector_paused, prompt_turns, read_ahead, run_on_threads
+from shardckpt.writing.background import Saver
 
 SECONDS = 20.0
 
@@ -217,6 +220,142 @@ def test_of_pauses_that_overlap_the_last_one_counts():
     assert os.waitpid(child, 0)[1] == 0, "other threads and their pauses do not exist in a fork"
     other.__exit__(None, None, None)
     assert gc.isenabled()
+
+
+@pytest.fixture
+def interval():
+    """The interpreter's own switch interval."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(0.005)
+    yield 0.005
+    sys.setswitchinterval(before)
+
+
+def test_threads_get_the_interpreter_promptly_during_every_save_and_restore(tmp_path, interval):
+    seen = []
+
+    def look(*_):
+        seen.append(sys.getswitchinterval())
+
+    state = {"w": np.zeros(10)}
+    shardckpt.save(tmp_path / "a", state)
+    shardckpt.save_async(tmp_path / "b", state).wait()
+    shardckpt.restore(tmp_path / "a", state, progress=look)
+    shardckpt.open(tmp_path / "b").verify(progress=look)
+    assert seen
+    assert max(seen) <= SWITCH_SECONDS
+    assert sys.getswitchinterval() == interval
+
+
+@pytest.mark.usefixtures("interval")
+def test_the_switch_interval_that_a_program_chooses_during_a_save_stays():
+    with prompt_turns():
+        with prompt_turns():
+            assert sys.getswitchinterval() == SWITCH_SECONDS
+        assert sys.getswitchinterval() == SWITCH_SECONDS
+        sys.setswitchinterval(0.002)
+    assert sys.getswitchinterval() == 0.002
+    sys.setswitchinterval(0.0002)
+    chosen = sys.getswitchinterval()
+    with prompt_turns():
+        assert sys.getswitchinterval() == chosen
+    assert sys.getswitchinterval() == chosen
+
+
+@pytest.mark.usefixtures("interval")
+def test_what_a_program_chooses_during_a_background_save_stays_though_another_save_begins(tmp_path):
+    chosen = threading.Event()
+    saver = Saver()
+    handle = saver.begin(tmp_path / "a", {"w": np.zeros(10)}, shardckpt.SaveOptions(), before_publish=lambda: chosen.wait(SECONDS))
+    sys.setswitchinterval(0.02)
+    shardckpt.save(tmp_path / "b", {"w": np.zeros(10)})
+    chosen.set()
+    handle.wait()
+    assert sys.getswitchinterval() == 0.02
+
+
+@pytest.mark.parametrize("at", range(12))
+def test_a_signal_handler_that_saves_amid_a_change_of_a_setting_leaves_the_programs_value(at):
+    """At each read and write of the setting, by the outer user, another one comes and goes."""
+    value, calls, inside = [5.0], count(), []
+
+    def interrupted():
+        if next(calls) == at and not inside:
+            inside.append(None)
+            with setting.changed():
+                pass
+
+    def read():
+        interrupted()
+        return value[0]
+
+    def write(new):
+        interrupted()
+        value[0] = new
+        interrupted()
+
+    setting = _Setting(read, write, lambda seconds: min(seconds, 0.5))
+    for _ in range(2):
+        with setting.changed():
+            pass
+    assert value == [5.0]
+
+
+def test_a_setting_comes_back_however_often_users_in_threads_and_ctrl_c_overlap():
+    value = [True]
+    setting = _Setting(lambda: value[0], lambda new: value.__setitem__(0, new), lambda _: False)
+
+    def use():
+        for _ in range(200):
+            with setting.changed():
+                pass
+
+    gc.freeze()  # a collection of everything that other tests have left takes a second
+    try:
+        for at in range(150):
+            threads = [threading.Thread(target=use) for _ in range(2)]
+            for thread in threads:
+                thread.start()
+            interrupted(at, _Setting._leave.__code__.co_filename, lambda _code: False, use, lambda: None)
+            for thread in threads:
+                thread.join()
+            gc.collect()
+            assert value == [True]
+    finally:
+        gc.unfreeze()
+
+
+def test_a_background_save_in_a_signal_handler_amid_the_change_of_a_setting_ends(tmp_path):
+    """In a process of its own: the thread of the handler's save needs the setting, too."""
+    program = """
+import signal, sys, random, numpy, shardckpt
+from shardckpt.io.failures import saving_takes_threads
+state, saves = {"a": numpy.ones(9)}, []
+def handler(*_):
+    options = shardckpt.SaveOptions(overwrite=True)
+    saves.append(shardckpt.save_async(sys.argv[1], state, options=options).wait(timeout=60))
+handler()
+signal.signal(signal.SIGALRM, handler)
+for _ in range(100):
+    signal.setitimer(signal.ITIMER_REAL, random.uniform(1e-6, 3e-5))
+    for _ in range(20):
+        with saving_takes_threads("x"):
+            pass
+assert len(saves) > 10, len(saves)
+"""
+    run = subprocess.run([sys.executable, "-c", program, tmp_path / "c"], capture_output=True, text=True, timeout=110)
+    assert run.returncode == 0, run.stderr
+
+
+@pytest.mark.usefixtures("interval")
+def test_the_switch_interval_is_the_same_after_many_saves():
+    for microseconds in range(501, 2000, 7):
+        sys.setswitchinterval((microseconds + 0.5) / 1e6)
+        before = sys.getswitchinterval()
+        for _ in range(3):
+            with prompt_turns():
+                pass
+        assert sys.getswitchinterval() == before
 
 
 def test_a_save_and_a_restore_of_many_small_tensors_begin_no_full_collection(tmp_path):

@@ -61,7 +61,7 @@ def test_tensorstore_makes_a_directory_of_exactly_that_name(tmp_path, name):
 def test_a_relative_path_is_below_the_working_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert parse("runs//a/../b/") == parse(Path("runs/b")) == Location("file", f"{Path.cwd()}/runs/b")
-    assert parse(".").local == Path.cwd()
+    assert parse(".").local_path == Path.cwd()
 
 
 def test_a_relative_path_in_a_working_directory_that_was_removed_is_refused_and_others_are_not(tmp_path, monkeypatch):
@@ -70,14 +70,14 @@ def test_a_relative_path_in_a_working_directory_that_was_removed_is_refused_and_
     (tmp_path / "gone").rmdir()
     with pytest.raises(UrlError, match="'ckpt/1' is relative to the working directory, which was removed"):
         parse("ckpt/1")
-    assert parse(tmp_path / "here").local == tmp_path / "here"
+    assert parse(tmp_path / "here").local_path == tmp_path / "here"
     monkeypatch.chdir(tmp_path)
 
 
 def test_symbolic_links_stay_in_the_path(tmp_path):
     (tmp_path / "target").mkdir()
     (tmp_path / "link").symlink_to("target")
-    assert parse(tmp_path / "link").local == tmp_path / "link"
+    assert parse(tmp_path / "link").local_path == tmp_path / "link"
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_a_url_is_decoded_and_a_path_is_not(url, path):
 )
 def test_an_object_store_s_url_is_a_bucket_and_what_its_names_begin_with(url, bucket, prefix):
     location = parse(url)
-    assert (location.bucket, location.object_prefix, location.local) == (bucket, prefix, None)
+    assert (location.bucket, location.object_prefix, location.local_path) == (bucket, prefix, None)
     spec = location.kvstore()
     assert (spec["driver"], spec["bucket"], spec["path"]) == ("gcs" if location.scheme == "gs" else "s3", bucket, prefix)
     assert parse("/data/x").bucket is None
@@ -163,7 +163,7 @@ def test_of_s3_bucket_names_we_take_those_that_aws_documents(name):
         ("memory://", "''"),
         ("memory://a//b", "''"),
         ("memory://a/../b", "'..'"),
-        ("ftp://host/x", "unknown scheme ftp://; known are file://, gs://, s3://, memory://, http://, https:// and plain paths"),
+        ("ftp://host/x", "unknown scheme ftp://; known are file://, gs://, s3://, az://, abfs://, memory://, http://"),
         ("gs://", "is not a bucket name"),
         ("s3://B/x", "is not a bucket name"),
         ("gs://bucket//x", "''"),
@@ -219,7 +219,7 @@ def test_a_path_object_that_stands_for_a_url_is_this_url(given):
 
 def test_a_path_object_that_gives_a_path_is_this_path(tmp_path):
     assert parse(epath.Path(tmp_path / "a%20b")) == parse(PathLike(str(tmp_path / "a%20b"))) == parse(tmp_path / "a%20b")
-    assert parse(tmp_path / "gs:" / "x").local == tmp_path / "gs:" / "x"
+    assert parse(tmp_path / "gs:" / "x").local_path == tmp_path / "gs:" / "x"
 
 
 @pytest.mark.parametrize(
@@ -227,7 +227,7 @@ def test_a_path_object_that_gives_a_path_is_this_path(tmp_path):
     [
         (Path("gs://bucket/run"), "'gs:/bucket/run': a gs url starts with gs://, and pathlib joins its slashes; give the url as text"),
         (Path("file:///data"), "a file url starts with file://, and pathlib"),
-        (PathLike("az://container/x"), "unknown scheme az://"),
+        (PathLike("adl://container/x"), "unknown scheme adl://"),
         (PathLike("gs://"), "is not a bucket name"),
         (PathLike(b"/data", shown="data"), "is no url"),
     ],
@@ -259,11 +259,11 @@ def test_no_key_that_passes_leaves_its_place(key):
 def test_a_path_may_start_at_home(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    assert parse("~/runs").local == parse(Path("~/runs")).local == tmp_path / "runs"
-    assert parse("~").local == tmp_path
-    assert parse("./~/runs").local == tmp_path / "~" / "runs"
-    assert parse("a/~").local == tmp_path / "a" / "~"
-    assert parse("file:///~/runs").local == Path("/~/runs")
+    assert parse("~/runs").local_path == parse(Path("~/runs")).local_path == tmp_path / "runs"
+    assert parse("~").local_path == tmp_path
+    assert parse("./~/runs").local_path == tmp_path / "~" / "runs"
+    assert parse("a/~").local_path == tmp_path / "a" / "~"
+    assert parse("file:///~/runs").local_path == Path("/~/runs")
 
 
 @pytest.mark.parametrize(

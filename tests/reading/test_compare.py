@@ -14,7 +14,7 @@ import shardckpt
 from shardckpt import Mesh, OpSharding, PartitionSpec, SaveOptions, Sharding
 from shardckpt.errors import CorruptionError, OptionError
 from shardckpt.reading.compare import compare
-from shardckpt.reading.compare_values import Pair, block_shape, compare_values
+from shardckpt.reading.compare_values import Pair, compare_values
 from shardckpt.reading.reader import LOCAL_RUN
 
 MESH = Mesh((4, 2), ("data", "model"))
@@ -237,18 +237,6 @@ def test_values_agree_with_numpy_for_any_shape_layouts_and_memory(tmp_path_facto
         assert value.first == tuple(where[0])
     assert told[-1] == (a.nbytes, a.nbytes)
     assert told == sorted(told)
-
-
-@given(data=st.data())
-def test_blocks_are_within_the_limit_and_as_large_as_it_allows(data):
-    shape = data.draw(st.lists(st.integers(1, 50), min_size=1, max_size=4), label="shape")
-    steps = [data.draw(st.tuples(*(st.integers(1, n) for n in shape)), label="step") for _ in range(2)]
-    most = data.draw(st.integers(1, 2000), label="most")
-    block = block_shape(shape, steps, most)
-    assert all(1 <= side <= n for side, n in zip(block, shape, strict=True))
-    assert np.prod(block) <= most
-    if np.prod(shape) <= most:
-        assert block == tuple(shape)
 
 
 def test_comparing_takes_no_more_memory_than_it_may(saved):

@@ -11,6 +11,7 @@ from simulated_hosts import Hosts
 import shardckpt
 from shardckpt import Bandwidths, Coordinator, Mesh, PartitionSpec, Sharding
 from shardckpt.errors import OptionError
+from shardckpt.frameworks.base import PlainSink
 from shardckpt.layout.world import World
 from shardckpt.reading import cooperative
 from shardckpt.reading.landing import restore_jobs
@@ -18,7 +19,7 @@ from shardckpt.reading.landing import restore_jobs
 SHAPES = {"w": (64, 48), "v": (48, 64), "b": (50,), "s": (), "e": (0, 3)}
 
 
-class Wanted:
+class Wanted(PlainSink):
     """A sink of one host of a job that is not running."""
 
     def __init__(self, source, world):

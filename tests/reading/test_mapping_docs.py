@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 import shardckpt
 from shardckpt.cli.app import app
-from shardckpt.convert.naming.choose import NameOptions
+from shardckpt.convert.options import NameOptions
 from shardckpt.io.config_files import parse_text
 from shardckpt.reading.naming.mapping_file import _KEYS, PRESETS, parse_mapping
 from shardckpt.reading.naming.renaming import read_names

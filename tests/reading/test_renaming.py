@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardckpt.errors import NamesMismatchError, OptionError
+from shardckpt.excerpt import named
 from shardckpt.reading.naming.renaming import NameTable, dotted, read_names, rename
 from shardckpt.reading.naming.substitution import parse_substitution, without_prefix
 from shardckpt.state import flatten
@@ -20,7 +21,7 @@ NAMES = ["model/layers.0/w", "model/layers.1/w", "model/norm", "step"]
 
 
 def renamed(names=NAMES, prefix=None, file=None, rules=()):
-    of_prefix = [] if prefix is None else [without_prefix(prefix)]
+    of_prefix = [] if prefix is None else [without_prefix(prefix, named("strip_prefix", prefix))]
     return rename({name: dotted(name) for name in names}, [*of_prefix, NameTable("the file", file or {}), *map(parse_substitution, rules)])
 
 

@@ -10,7 +10,7 @@ import torch
 
 import shardckpt
 from shardckpt import SaveOptions, Target, errors
-from shardckpt.frameworks.base import whole
+from shardckpt.frameworks.base import PlainSink, whole
 from shardckpt.layout.dtypes import DType, by_name
 from shardckpt.reading import restore as restoring
 
@@ -137,7 +137,7 @@ def test_a_checkpoint_that_is_replaced_under_a_reader_says_so(tmp_path, two):
 
 
 @dataclass
-class Placed:
+class Placed(PlainSink):
     """A device's tensor: what was placed, and where in the host's memory it came from."""
 
     shape: tuple[int, ...]

@@ -118,7 +118,7 @@ def test_a_flipped_bit_in_any_file_is_found_wherever_a_verification_is_resumed(t
     checkpoint = shardckpt.open(save(tmp_path / "good", *kind))
     total = check(checkpoint).chunks
     rng = np.random.default_rng(0)
-    for file in sorted(p for p in checkpoint.location.local.rglob("*") if p.is_file() and p.stat().st_size):
+    for file in sorted(p for p in checkpoint.location.local_path.rglob("*") if p.is_file() and p.stat().st_size):
         data = file.read_bytes()
         at = int(rng.integers(len(data)))
         file.write_bytes(data[:at] + bytes([data[at] ^ (1 << rng.integers(8))]) + data[at + 1 :])

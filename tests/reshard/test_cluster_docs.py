@@ -122,7 +122,8 @@ def test_a_command_for_a_cluster(place, title, start, address):
 
 def test_figures_are_those_of_the_code():
     from shardckpt.cli.exits import STATUS
-    from shardckpt.reshard import clusters, execute, memory, options
+    from shardckpt.reshard import clusters, execute, options
+    from shardckpt.streaming import memory
 
     assert f"waits {clusters.WORKER_TIMEOUT // 60} minutes" in DOCUMENT
     assert f"status {STATUS['coordination']} " in DOCUMENT

@@ -239,8 +239,8 @@ def test_other_options_at_the_same_place_are_another_attempt(source, tmp_path):
 
 
 def test_collecting_leaves_a_job_alone_until_nothing_is_written_any_more(source, tmp_path):
-    from shardckpt.commit.collecting import collect
-    from shardckpt.reading.catalog import catalog
+    from shardckpt.runs.catalog import catalog
+    from shardckpt.runs.collecting import collect
 
     report = shardckpt.reshard(source, tmp_path / "b", mesh=MESH, rules=["*=(x)"], task_bytes="1MiB", worker=(0, 2), workers=1)
     (entry,) = catalog(tmp_path / "b", everything=True)

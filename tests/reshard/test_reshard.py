@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 import shardckpt
 from shardckpt import Mesh, PartitionSpec, SaveOptions, Sharding, errors
-from shardckpt.commit.collecting import delete
 from shardckpt.layout import dtypes
 from shardckpt.layout.placements import Placements
 from shardckpt.plan.chunks import Floor, smallest_chunk
+from shardckpt.runs.collecting import delete
 from shardckpt.writing.save_plan import tensor_record
 
 EIGHT = Mesh((8,), ("x",))
@@ -311,7 +311,7 @@ def test_damage_in_the_source_is_told_and_nothing_is_committed(tmp_path):
 def test_options_that_cannot_be_are_refused_before_anything_is_written(tmp_path):
     shardckpt.save(tmp_path / "a", {"w": np.ones((8, 8))})
     for options, what in (
-        ({"mesh": (8,)}, "no shardckpt.Mesh"),
+        ({"mesh": (8,)}, "not a shardckpt.Mesh"),
         ({"rules": 5}, "rule"),
         ({"layout": "tar"}, "layout"),
         ({"compression": "gzip"}, "compression"),

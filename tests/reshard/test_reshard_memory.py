@@ -14,10 +14,10 @@ import shardckpt
 from shardckpt import Mesh, PartitionSpec, SaveOptions, Sharding, errors
 from shardckpt.format.zarr_arrays import largest_chunk
 from shardckpt.reading.reader import LOCAL_RUN
-from shardckpt.reshard.memory import PROCESS_BYTES, READERS, Sizes, share
 from shardckpt.reshard.options import ReshardOptions
 from shardckpt.reshard.plan import plan_reshard
 from shardckpt.reshard.rules import Rules
+from shardckpt.streaming.memory import PROCESS_BYTES, READERS, Sizes, share
 
 CHILD = CHILDREN / "reshard_memory.py"
 MiB = 1 << 20

@@ -1,5 +1,9 @@
 """Two runs with metrics and layouts, and a service over them."""
 
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
 import pytest
 from job_services import operated
 from serving import save_run, serving
@@ -29,3 +33,23 @@ def lab(tmp_path_factory):
     with operated(top, ("lab", top / "runs")) as found:
         found.root = top / "runs"
         yield found
+
+
+@pytest.fixture
+def told():
+    """Bodies that a web server receives, and its url."""
+    bodies = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            bodies.append(json.loads(self.rfile.read(int(self.headers["content-length"]))))
+            self.send_response(204)
+            self.end_headers()
+
+        def log_message(self, *_):
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield bodies, f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()

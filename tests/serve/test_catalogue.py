@@ -13,8 +13,8 @@ from safetensors.numpy import load
 from serving import serving
 
 import shardckpt
-from shardckpt.commit.pinning import pin, tag, unpin, untag
 from shardckpt.errors import OptionError, StorageError
+from shardckpt.runs.pinning import pin, tag, unpin, untag
 from shardckpt.serve.catalogue import Catalogue, CheckpointQuery
 from shardckpt.serve.roots import Roots
 from shardckpt.serve.scanner import Scanner
@@ -159,7 +159,8 @@ def test_it_is_made_anew_where_it_was_deleted_damaged_or_is_old(scanned, tmp_pat
 
 def test_rows_of_an_earlier_process_go_when_their_checkpoints_have_gone(tmp_path):
     save(tmp_path / "root" / "1")
-    for expected in (["lab/1"], []):
+    save(tmp_path / "root" / "2")
+    for expected in (["lab/1", "lab/2"], ["lab/2"]):
         catalogue = Catalogue(tmp_path / "state")
         Scanner(Roots([f"lab={tmp_path / 'root'}"]), catalogue).scan()
         assert [one["id"] for one in catalogue.checkpoints(QUERY)[0]] == expected
@@ -289,7 +290,7 @@ def test_the_command_serves_until_it_is_told_to_end(tmp_path):
 
 def test_ten_thousand_rows_are_listed_by_index(tmp_path):
     from shardckpt.io.url import parse
-    from shardckpt.reading.catalog import CatalogEntry
+    from shardckpt.runs.catalog import CatalogEntry
 
     catalogue = Catalogue(tmp_path)
     place = parse("/x")
@@ -338,7 +339,7 @@ def test_a_scan_of_a_bucket_makes_at_most_four_requests_per_checkpoint(tmp_path,
 
 
 def test_a_bucket_is_listed_read_and_followed(store, tmp_path):
-    root = f"{store.location}/runs" if store.location.local is None else str(store.location.local / "runs")
+    root = f"{store.location}/runs" if store.location.local_path is None else str(store.location.local_path / "runs")
     save(f"{root}/a/1")
     with serving(("lab", root), state=tmp_path / "state") as service:
         assert [one["id"] for one in service.get("/v1/checkpoints")["checkpoints"]] == ["lab/a/1"]

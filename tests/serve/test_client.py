@@ -11,7 +11,7 @@ from shardckpt import Box, Client
 from shardckpt.cli.app import app
 from shardckpt.errors import NamesMismatchError, NotFoundError, OptionError, ShapeMismatchError, StorageError, UrlError
 from shardckpt.serve import client as module
-from shardckpt.serve.tokens import add_token
+from shardckpt.serve.access.tokens import add_token
 
 
 @pytest.fixture

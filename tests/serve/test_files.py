@@ -23,8 +23,8 @@ from serving import serving
 
 import shardckpt
 from shardckpt import SaveOptions
-from shardckpt.commit import pinning
 from shardckpt.errors import FormatError
+from shardckpt.runs import pinning
 from shardckpt.serve import sources
 
 FILE = "/files/lab/llama/10/model.safetensors"
@@ -196,7 +196,7 @@ def test_damage_is_an_error_and_never_a_complete_body(tmp_path):
     contents[-5] ^= 1
     data.write_bytes(contents)
     with serving(("lab", tmp_path)) as service:
-        assert service.get(f"/v1/checkpoints/lab/1/tensors/w?format=raw&box={(4 << 20) - 9}:", 502)["code"] == "corrupt"
+        assert service.get(f"/v1/checkpoints/lab/1/tensors/w?format=raw&box={(4 << 20) - 9}:", 422)["code"] == "corrupt"
         with pytest.raises((OSError, IncompleteRead)):
             service.ask("/files/lab/1/model.safetensors")
 

@@ -9,10 +9,11 @@ import pytest
 from serving import serving
 
 import shardckpt
-from shardckpt.commit.pinning import pin
+from shardckpt.runs.pinning import pin
+from shardckpt.serve.access.identity import SCOPES
+from shardckpt.serve.access.tokens import add_token
 from shardckpt.serve.health import with_verifications
 from shardckpt.serve.jobs.journal import Journal
-from shardckpt.serve.tokens import SCOPES, add_token
 
 
 class Person:
@@ -150,7 +151,7 @@ def test_mistakes_are_pages_that_say_what_to_do(people):
     refusal("/ui/job/99999/cancel", 404, "there is no job 99999")
     refusal("/ui/job/x/cancel", 404, "there is no job 'x'")
     refusal("/ui/jobs/copy", 415, "send a form", to="lab/x/1", kind="application/json")
-    evil = refusal("/ui/jobs/copy", 404, "<svg onload", checkpoint="lab/<svg onload=alert(1)>", to="nowhere/1")
+    evil = refusal("/ui/jobs/copy", 404, "<svg onload", checkpoint="lab/<svg onload=alert(1)>", to="lab/x/1")
     assert evil.count("<svg onload") == 2  # in the message and in the link back, both escaped
     raw = ann.send("/ui/jobs/copy", **{**fields, "checkpoint": "lab/<svg onload=alert(1)>"}).body
     assert b"<svg" not in raw
@@ -295,7 +296,7 @@ def test_damage_is_shown_wherever_checkpoints_are(tmp_path):
         assert "2 damaged parts; the first 1 of them" in page
         assert "&lt;i&gt;w" in page
         assert "<i>w" not in page
-        assert "never verified" in see("/ui/checkpoint/lab/run/3")
+        assert "Not verified yet" in see("/ui/checkpoint/lab/run/3")
         assert "of an earlier attempt" in see("/ui/checkpoint/lab/run/3")
         health = see("/ui/health")
         assert health.index("2 damaged parts of 9 chunks") < health.index("Latest verifications")
@@ -328,8 +329,9 @@ def test_a_page_of_ten_thousand_rows_asks_the_journal_once(tmp_path, monkeypatch
         journal.update_verification(journal.begin_verification(f"lab/{i}", "a", None), over=True)
     found = Journal.latest_verifications
     monkeypatch.setattr(Journal, "latest_verifications", lambda self, idents: (asked.append(len(idents)), found(self, idents))[1])
-    service = type("Service", (), {"upkeep": type("Upkeep", (), {"journal": journal})})
-    entries = [{"id": f"lab/{i}", "attempt": "a"} for i in range(10_000)]
+    scanner = type("Scanner", (), {"watch": type("Watch", (), {"vanished": {}})})
+    service = type("Service", (), {"upkeep": type("Upkeep", (), {"journal": journal}), "scanner": scanner})
+    entries = [{"id": f"lab/{i}", "attempt": "a", "bases": [], "reason": None} for i in range(10_000)]
     assert sum(one["verification"] is not None for one in with_verifications(service, entries)) == 3
     assert asked == [10_000]
 
@@ -349,11 +351,11 @@ def test_the_page_of_a_run_lists_what_rules_give_up_and_deletes_it_when_the_run_
         page, admin = "/ui/run/lab/run", people["admin"]
         assert people["read"].forms(page) == {}
         assert set(people["operate"].forms(page)) == {"retain"}
-        assert set(admin.forms(page)) == {"retain", "end"}
+        assert set(admin.forms(page)) == {"retain", "end", "gc"}
         assert admin.end(people["operate"].start(page, "retain"))["result"]["dry"]
         shown = admin.see(page)
-        assert "2 steps that the rules give up" in shown
-        assert "for ever" not in shown  # the run goes on
+        assert "2 steps that the rules would delete" in shown
+        assert "for ever" not in shown  # the run has not ended
         assert "Rules would free" in admin.see("/ui/storage")
         admin.end(admin.start(page, "end"))
         assert "Delete 2 steps for ever" in admin.see(page)
@@ -361,5 +363,5 @@ def test_the_page_of_a_run_lists_what_rules_give_up_and_deletes_it_when_the_run_
         deleted = admin.end(admin.start(page, "retain"))["result"]  # the last form of that operation is the one that deletes
         assert [one["name"] for one in deleted["steps"]] == ["1", "2"]
         assert "2 steps deleted" in admin.see(page)
-        assert set(admin.forms(page)) == {"retain", "reopen"}
+        assert set(admin.forms(page)) == {"retain", "reopen", "gc"}
     assert [one.name for one in (tmp_path / "lab" / "run").iterdir() if one.is_dir()] == ["3"]

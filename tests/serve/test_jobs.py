@@ -22,7 +22,8 @@ from shardckpt.reading.naming.mapping_file import PRESETS
 from shardckpt.serve.jobs import journal, runner
 from shardckpt.serve.jobs.journal import Journal
 from shardckpt.serve.jobs.operations import OPERATIONS
-from shardckpt.serve.service import ServeOptions, Service
+from shardckpt.serve.options import ServeOptions
+from shardckpt.serve.service import Service
 
 
 @pytest.fixture

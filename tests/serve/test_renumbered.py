@@ -11,11 +11,11 @@ from inodes import renumber
 
 import shardckpt
 from shardckpt.errors import StorageError
+from shardckpt.serve.access.tokens import Tokens, add_token
 from shardckpt.serve.catalogue import Catalogue
 from shardckpt.serve.jobs.journal import Journal
 from shardckpt.serve.opened import OpenCheckpoints
 from shardckpt.serve.roots import Roots
-from shardckpt.serve.tokens import Tokens, add_token
 
 
 def test_a_catalogue_whose_inode_number_changes_is_kept_and_one_that_was_deleted_is_made_anew(tmp_path, monkeypatch):

@@ -16,9 +16,10 @@ from serving import serving
 import shardckpt
 from shardckpt import SaveOptions
 from shardckpt.errors import OptionError, StorageError
-from shardckpt.serve import guard, server, sources, tokens
-from shardckpt.serve.service import ServeOptions
-from shardckpt.serve.tokens import Tokens, add_token
+from shardckpt.serve import server, sources
+from shardckpt.serve.access import guard, tokens
+from shardckpt.serve.access.tokens import Tokens, add_token
+from shardckpt.serve.options import ServeOptions
 
 
 @pytest.fixture
@@ -32,6 +33,14 @@ def test_other_machines_need_tokens(tmp_path, token_file):
     ServeOptions(roots=(f"a={tmp_path}",), host="0.0.0.0", token_file=token_file)
     with pytest.raises(OptionError, match="--ssl-keyfile"):
         ServeOptions(roots=(f"a={tmp_path}",), certificate="x")
+
+
+def test_a_certificate_that_cannot_be_read_is_named(tmp_path):
+    (tmp_path / "key.pem").write_text("no key")
+    for certificate in (tmp_path / "nothing.pem", tmp_path / "key.pem"):
+        options = ServeOptions(roots=(f"a={tmp_path}",), certificate=str(certificate), key=str(tmp_path / "key.pem"))
+        with pytest.raises(OptionError, match=rf"--ssl-certfile {re.escape(str(certificate))}, --ssl-keyfile .*cannot be used for TLS"):
+            server.make_server(options, lambda _url: None)
 
 
 def test_requests_from_other_pages_and_other_names_are_refused(service):
@@ -80,7 +89,7 @@ def test_every_response_forbids_scripts_frames_and_sniffing(service):
 
 def test_tokens_are_stored_hashed_have_scopes_and_are_revoked_by_a_line(runs, token_file, caplog, capfd):
     reader, operator = add_token(token_file, "ann", "read"), add_token(token_file, "bob", "operate")
-    assert token_file.stat().st_mode & 0o777 == 0o600
+    assert token_file.stat().st_mode & 0o777 == 0o644  # digests only: a service that runs as another user reads it
     assert reader not in token_file.read_text()
     known = Tokens(token_file)
     assert known.identity(reader).may("read")
@@ -114,7 +123,7 @@ def test_token_files_that_cannot_be_trusted_are_refused(tmp_path, token_file):
         Tokens(token_file)
     add_token(token_file, "ann", "read")
     token_file.chmod(0o666)
-    with pytest.raises(OptionError, match="chmod 600"):
+    with pytest.raises(OptionError, match="chmod 644"):
         Tokens(token_file)
     token_file.chmod(0o600)
     token_file.write_text("ann read secret\n")
@@ -127,15 +136,19 @@ def test_token_files_that_cannot_be_trusted_are_refused(tmp_path, token_file):
 def test_guessing_tokens_is_slowed_down_and_does_not_end(runs, token_file, monkeypatch):
     right = add_token(token_file, "ann", "read")
     with serving(("lab", runs), token_file=token_file) as service:
+        assert {service.ask("/ui/login", "HEAD").status for _ in range(12)} == {200}  # a probe sends no token
+        assert {service.ask("/ui/login", "POST", body).status for body in ("", "token=") for _ in range(6)} == {403}
         statuses = [service.ask("/v1/runs", Authorization=f"Bearer wrong{i}").status for i in range(12)]
         assert statuses == [401] * 10 + [429] * 2
-        limited = service.ask("/v1/runs", Authorization=f"Bearer {right}")
-        assert limited.status == 429
+        limited = service.ask("/v1/runs", Authorization="Bearer wrong")
         assert 0 < int(limited.headers["retry-after"]) <= 60
+        assert service.ask("/ui/login", "POST", "token=wrong").status == 429
+        assert service.ask("/v1/runs", Authorization=f"Bearer {right}").status == 200  # wrong ones of others never lock it out
+        assert service.ask("/ui/login", "POST", f"token={right}").status == 303
+        assert b"shardckpt_serve_wrong_tokens_total 10.0" in service.ask("/metrics", Authorization=f"Bearer {right}").body
         now = time.monotonic
         monkeypatch.setattr(tokens.time, "monotonic", lambda: now() + 61)
-        assert service.ask("/v1/runs", Authorization=f"Bearer {right}").status == 200
-        assert b"shardckpt_serve_wrong_tokens_total 10.0" in service.ask("/metrics", Authorization=f"Bearer {right}").body
+        assert service.ask("/v1/runs", Authorization="Bearer wrong").status == 401
 
 
 @pytest.fixture
@@ -180,7 +193,7 @@ def test_raw_gives_files_of_checkpoints_and_no_others(with_secret):
             assert service.ask(f"/raw/lab/{path}").status == 404, path
         assert service.ask(f"/raw/lab/run/1/{attempt}/table").status == 200
         # A checkpoint with a link out of the roots is not read at all.
-        assert "leads out" in service.get("/v1/checkpoints/lab/run/1", 502)["detail"]
+        assert "leads out" in service.get("/v1/checkpoints/lab/run/1", 422)["detail"]
 
 
 def test_bases_lie_in_the_roots_or_where_it_is_allowed(tmp_path):
@@ -193,7 +206,7 @@ def test_bases_lie_in_the_roots_or_where_it_is_allowed(tmp_path):
     path = "/v1/checkpoints/lab/run/{}/tensors/w?format=raw"
     with serving(("lab", tmp_path / "inside")) as service:
         assert service.ask(path.format(0)).body == np.arange(100.0).tobytes()
-        assert "outside of the roots" in service.get(path.format(1), 502)["detail"]
+        assert "outside of the roots" in service.get(path.format(1), 422)["detail"]
     with serving(("lab", tmp_path / "inside"), allow_base=(str(tmp_path / "outside"),)) as service:
         assert service.ask(path.format(1)).body == np.arange(100.0).tobytes()
 

@@ -19,7 +19,7 @@ from serving import save_run
 import shardckpt
 
 PAGE = (DOCS / "service.md").read_text()
-START, READ, TOKENS, CLIENT, HUB, JOBS = re.findall(r"^```sh\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+START, READ, TOKENS, CLIENT, HUB, JOBS, PROXIED = re.findall(r"^```sh\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
 
 
 def commands(block):
@@ -108,7 +108,7 @@ def test_an_operator_starts_jobs_over_tls(place):
         assert "llama/run-7" in run(here(CLIENT), place, **headers)
         copy, jobs, reshard, cancel = commands(JOBS)
         run(here(copy), place, **headers)
-        number = json.loads(run(here(reshard).replace("w1", "embed.weight"), place))["number"]
+        number = json.loads(run(here(reshard).replace("**/w1", "**/embed.weight"), place))["number"]
         run(here(jobs), place, **headers)
         run(here(cancel.replace("17", str(number))), place, **headers)
     assert shardckpt.open(place / "llama/kept/100").verify().ok

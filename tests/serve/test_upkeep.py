@@ -23,6 +23,7 @@ from shardckpt.serve.jobs import keeper, webhook
 from shardckpt.serve.jobs.journal import Journal
 from shardckpt.serve.jobs.retention import RetentionRules
 from shardckpt.serve.jobs.scrub import Scrubber
+from shardckpt.serve.jobs.tally import Tally
 from shardckpt.serve.jobs.webhook import Webhook
 from shardckpt.serve.roots import Roots
 from shardckpt.serve.scanner import Scanner
@@ -105,11 +106,14 @@ def test_checkpoints_are_due_by_their_attempt_and_not_by_a_clock_that_was_set_ba
     save_run(tmp_path / "runs" / "a", (1, 2))
     roots = Roots([f"lab={tmp_path / 'runs'}"])
     catalogue, journal = Catalogue(tmp_path / "state"), Journal(tmp_path / "state")
-    Scanner(roots, catalogue).scan()
-    scrubber = Scrubber(journal, catalogue, tmp_path / "locks", roots, period=3600.0, rate=1 << 30)
+    scanner = Scanner(roots, catalogue)
+    scanner.scan()
+    tally = Tally(journal, catalogue, scanner, 3600.0)
+    scrubber = Scrubber(journal, tally, tmp_path / "locks", roots, period=3600.0, rate=1 << 30)
 
     def due():
-        return [one["id"] for one in scrubber._due(catalogue.committed())]
+        tally.count()
+        return tally.due
 
     assert due() == ["lab/a/1", "lab/a/2"]
     scrubber._verify("lab/a/1")

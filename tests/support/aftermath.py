@@ -9,8 +9,8 @@ import numpy as np
 
 import shardckpt
 from shardckpt import errors
-from shardckpt.commit import collecting
 from shardckpt.io.files import LOCK_SUFFIX
+from shardckpt.runs import collecting
 
 __all__ = ["LAYOUTS", "assert_goes_on", "attempts", "contents", "copied", "prepare", "saved", "value_of"]
 

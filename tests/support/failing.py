@@ -21,10 +21,10 @@ from below_python import lead_through_os
 
 import shardckpt
 from shardckpt import SaveOptions
-from shardckpt.commit import collecting
 from shardckpt.commit.publish import RECORD
 from shardckpt.errors import NotFoundError, ShardckptError
 from shardckpt.io.store import Store
+from shardckpt.runs import collecting
 from shardckpt.writing import attempt
 
 if TYPE_CHECKING:

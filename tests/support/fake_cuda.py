@@ -4,8 +4,9 @@ Tensors in the memory of a device are CPU tensors that a `FakeCuda` has marked. 
 waits for it, or when a schedule says so: at each turn a stream is drawn, and its next operation runs unless it waits for an event. So a
 program that reads before an event, or that writes before one, sees wrong bytes in some schedule.
 
-Found besides, whatever the bytes are (`wrong`): copies to host memory for which an earlier copy is still queued, and memory that is given
-back while a copy to or from it is queued. A copy with host memory that is not pinned is waited for, as CUDA does.
+Found besides, whatever the bytes are (`wrong`): copies to host memory for which an earlier copy is still queued, memory that is given
+back while a copy to or from it is queued, and copies that cross the border of two registrations. A copy with host memory that is not
+pinned is waited for, as CUDA does.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import threading
 from collections import deque
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from math import prod
 
 import torch
 
@@ -50,8 +52,9 @@ class Stream:
 class FakeCuda(cuda_runtime.CudaRuntime):
     """The devices, and the functions of CUDA for them."""
 
-    def __init__(self, seed=0, pinnable=1 << 40):
+    def __init__(self, seed=0, pinnable=1 << 40, kind="cuda"):
         super().__init__()
+        self.kind = kind
         self.lock = threading.RLock()
         self.wrong = []
         self.pinned = {}
@@ -63,6 +66,8 @@ class FakeCuda(cuda_runtime.CudaRuntime):
         self.waits = []
         """The names of threads that have waited for events."""
         self.copies = 0
+        self.spreads = []
+        """Number of tensors of each copy that was made for several."""
         self._pinnable = pinnable
         self._random = random.Random(seed)
         self._places = {}
@@ -80,7 +85,7 @@ class FakeCuda(cuda_runtime.CudaRuntime):
         before = cuda_runtime.runtime
 
         def device_type(tensor):
-            return "cuda" if self._key(tensor) in self._places else found(tensor)
+            return self.kind if self._key(tensor) in self._places else found(tensor)
 
         frameworks_torch.device_type = dtensor.device_type = device_type
         cuda_runtime.runtime = self
@@ -93,13 +98,13 @@ class FakeCuda(cuda_runtime.CudaRuntime):
     def put(self, tensor, index=0):
         """Move a tensor, with all others over its storage, to a device."""
         if tensor.device.type != "meta" and tensor.untyped_storage().nbytes():
-            self._places[self._key(tensor)] = torch.device("cuda", index)
+            self._places[self._key(tensor)] = torch.device(self.kind, index)
             self._kept.append(tensor.untyped_storage())  # no other storage gets its address
         return tensor
 
     def stream(self, index=0):
         """A stream of the program's own."""
-        return self._stream(torch.device("cuda", index))
+        return self._stream(torch.device(self.kind, index))
 
     @contextmanager
     def on(self, stream):
@@ -113,7 +118,7 @@ class FakeCuda(cuda_runtime.CudaRuntime):
 
     def launch(self, function, index=0):
         """Queue the program's own work on the current stream."""
-        self.current_stream(torch.device("cuda", index)).launch(function)
+        self.current_stream(torch.device(self.kind, index)).launch(function)
 
     def idle(self):
         """Run everything."""
@@ -167,12 +172,24 @@ class FakeCuda(cuda_runtime.CudaRuntime):
         on_host = source if self._key(target) in self._places else target
         place = on_host.data_ptr(), on_host.data_ptr() + on_host.numel() * on_host.itemsize
         pinned = any(begin <= place[0] and place[1] <= begin + size for begin, size in self.pinned.items())
+        if not pinned and any(begin < place[1] and place[0] < begin + size for begin, size in self.pinned.items()):
+            self.wrong.append(f"a copy with {place} crosses the border of two registrations")
         with self.lock:
             if on_host is target and self._queued(*place):
                 self.wrong.append(f"a copy to {place} is queued while an earlier one is")
             stream.launch(lambda: cuda_runtime.copy_bits(target, source), place)
         if not pinned:
             self.record(stream).synchronize()
+
+    def spread(self, targets, starts, source, stream):
+        self.copies += 1
+        self.spreads.append(len(targets))
+        place = source.data_ptr(), source.data_ptr() + source.numel()
+        assert any(begin <= place[0] and place[1] <= begin + size for begin, size in self.pinned.items())
+        between = torch.empty_like(source)
+        with self.lock:  # the copy to the device, and only later the copies there
+            stream.launch(lambda: between.copy_(source), place)
+            stream.launch(lambda: cuda_runtime.spread_bits(targets, starts, torch.empty_like(between), between))
 
     def pin(self, address, nbytes):
         with self.lock:
@@ -232,3 +249,16 @@ def turn_bits(tensor):
         torch.view_as_real(tensor).view(torch.int64).bitwise_xor_(1)
     else:
         tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize]).bitwise_xor_(1)
+
+
+def random_tensor(shape, dtype, seed):
+    bits = torch.randint(0, 2 if dtype == torch.bool else 256, (prod(shape) * dtype.itemsize,), dtype=torch.uint8, generator=seed)
+    return bits.view(dtype).reshape(shape)
+
+
+def bits_of(tensor):
+    return torch.empty(tensor.numel(), dtype=tensor.dtype).copy_(tensor.detach().reshape(-1)).view(torch.uint8)
+
+
+def same(a, b):
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(bits_of(a), bits_of(b))

@@ -22,7 +22,7 @@ from placeholders import put_placeholder
 import shardckpt
 from shardckpt import SaveOptions, ShardckptError
 from shardckpt.format.table import TableHeader
-from shardckpt.reading.catalog import catalog
+from shardckpt.runs.catalog import catalog
 from shardckpt.state import iter_leaves
 
 MIB = 1 << 20

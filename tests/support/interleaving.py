@@ -29,8 +29,7 @@ from types import SimpleNamespace
 import pytest
 import tensorstore as ts
 
-from shardckpt.commit import assemble
-from shardckpt.commit import collect as collecting
+from shardckpt.commit import assemble, remove
 from shardckpt.commit.attempts import is_attempt
 from shardckpt.commit.markers import PINNED, SUPERSEDED
 from shardckpt.commit.publish import RECORD
@@ -39,6 +38,7 @@ from shardckpt.format.record import Tombstone, parse_checkpoint
 from shardckpt.frameworks.coordination import Coordinator
 from shardckpt.io.store import Store
 from shardckpt.layout.world import World
+from shardckpt.runs import collecting
 from shardckpt.writing import attempt
 
 __all__ = ["GRACE", "VERSIONS", "Actor", "Host", "Stage", "finish"]
@@ -189,7 +189,7 @@ class Stage:
             stage.original = SimpleNamespace(**{name: getattr(ts.KvStore, name) for name in ("read", "write", "list")})
             for name in ("read", "write", "list", "delete_range"):
                 patch.setattr(ts.KvStore, name, stage._instead_of(name))
-            patch.setattr(collecting, "idle_seconds", stage._idle_seconds)
+            patch.setattr(remove, "idle_seconds", stage._idle_seconds)
             for module in (attempt, assemble):
                 patch.setattr(module, "time", SimpleNamespace(monotonic=stage._monotonic, sleep=stage._sleep))
             yield stage
@@ -334,7 +334,7 @@ class Stage:
     def check_end(self):
         """Collect a last time, when all work has ended: this leaves one whole checkpoint, or nothing."""
         self.pass_time()
-        collecting.collect(self.store, grace=GRACE)
+        collecting.collect_place(self.store, grace=GRACE)
         assert self.attempts() == {self.named} - {None}
         assert all(is_attempt(self.store, attempt) for attempt in self.attempts())
         assert self.named is not None or not self.times

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from serving import Running, serving
 
-from shardckpt.serve.tokens import add_token
+from shardckpt.serve.access.tokens import add_token
 
 
 @dataclass

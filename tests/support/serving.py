@@ -17,8 +17,8 @@ import numpy as np
 
 import shardckpt
 from shardckpt import Mesh, PartitionSpec, SaveOptions, Sharding
+from shardckpt.serve.options import ServeOptions
 from shardckpt.serve.server import make_server
-from shardckpt.serve.service import ServeOptions
 
 if TYPE_CHECKING:
     from shardckpt.serve.jobs.upkeep import Upkeep
@@ -69,6 +69,8 @@ class Running:
     url: str
     options: ServeOptions
     upkeep: Upkeep | None = None
+    routes: tuple = ()
+    """The routes of its application."""
 
     @property
     def address(self):
@@ -77,13 +79,17 @@ class Running:
 
     def ask(self, path, method="GET", body=None, **headers):
         """One request on a connection of its own; underscores in names of headers are hyphens."""
-        connection = HTTPConnection(*self.address, timeout=30)
+        connection = self.connect()
         try:
             connection.request(method, path, body, {name.replace("_", "-"): value for name, value in headers.items()})
             answer = connection.getresponse()
             return Reply(answer.status, {k.lower(): v for k, v in answer.getheaders()}, answer.read())
         finally:
             connection.close()
+
+    def connect(self):
+        """A connection."""
+        return HTTPConnection(*self.address, timeout=30)
 
     def get(self, path, status=200, **headers):
         """The document at a path."""
@@ -108,6 +114,17 @@ class Running:
             time.sleep(0.02)
 
 
+@dataclass
+class RunningAtSocket(Running):
+    """A running service at a unix socket."""
+
+    def connect(self):
+        connection = HTTPConnection("localhost", timeout=30)
+        connection.sock = socket.socket(socket.AF_UNIX)
+        connection.sock.connect(self.url.removeprefix("unix:"))
+        return connection
+
+
 @contextmanager
 def serving(*roots, **options):
     """Serve roots; ends with the block."""
@@ -118,7 +135,8 @@ def serving(*roots, **options):
     thread.start()
     try:
         assert begun.wait(30)
-        found = Running(urls[0], chosen, server._service.upkeep)
+        kind = RunningAtSocket if urls[0].startswith("unix:") else Running
+        found = kind(urls[0], chosen, server.service.upkeep, tuple(server.config.app._app.routes))
         found.wait_until(lambda: found.ask("/readyz").status == 200)
         yield found
     finally:

@@ -7,6 +7,7 @@ from math import prod
 
 import numpy as np
 
+from shardckpt.frameworks import base
 from shardckpt.frameworks.base import whole
 from shardckpt.layout.box import BoxArray, distinct_boxes
 from shardckpt.layout.dtypes import by_name
@@ -15,7 +16,7 @@ from shardckpt.plan.writers import box_holders
 
 
 @dataclass(frozen=True)
-class HostSource:
+class HostSource(base.HostSource):
     """Part of a tensor that one host holds."""
 
     name: str

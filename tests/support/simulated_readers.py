@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 import shardckpt
+from shardckpt.frameworks.base import PlainSink
 from shardckpt.plan.readers import host_boxes
 from shardckpt.reading.restore import fill
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class HostSink:
+class HostSink(PlainSink):
     """The boxes of one host, and memory for them."""
 
     shape: tuple[int, ...]

@@ -9,7 +9,7 @@ from convert_states import MiB, random, saved
 import shardckpt
 from shardckpt import errors
 from shardckpt.convert.files import local_files
-from shardckpt.convert.streaming import stream as streaming
+from shardckpt.streaming import stream as streaming
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="mounting a disk takes root's rights")
 

@@ -12,7 +12,7 @@ from aftermath import attempts
 
 import shardckpt
 from shardckpt import errors
-from shardckpt.commit import collecting
+from shardckpt.runs import collecting
 
 pytestmark = pytest.mark.slow
 

@@ -18,7 +18,7 @@ from sleeping import PROCESSES, asleep
 
 import shardckpt
 from shardckpt import errors
-from shardckpt.commit import collecting
+from shardckpt.runs import collecting
 
 pytestmark = pytest.mark.slow
 

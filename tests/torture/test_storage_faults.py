@@ -16,7 +16,7 @@ from aftermath import LAYOUTS, attempts, contents, prepare, value_of
 
 import shardckpt
 from shardckpt import errors
-from shardckpt.commit import collecting
+from shardckpt.runs import collecting
 
 PROCESSES = 3
 REASONS = {"full disk": "make room", "read-only": "mounted read-only", "small files": "ulimit -f"}

@@ -13,7 +13,7 @@ import pytest
 from aftermath import LAYOUTS, attempts, value_of
 
 import shardckpt
-from shardckpt.commit import collecting
+from shardckpt.runs import collecting
 
 pytestmark = pytest.mark.slow
 

@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 import shardckpt
+from shardckpt.excerpt import install_command
 from shardckpt.training.events import (
     Events,
     PreemptionNoticed,
@@ -113,6 +114,6 @@ def test_without_prometheus_client_the_error_says_what_to_install():
     code = "import sys; sys.modules['prometheus_client'] = None; import shardckpt.training.metrics"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert (
-        'MissingExtraError: shardckpt.training.metrics needs prometheus-client; install it with `pip install "shardckpt[metrics]"`.'
-        in done.stderr
+        "MissingExtraError: shardckpt.training.metrics needs prometheus-client; install it with "
+        f"`{install_command('metrics')}`." in done.stderr
     )

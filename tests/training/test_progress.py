@@ -65,8 +65,12 @@ def test_a_save_is_a_line_with_its_step_bytes_and_rate_until_it_is_over(terminal
     terminal.line(SaveStarted(**AT))
     assert "saving step 100" in terminal.drawn()
     terminal.line(SaveStaged(**AT, seconds=0.1, nbytes=2 << 20))
+    begun = terminal.drawn()
+    assert "2 MiB" in begun
+    assert "of 2 MiB" not in begun  # nothing is done yet: no bar that stands at zero
+    assert "?" not in begun.replace("\x1b[?25l", "")
     terminal.line(Progressed(**AT, doing="save", done=1 << 19, total=2 << 20))
-    assert "0.5/2.0 MiB" in terminal.drawn()
+    assert "512 KiB of 2 MiB" in terminal.drawn()
     terminal.line(SaveFailed(**AT, error=OSError("disk full")))
     terminal.drawn()
     assert terminal.line._progress is None
@@ -85,7 +89,7 @@ def test_a_restore_is_a_line_too(terminal):
     terminal.line(Progressed(url="gs://bucket/run/7", doing="restore", done=1 << 10, total=4 << 10))
     drawn = terminal.drawn()
     assert "restoring 7" in drawn
-    assert "1.0/4.0 KiB" in drawn
+    assert "1 KiB of 4 KiB" in drawn
     terminal.line(RestoreFinished(url="gs://bucket/run/7", seconds=1, nbytes=4_000))
     assert terminal.line._progress is None
 

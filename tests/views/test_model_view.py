@@ -19,7 +19,7 @@ from safetensors.numpy import load
 
 import shardckpt
 from shardckpt.errors import CorruptionError, NotFoundError, OptionError
-from shardckpt.views.elements import AHEAD_BYTES
+from shardckpt.streaming.elements import AHEAD_BYTES
 from shardckpt.views.model_view import ModelView, safetensors_view
 
 DTYPES = ("float32", "bfloat16", "int8", "float8_e4m3fn", "bool", "int64")

@@ -14,7 +14,7 @@ def test_the_code_of_the_page_runs(tmp_path, monkeypatch):
 
 
 def test_its_figures_are_those_of_the_code():
-    from shardckpt.views.elements import AHEAD_BYTES, CACHE_BYTES, LARGEST_BLOCK
+    from shardckpt.streaming.elements import AHEAD_BYTES, CACHE_BYTES, LARGEST_BLOCK
 
     for nbytes in (AHEAD_BYTES, CACHE_BYTES, LARGEST_BLOCK):
         assert f"{nbytes >> 20} MiB" in PAGE

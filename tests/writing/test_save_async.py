@@ -21,7 +21,8 @@ from processes import Processes
 import shardckpt
 from shardckpt import Coordinator, SaveOptions, errors
 from shardckpt.layout.world import World
-from shardckpt.writing.background import Saver
+from shardckpt.options import parse_bytes
+from shardckpt.writing.background import Saver, _shared_saver
 
 FRAMEWORKS = ["torch", "DTensor", "JAX", "torch_xla"]
 MiB = 1 << 20
@@ -211,6 +212,15 @@ def test_what_cannot_be_saved_is_told_at_once_and_leaves_nothing(tmp_path):
     with pytest.raises(errors.OptionError, match="commit"):
         handle.wait("publish")
     handle.wait()
+
+
+def test_calls_with_different_memory_limits_share_warm_buffers(tmp_path):
+    kept = []
+    for i, limit in enumerate(["1GiB", "64MiB", "1GiB"]):
+        shardckpt.save_async(tmp_path / str(i), state(5), options=SaveOptions(memory_limit=limit)).wait()
+        kept.append(_shared_saver().pool.kept)
+        assert _shared_saver().pool.limit == parse_bytes(limit, "memory_limit")
+    assert kept[0] == kept[1] == kept[2] != []
 
 
 # --- failures -------------------------------------------------------------------------------------------------------

@@ -17,8 +17,8 @@ from processes import Processes
 
 import shardckpt
 from shardckpt import Mesh, OpSharding, PartitionSpec, SaveOptions, Sharding, errors
-from shardckpt.commit.collecting import collect, delete
 from shardckpt.format.documents import BASES_VERSION, seal
+from shardckpt.runs.collecting import collect, delete
 from shardckpt.state.names import array_path
 from shardckpt.state.select import matches
 from shardckpt.writing.background import Saver

@@ -20,7 +20,7 @@ from shardckpt.layout.partition_spec import PartitionSpec
 from shardckpt.layout.sharding import Sharding
 from shardckpt.layout.world import World
 from shardckpt.options import SaveOptions
-from shardckpt.plan.blocks import Block, parts_of, run_boxes, smaller
+from shardckpt.plan.blocks import Block, parts_of, smaller
 from shardckpt.plan.pieces import Piece
 from shardckpt.writing.host import HostWriter
 from shardckpt.writing.save_plan import PlanCache, plan_save
@@ -31,26 +31,6 @@ MiB = 1 << 20
 
 
 # --- what is copied at once
-
-
-@st.composite
-def runs(draw):
-    grid = tuple(draw(st.lists(st.integers(1, 5), max_size=4)))
-    cells = int(np.prod(grid))
-    start = draw(st.integers(0, cells))
-    return grid, range(start, draw(st.integers(start, cells))), draw(st.integers(1, 200))
-
-
-@given(runs())
-@settings(max_examples=300, deadline=None)
-def test_a_run_of_cells_is_cut_into_boxes_that_are_the_same_cells_in_the_same_order(case):
-    grid, run, most = case
-    numbered = np.arange(int(np.prod(grid))).reshape(grid)
-    boxes = list(run_boxes(grid, run, most))
-    assert [cell for box in boxes for cell in numbered[(*box.slices, ...)].reshape(-1).tolist()] == list(run)
-    assert all(box.size <= most for box in boxes)
-    if most >= len(run):
-        assert len(boxes) <= 2 * max(1, len(grid)) - 1
 
 
 shapes = st.lists(st.integers(0, 40), max_size=3).map(tuple)

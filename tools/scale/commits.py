@@ -47,7 +47,7 @@ PHASES = {
     "tables": ((assemble, "_tables"),),
     "coverage": ((assemble, "_merged"), (assemble, "_check_coverage"), (assemble, "_check_counts")),
     "documents": ((assemble, "encoded_documents"),),
-    "index": ((index, "write_index"), (index, "merge_lanes"), (index, "write_plain_documents")),
+    "index": ((index, "write_index"), (index, "write_plain_documents")),
     "table": ((assemble, "write_table"),),
 }
 """Phase of `assemble` → the functions that it is made of. One within another counts as the inner one's."""

@@ -26,6 +26,7 @@ from shardckpt.format.documents import FileReference, TableReference, seal
 from shardckpt.format.record import CheckpointRecord, Contents, HostFiles, HostRecord, parse_checkpoint
 from shardckpt.format.structure import Structure, TensorRecord
 from shardckpt.format.table import BLOCK_ROWS, ROW, TableHeader
+from shardckpt.frameworks.base import HostSource
 from shardckpt.layout.box import BoxArray, distinct_boxes
 from shardckpt.layout.dtypes import DType, by_name
 from shardckpt.layout.world import DeviceOwners, World
@@ -51,7 +52,7 @@ DATA_FILE = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class _Source:
+class _Source(HostSource):
     """The host's part of one tensor: a `frameworks.base.Source` of which nothing is fetched."""
 
     name: str

@@ -97,6 +97,9 @@ def _chunk_bytes(tensor: TensorRecord) -> int:
 class Tables:
     """An attempt of which there are chunk tables and hosts' records only. As far as these are read, a `Store` in a bucket."""
 
+    near = False
+    """As of a `Store`."""
+
     def __init__(self, job: Job) -> None:
         """Make the table of all."""
         self.location: Location = parse(f"memory://scale/{ATTEMPT}")

@@ -10,8 +10,8 @@ from shardckpt.cli.screen import Screen, write_json
 
 
 def info(
-    url: Annotated[str, typer.Argument(metavar="URL", help="A checkpoint: a path or url.")],
-    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="A tensor, a container, or another value of the state.")] = None,
+    url: Annotated[str, typer.Argument(metavar="URL", help="A checkpoint of any format: a path or url.")],
+    name: Annotated[str | None, typer.Argument(metavar="NAME", help="A tensor, a container, or another value of the state.")] = None,
     only: Annotated[
         list[str] | None, typer.Option("--only", metavar="PATTERN", help="Show only names that match, as in model/**/bias.")
     ] = None,
@@ -25,7 +25,7 @@ def info(
     from shardckpt.cli.info import contents, tensor
     from shardckpt.cli.opening import open_checkpoint
     from shardckpt.errors import NamesMismatchError
-    from shardckpt.excerpt import given
+    from shardckpt.excerpt import Message, given
     from shardckpt.reading import documents
     from shardckpt.state.document import Tensor, Tied, ends
     from shardckpt.state.names import shown
@@ -44,7 +44,8 @@ def info(
     unused = unused_patterns(only, [end.name for end in ends(node)])
     if wanted is None or unused is not None:
         below = "" if name is None else f" below {shown(name)}"
-        raise NamesMismatchError(f"{checkpoint.location}: {given(only=unused)} selects none of its names{below}; leave it out to list all.")
+        advice = f" selects none of its names{below}; leave it out to list all."
+        raise NamesMismatchError(Message(f"{checkpoint.location}: ", given(only=unused), advice))
     if as_json:
         write_json(documents.checkpoint_json(checkpoint, wanted))
     else:

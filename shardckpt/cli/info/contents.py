@@ -7,22 +7,27 @@ without recursion.
 from __future__ import annotations
 
 import json
+import re
 from typing import TYPE_CHECKING
 
 from shardckpt.cli.screen import Cell, Screen, column_widths
-from shardckpt.excerpt import count, file_size, shape_text, shortened, visible
+from shardckpt.excerpt import count, few, file_size, shape_text, shortened, visible
+from shardckpt.format.hf_files import ENTRY
 from shardckpt.layout.placements import Placements
 from shardckpt.layout.sharding import Sharding
 from shardckpt.layout.text import mesh_text, spec_text
-from shardckpt.reading.documents import leaf_text, node_totals
+from shardckpt.reading.inspection.outline import number_text, outline, walk
+from shardckpt.reading.inspection.words import leaf_text, parameter_counts
 from shardckpt.state.document import Branch, Node, Tensor, Tied
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from shardckpt.format.record import CheckpointRecord
     from shardckpt.format.structure import StoredLayout
     from shardckpt.layout.mesh import Mesh
     from shardckpt.reading.checkpoint import Checkpoint
+    from shardckpt.reading.inspection.outline import OutlineEntry
 
 MOST_MESHES = 8
 MOST_METADATA = 20
@@ -30,6 +35,9 @@ MOST_SPECS = 30
 """Most lines of each kind in the text output; --json has all."""
 LONGEST_METADATA = 200
 """Most characters of a line of metadata."""
+LONGEST_WORD = 80
+"""Most characters of a text in the metadata that could be base64."""
+_ENCODED = re.compile(r"[A-Za-z0-9+/_=\s-]+")
 
 
 def lines(screen: Screen, checkpoint: Checkpoint, node: Node, *, depth: int | None = None, heading: bool = True) -> Iterator[str]:
@@ -42,36 +50,67 @@ def lines(screen: Screen, checkpoint: Checkpoint, node: Node, *, depth: int | No
 
 def _heading(screen: Screen, checkpoint: Checkpoint) -> Iterator[str]:
     record = checkpoint.record
-    totals = record.totals
-    stored = (
-        record.layout,
-        record.compression or "not compressed",
-        count(len(record.hosts), "host"),
-        count(totals["chunks"], "chunk"),
-        file_size(totals["stored_bytes"]),
-    )
-    facts = [
-        ("checkpoint", visible(str(checkpoint.location))),
-        ("created", visible(f"{record.created.replace('T', ' ').replace('+00:00', ' UTC')} by {record.writer}")),
-        ("holds", f"{count(totals['tensors'], 'tensor')}, {file_size(totals['bytes'])}"),
-        ("stored", ", ".join(stored)),
-        *_bases(checkpoint),
-    ]
+    facts = [("checkpoint", visible(str(checkpoint.location))), *_origin(checkpoint)]
+    facts += [("holds", _holds(record)), *_stored(checkpoint), *_bases(checkpoint)]
     meshes = _meshes(checkpoint)
     facts += [("mesh" if len(meshes) == 1 else f"mesh {i}", mesh_text(mesh)) for i, mesh in enumerate(meshes[:MOST_MESHES], 1)]
     if len(meshes) > MOST_MESHES:
         facts.append(("", f"… and {len(meshes) - MOST_MESHES:,} more meshes"))
-    metadata = [shortened(f"{visible(key)} = {json.dumps(value)}", LONGEST_METADATA) for key, value in record.metadata.items()]
+    metadata = [f"{visible(key)} = {_metadata_text(key, value)}" for key, value in record.metadata.items()]
     facts += [("metadata" if i == 0 else "", line) for i, line in enumerate(metadata[:MOST_METADATA])]
     if len(metadata) > MOST_METADATA:
         facts.append(("", f"… and {len(metadata) - MOST_METADATA:,} more"))
+    notes = [visible(note) for note in checkpoint.notes]
+    facts += [("notes" if i == 0 else "", line) for i, line in enumerate(notes[:MOST_METADATA])]
+    if len(notes) > MOST_METADATA:
+        facts.append(("", f"… and {len(notes) - MOST_METADATA:,} more; --json has all"))
     yield from screen.rows([[Cell(what, "dim"), Cell(value)] for what, value in facts], (10, 0))
 
 
+def _origin(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
+    """Time and writer of a checkpoint; of another format, its name."""
+    record = checkpoint.record
+    if checkpoint.native:
+        yield "created", visible(f"{record.created.replace('T', ' ').replace('+00:00', ' UTC')} by {record.writer}")
+    else:
+        yield "format", f"{checkpoint.format}, read in place"
+
+
+def _stored(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
+    """The form in which a checkpoint of shardckpt is stored."""
+    record, totals = checkpoint.record, checkpoint.record.totals
+    if not checkpoint.native:
+        return
+    parts = f"{count(len(record.hosts), 'part')}, " if len(record.hosts) > record.processes else ""
+    stored = record.layout, record.compression or "not compressed", count(record.processes, "host")
+    yield "stored", f"{', '.join(stored)}, {parts}{count(totals['chunks'], 'chunk')}, {file_size(totals['stored_bytes'])}"
+
+
+def _holds(record: CheckpointRecord) -> str:
+    """Tensors, bytes, and numbers of parameters."""
+    found = parameter_counts(record.structure.tensors.values())
+    parameters = [f"{number_text(found['model'])} parameters"] if found["model"] else []
+    parameters += [f"{number_text(found['optimizer'])} numbers of the optimizer"] if found["optimizer"] else []
+    return ", ".join([count(record.totals["tensors"], "tensor"), file_size(record.totals["bytes"]), *parameters])
+
+
+def _metadata_text(key: str, value: object) -> str:
+    """A value of the metadata in one line; encoded bytes by their names, or their length alone."""
+    if key == ENTRY and isinstance(value, dict):
+        return few([visible(str(name)) for name in value], 8)
+    if isinstance(value, str) and len(value) > LONGEST_WORD and _ENCODED.fullmatch(value):
+        return f"{len(value):,} characters of encoded bytes"
+    return shortened(json.dumps(value), LONGEST_METADATA)
+
+
 def _bases(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
-    """The tensors that lie in other checkpoints, for each of these."""
-    tensors = checkpoint.record.structure.tensors.values()
-    for base, place in zip(checkpoint.record.structure.bases, checkpoint.bases(), strict=True):
+    """The checkpoint that this one differs from; and the tensors that lie in other checkpoints, for each of these."""
+    tensors, chain = checkpoint.record.structure.tensors.values(), len(checkpoint.record.structure.chain)
+    places = checkpoint.bases()
+    if chain:
+        others = f", which needs {count(chain - 1, 'other checkpoint')}" if chain > 1 else ""
+        yield "differs", f"{count(sum(t.difference for t in tensors), 'tensor')} from {visible(places[0])}{others}"
+    for base, place in zip(checkpoint.record.structure.bases[chain:], places[chain:], strict=True):
         there = [t for t in tensors if t.base is not None and t.base.base == base]
         yield "base", f"{count(len(there), 'tensor')}, {file_size(sum(t.nbytes for t in there))} of that in {visible(place)}"
 
@@ -83,12 +122,12 @@ def _meshes(checkpoint: Checkpoint) -> list[Mesh]:
 
 
 class _Tree:
-    """A tree as lines: guides and the last components of names, with columns beside them."""
+    """An outline as lines: guides and labels, with columns beside them."""
 
     def __init__(self, screen: Screen, checkpoint: Checkpoint, root: Node, depth: int | None) -> None:
         self.screen = screen
         self.tensors = checkpoint.record.structure.tensors
-        self.root = root
+        self.root = outline(checkpoint, root)
         self.depth = depth
         self.meshes = _meshes(checkpoint)
         self.specs: dict[int, str] = {}
@@ -96,7 +135,6 @@ class _Tree:
         self.legend: dict[str, str] | None = None
         """Description of each number in the legend; None while the table shows the descriptions themselves."""
         self.numbers: dict[str, str] = {}
-        self.totals = node_totals(checkpoint, root)
 
     def lines(self) -> Iterator[str]:
         """All lines. If the specs do not fit the width, they become numbers, with a legend below."""
@@ -113,27 +151,19 @@ class _Tree:
                 yield f"… and {len(self.legend) - MOST_SPECS:,} more"
 
     def _rows(self) -> Iterator[list[Cell]]:
-        root = self.root
-        top = [Cell(visible(root.name) or ".", "bold blue" if isinstance(root, Branch) else "bold"), *self._facts(root)]
-        yield top
-        stack = [(child, "", last, 1) for child, last in self._children(root, 0)]
-        while stack:
-            node, guide, is_last, depth = stack.pop()
-            component = visible(node.name.rpartition("/")[2])
-            yield [Cell(f"{guide}{'└─' if is_last else '├─'} {component}", "blue" if isinstance(node, Branch) else ""), *self._facts(node)]
-            below = guide + ("   " if is_last else "│  ")
-            stack.extend((child, below, last, depth + 1) for child, last in self._children(node, depth))
+        top = self.root
+        yield [Cell(visible(top.name) or ".", "bold blue" if top.children else "bold"), *self._facts(top, 1)]
+        for entry, guide, times in walk(top, self.depth):
+            style = "blue" if entry.children or isinstance(entry.node, Branch) else ""
+            yield [Cell(f"{guide}{visible(entry.label)}", style), *self._facts(entry, times)]
 
-    def _children(self, node: Node, depth: int) -> list[tuple[Node, bool]]:
-        """Children to show, last first, each with whether it is the last."""
-        if not isinstance(node, Branch) or (self.depth is not None and depth >= self.depth):
-            return []
-        return [(child, i == 0) for i, child in enumerate(reversed(node.children))]
-
-    def _facts(self, node: Node) -> list[Cell]:
-        """The cells of a node: for a tensor shape, dtype, size and spec."""
-        if isinstance(node, Branch):
-            return [Cell(self._inside(node), "dim"), Cell(""), Cell(""), Cell("")]
+    def _facts(self, entry: OutlineEntry, times: int) -> list[Cell]:
+        """The cells of an entry that stands for as many nodes: for a tensor shape, dtype, size and spec."""
+        node = entry.node
+        if entry.values is not None:
+            return [Cell(visible(entry.values), "yellow"), Cell(""), Cell(""), Cell("")]
+        if node is None or isinstance(node, Branch):
+            return [Cell(_inside(entry, times), "dim"), Cell(""), Cell(""), Cell("")]
         if isinstance(node, Tied):
             return [Cell(f"= {visible(node.stored)}", "dim"), Cell(""), Cell(""), Cell("")]
         if isinstance(node, Tensor):
@@ -141,21 +171,11 @@ class _Tree:
             return [
                 Cell(shape_text(t.shape), "cyan"),
                 Cell(t.dtype.name, "green"),
-                Cell(file_size(t.nbytes), right=True),
+                Cell(f"{'' if times == 1 else f'{times:,} × '}{file_size(t.nbytes)}", right=True),
                 Cell(f"{self._spec(t.layout)} {'' if t.base is None else f'in {visible(t.base.base.url)}'}".strip(), "magenta"),
             ]
         kind, value = leaf_text(node)
         return [Cell(visible(f"{value}  {kind}".strip()), "yellow"), Cell(""), Cell(""), Cell("")]
-
-    def _inside(self, node: Branch) -> str:
-        """Summary of a container's contents."""
-        total = self.totals[id(node)]
-        facts: list[str] = [node.form] if node.form != "dict" else []
-        if not node.children:
-            facts = [f"empty {node.form}"]
-        if total.tensors:
-            facts += [count(total.tensors, "tensor"), file_size(total.nbytes)]
-        return ", ".join(facts)
 
     def _spec(self, layout: StoredLayout | None) -> str:
         """The description of a layout, or its number in the legend."""
@@ -173,3 +193,15 @@ class _Tree:
             self.numbers[text] = f"[{len(self.numbers) + 1}]"
             self.legend[self.numbers[text]] = text
         return self.numbers[text]
+
+
+def _inside(entry: OutlineEntry, times: int) -> str:
+    """Summary of a container's or group's contents; of one that repeats, of all that it stands for."""
+    node = entry.node
+    facts: list[str] = [node.form] if isinstance(node, Branch) and node.form != "dict" else []
+    if isinstance(node, Branch) and not node.children:
+        facts = [f"empty {node.form}"]
+    if entry.tensors:
+        outer = times // entry.repeats
+        facts += [count(entry.tensors * outer, "tensor"), file_size(entry.nbytes * outer)]
+    return ", ".join(facts)

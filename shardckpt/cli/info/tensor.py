@@ -41,7 +41,10 @@ def lines(screen: Screen, checkpoint: Checkpoint, name: str) -> Iterator[str]:
             facts += [("mesh", mesh_text(info.layout.mesh)), ("spec", spec_text(info.layout))]
         facts.append(("OpSharding", op_sharding_text(info.layout, len(info.shape))))
     facts += [("tied to", visible(other)) for other in info.tied_names]
-    facts.append(("open with", visible(f"tensorstore.open({checkpoint.stock_spec(name)!r})")))
+    if tensor.difference:
+        facts.append(("differs", f"chunks may be differences from those in {visible(checkpoint.bases()[0])}"))
+    if checkpoint.has_stock_reader(name):
+        facts.append(("open with", visible(f"tensorstore.open({checkpoint.stock_spec(name)!r})")))
     yield from screen.rows([[Cell(what, "dim"), Cell(value, "bold" if what == "tensor" else "")] for what, value in facts], (10, 0))
     yield ""
     if info.layout is None:

@@ -7,24 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shardckpt.cli.reshard_options import (
-    Compress,
-    Dtypes,
-    HfConfig,
-    Like,
-    MemoryLimit,
-    MeshText,
-    Only,
-    Preset,
-    RulesFile,
-    RuleTexts,
-    StoredAs,
-    Unmatched,
-    Workers,
-    parse_dtypes,
-    parse_rules,
-)
+from shardckpt.cli.options import takes
 from shardckpt.cli.screen import Screen, write_json
+from shardckpt.reshard.options import ReshardOptions
 
 if TYPE_CHECKING:
     from shardckpt.reading.checkpoint import Checkpoint
@@ -32,26 +17,15 @@ if TYPE_CHECKING:
     from shardckpt.reshard.forecast.rates import Rates
 
 
+@takes(ReshardOptions, without=("engine", "worker", "overwrite", "verify"))
 def plan(
-    source: Annotated[str, typer.Argument(metavar="SRC", help="A checkpoint: a path or url.")],
+    source: Annotated[str, typer.Argument(metavar="SRC", help="A checkpoint of any format: a path or url.")],
     destination: Annotated[
         str | None,
-        typer.Argument(metavar="[DST]", help="The place of the new checkpoint, if the speed of writing there is to be measured."),
+        typer.Argument(metavar="DST", help="The place of the new checkpoint, if the speed of writing there is to be measured."),
     ] = None,
     *,
-    mesh: MeshText = None,
-    rule: RuleTexts = None,
-    rules: RulesFile = None,
-    preset: Preset = None,
-    hf_config: HfConfig = None,
-    like: Like = None,
-    unmatched: Unmatched = None,
-    layout: StoredAs = None,
-    compress: Compress = None,
-    dtype: Dtypes = None,
-    only: Only = None,
-    workers: Workers = None,
-    memory_limit: MemoryLimit = "512MiB",
+    given: dict[str, Any],
     devices_per_host: Annotated[
         int | None,
         typer.Option(
@@ -69,28 +43,18 @@ def plan(
 ) -> None:
     """Show what a reshard would do and cost.
 
-    SRC and DST do not change. To measure rates, at most 64 MiB of SRC are read, and 32 MiB are written beside DST and deleted.
+    SRC and DST do not change. A SRC of another format would be imported (`shardckpt import`), with the same options. To measure
+    rates, at most 64 MiB of SRC are read, and 32 MiB are written beside DST and deleted.
     """
     from shardckpt.cli.opening import open_checkpoint
     from shardckpt.cli.plan import lines as plan_lines
     from shardckpt.io.url import parse
-    from shardckpt.reshard.execute import all_rules
     from shardckpt.reshard.forecast.document import document
     from shardckpt.reshard.forecast.forecast import forecast, known_places
     from shardckpt.reshard.job import check_destination
-    from shardckpt.reshard.options import ReshardOptions
     from shardckpt.reshard.plan import plan_reshard
-    from shardckpt.reshard.rules import parse_mesh
 
-    otherwise: Any = unmatched
-    choices: dict[str, Any] = {"layout": layout, "compression": compress, "only": only or None, "workers": workers}
-    options = ReshardOptions(
-        mesh=None if mesh is None else parse_mesh(mesh),
-        rules=all_rules(parse_rules(rule, rules, preset, hf_config), like, otherwise),
-        dtype=parse_dtypes(dtype),
-        memory_limit=memory_limit,
-        **choices,
-    )
+    options = ReshardOptions(**ReshardOptions.arguments(given))
     checkpoint, place = open_checkpoint(source), None if destination is None else parse(destination)
     if place is not None:
         check_destination(place)

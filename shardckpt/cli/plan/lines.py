@@ -222,10 +222,10 @@ def explained(plan: ReshardPlan, checkpoint: Checkpoint, name: str) -> dict[str,
 def explanation(plan: ReshardPlan, options: ReshardOptions, doc: dict[str, Any]) -> Iterator[str]:
     """The explanation as text: every rule that was tried, if there are rules."""
     name = doc["name"]
-    if options.rules is not None:
+    if options.decided is not None:
         shapes = {name: tensor.shape for name, tensor in plan.target.tensors.items()}
         itemsize = plan.target.tensors[name].dtype.itemsize
-        yield from map(visible, options.rules.explain(name, shapes, options.mesh, itemsize=itemsize).splitlines())
+        yield from map(visible, options.decided.explain(name, shapes, options.mesh, itemsize=itemsize).splitlines())
         yield ""
     else:
         yield f"{visible(name)}, shape {tuple(doc['shape'])}"

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from shardckpt.errors import AlreadyExistsError
+from shardckpt.excerpt import Message, named
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -98,6 +99,9 @@ class Destination(Protocol):
         ...
 
 
+OVERWRITE = named("overwrite", True)
+
+
 def already_exists(place: object) -> AlreadyExistsError:
     """The error for a file or directory that may not be replaced."""
-    return AlreadyExistsError(f"{place} is there already; choose another place, or replace it with overwrite=True.")
+    return AlreadyExistsError(Message(f"{place} is there already; choose another place, or replace it with ", OVERWRITE, "."))

@@ -15,7 +15,7 @@ import shutil
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from shardckpt.convert.files.destination import already_exists
+from shardckpt.convert.files.destination import OVERWRITE, already_exists
 from shardckpt.convert.files.replacement import (
     COMPLETE,
     COPY,
@@ -27,7 +27,7 @@ from shardckpt.convert.files.replacement import (
     settle,
 )
 from shardckpt.errors import AlreadyExistsError, OptionError, StorageError
-from shardckpt.excerpt import file_size
+from shardckpt.excerpt import Message, file_size
 from shardckpt.io.datafile import lack_of_space
 from shardckpt.io.descriptor import OpenFile
 from shardckpt.io.failures import storage_errors
@@ -69,11 +69,11 @@ class Draft:
             AlreadyExistsError: something exists there, and may not be replaced.
             StorageError: there is no room, or no permission to write there.
         """
-        if location.local is None:
+        if location.local_path is None:
             raise OptionError(
                 f"{location}: this format is written to a local disk only; export it there and upload the result, or export safetensors."
             )
-        self.final: Path = location.local
+        self.final: Path = location.local_path
         self._marks = None if marks is None else frozenset(marks)
         self._overwrite = overwrite
         self._replacing = False
@@ -147,18 +147,15 @@ class Draft:
         if not self._overwrite:
             if not self._finished:
                 raise already_exists(self.final)
-            raise AlreadyExistsError(
-                f"{already_exists(self.final)} An export that was to replace it was killed just before that; it is finished, in "
-                f"{self._finished[0]}."
-            )
+            killed = " An export that was to replace it was killed just before that; it is finished, in "
+            raise AlreadyExistsError(Message(already_exists(self.final).message, killed, f"{self._finished[0]}."))
         if self._marks is None:
             if not is_file(self.final):
-                raise AlreadyExistsError(f"{self.final} is not a file, and overwrite=True replaces files only; choose another place.")
+                advice = " replaces files only; choose another place."
+                raise AlreadyExistsError(Message(f"{self.final} is not a file, and ", OVERWRITE, advice))
         elif not is_directory(self.final) or is_link(self.final) or not _holds_any(self.final, self._marks):
-            raise AlreadyExistsError(
-                f"{self.final} is not an earlier export (it has no {' or '.join(sorted(self._marks))}), so overwrite=True does not "
-                f"replace it; remove it, or choose another place."
-            )
+            reason = f"{self.final} is not an earlier export (it has no {' or '.join(sorted(self._marks))}), so "
+            raise AlreadyExistsError(Message(reason, OVERWRITE, " does not replace it; remove it, or choose another place."))
 
     def _settle_leftovers(self) -> list[Path]:
         """The drafts of killed exports. If the final name is free, a finished directory among them gets it first."""
@@ -186,10 +183,17 @@ class Draft:
             self._remove(draft.with_suffix(suffix))
         replaced = draft.with_suffix(REPLACED)
         if named and not self._overwrite and exists(replaced, follow=False):
+            killed = " was killed just before this finished directory had its name, and it has the name now. The directory that it "
             raise AlreadyExistsError(
-                f"{self.final} is there already: an export with overwrite=True was killed just before this finished directory had "
-                f"its name, and it has the name now. The directory that it replaces is {replaced}; the next export with "
-                f"overwrite=True removes it. Choose another place, or replace both with overwrite=True."
+                Message(
+                    f"{self.final} is there already: an export with ",
+                    OVERWRITE,
+                    f"{killed}replaces is {replaced}; the next export with ",
+                    OVERWRITE,
+                    " removes it. Choose another place, or replace both with ",
+                    OVERWRITE,
+                    ".",
+                )
             )
 
     def _remove(self, path: Path) -> None:

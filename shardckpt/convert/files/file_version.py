@@ -158,9 +158,9 @@ def file_at(location: Location) -> FileVersion | None:
     Raises:
         StorageError: its metadata cannot be read, or it is a pipe or device.
     """
-    above = location.parent
-    found = None if location.local is None else status(location.local)
-    if above is None or (location.local is not None and (found is None or stat.S_ISDIR(found.st_mode))):
+    above, path = location.parent, location.local_path
+    found = None if path is None else status(path)
+    if above is None or (path is not None and (found is None or stat.S_ISDIR(found.st_mode))):
         return None
     try:
         return FileVersion(Store.open(above), location.name)

@@ -11,8 +11,8 @@ from shardckpt.errors import CorruptionError
 from shardckpt.io.failures import storage_errors
 from shardckpt.io.threads import run_on_threads
 from shardckpt.plan.pieces import batches
-from shardckpt.reshard.memory import READERS
 from shardckpt.state.names import shown
+from shardckpt.streaming.memory import READERS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

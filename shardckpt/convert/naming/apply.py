@@ -1,7 +1,7 @@
 """Applying the rules for names to a checkpoint: the tensors to write, their names, sources and dtypes.
 
 1. `include` and `exclude` select tensors, by their names in the source.
-2. Names change: `strip_prefix`, `rename_file`, `rename` (`renaming`). For an export the keys of nested containers are joined with ".".
+2. Names change: a prefix goes, `rename_file`, `rename` (`renaming`). For an export the keys of nested containers are joined with ".".
 3. One name of each tied tensor is kept (`ties`).
 4. `mapping` joins or splits tensors (`mapping`), and `add_prefix` is put in front of all names.
 5. `dtype` converts, by the new names.
@@ -16,7 +16,7 @@ from shardckpt.convert.naming.choose import read_naming
 from shardckpt.convert.naming.renamed_state import end_names
 from shardckpt.convert.naming.ties import first_names
 from shardckpt.errors import NamesMismatchError
-from shardckpt.excerpt import few, given
+from shardckpt.excerpt import Message, few, given
 from shardckpt.reading.naming.renaming import dotted, rename
 from shardckpt.reshard.dtype_rules import plan_dtypes
 from shardckpt.reshard.optimizer_state import optimizer_state
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
     from typing import NoReturn
 
-    from shardckpt.convert.naming.choose import NameOptions
+    from shardckpt.convert.options import NameOptions
     from shardckpt.format.structure import Structure
     from shardckpt.reading.naming.outputs import OutputTensor
     from shardckpt.reshard.dtype_rules import ConvertedSubtree
@@ -50,7 +50,7 @@ class Outputs:
     """Tensors that `dtype` converts and leaves, counted by subtree of the new names."""
 
 
-def outputs_of(structure: Structure, options: NameOptions, where: str, *, importing: bool = False) -> Outputs:
+def outputs_of(structure: Structure, options: NameOptions, where: str, *, importing: bool = False, config: object = None) -> Outputs:
     """The outputs of a checkpoint, shardckpt's or a foreign one.
 
     Args:
@@ -59,13 +59,14 @@ def outputs_of(structure: Structure, options: NameOptions, where: str, *, import
         where: location of the checkpoint, for messages.
         importing: whether the new names belong to a state. Then "/" still separates its containers, its small leaves and empty
             containers are selected and renamed, too, and tied names stay tied.
+        config: the model's configuration, as the checkpoint has it; None: it has none.
 
     Raises:
         OptionError: a file cannot be read, or a rule matches nothing.
         NamesMismatchError: nothing is selected, a part is missing, or two tensors would have one name.
         ShapeMismatchError, DtypeMismatchError: tensors do not fit a rule.
     """
-    naming, tree = read_naming(options), structure.tree
+    naming, tree = read_naming(options, config), structure.tree
 
     # Select.
     stored = {name: name for name in structure.tensors} | alias_map(tree)
@@ -111,10 +112,10 @@ def outputs_of(structure: Structure, options: NameOptions, where: str, *, import
     )
 
 
-def _refuse_selection(names: list[str], where: str, asked: str) -> NoReturn:
+def _refuse_selection(names: list[str], where: str, asked: Message) -> NoReturn:
     if not names:
         raise NamesMismatchError(f"{where}: it has no tensors, and such files hold only tensors.")
-    raise NamesMismatchError(f"{where}: {asked} selects none of its {len(names)} tensors, which are {few(names)}.")
+    raise NamesMismatchError(Message(f"{where}: ", asked, f" selects none of its {len(names)} tensors, which are {few(names)}."))
 
 
 def _notes_of_leaves(leaves: Sequence[str], meant: Mapping[str, str]) -> Iterator[str]:

@@ -1,10 +1,10 @@
 """Requests about the objects of a bucket: reads into given memory, conditional writes, deletions, listings and copies.
 
-`open_bucket` returns the client of the bucket's service, `gcs` or `s3_client`. Each of its methods waits for the rate limit, makes
+`open_bucket` returns the client of the bucket's service. Each of its methods waits for the rate limit, makes
 one request, and repeats it by the rule of `Retry`. Bytes go from the caller's buffers to the connection and back, without a copy of
 the object. (TensorStore copies each value that it writes or reads.) Requests run on the thread that calls; many threads may call.
 
-A *generation* is the version of an object: a number on Cloud Storage, an ETag on S3, and `ABSENT` where there is no object.
+A *generation* is the version of an object: a number on Cloud Storage, an ETag on S3 and Azure, and `ABSENT` where there is no object.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ _CONTROL = re.compile(r"[\r\n]")
 _CLIENTS = {
     "gs": ("shardckpt.io.buckets.gcs", "GcsBucket"),
     "s3": ("shardckpt.io.buckets.s3_client", "S3Bucket"),
+    "az": ("shardckpt.io.stores.azure", "AzureContainer"),
+    "abfs": ("shardckpt.io.stores.azure", "AzureContainer"),
     "http": ("shardckpt.io.buckets.web", "HttpServer"),
     "https": ("shardckpt.io.buckets.web", "HttpsServer"),
 }
@@ -179,6 +181,23 @@ class Bucket(ABC):
             raise OSError("invalid object name")
         retry = retry or Retry()
         return self._call("write", lambda: self._put(name, parts, generation, retry), share, retry)
+
+    def create_anew(self, name: str, make: Callable[[], bytes]) -> bool | None:
+        """Create an object with new contents at each try, so that a version that was removed between two tries never comes back.
+
+        Args:
+            name: its name.
+            make: makes the object's bytes; never the same twice.
+
+        Returns:
+            Whether this created it; False if an object exists, maybe from an earlier try whose response was lost. None, without a
+            request, where generations never recur: `write` does the same there.
+
+        Raises:
+            OSError: the service failed or refused.
+        """
+        del name, make
+        return None
 
     def delete(self, name: str, share: RequestShare = ALONE) -> None:
         """Delete an object, if there is one."""

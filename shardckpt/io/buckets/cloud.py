@@ -22,6 +22,14 @@ S3 and compatible services (`s3://`, needs the extra `shardckpt[s3]`):
   enforce `If-Match` and `If-None-Match` on PUT; otherwise two concurrent saves can both report that they have committed.
 - `AWS_REGION` or `AWS_DEFAULT_REGION` is the bucket's region. Without it AWS is asked, and another endpoint gets us-east-1.
 
+Azure (`az://` and `abfs://`, needs the extra `shardckpt[azure]`):
+
+- obstore reads the variables; its documentation of `AzureConfig` names all of them. An `abfs://` url names the account, for `az://`
+  it is `AZURE_STORAGE_ACCOUNT_NAME`. Credentials are `AZURE_STORAGE_ACCOUNT_KEY`, `AZURE_STORAGE_SAS_TOKEN`, or a client's
+  (`AZURE_CLIENT_ID`, `AZURE_TENANT_ID`, and `AZURE_CLIENT_SECRET` or `AZURE_FEDERATED_TOKEN_FILE`), otherwise the
+  machine's managed identity.
+- `AZURE_STORAGE_ENDPOINT` sets another endpoint, with the account's name in its path if the service needs that.
+
 Web servers (`http://` and `https://`, read-only, need the extra `shardckpt[http]`):
 
 - `SHARDCKPT_HTTP_HEADERS`: headers to send, one a line, after the origin that may get them:
@@ -54,12 +62,15 @@ from typing import Any, Literal
 from urllib.parse import quote
 
 from shardckpt.errors import MissingExtraError, OptionError, StorageError
+from shardckpt.excerpt import install_command
 from shardckpt.io.buckets.rate_limit import ALONE, RateLimiter, RequestShare
 from shardckpt.io.status import exists
 
 _EXTRAS = {
     "gs": ("google.auth", "google-auth", "gcs"),
     "s3": ("botocore", "botocore", "s3"),
+    "az": ("obstore", "obstore", "azure"),
+    "abfs": ("obstore", "obstore", "azure"),
     "http": ("urllib3", "urllib3", "http"),
     "https": ("urllib3", "urllib3", "http"),
 }
@@ -94,7 +105,7 @@ def prepare(scheme: str) -> None:
     """
     module, package, extra = _EXTRAS[scheme]
     if not _is_installed(module):
-        raise MissingExtraError(f"{scheme}:// needs {package}; install shardckpt[{extra}].")
+        raise MissingExtraError(f"{scheme}:// needs {package}; install it with `{install_command(extra)}`.")
     for kind in BUCKET:
         _limiter(kind, ALONE)
     os.environ.setdefault("TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS", str(round(stalled_seconds())))

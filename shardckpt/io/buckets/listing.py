@@ -28,9 +28,9 @@ PROBE = ".now-"
 
 
 def children(location: Location, prefix: str = "") -> list[str]:
-    """The names directly below `prefix` on an object store, as `Store.list_children` returns them. A web server shows nothing."""
+    """The names directly below `prefix` on an object store, as `Store.list_children` returns them."""
     found: set[str] = set()
-    for page in () if location.is_web else pages(location, prefix, delimiter="/"):
+    for page in pages(location, prefix, delimiter="/"):
         found.update(name.removeprefix(prefix) for name in page.prefixes)
         found.update(file.name.removeprefix(prefix) for file in page.objects)
     return sorted(found - {""})

@@ -62,6 +62,11 @@ def note_answer(service: str) -> None:
     _failing.discard(service)
 
 
+def has_answered(service: str) -> bool:
+    """Whether a service, or a bucket, has answered this process."""
+    return service in _answered
+
+
 class Retry:
     """Makes requests until they succeed. Safe to use from several threads."""
 

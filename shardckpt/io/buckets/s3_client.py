@@ -34,7 +34,6 @@ from shardckpt.io.buckets.retry import NoBucketError, PassingError, Retry, note_
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from shardckpt.io.url import Location
 
 _PASSING = {*cloud.PASSING, 409}
 """Statuses of temporary refusals; 409 is a conflict of two conditional writes."""
@@ -83,6 +82,16 @@ class S3Bucket(Bucket):
     def service(self) -> str:
         """The endpoint; AWS has one for each region."""
         return cloud.endpoint_of("s3") or "https://s3.amazonaws.com"
+
+    def create_anew(self, name: str, make: Callable[[], bytes]) -> bool:
+        """See `Bucket`: an ETag is a digest, so the same bytes would have the same one."""
+        try:
+            self.ask("put_object", name, kind="write", retry=Retry(), body=make, IfNoneMatch="*")
+        except RefusedError as e:
+            if e.status == _CHANGED:
+                return False
+            raise
+        return True
 
     def delete_if(self, name: str, generation: bytes) -> bool:
         """Delete an object if it has this ETag; whether this call did. False also where the service ignores the condition."""
@@ -227,31 +236,6 @@ class S3Bucket(Bucket):
         note_answer(self.service)
         note_answer(f"{self.service}/{self.name}")
         return answer
-
-
-def create_anew(location: Location, key: str, make: Callable[[], bytes]) -> bool:
-    """Create an object with new contents at each try, so that a version that was removed between two tries never comes back.
-
-    Args:
-        location: a location in a bucket of S3.
-        key: key of the object, relative to it.
-        make: makes the object's bytes; never the same twice.
-
-    Returns:
-        Whether this created it; False if an object exists, maybe from an earlier try whose response was lost.
-
-    Raises:
-        OSError: the service failed or refused.
-    """
-    assert location.bucket is not None
-    bucket = S3Bucket(location.bucket)
-    try:
-        bucket.ask("put_object", location.object_prefix + key, kind="write", retry=Retry(), body=make, IfNoneMatch="*")
-    except RefusedError as e:
-        if e.status == _CHANGED:
-            return False
-        raise
-    return True
 
 
 def checksum_of(parts: Sequence[memoryview], algorithm: str) -> dict[str, str]:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, Self
 
 from shardckpt.errors import AlreadyExistsError, StorageError
+from shardckpt.excerpt import Message, named
 
 if TYPE_CHECKING:
     from shardckpt.format.documents import Fields
@@ -131,7 +132,8 @@ def new_token() -> str:
 
 def already_exists(place: Location) -> AlreadyExistsError:
     """The error for an object that exists and must not be replaced."""
-    return AlreadyExistsError(f"{place} exists already and stays as it is; to replace it, pass overwrite=True, or write to another place.")
+    advice = f"{place} exists already and stays as it is; to replace it, pass "
+    return AlreadyExistsError(Message(advice, named("overwrite", True), ", or write to another place."))
 
 
 def vanished(place: Location) -> StorageError:

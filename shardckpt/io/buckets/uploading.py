@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from shardckpt.errors import BudgetError
-from shardckpt.excerpt import file_size, mebibytes_above
+from shardckpt.excerpt import Message, file_size, mebibytes_above, named_size
 from shardckpt.io.buckets import cloud
 from shardckpt.io.buffers import BufferPool, Lease
 from shardckpt.io.failures import storage_errors
@@ -57,10 +57,8 @@ def part_size(nbytes: int, memory_limit: int) -> int:
     """
     needed = max(SMALLEST, -(-nbytes // MOST_PARTS // MiB) * MiB)
     if 2 * needed > memory_limit:
-        raise BudgetError(
-            f"An upload of {file_size(nbytes)} holds two parts of at least {file_size(needed)} in memory, which is more than "
-            f"memory_limit={file_size(memory_limit)}; raise it to {mebibytes_above(2 * needed)}."
-        )
+        reason = f"An upload of {file_size(nbytes)} holds two parts of at least {file_size(needed)} in memory, which is more than "
+        raise BudgetError(Message(reason, named_size("memory_limit", memory_limit), f"; raise it to {mebibytes_above(2 * needed)}."))
     return max(needed, min(LARGEST, memory_limit // BUFFERS // MiB * MiB))
 
 

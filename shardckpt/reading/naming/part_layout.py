@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from shardckpt.layout.box import Box
+from shardckpt.layout.box import Box, with_range
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -138,9 +138,9 @@ class PartLayout:
         """The boxes of all parts and their places in the whole, in the order of the stacked indices and the runs."""
         dimensions = _inverse(self.permutation)
         for row in range(1 if self.stack is None else self.shape[self.stack]):
-            layer = Box.full(self.shape) if self.stack is None else _with_range(Box.full(self.shape), self.stack, row, row + 1)
+            layer = Box.full(self.shape) if self.stack is None else with_range(Box.full(self.shape), self.stack, row, row + 1)
             for run in self.runs:
-                in_run = layer if self.axis is None else _with_range(layer, self.axis, run.place, run.place + run.length)
+                in_run = layer if self.axis is None else with_range(layer, self.axis, run.place, run.place + run.length)
                 shifts = [run.start - run.place if d == self.axis else 0 for d in dimensions]
                 for box in self._within_unfolded(in_run):
                     start = tuple([box.start[d] + by for d, by in zip(dimensions, shifts, strict=True)])
@@ -156,7 +156,7 @@ class PartLayout:
         first, last = box.start[at], box.stop[at]
         while first < last:
             end = min(last, (first // width + 1) * width)
-            yield _with_range(box, at, first, end)
+            yield with_range(box, at, first, end)
             first = end
 
     def _unfolded(self, box: Box) -> Box:
@@ -167,11 +167,6 @@ class PartLayout:
         index, first = divmod(box.start[at], width)
         last = first + box.stop[at] - box.start[at]
         return Box((*box.start[:at], index, first, *box.start[at + 1 :]), (*box.stop[:at], index + 1, last, *box.stop[at + 1 :]))
-
-
-def _with_range(box: Box, d: int, start: int, stop: int) -> Box:
-    """A box with another range of one dimension."""
-    return Box((*box.start[:d], start, *box.start[d + 1 :]), (*box.stop[:d], stop, *box.stop[d + 1 :]))
 
 
 def _inverse(permutation: Sequence[int | None]) -> tuple[int, ...]:

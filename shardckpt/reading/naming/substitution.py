@@ -16,11 +16,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from shardckpt.errors import OptionError
-from shardckpt.excerpt import excerpt
+from shardckpt.excerpt import Message, excerpt, named
 from shardckpt.state.names import shown
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from shardckpt.excerpt import NamedOption
 
 LONGEST = 1000
 """Most characters of a substitution, and of a name that it is applied to: some expressions need time exponential in them."""
@@ -34,11 +36,11 @@ class Substitution:
 
     >>> parse_substitution(r"s/^layers\.(\d+)/h.\1/").of("layers.3.w")
     'h.3.w'
-    >>> without_prefix("model/").of("model.norm")
+    >>> without_prefix("model/", named("prefix", "model/")).of("model.norm")
     'norm'
     """
 
-    origin: str
+    origin: NamedOption
     """The option that it was made of, for messages."""
     regex: re.Pattern[str]
     replacement: tuple[int | str, ...] = ()
@@ -55,7 +57,7 @@ class Substitution:
             OptionError: the name is too long to be safe.
         """
         if len(name) > self.longest:
-            raise OptionError(f"{self.origin}: a name of {len(name)} characters is too long for it: {excerpt(name)}.")
+            raise OptionError(Message(self.origin, f": a name of {len(name)} characters is too long for it: {excerpt(name)}."))
         renamed, times = self.regex.subn(self._text, name, count=self.count)
         return renamed if times else None
 
@@ -75,22 +77,16 @@ class Substitution:
         changed = {old: name for old, name in renamed.items() if name is not None}
         if not changed:
             first = shown(next(iter(present.values()), ""))
-            raise OptionError(f"{self.origin}: it matches none of {len(present)} names, such as {first}; correct it.")
+            raise OptionError(Message(self.origin, f": it matches none of {len(present)} names, such as {first}; correct it."))
         return {**changed}
 
     def _text(self, found: re.Match[str]) -> str:
         return "".join(token if isinstance(token, str) else found[token] or "" for token in self.replacement)
 
 
-def without_prefix(prefix: object) -> Substitution:
-    """The substitution that removes a prefix such as "model/", or "model.", which means the same.
-
-    Raises:
-        OptionError: the prefix is not text.
-    """
-    if not isinstance(prefix, str) or not prefix:
-        raise OptionError(f"strip_prefix={excerpt(prefix)}: give the beginning of names, such as 'model/'.")
-    return Substitution(f"strip_prefix={prefix!r}", re.compile(rf"\A(?:{re.escape(prefix)}|{re.escape(prefix.replace('/', '.'))})"))
+def without_prefix(prefix: str, origin: NamedOption) -> Substitution:
+    """The substitution that removes a prefix such as "model/", or "model.", which means the same."""
+    return Substitution(origin, re.compile(rf"\A(?:{re.escape(prefix)}|{re.escape(prefix.replace('/', '.'))})"))
 
 
 def parse_substitutions(rename: object) -> tuple[Substitution, ...]:
@@ -101,7 +97,7 @@ def parse_substitutions(rename: object) -> tuple[Substitution, ...]:
     """
     texts = (rename,) if isinstance(rename, str) else rename
     if not isinstance(texts, list | tuple):
-        raise OptionError(f"rename={excerpt(rename)}: give s/regex/replacement/, or a list of them.")
+        raise OptionError(Message(named("rename", rename), ": give s/regex/replacement/, or a list of them."))
     return tuple(map(parse_substitution, texts))
 
 
@@ -111,29 +107,30 @@ def parse_substitution(text: object) -> Substitution:
     Raises:
         OptionError: the text is not a valid substitution.
     """
-    origin = f"rename={excerpt(text)}"
+    origin = named("rename", text)
     if not isinstance(text, str) or len(text) < 2 or text[0] != "s" or text[1].isalnum() or text[1] in "\\\n ":
-        raise OptionError(f"{origin}: write it as sed does, s/regex/replacement/.")
+        raise OptionError(Message(origin, ": write it as sed does, s/regex/replacement/."))
     if len(text) > LONGEST:
-        raise OptionError(f"{origin}: it has {len(text)} characters, and at most {LONGEST} are read; use several.")
+        raise OptionError(Message(origin, f": it has {len(text)} characters, and at most {LONGEST} are read; use several."))
     parts = _parts(text[2:], text[1])
     if len(parts) != 3:
-        raise OptionError(f"{origin}: the separator {text[1]!r} must occur three times, as in s{text[1]}regex{text[1]}new{text[1]}.")
+        example = f"s{text[1]}regex{text[1]}new{text[1]}"
+        raise OptionError(Message(origin, f": the separator {text[1]!r} must occur three times, as in {example}."))
     regex, replacement, flags = parts
     odd = [flag for flag in flags if flag not in _FLAGS or flags.count(flag) > 1]
     if odd:
-        raise OptionError(f"{origin}: {odd[0]!r} is no flag, or is repeated; the flags are g (everywhere) and i (any case).")
+        raise OptionError(Message(origin, f": {odd[0]!r} is no flag, or is repeated; the flags are g (everywhere) and i (any case)."))
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # about syntax that may change in a later Python
             compiled = re.compile(regex, sum(_FLAGS[flag] for flag in flags))
     except (re.error, RecursionError, OverflowError) as error:
-        raise OptionError(f"{origin}: {excerpt(regex)} is no regular expression: {error}.") from error
+        raise OptionError(Message(origin, f": {excerpt(regex)} is no regular expression: {error}.")) from error
     tokens = tuple(_token(found) for found in _REPLACED.finditer(replacement))
     group = max((token for token in tokens if isinstance(token, int)), default=0)
     if group > compiled.groups:
-        raise OptionError(f"{origin}: there is no group \\{group}: {excerpt(regex)} has {compiled.groups}.")
-    return Substitution(f"rename={text!r}", compiled, tokens, 0 if "g" in flags else 1, LONGEST)
+        raise OptionError(Message(origin, f": there is no group \\{group}: {excerpt(regex)} has {compiled.groups}."))
+    return Substitution(origin, compiled, tokens, 0 if "g" in flags else 1, LONGEST)
 
 
 def _parts(text: str, delimiter: str) -> list[str]:

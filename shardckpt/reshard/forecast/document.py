@@ -27,7 +27,9 @@ def document(found: Forecast) -> dict[str, Any]:
         "source": {
             "url": found.url,
             "attempt": record.attempt,
+            "format": "shardckpt" if found.native else record.writer,
             "hosts": len(record.hosts),
+            "processes": record.processes,
             "layout": record.layout,
             "compression": record.compression,
             "tensors": record.totals.get("tensors", len(record.structure.tensors)),

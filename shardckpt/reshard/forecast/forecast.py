@@ -12,7 +12,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from shardckpt.commit.publish import published_attempt
-from shardckpt.io.store import Store
+from shardckpt.excerpt import file_size, visible
+from shardckpt.io.store import Store, kind_of
 from shardckpt.io.url import parse
 from shardckpt.reading.places import read_places
 from shardckpt.reading.reader import memory_of_runs, reading_limits
@@ -20,8 +21,8 @@ from shardckpt.reshard.forecast.hosts import DEVICES_PER_HOST, Hosts, placed
 from shardckpt.reshard.forecast.reshard import ReshardReads, reshard_reads
 from shardckpt.reshard.forecast.restore import RestoreForecast, forecast_restore
 from shardckpt.reshard.forecast.stored import ByLayout, ByTable
-from shardckpt.reshard.memory import readers
-from shardckpt.reshard.reuse import ReuseMethod, reuse_method
+from shardckpt.reshard.reuse_method import ReuseMethod, reuse_method
+from shardckpt.streaming.memory import readers
 
 if TYPE_CHECKING:
     from shardckpt.reading.checkpoint import Checkpoint
@@ -35,12 +36,14 @@ LARGEST_TABLE = 256 << 20
 """Maximum bytes of a chunk table that is read for planning: nine million chunks."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Forecast:
     """A reshard and its effects."""
 
     url: str
     """URL of the checkpoint that would be read."""
+    native: bool
+    """Whether it is one of shardckpt's; a checkpoint of another format would be imported."""
     destination: str | None
     """Place of the new checkpoint, if given."""
     plan: ReshardPlan
@@ -67,6 +70,12 @@ class Forecast:
     written_bytes: int
     """Stored bytes that the reshard writes; if it compresses, the estimate uses the source's compression ratio."""
 
+    def __repr__(self) -> str:
+        """Bytes that the reshard moves, and that a restore reads before and after it."""
+        moved = f"reads {file_size(self.read_bytes)}, writes {file_size(self.written_bytes)}"
+        restores = f"a restore reads {file_size(int(self.before.read.sum()))} as stored, {file_size(int(self.after.read.sum()))} after it"
+        return visible(f"<Forecast of a reshard of {self.url}: {moved}; {restores}>")
+
     @property
     def pays_after(self) -> int | None:
         """Number of restores by all hosts after which the reshard has saved more storage traffic than it caused; None: never."""
@@ -87,9 +96,12 @@ class Forecast:
 
 
 def known_places(checkpoint: Checkpoint) -> Places | None:
-    """Places of the checkpoint's chunks, from its chunk table; None if the table is too large, or other checkpoints hold some chunks."""
+    """Places of the checkpoint's chunks, from its chunk table.
+
+    None if there is no table, because it is of another format; if the table is too large; or if other checkpoints hold some chunks.
+    """
     table = checkpoint.record.table
-    if checkpoint.record.structure.bases or (table is not None and table.size > LARGEST_TABLE):
+    if not checkpoint.native or checkpoint.record.structure.bases or (table is not None and table.size > LARGEST_TABLE):
         return None
     return read_places(checkpoint.place, checkpoint.record, checkpoint.reader.whole_table())
 
@@ -131,16 +143,17 @@ def forecast(
     after = forecast_restore(list(plan.target.tensors.values()), layouts, hosts, made)
     saved_by = Hosts.of(((placed(t.layout, len(t.shape)), len(t.shape)) for t in sources), number=max(1, len(record.hosts)))
     place = None if destination is None else Store.open(parse(destination))
-    reuse = reuse_method(checkpoint.place, place) if place is not None and plan.unchanged else None
+    reuse = reuse_method(checkpoint.place, place) if place is not None and checkpoint.native and plan.unchanged else None
     if reuse:
         reads: ReshardReads | None = ReshardReads(0, 0, len(plan.tasks))
     else:
         threads = readers(location)
         memory = memory_of_runs(location, record, threads, plan.memory.reading)
-        own, _ = reading_limits(local=location.local is not None, threads=threads, memory=memory)
+        own, _ = reading_limits(local=kind_of(location).near, threads=threads, memory=memory)
         reads = None if places is None or limits is None else reshard_reads(plan, places, own)
     return Forecast(
         url=str(checkpoint.location),
+        native=checkpoint.native,
         destination=destination,
         plan=plan,
         hosts=hosts,

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from shardckpt.errors import OptionError
+from shardckpt.excerpt import Message, named
 from shardckpt.io.status import is_directory
 from shardckpt.io.store import Store
 from shardckpt.io.url import parse
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from shardckpt.reading.places import Places
 
 SAMPLE = 16 << 20
-"""Bytes of one read sample."""
+"""Bytes of one read sample, and the fewest from which a rate is computed."""
 MOST_SAMPLES = 4
 LONGEST = 1.0
 """Seconds after which no further sample is read."""
@@ -74,12 +75,12 @@ def given_rates(text: str) -> Rates:
     """
     found = [float(parse_bytes(part, "rate")) for part in text.split(",")]
     if not 1 <= len(found) <= 2 or min(found) <= 0:
-        raise OptionError(f"rate={text!r}: give bytes per second for reading and writing, as in 1GiB,400MiB.")
+        raise OptionError(Message(named("rate", text), ": give bytes per second for reading and writing, as in 1GiB,400MiB."))
     return Rates(Rate(found[0]), Rate(found[-1]))
 
 
 def measure_read(checkpoint: Checkpoint, places: Places | None) -> Rate | None:
-    """Measure stored bytes of chunks read per second; None if there is nothing to read.
+    """Measure stored bytes of chunks read per second; None if less than `SAMPLE` bytes were read, which says nothing about more.
 
     Args:
         checkpoint: the checkpoint to read.
@@ -99,7 +100,8 @@ def measure_read(checkpoint: Checkpoint, places: Places | None) -> Rate | None:
         seconds += perf_counter() - begun
         if seconds > LONGEST:
             break
-    return Rate.measured(stats.bytes_read - before, seconds)
+    nbytes = stats.bytes_read - before
+    return Rate.measured(nbytes, seconds) if nbytes >= SAMPLE else None
 
 
 def _sample(tensor: TensorRecord) -> Box:
@@ -139,8 +141,8 @@ def measure_write(url: str | os.PathLike[str]) -> Rate:
         StorageError: writing there failed.
     """
     location = parse(url)
-    if location.local is not None:
-        existing = next(path for path in (location.local, *location.local.parents) if is_directory(path))
+    if (path := location.local_path) is not None:
+        existing = next(one for one in (path, *path.parents) if is_directory(one))
         location = parse(existing)
     store, key = Store.open(location), f".shardckpt-rate-{secrets.token_hex(8)}"
     data = np.random.default_rng(0).bytes(WRITTEN)

@@ -12,8 +12,8 @@ import numpy as np
 
 from shardckpt.layout.box import BoxArray
 from shardckpt.plan.pieces import overlaps, touched
-from shardckpt.reshard.batches import batches_of
 from shardckpt.reshard.forecast.stored import count_requests
+from shardckpt.streaming.batches import batches_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
     from shardckpt.reading.places import ChunkPlaces, Places
     from shardckpt.reading.runs import RunLimits
-    from shardckpt.reshard.batches import PlannedStep
     from shardckpt.reshard.plan import ReshardPlan
+    from shardckpt.streaming.batches import PlannedStep
 
     Ints = NDArray[np.int64]
 

@@ -36,10 +36,10 @@ def span_text(seconds: float | None) -> str:
     """An approximate duration as text.
 
     >>> span_text(0.2), span_text(59.6), span_text(500), span_text(None)
-    ('under 1 s', '60 s', '8 min', 'not known')
+    ('under 1 s', '60 s', '8 min', 'not measured')
     """
     if seconds is None:
-        return "not known"
+        return "not measured"
     return "under 1 s" if seconds < 1 else f"{seconds:.0f} s" if seconds < 120 else duration_text(seconds)
 
 
@@ -48,7 +48,7 @@ def rate_text(rates: dict[str, Any]) -> str:
     known = [
         f"{what} at {file_size(rates[key]['bytes_per_second'])}/s" for key, what in (("read", "reads"), ("write", "writes")) if rates[key]
     ]
-    return ", ".join(known) or "no rate known"
+    return ", ".join(known) or "not measured"
 
 
 def route(doc: dict[str, Any]) -> tuple[str, str]:
@@ -56,9 +56,13 @@ def route(doc: dict[str, Any]) -> tuple[str, str]:
     source, target = doc["source"], doc["target"]
     meshes = [" × ".join(f"{a}={n}" for a, n in zip(m["axes"], m["shape"], strict=True)) or "one device" for m in target["meshes"]]
     compressed = {key: side["compression"] or "not compressed" for key, side in (("source", source), ("target", target))}
-    begins = f"{count(source['tensors'], 'tensor')}, {file_size(source['bytes'])}, written by {count(source['hosts'], 'host')}"
+    begins = f"{count(source['tensors'], 'tensor')}, {file_size(source['bytes'])}"
+    if source["format"] == "shardckpt":
+        begins += f", written by {count(source['processes'], 'host')}; {source['layout']}, {compressed['source']}"
+    else:
+        begins += f", in the format {source['format']}"
     ends = f"{visible('; '.join(meshes)) or 'no mesh'}: {count(target['devices'], 'device')} on {count(target['hosts'], 'host')}"
-    return f"{begins}; {source['layout']}, {compressed['source']}", f"{ends}; {target['layout']}, {compressed['target']}"
+    return begins, f"{ends}; {target['layout']}, {compressed['target']}"
 
 
 def verdict(doc: dict[str, Any]) -> str:
@@ -93,8 +97,8 @@ def assumptions(doc: dict[str, Any]) -> Iterator[str]:
     for key, what in (("read", "reading"), ("write", "writing")):
         rate = doc["rates"][key]
         if rate is None:
-            how = "read nothing" if key == "read" else "name a destination, or give --rate"
-            yield f"The rate of {what} is not known: {how}."
+            how = "there is too little to read; give --rate" if key == "read" else "name a destination, or give --rate"
+            yield f"The rate of {what} was not measured: {how}."
         elif rate["sample_bytes"] is None:
             yield f"{what.capitalize()} at {file_size(rate['bytes_per_second'])}/s was given."
         else:

@@ -36,7 +36,7 @@ Step: TypeAlias = Rule | Like
 """A rule, or another checkpoint's layouts."""
 
 QUIET = 1 << 14
-"""Elements below which an unmatched tensor gets no notice, because its replicas cost nothing."""
+"""Elements below which a tensor without a rule gets no notice, because its replicas cost nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ class Decided:
     """Decision by tensor name."""
     used: frozenset[int]
     """Numbers of the steps that decided for a tensor."""
-    unmatched: tuple[str, ...]
+    undecided: tuple[str, ...]
     """Names of tensors to which no step applies."""
 
 
@@ -120,16 +120,16 @@ def decide(steps: Sequence[Step], tensors: Mapping[str, tuple[int, ...]], mesh: 
     decider = _Decider(steps, tensors, mesh)
     decisions: dict[str, Decision] = {}
     used: set[int] = set()
-    unmatched: list[str] = []
+    undecided: list[str] = []
     for name in tensors if names is None else names:
         number = decider.first_step(name)
         parameter = decider.parameter_of(name) if number is None else None
         if number is not None:
             used.add(number)
         elif parameter is None and not one_element(tensors[name]):
-            unmatched.append(name)
+            undecided.append(name)
         decisions[name] = decider.decide(name, number, parameter)
-    return Decided(decisions, frozenset(used), tuple(unmatched))
+    return Decided(decisions, frozenset(used), tuple(undecided))
 
 
 def meaning(step: Step, name: str, ndim: int) -> Match | None:

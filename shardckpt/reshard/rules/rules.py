@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from shardckpt.errors import NamesMismatchError, OptionError
-from shardckpt.excerpt import excerpt
+from shardckpt.excerpt import Message, excerpt, named
 from shardckpt.layout.mesh import Mesh
 from shardckpt.reshard.rules.decisions import decide, meaning
 from shardckpt.reshard.rules.explain import explanation
@@ -212,7 +212,7 @@ class Rules:
             ShardingError: the rule that decides has more entries than the tensor has dimensions, or an axis that the mesh lacks.
         """
         decided = decide(self.steps(mesh), {name: shape}, mesh or self.mesh)
-        self._refuse_unmatched(decided.unmatched)
+        self._refuse_undecided(decided.undecided)
         return decided.decisions[name]
 
     def decide_all(self, tensors: Mapping[str, tuple[int, ...]], mesh: Mesh | None = None) -> dict[str, Decision]:
@@ -229,7 +229,7 @@ class Rules:
         steps = self.steps(mesh)
         decided = decide(steps, tensors, mesh or self.mesh)
         self._refuse_unused(steps, decided.used, tensors)
-        self._refuse_unmatched(decided.unmatched)
+        self._refuse_undecided(decided.undecided)
         return decided.decisions
 
     def explain(self, name: str, tensors: Mapping[str, tuple[int, ...]], mesh: Mesh | None = None, *, itemsize: int = 1) -> str:
@@ -251,14 +251,12 @@ class Rules:
         decision = decide(steps, tensors, mesh or self.mesh, [name]).decisions[name]
         return explanation(name, tensors[name], steps, decision, itemsize)
 
-    def _refuse_unmatched(self, unmatched: tuple[str, ...]) -> None:
-        if unmatched and self.unmatched == "error":
-            more = len(unmatched) - 1
+    def _refuse_undecided(self, undecided: tuple[str, ...]) -> None:
+        if undecided and self.unmatched == "error":
+            more = len(undecided) - 1
             others = f" and {more:,} other tensor{'s' * (more > 1)}" if more else ""
-            raise OptionError(
-                f"No rule matches {shown(unmatched[0])}{others}; add a rule, such as '**=replicated' at the end, or choose "
-                'unmatched="replicate".'
-            )
+            advice = f"No rule matches {shown(undecided[0])}{others}; add a rule, such as '**=replicated' at the end, or choose "
+            raise OptionError(Message(advice, named("unmatched", "replicate"), "."))
 
     def _refuse_unused(self, steps: Sequence[Step], used: frozenset[int], tensors: Mapping[str, tuple[int, ...]]) -> None:
         """Raise OptionError unless every rule, preset and copied checkpoint has decided for some tensor."""
@@ -298,10 +296,8 @@ def combined_rules(
         OptionError, ShardingError: a source is invalid; or a preset is chosen twice, by name and by a configuration.
     """
     if preset is not None and hf_config is not None:
-        raise OptionError(
-            f"The preset {excerpt(preset)} and the configuration {excerpt(hf_config)}, which chooses a preset, both decide the same "
-            f"tensors; give one of --preset and --from-hf-config."
-        )
+        both = f"The preset {excerpt(preset)} and the configuration {excerpt(hf_config)}, which chooses a preset, both decide the same "
+        raise OptionError(Message(both, "tensors; give one of ", named("preset"), " and ", named("hf_config"), "."))
     found = [Rules.parse(texts)] if texts else []
     found += [Rules.from_file(file)] if file is not None else []
     found += [Rules.preset(preset)] if preset is not None else []

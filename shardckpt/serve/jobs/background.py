@@ -4,6 +4,13 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
+
+from shardckpt.errors import ShardckptError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from logging import Logger
 
 _END_SECONDS = 10.0
 
@@ -29,3 +36,13 @@ class BackgroundWork(ABC):
     @abstractmethod
     def _run(self) -> None:
         """Work until `_stopped` is set."""
+
+    def _repeat(self, look: Callable[[], None], seconds: float, log: Logger, failed: str) -> None:
+        """Call `look` at intervals until `_stopped` is set; errors are logged, a bug with the words `failed`."""
+        while not self._stopped.wait(seconds):
+            try:
+                look()
+            except ShardckptError as e:
+                log.warning("%s", e)
+            except Exception:  # a bug must not end the thread
+                log.exception(failed)

@@ -7,17 +7,18 @@ import json
 import re
 from typing import TYPE_CHECKING, Any
 
-from anyio import to_thread
 from starlette.exceptions import HTTPException
 from starlette.responses import Response, StreamingResponse
 
 from shardckpt.errors import NotFoundError, OptionError
 from shardckpt.excerpt import excerpt
 from shardckpt.serve import health
+from shardckpt.serve.access.identity import UNKNOWN, WHO
 from shardckpt.serve.catalogue import MOST_ROWS
 from shardckpt.serve.jobs.operations import OPERATIONS
 from shardckpt.serve.jobs.rows import STATES
 from shardckpt.serve.openapi import Endpoint, Parameter
+from shardckpt.serve.pool import on_thread
 from shardckpt.serve.problems import DocumentResponse
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ def scrub(service: Service) -> dict[str, Any]:
 
 def job_json(service: Service, found: JobRow) -> dict[str, Any]:
     """A job as JSON, without the places of roots; `waits_for` says why it is not started yet."""
-    doc = found.to_json() | {"waits_for": None}
+    doc = found.to_json() | {"waits_for": None, "found_damage": bool((found.result or {}).get("damaged"))}
     if found.state == "queued":
         doc["waits_for"] = upkeep_of(service).runner.waits_for.get(found.number)
     if found.result is not None and "url" in found.result:
@@ -138,22 +139,23 @@ async def start(service: Service, request: Request) -> Response:
         raise OptionError(f"the body is not valid JSON ({e}).") from e
     if not isinstance(given, dict):
         raise OptionError("the body is not a JSON object.")
-    found, new = await to_thread.run_sync(upkeep.start_job, who, operation, given, key)
+    found, new = await on_thread(upkeep.start_job, who, operation, given, key)
     return DocumentResponse(job_json(service, found), 202 if new else 200, {"Location": f"/v1/jobs/{found.number}"})
 
 
 async def cancel(service: Service, request: Request) -> Response:
     """Answer a POST that cancels a job."""
     upkeep, number = upkeep_of(service), job_number(request.path_params["job"])
-    found = await to_thread.run_sync(upkeep.cancel, request.state.identity, number)
+    found = await on_thread(upkeep.cancel, request.state.identity, number)
     return DocumentResponse(job_json(service, found), 202)
 
 
 async def events(service: Service, request: Request) -> Response:
     """Follow a job: an event `job` with its JSON whenever it has changed, until it has ended."""
     upkeep, number = upkeep_of(service), job_number(request.path_params["job"])
-    first = await to_thread.run_sync(upkeep.journal.job, number)
-    if service.streams >= _MOST_STREAMS:
+    first = await on_thread(upkeep.journal.job, number)
+    who = WHO.get().name
+    if service.streams.total() >= _MOST_STREAMS or (who != UNKNOWN and service.streams[who] >= _MOST_STREAMS // 2):
         raise HTTPException(503, "too many clients follow jobs; ask for the job itself from time to time.", {"Retry-After": "5"})
     headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
     return StreamingResponse(_follow(service, upkeep, first), headers=headers, media_type="text/event-stream")
@@ -162,7 +164,8 @@ async def events(service: Service, request: Request) -> Response:
 async def _follow(service: Service, upkeep: Upkeep, found: JobRow) -> AsyncIterator[bytes]:
     clock = asyncio.get_running_loop().time
     end, sent, said = clock() + _EVENTS_SECONDS, 0.0, ""
-    service.streams += 1
+    who = WHO.get().name
+    service.streams[who] += 1
     try:
         while True:
             text = json.dumps(job_json(service, found))
@@ -175,9 +178,9 @@ async def _follow(service: Service, upkeep: Upkeep, found: JobRow) -> AsyncItera
             if found.is_over or clock() >= end or service.closing.is_set():
                 return
             await asyncio.sleep(_EVENTS_POLL)
-            found = await to_thread.run_sync(upkeep.journal.job, found.number)
+            found = await on_thread(upkeep.journal.job, found.number)
     finally:
-        service.streams -= 1
+        service.streams[who] -= 1
 
 
 _LIMIT = Parameter(name="limit", kind="integer", about="Most rows.", least=1, most=MOST_ROWS, default=100)

@@ -11,16 +11,18 @@ import os
 import sqlite3
 import threading
 from dataclasses import fields, replace
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.errors import NotFoundError, OptionError, StorageError
 from shardckpt.format.documents import utc_now
 from shardckpt.io.failures import storage_errors
 from shardckpt.io.locks import seems_at
-from shardckpt.serve.jobs.rows import JobRow, Verification
+from shardckpt.serve.access.identity import WHO, readable
+from shardckpt.serve.jobs.rows import DAMAGED_ROW, JobRow, Verification
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Container, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from shardckpt.serve.jobs.rows import JobState
@@ -39,7 +41,8 @@ PRAGMA synchronous = FULL;
 CREATE TABLE IF NOT EXISTS jobs (
   number INTEGER PRIMARY KEY AUTOINCREMENT, operation TEXT NOT NULL, asked TEXT NOT NULL, arguments TEXT NOT NULL, subject TEXT NOT NULL,
   destination TEXT, who TEXT NOT NULL, key TEXT, state TEXT NOT NULL, cancelling INTEGER NOT NULL DEFAULT 0,
-  tries INTEGER NOT NULL DEFAULT 0, done INTEGER, total INTEGER, created TEXT NOT NULL, started TEXT, ended TEXT, result TEXT, error TEXT
+  tries INTEGER NOT NULL DEFAULT 0, done INTEGER, total INTEGER, created TEXT NOT NULL, started TEXT, ended TEXT, result TEXT, error TEXT,
+  roots TEXT
 );
 CREATE UNIQUE INDEX IF NOT EXISTS by_key ON jobs (who, key) WHERE key IS NOT NULL;
 CREATE INDEX IF NOT EXISTS by_state ON jobs (state, number);
@@ -53,6 +56,8 @@ CREATE INDEX IF NOT EXISTS by_checkpoint ON verifications (id, number);
 CREATE INDEX IF NOT EXISTS by_damage ON verifications (id, number) WHERE damaged > 0;
 CREATE INDEX IF NOT EXISTS complete ON verifications (id, number) WHERE {_COMPLETE};
 CREATE TABLE IF NOT EXISTS clock (offset REAL NOT NULL);
+CREATE TABLE IF NOT EXISTS roots (place TEXT PRIMARY KEY, marked INTEGER NOT NULL);
+CREATE TABLE IF NOT EXISTS saving (run TEXT PRIMARY KEY);
 CREATE TABLE IF NOT EXISTS notices (number INTEGER PRIMARY KEY AUTOINCREMENT, body TEXT NOT NULL);
 PRAGMA user_version = {_VERSION};
 """
@@ -77,9 +82,12 @@ class Journal:
         self._progress: dict[int, tuple[int, int]] = {}
         try:
             self._db = sqlite3.connect(self._path, check_same_thread=False)
+            self._db.text_factory = lambda data: data.decode("utf-8", "backslashreplace")
             if self._db.execute("PRAGMA user_version").fetchone()[0] not in (0, _VERSION):
                 raise StorageError(f"the journal {self._path} was made by another version of shardckpt; use that one, or move it away.")
             self._db.executescript(_SCHEMA)
+            if "roots" not in {row[1] for row in self._db.execute("PRAGMA table_info(jobs)")}:  # of 0.2
+                self._db.execute("ALTER TABLE jobs ADD COLUMN roots TEXT")
             if self._db.execute("PRAGMA quick_check").fetchone()[0] != "ok":
                 raise sqlite3.DatabaseError("its pages are malformed")
             with self._db as db:
@@ -154,9 +162,9 @@ class Journal:
             if self._all("SELECT count(*) FROM jobs WHERE state = 'queued'", ())[0][0] >= MOST_QUEUED:
                 raise OptionError(f"{MOST_QUEUED:,} jobs wait already; wait for some, or cancel some.")
             number = self._write(
-                "INSERT INTO jobs (operation, asked, arguments, subject, destination, who, key, state, created) "
-                "VALUES (?,?,?,?,?,?,?,'queued',?)",
-                (operation, _sorted(asked), json.dumps(arguments), subject, destination, who, key, utc_now()),
+                "INSERT INTO jobs (operation, asked, arguments, subject, destination, who, key, state, created, roots) "
+                "VALUES (?,?,?,?,?,?,?,'queued',?,?)",
+                (operation, _sorted(asked), json.dumps(arguments), subject, destination, who, key, utc_now(), _text(WHO.get().roots)),
             )
             if number % _PRUNE_EVERY == 0:
                 self._write("DELETE FROM jobs WHERE state IN ('done', 'failed', 'cancelled') AND number <= ?", (number - _MOST_JOBS,))
@@ -170,7 +178,8 @@ class Journal:
             NotFoundError: there is none. StorageError: the journal cannot be read.
         """
         with self._lock:
-            rows = self._all(f"SELECT {_JOB} FROM jobs WHERE number = ?", (number,))  # noqa: S608
+            mine, names = _readable()
+            rows = self._all(f"SELECT {_JOB} FROM jobs WHERE number = ? AND {mine}", (number, *names))  # noqa: S608
             if not rows:
                 raise NotFoundError(f"there is no job {number}; GET /v1/jobs lists them.")
             return self._job(rows[0])
@@ -196,14 +205,15 @@ class Journal:
         Raises:
             StorageError: the journal cannot be read.
         """
-        terms, values = ["number < ?"], [before if before is not None else (1 << 62)]
+        mine, names = _readable()
+        terms, values = [mine, "number < ?"], [*names, before if before is not None else (1 << 62)]
         for term, value in (("state = ?", state), ("operation = ?", operation)):
             if value is not None:
                 terms.append(term)
-                values.append(value)  # type: ignore[arg-type]
+                values.append(value)
         if subject is not None:
             terms.append("(subject = ? OR destination = ?)")
-            values += [subject, subject]  # type: ignore[list-item]
+            values += [subject, subject]
         with self._lock:
             rows = self._all(f"SELECT {_JOB} FROM jobs WHERE {' AND '.join(terms)} ORDER BY number DESC LIMIT ?", (*values, limit))  # noqa: S608
             return [self._job(row) for row in rows]
@@ -228,16 +238,24 @@ class Journal:
         with self._lock:
             self._progress[number] = done, total
 
-    def end(self, number: int, state: JobState, *, result: Any = None, error: Mapping[str, str] | None = None) -> None:
-        """Note that a job has ended, or that it waits again. Raises StorageError."""
+    def end(
+        self,
+        number: int,
+        state: JobState,
+        *,
+        result: Any = None,
+        error: Mapping[str, str] | None = None,
+        notice: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Note that a job has ended, or that it waits again, and a notice about it. Raises StorageError."""
         with self.changed:
             done, total = self._progress.get(number, (None, None))
             over = None if state == "queued" else utc_now()
-            self._write(
-                "UPDATE jobs SET state = ?, ended = ?, result = ?, error = ?, done = coalesce(?, done), total = coalesce(?, total) "
-                "WHERE number = ?",
-                (state, over, _text(result), _text(error), done, total, number),
+            sql = (
+                "UPDATE jobs SET state = ?, ended = ?, result = ?, error = ?, done = coalesce(?, done), "
+                "total = coalesce(?, total) WHERE number = ?"
             )
+            self._write_with(notice, sql, (state, over, _text(result), _text(error), done, total, number))
             self._progress.pop(number, None)
             self.changed.notify_all()
 
@@ -261,8 +279,9 @@ class Journal:
 
     def counts(self) -> dict[str, int]:
         """Number of jobs by state. Raises StorageError."""
+        mine, names = _readable()
         with self._lock:
-            return dict(self._all("SELECT state, count(*) FROM jobs GROUP BY state", ()))
+            return dict(self._all(f"SELECT state, count(*) FROM jobs WHERE {mine} GROUP BY state", names))  # noqa: S608
 
     # --- verifications
 
@@ -291,17 +310,15 @@ class Journal:
         values = (one.ended, one.chunks, one.total, one.bytes, one.damaged, json.dumps(one.damage), one.error, one.number)
         sql = "UPDATE verifications SET ended=?, chunks=?, total=?, bytes=?, damaged=?, damage=?, error=? WHERE number = ?"
         with self._lock:
-            if notice is not None and self.keeps_notices:
-                self.add_notice(notice, (sql, values))
-            else:
-                self._write(sql, values)
+            self._write_with(notice, sql, values)
         return one
 
     def verifications(self, ident: str | None = None, *, limit: int = 100) -> list[Verification]:
         """Verifications of a checkpoint, or of all, the latest first. Raises StorageError."""
-        where, values = ("WHERE id = ?", (ident,)) if ident is not None else ("", ())
+        mine, names = readable("id")
+        where, values = (f"{mine} AND id = ?", (*names, ident)) if ident is not None else (mine, (*names,))
         with self._lock:
-            rows = self._all(f"SELECT {_VERIFICATION} FROM verifications {where} ORDER BY number DESC LIMIT ?", (*values, limit))  # noqa: S608
+            rows = self._all(f"SELECT {_VERIFICATION} FROM verifications WHERE {where} ORDER BY number DESC LIMIT ?", (*values, limit))  # noqa: S608
         return [_verification(row) for row in rows]
 
     def latest_verifications(self, idents: Sequence[str] | None = None) -> dict[str, Verification]:
@@ -315,6 +332,24 @@ class Journal:
             )
         return {one.id: one for one in map(_verification, rows)}
 
+    def verified(self, known: Container[str]) -> dict[str, tuple[str, str]]:
+        """By id of known checkpoints: attempt of the latest verification, and its end if it has read everything. Raises StorageError."""
+        last = f"SELECT max(number) FROM verifications WHERE {_COMPLETE} GROUP BY id"  # noqa: S608
+        sql = f"SELECT id, attempt, iif(error IS NULL, ended, '') FROM verifications WHERE number IN ({last})"  # noqa: S608
+        with self._lock:
+            return {ident: (attempt, ended) for ident, attempt, ended in self._each(sql) if ident in known}
+
+    def verified_besides(self, known: Container[str], most: int) -> set[str]:
+        """Ids of other checkpoints than the known ones that verifications are of, at most so many. Raises StorageError."""
+        with self._lock:
+            idents = (ident for (ident,) in self._each("SELECT DISTINCT id FROM verifications") if ident not in known)
+            return set(islice(idents, most))
+
+    def forget_verifications(self, idents: Sequence[str]) -> None:
+        """Forget all verifications of some checkpoints. Raises StorageError."""
+        with self._lock:
+            self._write(f"DELETE FROM verifications WHERE id IN ({','.join('?' * len(idents))})", idents)  # noqa: S608
+
     def damaged_verifications(self) -> dict[str, Verification]:
         """The latest ended verifications that found damage, by id. Raises StorageError."""
         later = f"SELECT max(number) FROM verifications WHERE {_COMPLETE} AND id = one.id"  # noqa: S608
@@ -325,6 +360,13 @@ class Journal:
         return {one.id: one for one in map(_verification, rows)}
 
     # --- notices for the webhook
+
+    def _write_with(self, notice: Mapping[str, Any] | None, sql: str, values: Sequence[Any]) -> None:
+        """Write, and queue a notice if there is a webhook, in one transaction."""
+        if notice is not None and self.keeps_notices:
+            self.add_notice(notice, (sql, values))
+        else:
+            self._write(sql, values)
 
     def add_notice(self, body: Mapping[str, Any], *others: tuple[str, Sequence[Any]]) -> None:
         """Queue a notice, in one transaction with other writes; the oldest are dropped when there are too many. Raises StorageError."""
@@ -342,7 +384,39 @@ class Journal:
         with self._lock:
             self._write("DELETE FROM notices WHERE number = ?", (number,))
 
+    # --- roots that had checkpoints or a marker
+
+    def remembered_roots(self) -> dict[str, bool]:
+        """Whether a root had a marker, by its place. Raises StorageError."""
+        with self._lock:
+            return {place: bool(marked) for place, marked in self._all("SELECT place, marked FROM roots", ())}
+
+    def remember_root(self, place: str, *, marked: bool) -> None:
+        """Remember a root. Raises StorageError."""
+        with self._lock:
+            self._write("INSERT OR REPLACE INTO roots VALUES (?, ?)", (place, marked))
+
+    # --- runs that were seen saving
+
+    def saving(self) -> set[str]:
+        """Ids of the runs that were saving at the last look. Raises StorageError."""
+        with self._lock:
+            return {run for (run,) in self._all("SELECT run FROM saving", ())}
+
+    def set_saving(self, run: str, *, saving: bool, notice: Mapping[str, Any] | None = None) -> None:
+        """Remember whether a run saves, and queue a notice. Raises StorageError."""
+        with self._lock:
+            sql = "INSERT OR IGNORE INTO saving VALUES (?)" if saving else "DELETE FROM saving WHERE run = ?"
+            self._write_with(notice, sql, (run,))
+
     # ---
+
+    def _each(self, sql: str) -> Iterator[Any]:
+        """Rows one after another, for what does not fit into memory."""
+        try:
+            yield from self._db.execute(sql)
+        except sqlite3.Error as e:
+            raise StorageError(f"the journal {self._path.name} cannot be read now ({e}).") from e
 
     def _all(self, sql: str, values: Sequence[Any]) -> list[Any]:
         try:
@@ -376,9 +450,33 @@ class Journal:
         found = dict(zip(JobRow.__slots__, row, strict=True))
         if found["number"] in self._progress:
             found["done"], found["total"] = self._progress[found["number"]]
-        for name in ("arguments", "result", "error"):
-            found[name] = None if found[name] is None else json.loads(found[name])
+        kinds = {"arguments": dict, "result": dict, "error": dict, "roots": list}
+        for name, kind in kinds.items():
+            found[name] = _parsed(found[name], {} if name == "arguments" else None, kind)
+            if found[name] is _DAMAGED:
+                damaged: dict[str, Any] = {"arguments": {}, "result": None, "error": DAMAGED_ROW, "roots": []}
+                return JobRow(**found | damaged | {"cancelling": bool(found["cancelling"])})
         return JobRow(**found | {"cancelling": bool(found["cancelling"])})
+
+
+def _readable() -> tuple[str, list[str]]:
+    """SQL that selects jobs between roots that the user may read, and its values."""
+    (subject, names), (destination, others) = readable("subject"), readable("coalesce(destination, subject)")
+    return f"{subject} AND {destination}", [*names, *others]
+
+
+_DAMAGED = object()
+
+
+def _parsed(text: str | None, nothing: Any, kind: type) -> Any:
+    """A JSON object or array of a row; `_DAMAGED` if it is not one."""
+    if text is None:
+        return nothing
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return _DAMAGED
+    return found if isinstance(found, kind) else _DAMAGED
 
 
 def _sorted(asked: Mapping[str, Any]) -> str:
@@ -391,4 +489,8 @@ def _text(value: Any) -> str | None:
 
 def _verification(row: Sequence[Any]) -> Verification:
     found = dict(zip(Verification.__slots__, row, strict=True))
-    return Verification(**found | {"damage": json.loads(found["damage"])})
+    try:
+        damage = [{name: one[name] for name in ("file", "tensor", "box", "reason")} for one in json.loads(found["damage"])]
+    except (ValueError, TypeError, KeyError, RecursionError):  # the row is damaged
+        damage = []
+    return Verification(**found | {"damage": damage})

@@ -11,16 +11,13 @@ import logging
 import time
 from typing import TYPE_CHECKING, Any
 
-from shardckpt.commit.ended import ended
 from shardckpt.errors import OptionError, ShardckptError
 from shardckpt.io.store import Store
-from shardckpt.serve.catalogue import MOST_ROWS
+from shardckpt.runs.ended import ended
 from shardckpt.serve.jobs.background import BackgroundWork
 from shardckpt.serve.jobs.operations import OPERATIONS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from shardckpt.serve.catalogue import Catalogue
     from shardckpt.serve.jobs.journal import Journal
     from shardckpt.serve.jobs.retention import RetentionRules
@@ -49,13 +46,7 @@ class Keeper(BackgroundWork):
         self._not_before = time.monotonic() + (0 if known else DELAY)
 
     def _run(self) -> None:
-        while not self._stopped.wait(_POLL):
-            try:
-                self.look()
-            except ShardckptError as e:
-                _log.warning("%s", e)
-            except Exception:  # noqa: BLE001  (a bug must not end the thread)
-                _log.exception("the rules could not be applied")
+        self._repeat(self.look, _POLL, _log, "the rules could not be applied")
 
     def look(self) -> None:
         """Start the jobs that are due.
@@ -64,7 +55,7 @@ class Keeper(BackgroundWork):
             StorageError: the catalogue or the journal cannot be used.
         """
         self._watch_the_clock()
-        for run in self._runs():
+        for run in self._catalogue.all_runs():
             if self._stopped.is_set():
                 return
             try:
@@ -95,14 +86,6 @@ class Keeper(BackgroundWork):
         arguments = asked | {"expected": None if dry is None else expected(dry, run)}
         job, _ = self._journal.add("retain", asked, arguments, subject=run, destination=None, who=WHO, key=None)
         _log.info("retention", extra={"fields": {"run": run, "job": job.number, "dry": dry is None}})
-
-    def _runs(self) -> Iterator[str]:
-        cursor = None
-        while True:
-            found, cursor = self._catalogue.runs(None, MOST_ROWS, cursor)
-            yield from (one["run"] for one in found)
-            if cursor is None:
-                return
 
     def _watch_the_clock(self) -> None:
         offset = _offset()

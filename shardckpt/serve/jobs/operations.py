@@ -6,62 +6,43 @@ finds that everything is done. Places are given as ids. They are looked up below
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections import Counter
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from shardckpt.commit import collecting, ended, pinning
 from shardckpt.commit.attempts import attempts as find_attempts
+from shardckpt.commit.attempts import is_attempt_name
 from shardckpt.commit.markers import protection
 from shardckpt.commit.publish import RECORD, published_attempt, record_digest
 from shardckpt.convert.export import export_safetensors
 from shardckpt.convert.importing import import_checkpoint
+from shardckpt.convert.options import ImportOptions, SafetensorsOptions
 from shardckpt.errors import AlreadyExistsError, CorruptionError, FormatError, NotFoundError, OptionError, ReplacedError, VersionError
 from shardckpt.excerpt import excerpt
 from shardckpt.io.status import is_file
 from shardckpt.io.store import Store
+from shardckpt.options import Options, parse_duration
 from shardckpt.reading.checkpoint import Checkpoint
 from shardckpt.reading.naming.mapping_file import PRESETS
 from shardckpt.reshard.execute import reshard
-from shardckpt.reshard.rules import parse_mesh
-from shardckpt.reshard.rules.rules import combined_rules
+from shardckpt.reshard.options import ReshardOptions
+from shardckpt.runs import collecting, ended, pinning
 from shardckpt.serve.jobs import retention
 from shardckpt.serve.jobs.retention import RetentionRules
 from shardckpt.serve.jobs.verification import verify_checkpoint, verify_unreadable
-from shardckpt.serve.openapi import Parameter
-from shardckpt.serve.opened import VIEW, view_options
+from shardckpt.serve.openapi import Parameter, parameters
+from shardckpt.serve.roots import DEPTH
 from shardckpt.views.model_view import ModelView
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from shardckpt.io.url import Location
+    from shardckpt.serve.jobs.work import Work
     from shardckpt.serve.roots import Roots
 
 _COMPARED = 8 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """The context of a running operation."""
-
-    roots: Roots
-    who: str
-    again: bool
-    """Whether it was started before, and interrupted."""
-    options: Mapping[str, Any]
-    """`writing`: `engine`, `workers` and `memory_limit` of reshards and imports; `keep`: the file of rules; `rate`: bytes per second."""
-    progress: Callable[[int, int], None]
-    """Called with the units done and the total."""
-    note: Callable[[dict[str, Any]], None]
-    """Called with what the service is to write down at once."""
-    resume: dict[str, Any] = field(default_factory=dict)
-    """Notes of earlier tries."""
-
-    def open(self, ident: str) -> Checkpoint:
-        """A checkpoint all of whose files lie below the roots."""
-        checkpoint = Checkpoint(str(self.roots.locate(ident)))
-        self.roots.check(checkpoint)
-        return checkpoint
+_MOST_LEFT = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +52,19 @@ class Operation:
     name: str
     run: Callable[..., dict[str, Any]]
     """Called with a `Work` and the arguments; returns the result as JSON. Its docstring is the summary for programs."""
-    parameters: tuple[Parameter, ...]
+    own: tuple[Parameter, ...]
     scope: str = "operate"
     quick: bool = False
     """Whether it takes seconds, and runs beside the long jobs."""
+    options: type[Options] = Options
+    """Options of the library that become parameters."""
+    without: tuple[str, ...] = ()
+    """Names of those that do not."""
+
+    @property
+    def parameters(self) -> tuple[Parameter, ...]:
+        """All parameters."""
+        return (*self.own, *parameters(self.options, without=self.without, mapping=PRESETS))
 
     def arguments(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """The values of all parameters.
@@ -92,21 +82,29 @@ class Operation:
         """The scope that starting it with these arguments needs."""
         return "admin" if arguments.get("overwrite") or arguments.get("apply") is not None else self.scope
 
+    def writes(self, arguments: Mapping[str, Any]) -> bool:
+        """Whether it changes anything in the roots with these arguments."""
+        return self.name != "verify" and not arguments.get("dry") and not (self.name == "retain" and arguments.get("apply") is None)
+
     def places(self, roots: Roots, arguments: Mapping[str, Any]) -> tuple[str, str | None]:
         """The id that it is about, and the id of the place that it writes, both checked.
 
         Raises:
             NotFoundError, OptionError: a place cannot be used.
         """
-        subject = next(str(arguments[name]).strip("/") for name in ("checkpoint", "run", "from") if name in arguments)
+        subject, to = self.idents(arguments)
         place = roots.locate(subject)
         if "checkpoint" in arguments and not Store.open(place).exists(RECORD):
             raise NotFoundError(f"{excerpt(subject)}: there is no checkpoint.")
+        if to is not None:
+            destination(roots, to, checkpoint=self.name != "export")
+        return subject, to
+
+    def idents(self, arguments: Mapping[str, Any]) -> tuple[str, str | None]:
+        """The ids of `places`, not checked."""
+        subject = next(str(arguments[name]).strip("/") for name in ("checkpoint", "run", "from") if name in arguments)
         to = arguments.get("to")
-        if to is None:
-            return subject, None
-        destination(roots, to, checkpoint=self.name != "export")
-        return subject, str(to).strip("/")
+        return subject, None if to is None else str(to).strip("/")
 
     def check(self, arguments: Mapping[str, Any]) -> None:
         """Check what can be checked at once.
@@ -114,9 +112,11 @@ class Operation:
         Raises:
             OptionError, ShardingError: an argument is invalid.
         """
-        _take_layout(dict(arguments))
+        self.options.arguments(arguments)
         if self.name == "tag":
             pinning.check_tag(arguments["tag"])
+        if self.name == "gc":
+            parse_duration(arguments["grace"], "grace")
 
 
 def destination(roots: Roots, ident: str, *, checkpoint: bool = True) -> Location:
@@ -130,12 +130,18 @@ def destination(roots: Roots, ident: str, *, checkpoint: bool = True) -> Locatio
     ident = ident.strip("/")
     place = roots.locate(ident)
     parts = ident.split("/")
+    if any(map(is_attempt_name, parts[1:])):
+        raise OptionError(
+            f"to={excerpt(ident)}: a name in it is like that of a save's own directory, which is never listed; choose another."
+        )
+    if checkpoint and len(parts) > DEPTH:
+        raise OptionError(f"to={excerpt(ident)}: checkpoints below {DEPTH} names are never listed; choose a shorter place.")
     if len(parts) < 2:
         raise OptionError(f"to={excerpt(ident)}: give a place below a root, as in {excerpt(ident)}/NAME.")
     for n in range(1, len(parts)):
         above = "/".join(parts[:n])
         found = roots.locate(above)
-        if found.local is not None and is_file(found.local):
+        if found.local_path is not None and is_file(found.local_path):
             raise OptionError(f"to={excerpt(ident)}: {above} is a file; give a place outside of it.")
         if Store.open(found).exists(RECORD):
             raise OptionError(f"to={excerpt(ident)}: it lies in the checkpoint {above}; give a place outside of it.")
@@ -147,7 +153,7 @@ def destination(roots: Roots, ident: str, *, checkpoint: bool = True) -> Locatio
 
 def _check_free(place: Location, ident: str, *, checkpoint: bool) -> None:
     """Check that what is at a place may be there; raises OptionError."""
-    if place.local is not None and is_file(place.local):
+    if place.local_path is not None and is_file(place.local_path):
         if checkpoint:
             raise OptionError(f"to={excerpt(ident)}: a file is there; choose another place.")
         return
@@ -167,7 +173,7 @@ def verify(work: Work, checkpoint: str) -> dict[str, Any]:
     """Read every chunk of a checkpoint and compare it with its checksum."""
     place = work.roots.locate(checkpoint)
     try:
-        found = Checkpoint(str(place))
+        found = Checkpoint(place)
     except VersionError:
         raise
     except (FormatError, CorruptionError) as e:
@@ -220,15 +226,8 @@ def reshard_checkpoint(work: Work, checkpoint: str, to: str, **asked: Any) -> di
     """Write a checkpoint anew for another mesh or partition; the source stays as it is."""
     source = work.open(checkpoint)
     place = destination(work.roots, to)
-    layout = _take_layout(asked)
-    return reshard(str(source.location), str(place), progress=work.progress, **work.options["writing"], **layout, **asked).to_json()
-
-
-def _take_layout(asked: dict[str, Any]) -> dict[str, Any]:
-    """Remove `mesh`, `rule` and `preset` from arguments; return the options `mesh` and `rules`. Raises OptionError, ShardingError."""
-    mesh = asked.pop("mesh", None)
-    rules = combined_rules(asked.pop("rule", None), preset=asked.pop("preset", None))
-    return {"mesh": None if mesh is None else parse_mesh(mesh), "rules": rules}
+    options = ReshardOptions.arguments(asked)
+    return reshard(str(source.location), str(place), progress=work.progress, **work.options["writing"], **options).to_json()
 
 
 def copy(work: Work, checkpoint: str, to: str, overwrite: bool) -> dict[str, Any]:
@@ -238,18 +237,16 @@ def copy(work: Work, checkpoint: str, to: str, overwrite: bool) -> dict[str, Any
     return reshard(str(source.location), str(place), overwrite=overwrite, progress=work.progress, **work.options["writing"]).to_json()
 
 
-def export(work: Work, checkpoint: str, to: str, overwrite: bool, **asked: Any) -> dict[str, Any]:
+def export(work: Work, checkpoint: str, to: str, **asked: Any) -> dict[str, Any]:
     """Write a checkpoint as safetensors: a file, or a directory as on Hugging Face."""
     place = destination(work.roots, to, checkpoint=False)
     source = work.open(checkpoint)
-    options = view_options(asked)
+    options = SafetensorsOptions.arguments(asked)
     limit = work.options["writing"]["memory_limit"]
     try:
-        report = export_safetensors(
-            str(source.location), str(place), overwrite=overwrite, memory_limit=limit, progress=work.progress, **options
-        )
-    except AlreadyExistsError:
-        view = ModelView(source, **options)
+        report = export_safetensors(str(source.location), str(place), memory_limit=limit, progress=work.progress, **options)
+    except AlreadyExistsError:  # also with `overwrite`, where a directory has the file's name
+        view = ModelView(source, **{name: value for name, value in options.items() if name != "overwrite"})
         if not work.again or not _is_exported(view, place):
             raise
         return {"url": str(place), "files": list(view.sizes), "bytes": sum(view.sizes.values()), "done_before": True}
@@ -261,9 +258,8 @@ def import_foreign(work: Work, to: str, **asked: Any) -> dict[str, Any]:
     source = work.roots.locate(asked.pop("from"))
     work.roots.check_links(source)
     place = destination(work.roots, to)
-    layout = _take_layout(asked)
-    given = {name: value for name, value in asked.items() if value is not None}
-    return import_checkpoint(str(source), str(place), progress=work.progress, **work.options["writing"], **layout, **given).to_json()
+    options = ImportOptions.arguments(asked)
+    return import_checkpoint(str(source), str(place), progress=work.progress, **work.options["writing"], **options).to_json()
 
 
 def end(work: Work, run: str) -> dict[str, Any]:
@@ -287,6 +283,14 @@ def retain(work: Work, run: str, apply: int | None, expected: Mapping[str, str] 
     report = retention.retain(Store.open(work.roots.locate(run)), rule, expected, work.progress)
     steps = [{"name": one.name, "attempt": one.attempt, "bytes": one.nbytes} for one in report.deleted]
     return {"dry": expected is None, "applied": apply, "steps": steps, "bytes": report.nbytes, "left": dict(report.left)}
+
+
+def gc(work: Work, run: str, grace: str, dry: bool) -> dict[str, Any]:
+    """Publish complete saves of a run, and remove those that nobody goes on with; see `shardckpt gc`."""
+    found = collecting.collect(str(work.roots.locate(run)), grace=parse_duration(grace, "grace"), dry_run=dry)
+    outcomes = Counter(one.outcome for one in found)
+    left = [f"{one.location.name}/{one.attempt}: {one.outcome}: {one.reason}" for one in found if one.outcome in ("kept", "failed")]
+    return {"dry": dry, **{name: outcomes[name] for name in ("removed", "published", "kept", "failed")}, "left": left[:_MOST_LEFT]}
 
 
 def _is_exported(view: ModelView, place: Location) -> bool:
@@ -314,15 +318,6 @@ _TO = Parameter(name="to", about="Id of the new place.", required=True, example=
 _OVERWRITE = Parameter(name="overwrite", kind="boolean", about="Replace what is there; needs the scope admin.", default=False)
 _RUN = Parameter(name="run", about="Id of the run.", required=True, example="lab/run-7")
 _TAG = Parameter(name="tag", about="The tag.", required=True, example="best")
-_STORED = (
-    Parameter(name="mesh", about="The new mesh, as in data=2,model=4.", example="data=2,model=2"),
-    Parameter(name="rule", kind="texts", about="PATTERN=SPEC: how matching tensors are cut."),
-    Parameter(name="dtype", about="Convert weights to this dtype."),
-    Parameter(name="only", kind="texts", about="Keep only names that match a pattern."),
-    Parameter(name="layout", about="How the new checkpoint is stored.", choices=("packed", "zarr")),
-    Parameter(name="compression", about="Compression.", choices=("zstd", "none")),
-    _OVERWRITE,
-)
 OPERATIONS = {
     one.name: one
     for one in (
@@ -331,26 +326,28 @@ OPERATIONS = {
         Operation("unpin", unpin, (_CHECKPOINT,), "admin", quick=True),
         Operation("tag", tag, (_CHECKPOINT, _TAG), quick=True),
         Operation("untag", untag, (_CHECKPOINT, _TAG), "admin", quick=True),
-        Operation(
-            "reshard", reshard_checkpoint, (_CHECKPOINT, _TO, *_STORED, Parameter(name="preset", about="Rules for a family of models."))
-        ),
+        Operation("reshard", reshard_checkpoint, (_CHECKPOINT, _TO), options=ReshardOptions, without=("memory_limit",)),
         Operation("copy", copy, (_CHECKPOINT, _TO, _OVERWRITE)),
-        Operation("export", export, (_CHECKPOINT, _TO, *VIEW, _OVERWRITE)),
+        Operation("export", export, (_CHECKPOINT, _TO), options=SafetensorsOptions),
         Operation(
             "import",
             import_foreign,
-            (
-                Parameter(name="from", about="Id of the file or directory to import.", required=True, example="lab/downloads/llama"),
-                _TO,
-                *_STORED,
-                Parameter(name="mapping", about="A mapping that comes with shardckpt.", choices=PRESETS),
-                Parameter(name="strip_prefix", about="Remove a prefix from names."),
-                Parameter(name="add_prefix", about="Add a prefix to names."),
-                Parameter(name="into", about="Put the state below this name, as in model."),
-            ),
+            (Parameter(name="from", about="Id of the file or directory to import.", required=True, example="lab/downloads/llama"), _TO),
+            options=ImportOptions,
+            without=("memory_limit", "preset", "include", "exclude", "ties"),
         ),
         Operation("end", end, (_RUN,), "admin", quick=True),
         Operation("reopen", reopen, (_RUN,), "admin", quick=True),
+        Operation(
+            "gc",
+            gc,
+            (
+                _RUN,
+                Parameter(name="grace", about="Keep unfinished saves with a write within this time.", default="24h"),
+                Parameter(name="dry", kind="boolean", about="Only count what would be removed.", default=False),
+            ),
+            "admin",
+        ),
         Operation(
             "retain",
             retain,

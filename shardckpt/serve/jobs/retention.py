@@ -1,8 +1,8 @@
 """Rules of retention for runs that have ended, and the deletion of steps by them.
 
 While a run saves, its own `CheckpointManager` decides what to keep. When it has ended and an operator has marked it
-(`commit.ended`), the service may delete steps by rules of its own. A dry run says which; a second call deletes only those among
-them that are still to be deleted. Each deletion is that of `commit.collect`: a tombstone first, so a pin or a tag that comes in time wins.
+(`runs.ended`), the service may delete steps by rules of its own. A dry run says which; a second call deletes only those among
+them that are still to be deleted. Each deletion is that of `commit.remove`: a tombstone first, so a pin or a tag that comes in time wins.
 """
 
 from __future__ import annotations
@@ -13,23 +13,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import unquote
 
-from shardckpt.commit import collect as at_one_place
 from shardckpt.commit.attempts import step_of
-from shardckpt.commit.collecting import GRACE
-from shardckpt.commit.ended import check_idle
 from shardckpt.commit.markers import Protection
 from shardckpt.commit.publish import RECORD
 from shardckpt.errors import CommitError, FormatError, NotFoundError, OptionError, StorageError
 from shardckpt.excerpt import excerpt, few
-from shardckpt.format.structure import BESIDE
+from shardckpt.format.bases import BESIDE
 from shardckpt.io.ages import idle_seconds
 from shardckpt.options import parse_duration
-from shardckpt.reading.catalog import CatalogEntry, catalog
+from shardckpt.runs import cleaning
+from shardckpt.runs.catalog import CatalogEntry, catalog
+from shardckpt.runs.collecting import GRACE, delete_place
+from shardckpt.runs.ended import check_idle
+from shardckpt.runs.measured import METRICS, decode_metrics
+from shardckpt.runs.retention import Best, EveryKth, KeepAnyOf, Latest, Retention, SavedStep, Younger, any_of
+from shardckpt.runs.steps import StepInfo
 from shardckpt.state.glob import Glob, compile_glob
-from shardckpt.training import cleaning
-from shardckpt.training.measured import METRICS, decode_metrics
-from shardckpt.training.retention import Best, EveryKth, KeepAnyOf, Latest, Retention, SavedStep, Younger, any_of
-from shardckpt.training.steps import StepInfo
 
 if TYPE_CHECKING:
     import os
@@ -132,7 +131,7 @@ def retain(
         progress: called with steps handled so far and in all.
 
     Raises:
-        OptionError, CommitError: the run has not ended (`commit.ended.check_idle`); nothing was deleted.
+        OptionError, CommitError: the run has not ended (`runs.ended.check_idle`); nothing was deleted.
         NotFoundError: there is no such directory.
         FormatError: the mark of the end is damaged.
         StorageError: the storage failed before anything was deleted.
@@ -178,12 +177,12 @@ def _delete(root: Store, one: Doomed, attempt: str) -> str | None:
     """Delete a step, or what an interrupted deletion has left of it; return why something stays, None if nothing does."""
     place = root.sub(one.name)
     try:
-        found = at_one_place.delete(place, reason=_REASON, grace=GRACE, attempt=attempt)
+        found = delete_place(place, reason=_REASON, grace=GRACE, attempt=attempt)
     except NotFoundError as e:
         there, generation = place.read_versioned(RECORD)
         if there is not None:  # another attempt, or a save that has begun
             return str(e)
-        if place.location.local is not None:
+        if place.has_locks:
             place.remove(RECORD, generation)  # a process that was killed just here has left the lock of the record
         place.remove_empty()
         return None

@@ -8,6 +8,8 @@ from typing import Any, Literal, get_args
 JobState = Literal["queued", "running", "done", "failed", "cancelled"]
 STATES: tuple[str, ...] = get_args(JobState)
 _ENDED = ("done", "failed", "cancelled")
+DAMAGED_ROW = {"code": "corrupt", "message": "its row in the journal is damaged; start a new job."}
+"""Error of a job whose row cannot be read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,8 @@ class JobRow:
     result: dict[str, Any] | None = None
     error: dict[str, str] | None = None
     """Code and message."""
+    roots: list[str] | None = None
+    """Names of the roots that it may read; None: every root."""
 
     @property
     def is_over(self) -> bool:
@@ -46,7 +50,7 @@ class JobRow:
 
     def to_json(self) -> dict[str, Any]:
         """The job as JSON."""
-        return {name: getattr(self, name) for name in self.__slots__}
+        return {name: getattr(self, name) for name in self.__slots__ if name != "roots"}
 
 
 @dataclass(frozen=True, slots=True)

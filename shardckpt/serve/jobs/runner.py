@@ -20,7 +20,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.errors import ShardckptError, StorageError
+from shardckpt.serve.access.audit import AuditLog
 from shardckpt.serve.jobs.operations import OPERATIONS
+from shardckpt.serve.jobs.rows import DAMAGED_ROW
 from shardckpt.serve.jobs.verification import VerificationNotes
 from shardckpt.serve.jobs.worker import BUSY
 
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
     from shardckpt.serve.jobs.journal import Journal
     from shardckpt.serve.jobs.rows import JobRow
     from shardckpt.serve.roots import Roots
+    from shardckpt.serve.vanished import RootWatch
 
 _log = logging.getLogger("shardckpt.serve.jobs")
 _QUICK = 2
@@ -144,6 +147,11 @@ class JobProcess:
                 process.stdin.close()
 
 
+def audited(job: JobRow) -> dict[str, Any]:
+    """Fields of the audit log about a job."""
+    return {"who": job.who, "what": job.operation, "where": [job.subject, job.destination], "job": job.number}
+
+
 class JobRunner:
     """Runs the jobs of a journal in the background."""
 
@@ -156,6 +164,8 @@ class JobRunner:
         at_once: int,
         options: Mapping[str, Any],
         on_end: Callable[[JobRow], object] = lambda _: None,
+        watch: RootWatch | None = None,
+        audit: AuditLog | None = None,
     ) -> None:
         """Nothing runs before `start`.
 
@@ -166,9 +176,12 @@ class JobRunner:
             at_once: jobs at a time, besides quick ones.
             options: see `Work.options`.
             on_end: called with each job that has ended.
+            watch: knows which roots have vanished.
+            audit: is told of jobs before they start; they wait while it cannot be written.
         """
+        self._audit = audit or AuditLog(None)
         self._journal, self._directory, self._roots = journal, directory, roots
-        self._at_once, self._options, self._on_end = at_once, options, on_end
+        self._at_once, self._options, self._on_end, self._watch = at_once, options, on_end, watch
         self._running: dict[int, tuple[JobRow, JobProcess, threading.Thread]] = {}
         self._not_before: dict[int, float] = {}
         self._failures: Counter[int] = Counter()
@@ -217,12 +230,15 @@ class JobRunner:
         self._running = {number: one for number, one in self._running.items() if one[2].is_alive()}
         waits: dict[int, str] = {}
         for job in self._journal.queued():
-            if job.operation not in OPERATIONS:
-                self._journal.end(job.number, "failed", error={"code": "option", "message": "this version has no such operation."})
+            if job.operation not in OPERATIONS or job.error == DAMAGED_ROW:
+                error = job.error or {"code": "option", "message": "this version has no such operation."}
+                self._journal.end(job.number, "failed", error=error)
                 continue
             why = self._why_not(job)
             if why is not None:
                 waits[job.number] = why
+            elif not self._may_write(job):
+                waits[job.number] = "the audit log cannot be written"
             elif not self._stopped and self._journal.begin(job.number):
                 process = JobProcess(self._directory, self._roots, self._options)
                 thread = threading.Thread(target=self._follow, args=(job, process), name=f"shardckpt-job-{job.number}", daemon=True)
@@ -246,6 +262,16 @@ class JobRunner:
             return f"it failed, and is started again in {left:.0f} s"
         return None
 
+    def _may_write(self, job: JobRow) -> bool:
+        """Tell the audit log that a job is about to be started; return whether that succeeded."""
+        try:
+            if OPERATIONS[job.operation].writes(job.arguments):
+                self._audit.write(**audited(job), result="started")
+        except StorageError as e:
+            _log.error("audit", extra={"fields": {"job": job.number, "reason": str(e)}})
+            return False
+        return True
+
     def _clash(self, one: JobRow, other: JobRow) -> bool:
         """Whether two jobs write to one place, or one of them below the place of the other."""
         if one.destination is None or other.destination is None:
@@ -265,10 +291,12 @@ class JobRunner:
             "arguments": job.arguments,
             "job": number,
             "who": job.who,
+            "readable": job.roots,
             "again": job.tries > 0,
             "resume": {},
         }
         try:
+            self._check_roots(job)
             if job.operation == "verify":
                 verification = VerificationNotes(self._journal, self._roots, job.subject, number)
                 request["resume"] = verification.resume
@@ -280,7 +308,7 @@ class JobRunner:
             )
         except (OSError, ValueError, StorageError) as e:  # no process started, its output is not a valid message, or the journal failed
             process.end()
-            end = JobEnd(error={"code": "storage", "message": f"its process cannot be run ({e})."}, again=True)
+            end = JobEnd(error={"code": "storage", "message": f"it cannot be run now ({e})."}, again=True)
         except Exception as e:  # noqa: BLE001  (a bug must not leave the job running for ever)
             process.end()
             _log.exception("a job failed")
@@ -295,6 +323,15 @@ class JobRunner:
                 _log.warning("%s", e)
                 time.sleep(_POLL)
 
+    def _check_roots(self, job: JobRow) -> None:
+        """Check that no root of a job has vanished, and leave the marker in the one that it writes. Raises StorageError."""
+        if self._watch is None:
+            return
+        read, written = job.subject.partition("/")[0], (job.destination or job.subject).partition("/")[0]
+        writes = OPERATIONS[job.operation].writes(job.arguments)
+        for name in sorted({read, written} & self._roots.places.keys()):
+            self._watch.prepare(name, writes=writes and name == written)
+
     def _write_down(self, job: JobRow, end: JobEnd) -> JobRow:
         number = job.number
         if end.result is not None:
@@ -303,11 +340,13 @@ class JobRunner:
             self._journal.end(number, "cancelled")
         elif end.busy or (end.again and self._failures[number] < len(_PAUSES)):
             pause = _BUSY_SECONDS if end.busy else _PAUSES[self._failures[number]]
-            self._failures[number] += not end.busy
             self._not_before[number] = time.monotonic() + pause
             self._journal.end(number, "queued", error=end.error)
+            self._failures[number] += not end.busy  # a journal that cannot be written is no failure of the job
         else:
-            self._journal.end(number, "failed", error=end.error)
+            said = {name: getattr(job, name) for name in ("operation", "subject", "destination", "who")}
+            error = {"message": self._roots.without_places((end.error or {}).get("message", ""))}
+            self._journal.end(number, "failed", error=end.error, notice={"event": "failed", "job": number, **said, **error})
         ended = self._journal.job(number)
         log = _log.warning if ended.state == "failed" else _log.info
         fields = {"job": number, "operation": ended.operation, "state": ended.state, "who": ended.who, "error": ended.error}

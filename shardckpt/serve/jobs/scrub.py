@@ -13,15 +13,17 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.errors import StorageError
+from shardckpt.serve.access.identity import may_read
 from shardckpt.serve.jobs.background import BackgroundWork
 from shardckpt.serve.jobs.runner import JobProcess
 from shardckpt.serve.jobs.verification import VerificationNotes
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
     from pathlib import Path
 
-    from shardckpt.serve.catalogue import Catalogue
     from shardckpt.serve.jobs.journal import Journal
+    from shardckpt.serve.jobs.tally import Tally
     from shardckpt.serve.roots import Roots
 
 _log = logging.getLogger("shardckpt.serve.scrub")
@@ -37,26 +39,28 @@ class Scrubber(BackgroundWork):
     def __init__(
         self,
         journal: Journal,
-        catalogue: Catalogue,
+        tally: Tally,
         directory: Path,
         roots: Roots,
         *,
         period: float,
         rate: int,
+        vanished: Collection[str] = (),
     ) -> None:
         """Nothing is read before `start`.
 
         Args:
             journal: where verifications are written down.
-            catalogue: has the checkpoints.
+            tally: knows which checkpoints are due.
             directory: for the file by which processes lock a scrub.
             roots: where the checkpoints lie.
             period: seconds within which each checkpoint is verified once.
             rate: most bytes per second.
+            vanished: names of roots that have vanished, of which nothing is read.
         """
         super().__init__("scrub")
-        self._journal, self._catalogue, self._directory, self._roots = journal, catalogue, directory, roots
-        self.period, self.rate = period, rate
+        self._journal, self._tally, self._directory, self._roots = journal, tally, directory, roots
+        self.period, self.rate, self._vanished = period, rate, vanished
         self._not_before: dict[str, float] = {}
         self.at_work: str | None = None
         """Id of the checkpoint that is being verified."""
@@ -71,28 +75,28 @@ class Scrubber(BackgroundWork):
 
     def status(self) -> dict[str, Any]:
         """Progress of the period: `period` and `rate`; `checkpoints`, `bytes`, `due` and `due_bytes` of them; `at_work`, `keeps_up`."""
-        entries = self._catalogue.committed()
-        due = self._due(entries)
-        total, left = (sum(one["stored_bytes"] or 0 for one in some) for some in (entries, due))
+        counts, at_work = self._tally.get(), self.at_work
         return {
             "period": self.period,
             "rate": self.rate,
-            "checkpoints": len(entries),
-            "bytes": total,
-            "due": len(due),
-            "due_bytes": left,
-            "at_work": self.at_work,
-            "keeps_up": total <= self.rate * self.period,
+            "checkpoints": counts.checkpoints,
+            "bytes": counts.stored_bytes,
+            "due": counts.due,
+            "due_bytes": counts.due_bytes,
+            "at_work": at_work if at_work is not None and may_read(at_work) else None,
+            "keeps_up": counts.stored_bytes <= self.rate * self.period,
         }
 
     def _run(self) -> None:
         pause = _POLL
         while not self._stopped.wait(pause):
             try:
-                due = [one for one in self._due(self._catalogue.committed()) if self._may(one["id"])]
-                if due:
-                    self._verify(due[0]["id"])
-                pause = _POLL if due else min(2 * pause, _LONGEST_POLL)
+                self._tally.get()
+                due = next(filter(self._may, self._tally.due), None)
+                if due is not None:
+                    self._verify(due)
+                    self._tally.count()
+                pause = _POLL if due is not None else min(2 * pause, _LONGEST_POLL)
             except StorageError as e:  # of the journal or the catalogue
                 _log.warning("%s", e)
                 pause = _LONGEST_POLL
@@ -102,24 +106,8 @@ class Scrubber(BackgroundWork):
             finally:
                 self.at_work = None
 
-    def _due(self, entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The checkpoints to verify, in order."""
-        latest, now = self._journal.latest_verifications(), dt.datetime.now(dt.UTC)
-
-        def last(one: dict[str, Any]) -> str:
-            found = latest.get(one["id"])
-            if found is None or found.ended is None or found.attempt != one["attempt"] or found.error is not None:
-                return ""
-            ended = dt.datetime.fromisoformat(found.ended)
-            # Ignore a time in the future: the clock was set back.
-            return found.ended if now - dt.timedelta(seconds=self.period) < ended < now + _FUTURE else "0"
-
-        order = sorted((last(one), one["created"] or "", one["id"]) for one in entries)
-        by_id = {one["id"]: one for one in entries}
-        return [by_id[ident] for when, _, ident in order if len(when) <= 1]
-
     def _may(self, ident: str) -> bool:
-        return time.monotonic() >= self._not_before.get(ident, 0.0)
+        return ident.partition("/")[0] not in self._vanished and time.monotonic() >= self._not_before.get(ident, 0.0)
 
     def _verify(self, ident: str) -> None:
         self.at_work = ident

@@ -9,59 +9,72 @@ from starlette.exceptions import HTTPException
 from shardckpt.commit.publish import RECORD, published_attempt, record_digest
 from shardckpt.errors import FormatError, NotFoundError
 from shardckpt.io.store import Store
+from shardckpt.serve.access.identity import note
 from shardckpt.serve.jobs.journal import Journal
 from shardckpt.serve.jobs.keeper import Keeper, expected
 from shardckpt.serve.jobs.operations import OPERATIONS, Operation
 from shardckpt.serve.jobs.retention import RetentionRules
-from shardckpt.serve.jobs.runner import JobRunner
+from shardckpt.serve.jobs.runner import JobRunner, audited
 from shardckpt.serve.jobs.scrub import Scrubber
+from shardckpt.serve.jobs.silence import SilenceWatch
+from shardckpt.serve.jobs.tally import Tally
 from shardckpt.serve.jobs.webhook import Webhook
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
+    from shardckpt.serve.access.audit import AuditLog
+    from shardckpt.serve.access.identity import Identity
     from shardckpt.serve.catalogue import Catalogue
     from shardckpt.serve.jobs.rows import JobRow
+    from shardckpt.serve.options import ServeOptions
     from shardckpt.serve.roots import Roots
     from shardckpt.serve.scanner import Scanner
-    from shardckpt.serve.service import ServeOptions
-    from shardckpt.serve.tokens import Identity
 
 
 class Upkeep:
     """The writing half of the service: its journal, and the jobs that change the roots."""
 
-    def __init__(self, directory: Path, options: ServeOptions, roots: Roots, catalogue: Catalogue, scanner: Scanner) -> None:
+    def __init__(
+        self, directory: Path, options: ServeOptions, roots: Roots, catalogue: Catalogue, scanner: Scanner, audit: AuditLog
+    ) -> None:
         """Open the journal; nothing runs before `start`.
 
         Raises:
             OptionError, StorageError: an option is invalid, or the journal cannot be used.
         """
-        self._roots, self._scanner = roots, scanner
+        self._roots, self._scanner, self._audit = roots, scanner, audit
         self.journal = Journal(directory)
+        scanner.watch.remember_in(self.journal)
         locks = directory / "jobs"
         writing = {"memory_limit": options.memory_limit, "workers": options.workers, "engine": options.engine}
         settings = {"writing": writing, "keep": None if options.keep is None else str(options.keep)}
-        self.runner = JobRunner(self.journal, locks, roots, at_once=options.jobs, options=settings, on_end=self._ended)
+        self.runner = JobRunner(
+            self.journal, locks, roots, at_once=options.jobs, options=settings, on_end=self._ended, watch=scanner.watch, audit=audit
+        )
         self.webhook = None if options.webhook is None else Webhook(self.journal, options.webhook)
         self.journal.keeps_notices = self.webhook is not None
+        self.silence = SilenceWatch(self.journal, catalogue, scanner)
+        self.tally = Tally(self.journal, catalogue, scanner, options.scrub)
         self.scrubber = None
         if options.scrub is not None:
-            self.scrubber = Scrubber(self.journal, catalogue, locks, roots, period=options.scrub, rate=options.scrub_rate)
+            self.scrubber = Scrubber(
+                self.journal, self.tally, locks, roots, period=options.scrub, rate=options.rate, vanished=scanner.watch.vanished
+            )
 
         rules = None if options.keep is None else RetentionRules.read(options.keep)
         self.keeper = None if rules is None else Keeper(self.journal, catalogue, roots, rules)
 
     def start(self) -> None:
         """Begin to run jobs, to scrub, to apply rules and to send notices."""
-        for one in (self.runner, self.scrubber, self.keeper, self.webhook):
+        for one in (self.runner, self.tally, self.scrubber, self.keeper, self.silence, self.webhook):
             if one is not None:
                 one.start()
 
     def close(self) -> None:
         """End all, and close the journal. Jobs go on when the service is started again."""
-        for one in (self.scrubber, self.keeper, self.webhook, self.runner):
+        for one in (self.scrubber, self.tally, self.keeper, self.silence, self.webhook, self.runner):
             if one is not None:
                 one.stop()
         self.journal.close()
@@ -76,11 +89,11 @@ class Upkeep:
             key: see `Journal.add`.
 
         Raises:
-            HTTPException: it needs another scope.
+            HTTPException: it needs another right.
             OptionError, NotFoundError: an argument is invalid. StorageError: the journal cannot be written, or a storage failed.
         """
         asked = operation.arguments(given)
-        require(who, operation.needs(asked))
+        self._require(who, operation.needs(asked), *operation.idents(asked))
         found = None if key is None else self.journal.find(who.name, key, operation.name, asked)
         if found is not None:
             return found, False
@@ -102,22 +115,29 @@ class Upkeep:
 
     def cancel(self, who: Identity, number: int) -> JobRow:
         """Cancel a job; raises as `start_job` and `Journal.cancel`."""
-        require(who, "operate")
         job = self.journal.job(number)
-        require(who, OPERATIONS[job.operation].needs(job.arguments))
+        note(job=number)
+        operation = OPERATIONS.get(job.operation)
+        self._require(who, "admin" if operation is None else operation.needs(job.arguments), job.subject, job.destination)
         return self.journal.cancel(number)
 
+    def _require(self, who: Identity, scope: str, subject: str, destination: str | None) -> None:
+        """Check that somebody may read the roots of a job, and has a scope at the one that it writes.
+
+        Raises:
+            NotFoundError: a root may not be read. HTTPException: the right is missing.
+        """
+        note(where=[subject, destination])
+        for ident in filter(None, (subject, destination)):
+            self._roots.root(ident)
+        root = (destination or subject).partition("/")[0]
+        if not who.may(scope, root):
+            given = f"{root}={scope}"
+            raise HTTPException(403, f"this needs the scope {scope} at {root}; `shardckpt token NAME --scope {given}` gives it.")
+
     def _ended(self, job: JobRow) -> None:
+        if OPERATIONS[job.operation].writes(job.arguments):
+            self._audit.note(**audited(job), result=job.state)
         for ident in (job.subject, job.destination):
             if ident is not None:
                 self._scanner.announce(ident)
-
-
-def require(who: Identity, scope: str) -> None:
-    """Check that somebody may do something.
-
-    Raises:
-        HTTPException: the token has another scope, or there is none.
-    """
-    if not who.may(scope):
-        raise HTTPException(403, f"this needs a token with the scope {scope}; `shardckpt token NAME --scope {scope}` makes one.")

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from shardckpt.reading.checkpoint import Checkpoint
     from shardckpt.reading.verification import Damage
     from shardckpt.serve.jobs.journal import Journal
-    from shardckpt.serve.jobs.operations import Work
     from shardckpt.serve.jobs.rows import Verification
+    from shardckpt.serve.jobs.work import Work
     from shardckpt.serve.roots import Roots
 
 MOST_DAMAGE = 100

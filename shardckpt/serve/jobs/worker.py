@@ -56,7 +56,9 @@ def main(lock: str) -> int:
     try:
         send("result", _run(request, send))
     except ShardckptError as e:
-        send("error", {"code": e.code, "message": str(e)})
+        from shardckpt.serve.problems import text_of
+
+        send("error", {"code": e.code, "message": text_of(e)})
     except Exception as e:
         logging.getLogger("shardckpt.serve.jobs").exception("a job failed")
         send("error", {"code": "internal", "message": f"{type(e).__name__}: {e}; the log has more."})
@@ -64,9 +66,13 @@ def main(lock: str) -> int:
 
 
 def _run(request: dict[str, Any], send: Callable[[str, Any], None]) -> dict[str, Any]:
-    from shardckpt.serve.jobs.operations import OPERATIONS, Work
+    from shardckpt.serve.access.identity import WHO, Identity
+    from shardckpt.serve.jobs.operations import OPERATIONS
+    from shardckpt.serve.jobs.work import Work
     from shardckpt.serve.roots import Roots
 
+    if request.get("readable") is not None:
+        WHO.set(Identity(request["who"], dict.fromkeys(request["readable"], "admin")))
     last = 0.0
 
     def progress(done: int, total: int) -> None:

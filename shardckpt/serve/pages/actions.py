@@ -22,15 +22,15 @@ def actions_section(ident: str, attempt: str, entry: Mapping[str, Any], viewer: 
     """Forms for the jobs that a viewer may start with a checkpoint; None: no job."""
     if not viewer.may("operate"):
         return None
-    admin, given = viewer.may("admin"), {"checkpoint": ident}
-    buttons = [job_form("verify", given, "Verify now")]
-    if not entry.get("pinned"):
+    operates, admin, given = viewer.may("operate", ident), viewer.may("admin", ident), {"checkpoint": ident}
+    buttons = []
+    if operates and not entry.get("pinned"):
         buttons.append(job_form("pin", given, "Pin"))
     elif admin:
         buttons.append(job_form("unpin", given, "Unpin"))
     if admin:
         buttons += [job_form("untag", {**given, "tag": tag}, f"Remove tag {tag}") for tag in entry.get("tags", ())]
-    tag = job_form("tag", given, "Add tag", [_field("tag", "tag", "Tag", "best")], style="line")
+    tag = job_form("tag", given, "Add tag", [_field("tag", "tag", "Tag", "best")], style="line") if operates else None
     overwrite = _overwrite(viewer)
     copy = [_field("copy", "to", "Copy to", "lab/copies/100"), *overwrite("copy")]
     export = [
@@ -41,10 +41,10 @@ def actions_section(ident: str, attempt: str, entry: Mapping[str, Any], viewer: 
     ]
     about_export = "Writes safetensors: a file, or a directory as on Hugging Face."
     parts = [
-        el("div", buttons, class_="buttons"),
+        el("div", buttons, class_="buttons") if buttons else None,
         tag,
-        _disclosed("Copy", "Writes the same checkpoint to another place.", job_form("copy", given, "Start copy", copy)),
-        _disclosed("Export", about_export, job_form("export", given, "Start export", export)),
+        disclosed("Copy", "Writes the same checkpoint to another place.", job_form("copy", given, "Start copy", copy)),
+        disclosed("Export", about_export, job_form("export", given, "Start export", export)),
     ]
     return section("Actions", *parts, _delete(ident, attempt, entry) if admin else None)
 
@@ -73,7 +73,7 @@ def import_form(mappings: Sequence[str], viewer: Viewer) -> Html | None:
         *_overwrite(viewer)("import"),
     ]
     hint = "Reads safetensors, DCP, Orbax and others below a root. Formats that need a pickle are refused."
-    return _disclosed("Import a checkpoint of another format", hint, job_form("import", {}, "Start import", fields))
+    return disclosed("Import a checkpoint of another format", hint, job_form("import", {}, "Start import", fields))
 
 
 def again_form(operation: str, arguments: Mapping[str, Any]) -> Html | None:
@@ -108,22 +108,23 @@ def job_form(
     return el("form", hidden, fields, button, method="post", action=f"/ui/jobs/{operation}", class_=style if fields else None)
 
 
-def choice(name: str, ident: str, values: Iterable[str], chosen: str | None, nothing: str) -> Html:
-    """A selection of one text; an empty one is shown as `nothing`."""
-    options = [el("option", value or nothing, value=value, selected=value == (chosen or "")) for value in values]
+def choice(name: str, ident: str, values: Iterable[str], chosen: str | None, nothing: str, shown: Mapping[str, str] | None = None) -> Html:
+    """A selection of one text; an empty one is shown as `nothing`, others as `shown` says."""
+    words = {"": nothing} | dict(shown or {})
+    options = [el("option", words.get(value, value), value=value, selected=value == (chosen or "")) for value in values]
     return el("select", options, name=name, id=ident)
 
 
 def _delete(ident: str, attempt: str, entry: Mapping[str, Any]) -> Html:
     protected = [word for word, is_so in (("pinned", entry.get("pinned")), ("tagged", entry.get("tags"))) if is_so]
     if protected:
-        return _disclosed("Delete", f"The checkpoint is {' and '.join(protected)}, and cannot be deleted.")
+        return disclosed("Delete", f"The checkpoint is {' and '.join(protected)}, and cannot be deleted.")
     fields = [
         _field("delete", CONFIRM, f"Type {visible(ident)} to confirm", ""),
         _field("delete", "reason", "Reason", "on request", required=False),
     ]
     form = job_form("delete", {"checkpoint": ident, "attempt": attempt}, "Delete for ever", fields, danger=True)
-    return _disclosed("Delete", "Deletes the checkpoint and its data. This cannot be undone.", form)
+    return disclosed("Delete", "Deletes the checkpoint and its data. This cannot be undone.", form)
 
 
 def _overwrite(viewer: Viewer) -> Any:
@@ -136,7 +137,8 @@ def _overwrite(viewer: Viewer) -> Any:
     return box
 
 
-def _disclosed(title: str, hint: str, form: Part = None) -> Html:
+def disclosed(title: str, hint: str, form: Part = None) -> Html:
+    """A form that is folded at first."""
     return el("details", el("summary", title), el("p", hint, class_="quiet"), form, class_="action")
 
 

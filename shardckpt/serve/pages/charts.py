@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.excerpt import count, file_size
-from shardckpt.serve.pages.figures import svg
+from shardckpt.reading.inspection.figures import svg
 from shardckpt.serve.pages.frame import address
 from shardckpt.serve.pages.markup import Html, el
 
@@ -50,22 +50,33 @@ def time_line(entries: Sequence[dict[str, Any]]) -> Html:
         return el("p", "No checkpoint here has a step in its name.", class_="quiet")
     height = 84.0
     x = _scale([step for step, _, _ in known], _LEFT, _WIDTH - _RIGHT)
-    most = max(1, *(size for _, size, _ in known))
+    sizes = [size for _, size, _ in known if size]
+    most, least = max(sizes, default=1), min(sizes, default=0)
+    floor = least - (most - least) / 4 if 0 < most - least < least else 0
     marks: list[Html] = []
     for step, size, one in known:
-        tall = max(2.0, size / most * (height - _TOP - _BOTTOM - 12))
+        tall = max(2.0, (size - floor) / (most - floor) * (height - _TOP - _BOTTOM - 12))
         title = el("title", f"step {step}: {file_size(size)}{words(one)}")
         mark = el("circle", title, cx=f"{x(step):.1f}", cy=f"{height - _BOTTOM:.1f}", r=4, class_=kind(one))
         bar = el("rect", x=f"{x(step) - 2:.1f}", y=f"{height - _BOTTOM - 6 - tall:.1f}", width=4, height=f"{tall:.1f}", class_="size")
         marks.append(el("a", bar, mark, href=address("checkpoint", one["id"]), aria_label=f"step {step}, {file_size(size)}{words(one)}"))
-    sentence = f"{count(len(known), 'step')} from {known[0][0]} to {known[-1][0]}; the largest has {file_size(most)}."
+    sentence = f"{count(len(known), 'step')} from {known[0][0]} to {known[-1][0]}; sizes from {file_size(least)} to {file_size(most)}."
     axis = [
         el("line", x1=_LEFT, x2=_WIDTH - _RIGHT, y1=height - _BOTTOM, y2=height - _BOTTOM, class_="axis"),
         el("text", f"{known[0][0]:,}", x=_LEFT, y=height - 4, class_="tick"),
         el("text", f"{known[-1][0]:,}", x=_WIDTH - _RIGHT, y=height - 4, class_="tick end"),
         el("text", file_size(most), x=_LEFT - 8, y=_TOP + 8, class_="tick end"),
+        el("text", file_size(round(floor)), x=_LEFT - 8, y=height - _BOTTOM - 2, class_="tick end"),
     ]
     return el("figure", el("figcaption", "steps and sizes"), svg("Steps and sizes", sentence, _WIDTH, height, axis, marks, class_="chart"))
+
+
+def curve(points: Sequence[tuple[int, float]], name: str) -> Html:
+    """A metric over the last steps, as small as a word."""
+    x, y = _scale([step for step, _ in points], 1, 79), _scale([value for _, value in points], 19, 1)
+    line = el("polyline", points=" ".join(f"{x(step):.1f},{y(value):.1f}" for step, value in points), class_="line")
+    sentence = f"{count(len(points), 'step')}, from {points[0][1]:.4g} to {points[-1][1]:.4g}."
+    return svg(name, sentence, 80, 20, line, class_="chart curve")
 
 
 def histogram(found: dict[str, Any]) -> Html:
@@ -94,7 +105,7 @@ def kind(one: dict[str, Any]) -> str:
     """The class of a checkpoint's mark."""
     if one["state"] != "committed":
         return f"mark-{one['state']}"
-    if is_damaged(one):
+    if is_damaged(one) or one.get("vanished"):
         return "mark-unreadable"
     return "mark-pinned" if one["pinned"] or one["tags"] else "mark-superseded" if one["superseded"] else "mark-committed"
 
@@ -103,6 +114,7 @@ def words(one: dict[str, Any]) -> str:
     """Words about a checkpoint beside its step, such as its state and tags."""
     said = [one["state"]] if one["state"] != "committed" else []
     said += ["damaged"] if is_damaged(one) else []
+    said += ["in a root that has vanished"] if one.get("vanished") else []
     said += [word for word in ("pinned", "superseded") if one[word]]
     said += [f"tagged {' '.join(one['tags'])}"] if one["tags"] else []
     return "".join(f", {word}" for word in said)

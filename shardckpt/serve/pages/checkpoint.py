@@ -2,28 +2,34 @@
 
 from __future__ import annotations
 
+import json
+from math import inf, prod
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from shardckpt.excerpt import count, file_size, shape_text
 from shardckpt.layout.text import layout_text, spec_text
-from shardckpt.reading.documents import leaf_text, node_totals
+from shardckpt.reading.inspection.figures import tile_grid
+from shardckpt.reading.inspection.outline import number_text, outline
+from shardckpt.reading.inspection.words import leaf_text
+from shardckpt.serve.pages.actions import disclosed
 from shardckpt.serve.pages.charts import histogram, is_damaged, words
-from shardckpt.serve.pages.figures import tile_grid
-from shardckpt.serve.pages.frame import Viewer, address, crumbs, facts, frame, link, search, table
+from shardckpt.serve.pages.frame import Viewer, address, crumbs, facts, frame, link, search, table, when
 from shardckpt.serve.pages.markup import Html, data, el
 from shardckpt.serve.pages.plan import section
 from shardckpt.state.document import Branch, Tensor, Tied, leaves_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from shardckpt.reading.checkpoint import Checkpoint
+    from shardckpt.reading.inspection.outline import OutlineEntry
     from shardckpt.state.document import Node
 
 MOST_ROWS = 400
 """Most names of a tree on one page; containers beyond lead to pages of their own."""
 MOST_FOUND = 200
+_SHORT, _LONGEST_METADATA = 60, 20_000
 _FEW = 12
 """Containers on a page from which on they are closed at first."""
 MOST_CHANGES = 500
@@ -38,41 +44,75 @@ def checkpoint_page(
     text: str | None,
     viewer: Viewer,
     sections: Sequence[Html | None] = (),
+    url: str = "http://localhost:8470",
 ) -> str:
-    """A checkpoint, or a container of it, as a tree; or the names that contain a text. `sections` follow the tree."""
+    """A checkpoint, or a container of it, as a tree; or the names that contain a text. `sections` follow the tree.
+
+    `url` is that of the service, for commands.
+    """
     record, name = ckpt.record, top.name
+    model = [one for one in record.structure.tensors.values() if one.name.startswith("model/")] or record.structure.tensors.values()
+    parameters = sum(prod(one.shape) for one in model)
     shown: list[tuple[str, Html | str]] = [
+        ("Parameters", data("parameters", parameters, number_text(parameters))),
         ("Tensors", f"{record.totals['tensors']:,}"),
-        ("Elements", file_size(record.totals["bytes"])),
+        ("Size", file_size(record.totals["bytes"])),
         ("Stored", file_size(record.totals["stored_bytes"])),
         ("Hosts", f"{len(record.hosts):,}"),
         ("Layout", record.layout + (f", {record.compression}" if record.compression else "")),
-        ("Created", el("span", record.created[:10], el("small", f" {record.created[11:].removesuffix('+00:00')}"))),
+        ("Created", when(record.created)),
     ]
     shown += [(key, value if isinstance(value, str) else f"{value:.6g}") for key, value in (entry or {}).get("metrics", {}).items()]
-    bases = el("p", "Some tensors lie in ", ", ".join(base.url for base in record.structure.bases), ".") if record.structure.bases else None
+    chain = record.structure.chain
+    places = [base.url for base in record.structure.bases[len(chain) :]]
+    bases = el("p", "Some tensors lie in ", ", ".join(places), ".") if places else None
+    version = el("p", "Stored as differences from ", chain[0].url, f"; needs {len(chain)} other checkpoints.") if chain else None
     state: Html | str = "" if entry is None else words(entry).removeprefix(", ")
     if entry is not None and is_damaged(entry):
         state = el("a", state, href="#section-verification", class_="state mark-unreadable")
-    fetch = el(
-        "ul",
-        el("li", el("a", "model.safetensors", href=f"/files/{quote(ident)}/model.safetensors")),
-        el("li", el("code", f'shardckpt.open("…/raw/{ident}")')),
-        el("li", el("code", f'zarr.open_group("…/zarr/{ident}", mode="r")')),
-    )
-    body = _found(ident, ckpt, top, text) if text else el("div", _Tree(ident, ckpt, top).shown(), class_="tree")
+    body = _found(ident, ckpt, top, text) if text else el("div", _tree(ident, ckpt, outline(ckpt, top)), class_="tree")
     up = el("p", link("checkpoint", ident, "the whole checkpoint")) if name else None
     main = el(
         "main",
         el("h1", ident if not name else f"{ident}: {name}"),
-        section("Facts", facts(shown), bases, el("p", state) if state else None),
+        section("Facts", facts(shown), version, bases, el("p", state) if state else None),
         section("Tree", search("Names that contain", "text", text), up, body),
+        _metadata(record.metadata),
         sections,
-        section("Reshard", plan_form(ident, {})),
-        section("Fetch", fetch),
+        section(
+            "Reshard",
+            disclosed("Plan a reshard", "Nothing is written: the plan says what would be read and written.", plan_form(ident, {})),
+        ),
+        section("Fetch", *_commands(ident, url)),
         id="main",
     )
     return frame(ident, crumbs(ident, checkpoint=True), main, here="/ui/runs", viewer=viewer)
+
+
+def _metadata(found: Mapping[str, Any]) -> Html | None:
+    """Metadata of the save, but for the metrics, which are among the facts; long documents are folded."""
+    items = []
+    for key, value in sorted(found.items()):
+        if key != "metrics":
+            text = value if isinstance(value, str) else json.dumps(value, indent=1)
+            whole = text[:_LONGEST_METADATA] + (" …" if len(text) > _LONGEST_METADATA else "")
+            long = len(text) > _SHORT
+            items.append(el("details", el("summary", key), el("pre", whole)) if long else el("p", f"{key}: ", el("code", text)))
+    return section("Metadata", items) if items else None
+
+
+def _commands(ident: str, url: str) -> list[Html]:
+    """Commands that fetch a checkpoint, with the url of this service; the token is read from a variable."""
+    here, origin = f"{url}/raw/{quote(ident)}", "/".join(url.split("/")[:3])
+    said = (
+        ("Once, for all of them", f'export SHARDCKPT_HTTP_HEADERS="{origin} Authorization: Bearer $SHARDCKPT_TOKEN"'),
+        ("Restore", f'state = shardckpt.restore("{here}")'),
+        ("Copy", f"shardckpt reshard {here} ./{ident.rpartition('/')[2]}"),
+        ("Safetensors", f'curl -OH "Authorization: Bearer $SHARDCKPT_TOKEN" {url}/files/{quote(ident)}/model.safetensors'),
+        ("zarr", f'zarr.open_group("{url}/zarr/{quote(ident)}", mode="r")'),
+    )
+    download = el("p", el("a", "Download model.safetensors", href=f"/files/{quote(ident)}/model.safetensors"))
+    return [download, el("details", el("summary", "Commands"), facts([(title, el("pre", text)) for title, text in said], "commands"))]
 
 
 def unreadable_page(ident: str, reason: str, viewer: Viewer, sections: Sequence[Html | None]) -> str:
@@ -95,7 +135,7 @@ def tensor_page(
     ]
     shown += [("Tied to", ", ".join(info.tied_names))] if info.tied_names else []
     shown += [("Lies in", info.base)] if info.base else []
-    picture = tile_grid(name, info.layout, info.shape, None, info.chunks, "plain, from the host")
+    picture = tile_grid(name, info.layout, info.shape, None, info.chunks, "") if info.layout is not None else None
     boxes = [(f"{one['device']}", _box_text(one)) for one in devices[:MOST_DEVICES]]
     listed = (
         table((("Device", True), ("Box", False)), boxes, caption=f"{count(len(devices), 'device')}", ident="devices") if boxes else None
@@ -107,7 +147,7 @@ def tensor_page(
         "main",
         el("h1", name),
         section("Facts", facts(shown)),
-        section("Layout", el("p", layout_text(info.layout)), el("div", picture, class_="wide"), details),
+        section("Layout", el("p", layout_text(info.layout)), el("div", picture, class_="wide") if picture else None, details),
         section("Values", values),
         id="main",
     )
@@ -125,9 +165,7 @@ def diff_page(a: str | None, b: str | None, doc: dict[str, Any] | None, *, struc
     form = el("form", fields, only, el("button", "Compare", type="submit"), action="/ui/diff", class_="fields")
     parts = [section("Checkpoints", form)]
     if doc is not None:
-        said = "equal" if doc["equal"] else "different"
-        compared = "values were not compared" if structure else f"{count(doc['tensors_compared'], 'tensor')} compared bit by bit"
-        parts.append(section("Result", el("p", el("strong", said), f": {compared}", class_="verdict"), *_changes(doc, b or "")))
+        parts.append(section("Result", _verdict(doc, structure=structure), *_changes(doc, b or "")))
     return frame("Compare", el("main", el("h1", "Compare"), parts, id="main"), here="/ui/diff", viewer=viewer)
 
 
@@ -149,63 +187,52 @@ def plan_form(ident: str, asked: dict[str, Any]) -> Html:
     return el("form", fields, el("button", "Plan", type="submit"), action=address("plan", ident), class_="fields")
 
 
-class _Tree:
-    """A tree as nested lists, down to as many names as one page has room for."""
-
-    def __init__(self, ident: str, ckpt: Checkpoint, top: Node) -> None:
-        self._ident, self._ckpt, self._top = ident, ckpt, top
-        self._totals = node_totals(ckpt, top)
-        self._open = self._choose()
-
-    def shown(self) -> Html:
-        """The list of the top's children."""
-        return self._list(self._top)
-
-    def _choose(self) -> set[int]:
-        """The containers whose children are on this page: level by level, while there is room."""
-        chosen, level, rows = set(), [self._top], 0
-        while level:
-            below: list[Node] = []
-            for node in level:
-                if isinstance(node, Branch) and (rows + len(node.children) <= MOST_ROWS or node is self._top):
-                    rows += len(node.children)
-                    chosen.add(id(node))
-                    below += node.children
-            level = below
-        return chosen
-
-    def _list(self, node: Node) -> Html:
-        if not isinstance(node, Branch):
-            return el("ul", el("li", self._leaf(node, node.name)))
-        items = []
-        for key, child in list(zip(node.keys, node.children, strict=True))[: 5 * MOST_ROWS]:
-            text = str(key)
-            if not isinstance(child, Branch):
-                items.append(el("li", self._leaf(child, text)))
-            elif id(child) in self._open:
-                summary = el("summary", text, self._inside(child))
-                items.append(el("li", el("details", summary, self._list(child), open=len(self._open) < _FEW)))
-            else:
-                items.append(el("li", link("checkpoint", self._ident, text, under=child.name), self._inside(child)))
-        left = len(node.children) - len(items)
-        return el("ul", items, el("li", f"… and {left:,} more; search for them", class_="quiet") if left else None)
-
-    def _inside(self, node: Branch) -> Html:
-        total = self._totals[id(node)]
-        return el("small", f" {count(total.tensors, 'tensor')}, {file_size(total.nbytes)}" if total.tensors else f" {node.form}")
-
-    def _leaf(self, node: Node, text: str) -> list[Html]:
-        return leaf_line(self._ident, self._ckpt, node, text)
+def _tree(ident: str, ckpt: Checkpoint, entry: OutlineEntry) -> Html:
+    """An outline as nested lists, down to as many names as one page has room for."""
+    shown, level, rows = {id(entry)}, [entry], 0
+    while level:  # level by level, while there is room
+        here = [one for one in level if one.children]
+        level = []
+        for one in here:
+            if rows + len(one.children) <= MOST_ROWS or one is entry:
+                rows += len(one.children)
+                shown.add(id(one))
+                level += one.children
+    return _list(ident, ckpt, entry, shown)
 
 
-def leaf_line(ident: str, ckpt: Checkpoint, node: Node, text: str) -> list[Html]:
-    """A leaf as a name and what is known of it."""
+def _list(ident: str, ckpt: Checkpoint, above: OutlineEntry, shown: set[int]) -> Html:
+    items = []
+    for one in above.children[: 5 * MOST_ROWS] or [above]:
+        times = f" × {one.repeats:,}," if one.repeats > 1 else ""
+        inside = el("small", f"{times} {count(one.tensors, 'tensor')}, {file_size(one.nbytes)}" if one.tensors else times)
+        if one.values is not None or (one.node is not None and not isinstance(one.node, Branch)):
+            items.append(el("li", leaf_line(ident, ckpt, one.node, one.label, one.values), times))
+        elif one is not above and id(one) in shown and one.children:
+            below = _list(ident, ckpt, one, shown)
+            items.append(el("li", el("details", el("summary", one.label, inside), below, open=len(shown) < _FEW)))
+        elif one is not above and isinstance(one.node, Branch) and one.children:
+            items.append(el("li", link("checkpoint", ident, one.label, under=one.name), inside))
+        elif one is not above and one.children:  # a group of keys has no page of its own
+            items.append(el("li", el("a", one.label, href=address("checkpoint", ident, text=one.name)), inside))
+        else:
+            items.append(el("li", one.label, el("small", " empty")))
+    left = len(above.children) - len(items)
+    more = el("li", f"… and {left:,} more; search for them", class_="quiet") if left > 0 else None
+    return el("ul", items, more)
+
+
+def leaf_line(ident: str, ckpt: Checkpoint, node: Node | None, text: str, values: str | None = None) -> list[Html]:
+    """A leaf, or a list of small `values`, as a name and what is known of it."""
+    if values is not None or node is None:
+        return [el("span", text), el("small", f" {values}")]
     if isinstance(node, Tensor | Tied):
         t = ckpt.tensor(node.name)
+        held = "" if t.layout is None else f", {spec_text(t.layout)}"
         tied = f", tied to {node.stored}" if isinstance(node, Tied) else ""
         return [
             link("tensor", ident, text, name=node.name),
-            el("small", f" {shape_text(t.shape)} {t.dtype.name}, {file_size(t.nbytes)}, {spec_text(t.layout)}{tied}"),
+            el("small", f" {shape_text(t.shape)} {t.dtype.name}, {file_size(t.nbytes)}{held}{tied}"),
         ]
     assert not isinstance(node, Branch)
     type_name, value = leaf_text(node)
@@ -232,6 +259,25 @@ def _values(found: dict[str, Any]) -> Html:
     return el("div", facts(shown), histogram(found))
 
 
+def _verdict(doc: dict[str, Any], *, structure: bool) -> Html:
+    """A comparison in a sentence."""
+    said = "equal" if doc["equal"] else "different"
+    compared = "values were not compared" if structure else f"{count(doc['tensors_compared'], 'tensor')} compared bit by bit"
+    if doc["values"]:
+        most = max(doc["values"], key=_relative)
+        compared += f"; {len(doc['values']):,} of them differ, most of all {most['name']}"
+        compared += f" (by {most['relative']:.2%})" if most["relative"] is not None else ""
+    alone = len(doc["only_a"]) + len(doc["only_b"])
+    extra = [f"; only one of them has {count(alone, 'name')}"] if alone else []
+    extra += [f"; {count(len(doc['changes']), 'name')} with another shape, dtype or small value"] if doc["changes"] else []
+    return el("p", el("strong", said), f": {compared}", *extra, ".", class_="verdict")
+
+
+def _relative(one: Mapping[str, Any]) -> float:
+    """Key by which tensors with other values are sorted: those with NaN or infinity first."""
+    return inf if one["relative"] is None else one["relative"]
+
+
 def _changes(doc: dict[str, Any], b: str) -> list[Html | None]:
     parts: list[Html | None] = []
     for key, title in (("only_a", "Only in the first"), ("only_b", "Only in the second")):
@@ -249,12 +295,20 @@ def _changes(doc: dict[str, Any], b: str) -> list[Html | None]:
                 link("tensor", b, one["name"], name=one["name"]),
                 data("differing", one["differing"], f"{one['differing']:,}"),
                 data("share", one["differing"] / one["elements"], f"{one['differing'] / one['elements']:.1%}"),
+                "–" if one["relative"] is None else data("relative", one["relative"], f"{one['relative']:.2%}"),
                 "–" if one["largest"] is None else data("largest", one["largest"], f"{float(one['largest']):.6g}"),
                 f"{one['nans']:,}",
             )
-            for one in doc["values"][:MOST_CHANGES]
+            for one in sorted(doc["values"], key=_relative, reverse=True)[:MOST_CHANGES]
         ]
-        numbers = (("Tensor", False), ("Elements", True), ("Share", True), ("By up to", True), ("NaN", True))
+        numbers = (
+            ("Tensor", False),
+            ("Elements", True),
+            ("Share of elements", True),
+            ("Relative", True),
+            ("Largest difference", True),
+            ("NaN", True),
+        )
         parts.append(table(numbers, rows_of_values, caption=f"{count(len(doc['values']), 'tensor')} with other values", ident="values"))
     if doc["layouts"]:
         parts.append(el("p", f"Another layout in {count(len(doc['layouts']), 'tensor')}, which counts as no difference.", class_="quiet"))

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import datetime as dt
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from urllib.parse import quote, urlencode
 
 from shardckpt._version import __version__
-from shardckpt.serve.pages.markup import Html, Part, el
+from shardckpt.serve.pages.markup import PREFIX, Html, Part, el
+from shardckpt.serve.rhythm import time_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from shardckpt.serve.tokens import Identity
+    from shardckpt.serve.access.identity import Identity
 
 POLICY = (
     "default-src 'none'; style-src 'self'; script-src 'self'; img-src 'self'; connect-src 'self'; form-action 'self'; base-uri 'none'; "
@@ -20,6 +22,7 @@ POLICY = (
 )
 """Content-Security-Policy of the pages."""
 STATIC = ("plan.css", "service.css", "plan.js", "service.js", "icon.svg")
+MINUTE = 60
 _AREAS = (("Runs", "/ui/runs"), ("Compare", "/ui/diff"), ("Storage", "/ui/storage"))
 _AREAS_OF_JOBS = (("Jobs", "/ui/jobs"), ("Health", "/ui/health"))
 
@@ -33,10 +36,13 @@ class Viewer:
     """Whether there is a session, which can be ended."""
     jobs: bool = False
     """Whether the service runs jobs."""
+    vanished: tuple[tuple[str, str], ...] = ()
+    """Roots that have vanished, each with the reason."""
 
-    def may(self, scope: str) -> bool:
-        """Whether they may start jobs that need a scope."""
-        return self.jobs and self.identity is not None and self.identity.may(scope)
+    def may(self, scope: str, ident: str | None = None) -> bool:
+        """Whether they may start jobs that need a scope at the root of an id; None: at any root."""
+        root = None if ident is None else ident.partition("/")[0]
+        return self.jobs and self.identity is not None and self.identity.may(scope, root)
 
 
 NOBODY = Viewer()
@@ -54,8 +60,10 @@ def frame(title: str, *parts: Part, here: str = "", viewer: Viewer = NOBODY, scr
     """
     areas = _AREAS + _AREAS_OF_JOBS if viewer.jobs else _AREAS
     links = [el("li", el("a", text, href=at, aria_current="page" if at == here else None)) for text, at in areas]
-    leave = None
-    if viewer.signed_in and viewer.identity is not None:
+    leave: Html | None = None
+    if viewer.identity is not None and viewer.identity.by_proxy:
+        leave = el("p", viewer.identity.name, class_="quiet")
+    elif viewer.signed_in and viewer.identity is not None:
         leave = el("form", el("button", f"Sign out {viewer.identity.name}", type="submit"), method="post", action="/ui/logout")
     head = el(
         "head",
@@ -68,7 +76,9 @@ def frame(title: str, *parts: Part, here: str = "", viewer: Viewer = NOBODY, scr
     )
     skip = el("a", "To the content", href="#main", class_="skip")
     nav = el("nav", el("a", "shardckpt", href="/ui/runs", class_="brand"), el("ul", links), leave, aria_label="Service")
-    return "<!DOCTYPE html>\n" + el("html", head, el("body", skip, nav, *parts), lang="en") + "\n"
+    shown = viewer.vanished if viewer.identity is not None else ()
+    gone = [el("p", f"Root {name}: {why}", class_="bad", role="alert") for name, why in shown]
+    return "<!DOCTYPE html>\n" + el("html", head, el("body", skip, nav, gone, *parts), lang="en", data_prefix=PREFIX.get() or None) + "\n"
 
 
 def link(area: str, ident: str, text: Part, **query: object) -> Html:
@@ -115,15 +125,15 @@ def _row(heads: Sequence[tuple[str, bool]], row: Sequence[Part]) -> Html:
     return el("tr", [el("td", cell, class_="n" if n else None, data_head=text) for cell, (text, n) in zip(row, heads, strict=True)])
 
 
-def facts(pairs: Iterable[tuple[str, Part]]) -> Html:
+def facts(pairs: Iterable[tuple[str, Part]], style: str = "facts") -> Html:
     """Titles with values."""
-    return el("dl", [el("div", el("dt", title), el("dd", value)) for title, value in pairs], class_="facts")
+    return el("dl", [el("div", el("dt", title), el("dd", value)) for title, value in pairs], class_=style)
 
 
-def search(label: str, name: str, value: str | None) -> Html:
-    """A form with one text field."""
+def search(label: str, name: str, value: str | None, *others: Html) -> Html:
+    """A form with one text field, and other fields."""
     field = el("input", type="search", name=name, value=value or "", autocomplete="off", id=f"field-{name}", maxlength=200)
-    return el("form", el("label", f"{label} ", field), el("button", "Search", type="submit"), class_="line", role="search")
+    return el("form", el("label", f"{label} ", field), others, el("button", "Search", type="submit"), class_="line", role="search")
 
 
 def more(path: str, **query: object) -> Html:
@@ -133,10 +143,29 @@ def more(path: str, **query: object) -> Html:
 
 
 def when(time: str | None) -> Html | str:
-    """A time, UTC."""
-    if time is None:
-        return "–"
-    return el("time", time.replace("T", " ").removesuffix("+00:00"), datetime=time)
+    """A time with its zone, and how long ago it was."""
+    known = time_of(time)
+    if known is None:
+        return time or "–"
+    text = f"{known.astimezone(dt.UTC):%Y-%m-%d %H:%M:%S} UTC"
+    return el("time", ago((dt.datetime.now(dt.UTC) - known).total_seconds()), el("small", f" {text}"), datetime=time)
+
+
+def ago(seconds: float) -> str:
+    """Age in one unit, in words.
+
+    >>> ago(5), ago(200), ago(9000), ago(200_000), ago(-100)
+    ('just now', '3 min ago', '2 h ago', '2 d ago', 'just now')
+    """
+    return "just now" if seconds < MINUTE else f"{span(seconds)} ago"
+
+
+def span(seconds: float) -> str:
+    """A time in one unit."""
+    for size, unit in ((86400, "d"), (3600, "h"), (MINUTE, "min")):
+        if seconds >= size:
+            return f"{int(seconds // size):,} {unit}"
+    return f"{seconds:.0f} s"
 
 
 def error_page(status: int, title: str, detail: str, viewer: Viewer, back: Html | None = None) -> str:

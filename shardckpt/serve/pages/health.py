@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.excerpt import count, duration_text, file_size
+from shardckpt.serve.pages.actions import job_form
 from shardckpt.serve.pages.frame import Viewer, facts, frame, link, table, when
 from shardckpt.serve.pages.jobs import damage_table
 from shardckpt.serve.pages.markup import Html, Part, data, el
@@ -27,7 +28,7 @@ def health_page(doc: Mapping[str, Any], viewer: Viewer) -> str:
     shown: list[tuple[str, Part]] = [
         ("Damaged", data("damaged", wrong, f"{wrong:,}")),
         ("Checkpoints", f"{checkpoints:,}"),
-        ("Never verified", data("never_verified", never, f"{never:,}")),
+        ("Not verified yet", data("never_verified", never, f"{never:,}")),
     ]
     latest = verifications_table(doc["latest"], whose=True) if doc["latest"] else el("p", "Nothing was verified yet.")
     main = el(
@@ -41,21 +42,24 @@ def health_page(doc: Mapping[str, Any], viewer: Viewer) -> str:
     return frame("Health", main, here="/ui/health", viewer=viewer)
 
 
-def verification_section(attempt: str, history: Sequence[Verification]) -> Html:
+def verification_section(ident: str, attempt: str, history: Sequence[Verification], viewer: Viewer) -> Html:
     """Section with the results of a checkpoint's verifications.
 
     Args:
+        ident: id of the checkpoint.
         attempt: the attempt that is there now.
         history: its verifications, the latest first.
+        viewer: whom it is for.
     """
     last = next((one for one in history if one.ended is not None and one.attempt == attempt), None)
     parts: list[Html | None] = []
     if last is None:
-        parts.append(el("p", "This checkpoint was never verified to the end."))
+        parts.append(el("p", "Not verified yet."))
     else:
         said = el("span", _found(last), class_=f"state {_mark(last)}")
         parts.append(el("p", said, "verified ", when(last.ended), " by ", _by(last)))
         parts.append(damage_table(last.damage, last.damaged) if last.damaged else None)
+    parts.append(job_form("verify", {"checkpoint": ident}, "Verify now") if viewer.may("operate", ident) else None)
     if history:
         parts.append(el("details", el("summary", "History"), verifications_table(history, whose=False, attempt=attempt)))
     return section("Verification", *parts)

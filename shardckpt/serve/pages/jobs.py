@@ -118,7 +118,10 @@ def state_mark(doc: Mapping[str, Any]) -> Html:
         text += ", is being cancelled"
     if doc["waits_for"]:
         text += f": {doc['waits_for']}"
-    return el("span", text, class_=f"state mark-{doc['state']}", data_job=doc["number"])
+    mark = doc["state"]
+    if doc["found_damage"]:
+        text, mark = f"{text}, found damage", "unreadable"
+    return el("span", text, class_=f"state mark-{mark}", data_job=doc["number"])
 
 
 def damage_table(damage: Sequence[Mapping[str, Any]], damaged: int) -> Html:
@@ -190,6 +193,12 @@ def _result(doc: Mapping[str, Any], checkpoints: Collection[str]) -> list[Html |
         parts.append(el("p", "The new checkpoint is ", place(to, {*checkpoints, to}), "."))
     shown = [(_title(name), text) for name, value in result.items() if (text := _number(name, value))]
     parts.append(facts(shown) if shown else None)
+    if operation == "retain":
+        rows = [(one["name"], data("bytes", one["bytes"], file_size(one["bytes"]))) for one in result["steps"]]
+        caption = f"{count(len(rows), 'step')} {'that the rules would delete' if result['dry'] else 'deleted'}"
+        parts.append(table((("Step", False), ("Stored", True)), rows, caption=caption, ident="steps") if rows else el("p", f"{caption}."))
+        stay = [f"{name}: {why}" for name, why in result["left"].items()]
+        return [*parts, *_listed("Steps that stay all the same", stay)]
     for name, title in (("files", "Files"), ("notes", "Notes"), ("left", "Data that is left")):
         parts += _listed(title, result.get(name))
     return parts

@@ -18,8 +18,9 @@ import numpy as np
 from shardckpt._version import __version__
 from shardckpt.excerpt import count, file_size, shape_text
 from shardckpt.layout.text import spec_text
+from shardckpt.reading.inspection.figures import tile_grid
 from shardckpt.reshard.forecast.words import assumptions, factor, hosts_text, notice_text, rate_text, route, span_text, verdict
-from shardckpt.serve.pages.figures import LEVELS, balance, heat_map, ribbons, tile_grid
+from shardckpt.serve.pages.figures import LEVELS, balance, heat_map, ribbons
 from shardckpt.serve.pages.markup import Html, data, el
 
 if TYPE_CHECKING:
@@ -173,7 +174,7 @@ def _kind(found: Forecast, key: Any, entries: list[dict[str, Any]], *, by_device
         ("Then", after, found.hosts, target, "whole, on every host"),
     ):
         chunks = tensor.pieces[0].chunks
-        grid = tile_grid(f"{title}: {name}", layout, shape, None if by_device else hosts, chunks, plain)
+        grid = tile_grid(f"{title}: {name}", layout, shape, None if by_device else hosts.owners.of_devices, chunks, plain)
         sides.append(el("div", el("p", f"{title}: {spec_text(layout)}"), grid, el("p", f"chunks {shape_text(chunks)}", class_="quiet")))
     pair = el("div", sides[0], el("div", "→", class_="arrow", aria_hidden="true"), sides[1], class_="pair")
     caption = el("figcaption", f"{shape_text(shape)} {dtype}; a restore reads {file_size(nbytes)} of {'them' if others else 'it'}.")

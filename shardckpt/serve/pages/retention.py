@@ -28,7 +28,7 @@ def retention_section(run: str, mark: Mapping[str, str] | None, last: Mapping[st
         viewer: for whom.
         ruled: whether a rule is for the run.
     """
-    said: list[tuple[str, Part]] = [("Run", "goes on" if mark is None else "has ended")]
+    said: list[tuple[str, Part]] = [("Run", "running" if mark is None else "ended")]
     lines: list[Html] = []
     if mark is not None:
         lines.append(el("p", f"{mark['by']} has marked it as ended, ", when(mark["when"]), ".", class_="quiet"))
@@ -51,17 +51,18 @@ def retention_section(run: str, mark: Mapping[str, str] | None, last: Mapping[st
         said.append(("Would free" if result["dry"] else "Freed", data("bytes", result["bytes"], file_size(result["bytes"]))))
         rows = [(one["name"], data("bytes", one["bytes"], file_size(one["bytes"]))) for one in result["steps"]]
         listed = count(len(rows), "step")
-        caption = f"{listed} that the rules give up" if result["dry"] else f"{listed} deleted"
+        caption = f"{listed} that the rules would delete" if result["dry"] else f"{listed} deleted"
         parts.append(
             table((("Step", False), ("Stored", True)), rows, caption=caption, ident="retention") if rows else el("p", f"{caption}.")
         )
         left = list(result["left"].items())[:_MOST_LEFT]
         parts.append(table((("Step", False), ("Why", False)), left, caption="Steps that stay all the same", ident="left") if left else None)
-        if result["dry"] and rows and mark is not None and viewer.may("admin"):
+        if result["dry"] and rows and mark is not None and viewer.may("admin", run):
             buttons.append(job_form("retain", {"run": run, "apply": last["number"]}, f"Delete {listed} for ever", danger=True))
-    if ruled and viewer.may("operate"):
-        buttons.insert(0, job_form("retain", {"run": run}, "List what the rules give up"))
-    if viewer.may("admin"):
+    if ruled and viewer.may("operate", run):
+        buttons.insert(0, job_form("retain", {"run": run}, "List what the rules would delete"))
+    if viewer.may("admin", run):
+        buttons.append(job_form("gc", {"run": run}, "Remove unfinished saves"))
         buttons.append(job_form("end", {"run": run}, "Mark as ended") if mark is None else job_form("reopen", {"run": run}, "Not ended"))
-    hint = None if ruled else el("p", "No rule is for this run, so nothing of it is deleted by rules.", class_="quiet")
+    hint = None if ruled else el("p", "No retention rule names this run: the service deletes none of its steps.", class_="quiet")
     return section("Retention", facts(said), *lines, hint, *parts, el("div", buttons, class_="buttons") if buttons else None)

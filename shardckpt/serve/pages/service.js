@@ -33,9 +33,9 @@ const show = (job) => {
     } else if (one.matches(".percent")) {
       one.textContent = share;
     } else {
-      const words = job.state + (job.state === "running" && job.cancelling ? ", is being cancelled" : "") + (job.waits_for ? `: ${job.waits_for}` : "");
+      const words = job.state + (job.state === "running" && job.cancelling ? ", is being cancelled" : "") + (job.waits_for ? `: ${job.waits_for}` : "") + (job.found_damage ? ", found damage" : "");
       if (one.textContent !== words) one.textContent = words;
-      one.className = `state mark-${job.state}`;
+      one.className = `state mark-${job.found_damage ? "unreadable" : job.state}`;
     }
   }
 };
@@ -61,7 +61,7 @@ if (followed) {
     const marks = [...document.querySelectorAll(".state.mark-running[data-job]"), ...queued].slice(0, document.hidden ? 0 : MOST);
     try {
       for (const mark of marks) {
-        const reply = await fetch(`/v1/jobs/${mark.dataset.job}`);
+        const reply = await fetch(`${document.documentElement.dataset.prefix ?? ""}/v1/jobs/${mark.dataset.job}`);
         if (reply.ok) show(await reply.json());
       }
     } catch {} // the service is being started again

@@ -46,10 +46,10 @@ from shardckpt.errors import AlreadyExistsError, NotFoundError, OptionError
 from shardckpt.format.hf_files import BYTES, CONFIGS, as_metadata
 from shardckpt.io.status import exists
 from shardckpt.options import SaveOptions
+from shardckpt.runs.retention import Best, any_of
 from shardckpt.state import PerProcess
 from shardckpt.training.generators import Generators
 from shardckpt.training.manager import CheckpointManager
-from shardckpt.training.retention import Best, any_of
 from shardckpt.training.state import train_state
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 
     from transformers import Trainer, TrainerControl, TrainingArguments
 
-    from shardckpt.training.retention import Retention
+    from shardckpt.runs.retention import Retention
     from shardckpt.training.state import TrainState
 
 __all__ = ["ShardckptCallback"]

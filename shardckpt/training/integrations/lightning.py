@@ -31,7 +31,6 @@ from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 from lightning.fabric.utilities.data import AttributeDict
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy, Strategy
 
-from shardckpt.commit.collecting import delete
 from shardckpt.errors import NotFoundError, OptionError
 from shardckpt.frameworks.coordination import SingleProcess
 from shardckpt.frameworks.torch import tensor_of
@@ -43,6 +42,7 @@ from shardckpt.layout.dtypes import of_numpy
 from shardckpt.options import SaveOptions, checked_options
 from shardckpt.reading.checkpoint import Checkpoint
 from shardckpt.reading.restore import restore
+from shardckpt.runs.collecting import delete
 from shardckpt.training.background import noted_on
 from shardckpt.training.integrations.plain import plain
 from shardckpt.writing.background import save_async
@@ -96,7 +96,7 @@ class ShardckptIO(CheckpointIO):
         self._finish()
         if self._asynchronous:
             self._saving = save_async(path, state, options=self._options, coordinator=SingleProcess())
-            if (local := parse(path).local) is not None:  # Lightning may link to it at once, or look for its name
+            if (local := parse(path).local_path) is not None:  # Lightning may link to it at once, or look for its name
                 with suppress(OSError):  # the save itself reports it
                     local.mkdir(parents=True, exist_ok=True)
         else:
@@ -125,7 +125,7 @@ class ShardckptIO(CheckpointIO):
         """Remove a checkpoint, at once or when the save in flight is committed. A missing one is no error, and a pinned one stays.
 
         Raises:
-            StorageError: as in `shardckpt.commit.collecting.delete`.
+            StorageError: as in `shardckpt.runs.collecting.delete`.
             ShardckptError: the previous save failed in the background; then nothing is removed.
         """
         self._doomed.append(path)
@@ -153,9 +153,9 @@ class ShardckptIO(CheckpointIO):
 def _remove(path: str | os.PathLike[str]) -> None:
     """Remove a checkpoint with its directory, or only the link to it. Pinned checkpoints stay, and so do paths without a checkpoint."""
     place = parse(path)
-    if place.local is not None and is_link(place.local):
-        with storage_errors("remove", place.local):
-            place.local.unlink()
+    if (local := place.local_path) is not None and is_link(local):
+        with storage_errors("remove", local):
+            local.unlink()
         return
     try:
         left = delete(path, reason="removed by Lightning")

@@ -6,24 +6,11 @@ import pytest
 from emulators import environment
 
 import shardckpt
-from shardckpt.commit.collect import delete
 from shardckpt.commit.publish import RECORD
 from shardckpt.io.buckets import s3_client
 from shardckpt.io.buckets.s3_client import S3Bucket
 from shardckpt.io.store import Store
-
-
-def test_an_object_is_removed_only_if_it_is_still_that_version(store):
-    store.write("key", b"first")
-    _, first = store.read_versioned("key")
-    store.write("key", b"second")
-    data, second = store.read_versioned("key")
-    assert not store.remove("key", first)
-    assert store.read("key") == data
-    assert store.remove("key", second)
-    assert not store.exists("key")
-    assert not store.remove("key", second)
-    assert store.list() == [], "the object on which the storage was tried is gone, too"
+from shardckpt.runs.collecting import delete_place as delete
 
 
 def test_a_directory_goes_only_if_it_is_empty(tmp_path):
@@ -35,6 +22,21 @@ def test_a_directory_goes_only_if_it_is_empty(tmp_path):
     store.remove_empty()
     store.remove_empty()
     assert not (tmp_path / "c").exists()
+
+
+@pytest.mark.parametrize("name", ["run/plain-1.0_~", "run/a b", "run/ü"])
+def test_on_azure_an_object_is_deleted_if_a_url_for_its_name_can_be_signed(azure_server, name):
+    with environment(azure_server.env()):
+        store = Store.open(azure_server.url(name))
+        assert store.create("key", b"first")
+        _, first = store.read_versioned("key")
+        assert store.replace("key", b"second", first)
+        _, second = store.read_versioned("key")
+        assert not store.remove("key", first)
+        assert store.read_versioned("key") == (b"second", second)
+        assert store.remove("key", second) == ("plain" in name)
+        assert store.exists("key") == ("plain" not in name)
+        assert not store.remove("key", second)
 
 
 def test_a_service_that_ignores_the_condition_keeps_the_tombstone(s3_server, monkeypatch):

@@ -8,9 +8,9 @@ from serving import serving
 
 import shardckpt
 from shardckpt import Mesh, PartitionSpec, SaveOptions, Sharding
-from shardckpt.commit.pinning import pin, tag
+from shardckpt.runs.pinning import pin, tag
+from shardckpt.serve.access.tokens import add_token
 from shardckpt.serve.jobs.journal import Journal
-from shardckpt.serve.tokens import add_token
 
 EVIL = ["</script><img src=x onerror=alert(1)>", "\"'><svg onload=alert(2)>", "&lt;b&gt;\u202e{{7*7}}", "a" * 300, "\ud800"]
 

@@ -6,7 +6,7 @@ import pytest
 from chromium import check_page, contrast
 from serving import serving
 
-from shardckpt.serve.tokens import add_token
+from shardckpt.serve.access.tokens import add_token
 
 pytestmark = pytest.mark.browser
 

@@ -17,16 +17,16 @@ from paths import CHILDREN
 
 import shardckpt
 from shardckpt import SaveOptions
-from shardckpt.commit import collect as collecting
-from shardckpt.commit import pinning
-from shardckpt.commit.ended import check_idle, mark_ended
-from shardckpt.commit.job import JobFence
 from shardckpt.commit.markers import PINNED, SUPERSEDED, Protection, mark
 from shardckpt.errors import CommitError, OptionError, StorageError
 from shardckpt.format.documents import open_envelope, seal
 from shardckpt.io.store import Store
+from shardckpt.runs import pinning
+from shardckpt.runs.ended import check_idle, mark_ended
+from shardckpt.runs.job import JobFence
+from shardckpt.runs.retention import Best, EveryKth, Latest, Younger, any_of
+from shardckpt.serve.jobs import retention
 from shardckpt.serve.jobs.retention import RetentionRules, doomed, retain
-from shardckpt.training.retention import Best, EveryKth, Latest, Younger, any_of
 
 
 def save(place, base=None, skipped="frozen", **metrics):
@@ -164,14 +164,14 @@ def test_only_what_was_listed_and_is_still_given_up_is_deleted(run):
 def test_a_pin_that_comes_in_the_last_moment_wins(run, monkeypatch):
     root = Store.open(run)
     expected = expected_of(retain(root, Latest(1)))
-    delete = collecting.delete
+    delete = retention.delete_place
 
     def late(place, **options):
         if place.location.name == "2":
             pinning.pin(run / "2")
         return delete(place, **options)
 
-    monkeypatch.setattr(collecting, "delete", late)
+    monkeypatch.setattr(retention, "delete_place", late)
     report = retain(root, Latest(1), expected)
     assert "is pinned, so it is not deleted" in report.left["2"]
     assert steps_in(run) == [2, 6]
@@ -251,14 +251,14 @@ def test_where_the_storage_keeps_no_times_everything_is_young(tmp_path):
 def test_a_storage_that_fails_is_told_and_the_others_go(run, monkeypatch):
     root = Store.open(run)
     expected = expected_of(retain(root, Latest(1)))
-    delete = collecting.delete
+    delete = retention.delete_place
 
     def fails(place, **options):
         if place.location.name == "2":
             raise StorageError("the bucket is away")
         return delete(place, **options)
 
-    monkeypatch.setattr(collecting, "delete", fails)
+    monkeypatch.setattr(retention, "delete_place", fails)
     report = retain(root, Latest(1), expected)
     assert report.left == {"2": "the bucket is away"}
     assert steps_in(run) == [2, 6]
@@ -391,6 +391,6 @@ def test_of_any_run_nothing_goes_that_is_needed_and_a_dry_run_says_what_goes(tem
 
 
 def _saved(step, about):
-    from shardckpt.training.retention import SavedStep
+    from shardckpt.runs.retention import SavedStep
 
     return SavedStep(step, 1.0, {} if about["loss"] is None else {"loss": float(about["loss"])})

@@ -14,7 +14,8 @@ import pytest
 from paths import DOCS
 
 import shardckpt
-from shardckpt.training import policies, retention
+from shardckpt.runs import retention
+from shardckpt.training import policies
 
 DOCUMENT = (DOCS / "migrating.md").read_text()
 SECTIONS = {part.split("\n", 1)[0]: part for part in DOCUMENT.split("\n## ")[1:]}

@@ -9,7 +9,7 @@ import jsonschema
 from paths import DOCS
 from training_runs import state
 
-from shardckpt.commit.pinning import tag
+from shardckpt.runs.pinning import tag
 
 
 def test_the_code_of_the_guide_runs_and_does_what_it_says(tmp_path):

@@ -11,12 +11,11 @@ from training_runs import state
 
 import shardckpt
 from shardckpt import errors
-from shardckpt.commit import collecting, pinning
 from shardckpt.format.documents import seal
 from shardckpt.format.record import Tombstone
 from shardckpt.io.store import Store
-from shardckpt.training import cleaning
-from shardckpt.training.retention import Best, EveryKth, Younger, any_of
+from shardckpt.runs import cleaning, collecting, pinning
+from shardckpt.runs.retention import Best, EveryKth, Younger, any_of
 
 
 def test_the_latest_are_kept_and_the_others_deleted_behind_the_training(run):
@@ -233,8 +232,8 @@ def test_going_back_waits_for_deletions_that_know_nothing_of_it(run, monkeypatch
         assert hold.wait(60)
         return original(place, **options)
 
-    original = cleaning.at_one_place.delete
-    monkeypatch.setattr(cleaning.at_one_place, "delete", delete)
+    original = cleaning.delete_place
+    monkeypatch.setattr(cleaning, "delete_place", delete)
     with run.manager(keep=2) as manager:
         manager.restore()
         manager.save(1000, state(1000))

@@ -11,8 +11,8 @@ from training_runs import state
 
 import shardckpt
 from shardckpt import errors
-from shardckpt.commit.collecting import delete
-from shardckpt.training import steps
+from shardckpt.runs import steps
+from shardckpt.runs.collecting import delete
 
 
 @pytest.fixture

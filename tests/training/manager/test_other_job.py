@@ -6,10 +6,10 @@ from training_runs import state
 
 import shardckpt
 from shardckpt import errors
-from shardckpt.commit.job import JobFence
 from shardckpt.frameworks.coordination.base import SingleProcess
 from shardckpt.io.store import Store
 from shardckpt.io.url import parse
+from shardckpt.runs.job import JobFence
 from shardckpt.writing import attempt
 
 

@@ -9,8 +9,8 @@ from interleaving import Stage
 
 import shardckpt
 from shardckpt import SaveOptions
-from shardckpt.commit import collecting, pinning
 from shardckpt.errors import NotFoundError, OptionError
+from shardckpt.runs import collecting, pinning
 
 
 def race(protect, first_steps, second_steps, *, pin_first):

@@ -6,8 +6,8 @@ from training_runs import state
 
 import shardckpt
 from shardckpt import errors
-from shardckpt.commit import pinning
 from shardckpt.frameworks.coordination.base import SingleProcess
+from shardckpt.runs import pinning
 from shardckpt.training.policies import OnPreemption, any_of
 
 

@@ -8,10 +8,10 @@ from training_runs import state
 
 import shardckpt
 from shardckpt import errors
-from shardckpt.reading.catalog import catalog
+from shardckpt.runs.catalog import catalog
+from shardckpt.runs.retention import Best
 from shardckpt.training.background import Background
 from shardckpt.training.policies import AtSteps, Continuous, EverySeconds, OnPreemption
-from shardckpt.training.retention import Best
 
 
 class Gate:

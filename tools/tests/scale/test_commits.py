@@ -61,8 +61,6 @@ def calls(top, hosts, chunks):
 
 
 def test_what_python_does_depends_on_tensors_and_hosts_but_not_on_their_product_or_on_chunks(tmp_path, monkeypatch):
-    """The rest is numpy's and TensorStore's, which merges the indexes of all but small checkpoints."""
-    monkeypatch.setattr("shardckpt.commit.index.MOST_IN_A_LEAF", 0)
     tensors, hosts = 50, 4
     once = calls(tmp_path / "once", hosts, tensors * CHUNKS_PER_TENSOR)
     more_hosts = calls(tmp_path / "hosts", 3 * hosts, tensors * CHUNKS_PER_TENSOR)

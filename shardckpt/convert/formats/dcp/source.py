@@ -35,7 +35,7 @@ from shardckpt.convert.plain_values import LEFT, plain
 from shardckpt.convert.span import Span
 from shardckpt.convert.strided import read_box, run_of, strided_chunks
 from shardckpt.errors import CorruptionError, DtypeError, FormatError, OptionError
-from shardckpt.excerpt import excerpt, few
+from shardckpt.excerpt import Message, excerpt, few, named
 from shardckpt.io.files import LARGEST_WHOLE
 from shardckpt.io.status import is_directory
 from shardckpt.io.store import Store
@@ -141,19 +141,20 @@ def read_state(store: Store, *, trust_pickle: bool) -> DcpState:
             f"{METADATA} of its own), or never completed. Load it with DCP on as many processes, and save it again with collectives."
         )
     if not trust_pickle:
-        raise OptionError(
-            f"{where} is a pickle, like every metadata file of torch.distributed.checkpoint. A pickle can run code when Python loads it. "
-            f"shardckpt reads it without running anything, and knows only DCP's classes; it does so only if you confirm that you know "
-            f"where the file is from: trust_pickle=True."
+        reason = (
+            f"{where} is a pickle, like every metadata file of torch.distributed.checkpoint. shardckpt interprets it, and calls nothing "
+            f"that it names; other classes than DCP's are refused. But no checksum covers its contents, and the checksums of an import "
+            f"vouch for whatever was read. Confirm that you know where the file is from: "
         )
+        raise OptionError(Message(reason, named("trust_pickle", True), "."))
     version = FileVersion(store, METADATA)
     metadata = parse_metadata(version.read_whole(LARGEST_WHOLE), where)
     items = [*metadata.bytes.items(), *((name, chunk.item) for name, tensor in metadata.tensors.items() for chunk in tensor.chunks)]
     _refuse_transformed(items, store)
     files = _files((item for _, item in items), store)
-    notes = [f"{where} is a pickle, and was read because that was asked for; nothing in it was run."]
+    notes = [f"{where} is a pickle; it was interpreted, and nothing in it was run."]
     opened = lru_cache(REMEMBERED)(lambda item: open_torch_file(Span(files[item.file], item.offset, item.offset + item.length)))
-    nbytes = ROWS_BYTES if store.location.local is not None else REQUEST_BYTES
+    nbytes = ROWS_BYTES if store.near else REQUEST_BYTES
     tensors = map_on_threads(lambda named: _placed(*named, opened, nbytes), metadata.tensors.items())
     values = map_on_threads(lambda named: _value(*named, opened), metadata.bytes.items())
     leaves: dict[str, Any] = dict(zip(metadata.tensors, tensors, strict=True))

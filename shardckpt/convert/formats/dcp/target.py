@@ -4,7 +4,7 @@ Such a directory has a file of items, each the `torch.save` output of one block 
 the blocks of each tensor, the place of each item, and for each name the keys that lead to it in the state.
 
 1. DCP's own function flattens the state: dicts by their keys as text, and lists that contain a tensor or a dict.
-2. Blocks are written as they arrive; they are shards of the recorded layout if these have a good size (`choose_block_shape`). Tied tensors
+2. Blocks are written as they arrive; they are shards of the recorded layout if these have a good size (`block_shape`). Tied tensors
    are written once, and listed in `.metadata` under each of their names.
 3. DCP's own writer writes `.metadata` when everything is durable. Then the directory takes its name.
 
@@ -31,15 +31,15 @@ from shardckpt.convert.formats.dcp.source import open_foreign
 from shardckpt.convert.formats.torch.target import torch_dtypes
 from shardckpt.convert.small_leaves import check_text_keys, describe_losses, find_unsupported
 from shardckpt.convert.state_writer import StateWriter
-from shardckpt.convert.streaming.chunking import SMALLEST, choose_block_shape, cut_regularly
 from shardckpt.convert.tree_back import check_tree
 from shardckpt.errors import MissingDataError, NamesMismatchError, StructureMismatchError
-from shardckpt.excerpt import excerpt
+from shardckpt.excerpt import Message, excerpt, named
 from shardckpt.io.failures import storage_errors
 from shardckpt.io.files import sync_directory
 from shardckpt.io.threads import call_aside
 from shardckpt.io.url import parse as parse_url
-from shardckpt.state import parse, unflatten
+from shardckpt.plan.grids import SMALLEST, block_shape, one_grid
+from shardckpt.state import unflatten
 from shardckpt.state.document import Branch, Tensor, Tied, leaves_of
 from shardckpt.state.names import shown
 
@@ -83,7 +83,7 @@ class DcpDirectory(StateWriter):
         self._dtypes = torch_dtypes(structure)
         self._tensors = structure.tensors
         self._where = str(location)
-        tree = parse(structure.tree)
+        tree = structure.nodes
         left = find_unsupported(tree, lambda _value: None)
         self.notes: list[str] = describe_losses(tree, left)
         """Parts of the state that are left out or changed, a line each."""
@@ -104,7 +104,8 @@ class DcpDirectory(StateWriter):
 
     def blocks(self, output: OutputTensor, _stored: Sequence[Piece], room: int) -> Sequence[Piece]:
         """A grid of blocks: each is a shard, several shards, or a part of one."""
-        return cut_regularly(output, choose_block_shape(self._tensors[output.name], room))
+        tensor = self._tensors[output.name]
+        return one_grid(output.name, output.shape, block_shape(tensor.shape, tensor.layout, tensor.dtype.itemsize, room))
 
     def put(self, output: OutputTensor, box: Box, array: NDArray[Any]) -> None:
         """Write one block."""
@@ -155,17 +156,17 @@ class DcpDirectory(StateWriter):
         try:
             self._flat, self._paths = flatten_state_dict(state)
         except ValueError as e:
-            raise NamesMismatchError(
-                f"{self._where}: two names become the same in DCP, which joins keys with dots ({e}); leave one out with exclude=."
-            ) from e
+            reason = f"{self._where}: two names become the same in DCP, which joins keys with dots ({e}); leave one out with "
+            raise NamesMismatchError(Message(reason, named("exclude"), ".")) from e
         entered = {path[:n] for path in self._paths.values() for n in range(len(path))}
         stored = entered.union(self._paths.values())
         for path in _items_of_lists(state, ()):
             if path[:-1] in entered and path not in stored:
-                raise StructureMismatchError(
+                reason = (
                     f"{self._where}: {excerpt('.'.join(map(str, path)))} is an empty dict in a list: DCP does not store it, and then "
-                    f"cannot read the other items of the list. Leave the list out with exclude=."
+                    f"cannot read the other items of the list. Leave the list out with "
                 )
+                raise StructureMismatchError(Message(reason, named("exclude"), "."))
 
     def _append(self, name: str, value: Any) -> Any:
         """Write one item; return its place."""

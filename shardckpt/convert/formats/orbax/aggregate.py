@@ -14,7 +14,7 @@ import numpy as np
 
 from shardckpt.convert.formats.orbax.metadata import Leaf
 from shardckpt.errors import FormatError, MissingExtraError
-from shardckpt.excerpt import excerpt
+from shardckpt.excerpt import excerpt, install_command
 
 _PLACEHOLDERS = ("PLACEHOLDER://", "AGGREGATED://")
 _ARRAY, _COMPLEX, _SCALAR = 1, 2, 3
@@ -36,7 +36,7 @@ def read_aggregate(data: bytes, where: str) -> object:
     try:
         import msgpack
     except ImportError:
-        raise MissingExtraError(f'{where} is in msgpack; install it with `pip install "shardckpt[convert]"`.') from None
+        raise MissingExtraError(f"{where} is in msgpack; install it with `{install_command('convert')}`.") from None
 
     def extension(code: int, content: bytes) -> object:
         if code == _COMPLEX:

@@ -32,6 +32,7 @@ import numpy as np
 
 from shardckpt.convert.small_leaves import check_text_keys, find_unsupported
 from shardckpt.errors import DtypeError, FormatError, NamesMismatchError, StructureMismatchError
+from shardckpt.excerpt import Message, named
 from shardckpt.format.documents import check_key
 from shardckpt.layout.dtypes import of_numpy
 from shardckpt.layout.placements import Placements
@@ -173,9 +174,8 @@ def _check_names(found: list[OrbaxEntry], where: str) -> None:
     arrays = [entry.name for entry in found if entry.tensor is not None or entry.what in ("scalar", "string")]
     twice = next((name for name, count in Counter(arrays).items() if count > 1), None)
     if twice is not None:
-        raise NamesMismatchError(
-            f"{where}: two names become {shown(twice)} in Orbax, which joins keys with dots; leave one out with exclude=."
-        )
+        reason = f"{where}: two names become {shown(twice)} in Orbax, which joins keys with dots; leave one out with "
+        raise NamesMismatchError(Message(reason, named("exclude"), "."))
     stored = set(arrays) - texts
     for name in arrays:
         if name in stored:
@@ -183,9 +183,8 @@ def _check_names(found: list[OrbaxEntry], where: str) -> None:
         # "a/b" lies in the directory of "a", beside the files of array "a"; the text "a/b" would lie inside the text "a".
         inside = "the directory of another array" if name in stored else "another text"
         if any(outer in (stored if name in stored else texts) for outer in _outer(name)):
-            raise NamesMismatchError(
-                f"{where}: the directory of {shown(name)} would be inside {inside}; leave one of the two out with exclude=."
-            )
+            reason = f"{where}: the directory of {shown(name)} would be inside {inside}; leave one of the two out with "
+            raise NamesMismatchError(Message(reason, named("exclude"), "."))
 
 
 def _check_directory(name: str, where: str) -> None:

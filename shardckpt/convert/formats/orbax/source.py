@@ -19,7 +19,6 @@ from shardckpt.convert.foreign import structure_of, tensors_of
 from shardckpt.convert.formats.orbax.metadata import parse_json
 from shardckpt.convert.formats.orbax.tree import METADATA, MSGPACK, read_tree
 from shardckpt.errors import FormatError, StorageError, UncommittedError
-from shardckpt.io.ages import modification_times
 from shardckpt.io.status import exists, is_directory, is_file
 from shardckpt.io.store import Store
 from shardckpt.state.names import natural_key
@@ -84,7 +83,7 @@ class _Orbax:
 
 def looks_like(location: Location) -> str | None:
     """The signs of an Orbax checkpoint, or of a directory of them, in words; None: there are none."""
-    if location.local is not None and not is_directory(location.local):
+    if location.local_path is not None and not is_directory(location.local_path):
         return None
     place = Store.open(location)
     names = place.list_children()
@@ -184,7 +183,7 @@ def _check_finished(place: Store, names: list[str]) -> None:
     where = place.location
     if _is_unfinished(where.name):
         raise UncommittedError(f"{where} was not finished, or is still being written; import another step.")
-    if where.bucket is None or _FINISHED in names or not _is_checkpoint(place, names):
+    if where.local_path is not None or _FINISHED in names or not _is_checkpoint(place, names):
         return
     above = where.parent  # the file is in the item's directory or in its checkpoint's
     if above is None or not Store.open(above).exists(_FINISHED):
@@ -209,10 +208,10 @@ def _metadata(place: Store, names: list[str]) -> dict[str, Any]:
 def _identity(place: Store) -> str:
     """A digest over the names and modification times of all files; raises StorageError for a pipe or device."""
     digest = hashlib.sha256(str(place).encode())
-    for key, time in sorted(modification_times(place)):
+    for key, time in sorted(place.modification_times()):
         path = place.local_path(key)
         if path is not None and exists(path) and not is_file(path) and not is_directory(path):
             raise StorageError(f"{path} is a pipe or device, not a file, and TensorStore would wait for it; remove it.")
-        # memory:// has no modification times, so the contents are hashed
-        digest.update(place.read(key) if place.location.scheme == "memory" else f"{key} {time!r}\n".encode())
+        # Without times of the last write, the contents are hashed.
+        digest.update(f"{key} {time!r}\n".encode() if place.keeps_times else place.read(key))
     return digest.hexdigest()

@@ -1,7 +1,7 @@
 """Writer of a checkpoint that Orbax restores.
 
 1. `orbax.documents` determines the arrays and documents. Numbers of the state are arrays without dimensions.
-2. Each block is a chunk of a zarr v3 array: a shard of the recorded layout if shards have a good size (`choose_block_shape`). It is written
+2. Each block is a chunk of a zarr v3 array: a shard of the recorded layout if shards have a good size (`block_shape`). It is written
    with its checksum, which Orbax ignores and TensorStore checks. A tied tensor is written once for each of its names.
 3. When everything is durable, the documents are written, and the directory takes its name.
 """
@@ -20,13 +20,12 @@ from shardckpt.convert.formats.orbax import documents
 from shardckpt.convert.formats.orbax.source import open_foreign
 from shardckpt.convert.small_leaves import describe_losses
 from shardckpt.convert.state_writer import StateWriter
-from shardckpt.convert.streaming.chunking import LARGEST, choose_block_shape, cut_regularly
 from shardckpt.convert.tree_back import check_tree
 from shardckpt.errors import DtypeError, MissingDataError
 from shardckpt.format.zarr_arrays import CHECKSUM_BYTES, array_json, chunk_key, encode
 from shardckpt.io.store import Store
 from shardckpt.io.url import parse as parse_url
-from shardckpt.state import parse
+from shardckpt.plan.grids import LARGEST, block_shape, one_grid
 from shardckpt.state.names import shown
 from shardckpt.writing.plain import PlainWriter
 
@@ -63,7 +62,7 @@ class OrbaxDirectory(StateWriter):
         """
         self._began = time.time_ns()
         self._tensors = structure.tensors
-        tree = parse(structure.tree)
+        tree = structure.nodes
         left = documents.left_by_orbax(tree)
         self.notes: list[str] = describe_losses(tree, left, keys=True)
         """Parts of the state that are left out or changed, a line each."""
@@ -92,8 +91,9 @@ class OrbaxDirectory(StateWriter):
 
     def blocks(self, output: OutputTensor, _stored: Sequence[Piece], room: int) -> Sequence[Piece]:
         """A grid of blocks: each is a shard, several shards, or a part of one."""
-        self._chunks[output.name] = choose_block_shape(self._tensors[output.name], room)
-        pieces = cut_regularly(output, self._chunks[output.name])
+        tensor = self._tensors[output.name]
+        self._chunks[output.name] = block_shape(tensor.shape, tensor.layout, tensor.dtype.itemsize, room)
+        pieces = one_grid(output.name, output.shape, self._chunks[output.name])
         self._missing[output.name] = pieces[0].num_chunks
         return pieces
 

@@ -86,8 +86,8 @@ def without_others(files: Mapping[str, bytes], directory: Location, last: str) -
         The files to write, and the names of the others.
     """
     store = Store.open(directory)
-    if directory.local is not None:
-        own = list(files) if is_directory(directory.local / f".{last}.partial") else []
+    if directory.local_path is not None:
+        own = list(files) if is_directory(directory.local_path / f".{last}.partial") else []
     else:
         own = begun(directory, last)
     others = [name for name in files if name not in own and store.exists(name)]

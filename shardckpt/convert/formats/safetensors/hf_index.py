@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from shardckpt.errors import FormatError, MissingDataError, OptionError
-from shardckpt.excerpt import few
+from shardckpt.excerpt import Message, few, named
 from shardckpt.options import parse_bytes
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ def split(sizes: Mapping[str, int], max_shard_size: int | str | None = None) -> 
     """
     limit = None if max_shard_size is None else parse_bytes(max_shard_size, "max_shard_size")
     if limit is not None and limit <= 0:
-        raise OptionError(f"max_shard_size={max_shard_size!r}: must be positive.")
+        raise OptionError(Message(named("max_shard_size", max_shard_size), ": must be positive."))
     full: list[list[str]] = []
     filling: list[str] = []
     filled = 0

@@ -20,7 +20,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from shardckpt.errors import DtypeError, NamesMismatchError, OptionError
-from shardckpt.excerpt import excerpt
+from shardckpt.excerpt import Message, excerpt, named
 from shardckpt.layout.dtypes import by_name, castable
 from shardckpt.state.names import shown
 
@@ -87,10 +87,8 @@ def lay_out(tensors: Sequence[OutputTensor], metadata: Mapping[str, str] | None 
     for tensor in tensors:
         if tensor.dtype.name not in DTYPES:
             other = "float32" if castable(tensor.dtype, by_name("float32")) else "complex64"
-            raise DtypeError(
-                f"{shown(tensor.name)}: safetensors has no {tensor.dtype}; convert it, for example with "
-                f"dtype={{{tensor.name!r}: {other!r}}}, or leave it out with exclude=."
-            )
+            reason = f"{shown(tensor.name)}: safetensors has no {tensor.dtype}; convert it, for example with "
+            raise DtypeError(Message(reason, named("dtype", {tensor.name: other}), ", or leave it out with ", named("exclude"), "."))
         if not _is_unicode(tensor.name):
             raise NamesMismatchError(f"{shown(tensor.name)}: a name in a safetensors file is Unicode, without surrogates; rename it.")
     names = [tensor.name for tensor in tensors]
@@ -110,10 +108,8 @@ def lay_out(tensors: Sequence[OutputTensor], metadata: Mapping[str, str] | None 
     text = json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode("utf-8")
     text += b" " * (-len(text) % 8)
     if len(text) > LARGEST_HEADER:
-        raise OptionError(
-            f"The header for {len(tensors)} tensors would have {len(text)} bytes, and readers of safetensors take {LARGEST_HEADER}; "
-            f"split the file with max_shard_size=."
-        )
+        reason = f"The header for {len(tensors)} tensors would have {len(text)} bytes, and readers of safetensors take {LARGEST_HEADER}"
+        raise OptionError(Message(reason, "; split the file with ", named("max_shard_size"), "."))
     header = len(text).to_bytes(8, "little") + text
     return SafetensorsFile(header, tuple(ordered), tuple(len(header) + offset for offset in offsets), len(header) + at)
 

@@ -10,6 +10,7 @@ from shardckpt.convert.formats.safetensors.hf_configs import config_files
 from shardckpt.convert.formats.safetensors.hf_index import INDEX, split
 from shardckpt.convert.formats.safetensors.layout import lay_out
 from shardckpt.convert.naming.apply import outputs_of
+from shardckpt.format.hf_files import CONFIG
 from shardckpt.state.names import shown
 
 if TYPE_CHECKING:
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
     from shardckpt.convert.formats.safetensors.layout import SafetensorsFile
     from shardckpt.convert.naming.apply import Outputs
-    from shardckpt.convert.naming.choose import NameOptions
+    from shardckpt.convert.options import NameOptions
     from shardckpt.format.structure import Structure
 
 
@@ -63,7 +64,7 @@ def plan_model_files(
     Raises:
         OptionError, NamesMismatchError, ShapeMismatchError, DtypeError, DtypeMismatchError: as in `export_safetensors`.
     """
-    outputs = outputs_of(structure, names, where)
+    outputs = outputs_of(structure, names, where, config=metadata.get(CONFIG))
     tensors = {output.name: output for output in outputs.tensors}
     shards = split({name: output.nbytes for name, output in tensors.items()}, max_shard_size)
     index = shards.index(sum(prod(output.shape) for output in outputs.tensors))

@@ -111,7 +111,7 @@ class SafetensorsFiles:
             weight_map = {tensor: file for file, header in headers.items() for tensor in header.tensors}
         _check_index(str(self._store if index is None else index), weight_map, headers)
         self._places = {tensor: (version, stored) for version, header in opened for tensor, stored in header.tensors.items()}
-        rows = ROWS_BYTES if self._store.location.local is not None else _REQUEST_BYTES
+        rows = ROWS_BYTES if self._store.near else _REQUEST_BYTES
         state = {tensor: _foreign(self._places[tensor][1], rows) for tensor in weight_map}
         self.structure = structure_of(state, str(location))
         self._by_name = dict(zip(component_names(list(state)), (self._places[tensor] for tensor in state), strict=True))

@@ -1,6 +1,6 @@
 """Writing a checkpoint's tensors as safetensors files: every byte once, at its offset.
 
-1. `safetensors.layout` computes the layout of each file; `chunking` the blocks in which its tensors are written.
+1. `safetensors.layout` computes the layout of each file; `plan.grids` the blocks in which its tensors are written.
 2. Blocks come from `streaming` and go to a `Destination`, with their checksums. An interrupted earlier call with the same plan is
    continued.
 3. When everything is durable and verified, the files get their names; the index, which names other files, comes last.
@@ -19,9 +19,9 @@ import numpy as np
 
 from shardckpt._version import __version__
 from shardckpt.convert.files.destination import FileWrite, WritePlan
-from shardckpt.convert.streaming.chunking import cut_into_blocks, cut_into_rows, find_runs
-from shardckpt.convert.streaming.stream import Stream
+from shardckpt.convert.span import find_runs
 from shardckpt.errors import StorageError
+from shardckpt.streaming.stream import Stream, read_once_blocks, row_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from shardckpt.convert.formats.safetensors.layout import SafetensorsFile
     from shardckpt.layout.box import Box
     from shardckpt.reading.checkpoint import Checkpoint
+
+_ORDER = 2
+"""Counts the changes of the order of blocks: a file that another version has begun in another order is written anew."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +75,7 @@ def write_safetensors(
         CorruptionError, ReplacedError: the checkpoint could not be read, or the written bytes do not read back.
         AlreadyExistsError, StorageError: as in `Destination`.
     """
-    blocks = cut_into_rows if destination.in_order else cut_into_blocks
+    blocks = row_blocks if destination.in_order else read_once_blocks
     outputs = [tensor for file in files for tensor in file.tensors]
     stream = Stream(checkpoint, outputs, blocks, limit=limit, beside=destination.memory, in_order=destination.in_order)
     placed = _Placed(files, len(first))
@@ -139,7 +142,7 @@ class _Placed:
 def _identity(checkpoint: Checkpoint, stream: Stream, headers: Sequence[bytes], flags: Sequence[bool]) -> bytes:
     """A digest of everything that determines the written bytes and their order."""
     digest = hashlib.sha256()
-    decided = [__version__, str(checkpoint.location), checkpoint.record.attempt, stream.room, *flags]
+    decided = [__version__, _ORDER, str(checkpoint.location), checkpoint.record.attempt, stream.room, *flags]
     digest.update(json.dumps(decided).encode())
     for header in headers:
         digest.update(hashlib.sha256(header).digest())

@@ -9,6 +9,7 @@ them into the classes of this module, without torch and without reading the stor
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +46,10 @@ _STORAGES = {
     "QUInt2x4": "quint2x4",
 }
 """The kind of a typed storage → its dtype."""
+
+
+_MOST_REPEATED = 1 << 30
+"""Elements that a tensor may have from few in the file, as an expanded mask does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +100,8 @@ class PickledTensor:
         numbers = (self.offset, *self.shape, *self.strides)
         if len(self.shape) != len(self.strides) or not all(type(n) is int and n >= 0 for n in numbers):
             raise ValueError(f"a tensor has shape {self.shape}, strides {self.strides} and offset {self.offset}")
+        if (elements := prod(self.shape)) > max(_MOST_REPEATED, 1000 * self.storage.count):
+            raise ValueError(f"a tensor has {elements} elements, made of {self.storage.count} in the file")
 
 
 def storage_of(reference: object) -> Storage:

@@ -43,7 +43,7 @@ def looks_like(location: Location) -> str | None:
     """The signs of files of `torch.save` at a location, in words; None: there are none."""
     file = file_at(location)
     if file is None:
-        names = [] if location.local is not None and not is_directory(location.local) else Store.open(location).list_children()
+        names = [] if location.local_path is not None and not is_directory(location.local_path) else Store.open(location).list_children()
         found = [name for name in (_BIN, _BIN.removesuffix(".bin") + _INDEX_SUFFIX, *_parts(names)) if name in names]
         return f"{found[0]} in the directory" if found else None
     if file.key.endswith(_INDEX_SUFFIX):

@@ -31,15 +31,17 @@ from shardckpt.convert.files.draft import Draft
 from shardckpt.convert.files.read_back import WrittenBlock
 from shardckpt.convert.formats.torch.crc32 import combine
 from shardckpt.convert.small_leaves import describe_losses, find_unsupported
+from shardckpt.convert.span import find_runs
 from shardckpt.convert.state_writer import StateWriter
-from shardckpt.convert.streaming.chunking import cut_into_blocks, find_runs
 from shardckpt.errors import BudgetError, DtypeError, MissingDataError, MissingExtraError
+from shardckpt.excerpt import install_command
 from shardckpt.io.buffers import gather_write
 from shardckpt.io.failures import storage_errors
 from shardckpt.io.store import byte_view
-from shardckpt.state import parse, unflatten
+from shardckpt.state import unflatten
 from shardckpt.state.document import Tensor, Tied, leaves_of
 from shardckpt.state.names import shown
+from shardckpt.streaming.stream import read_once_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -99,7 +101,7 @@ class TorchFileWriter(StateWriter):
             AlreadyExistsError, OptionError, StorageError: the file cannot be written at `location`.
             BudgetError: the process may not reserve address space of the size of the largest tensor.
         """
-        tree = parse(structure.tree)
+        tree = structure.nodes
         dtypes = torch_dtypes(structure)
         left = find_unsupported(tree, _refused)
         self.notes: list[str] = describe_losses(tree, left)
@@ -116,7 +118,7 @@ class TorchFileWriter(StateWriter):
 
     def blocks(self, output: OutputTensor, stored: Sequence[Piece], room: int) -> Sequence[Piece]:
         """Blocks that read each stored byte once."""
-        return cut_into_blocks(output, stored, room)
+        return read_once_blocks(output, stored, room)
 
     def put(self, output: OutputTensor, box: Box, array: NDArray[Any]) -> None:
         """Write one block."""
@@ -163,7 +165,7 @@ def torch_dtypes(structure: Structure) -> dict[str, Any]:
     try:
         from shardckpt.frameworks.torch import torch_dtype
     except ImportError:
-        raise MissingExtraError('PyTorch writes this format and is not installed: pip install "shardckpt[torch]".') from None
+        raise MissingExtraError(f"PyTorch writes this format and is not installed; install it with `{install_command('torch')}`.") from None
     found = {name: torch_dtype(tensor.dtype) for name, tensor in structure.tensors.items()}
     lacking = next((name for name, dtype in found.items() if dtype is None), None)
     if lacking is not None:

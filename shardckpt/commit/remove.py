@@ -1,0 +1,226 @@
+"""Removal of checkpoints and of attempts that no commit record names, such that none can be published afterwards.
+
+A committer may sleep for any time just before the conditional write that would make its attempt the checkpoint. No other
+process can see that. The conditional write replaces the version of `checkpoint.json` that was there before any data of the
+attempt: a checkpoint or a placeholder (`publish.hold_place`). It never creates the file. So *before* data is removed,
+`checkpoint.json` is replaced by a new version (the *fence*). From then on the sleeping committer can publish nothing, even
+after the file is deleted.
+
+To delete a checkpoint, a tombstone replaces its record under the same condition (`bury`), unless it is pinned or tagged
+(`commit.markers`). Then its attempt is removed, then the tombstone. If the process stops in between, the checkpoint is either intact or
+gone, and the next collection removes the remaining attempts and the tombstone. `runs.collecting` says in which order a collection
+calls these functions, and publishes what is complete.
+"""
+
+from __future__ import annotations
+
+import secrets
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
+
+from shardckpt.commit.assemble import SMALL_TABLE, finished_hosts, read_host_record
+from shardckpt.commit.attempts import attempts
+from shardckpt.commit.dependants import check_unprotected
+from shardckpt.commit.publish import RECORD, clear_place, put_tombstone
+from shardckpt.errors import FormatError, NotFoundError, ReplacedError, StorageError, VersionError
+from shardckpt.format.documents import Fields, open_envelope, seal, utc_now
+from shardckpt.format.record import Tombstone
+from shardckpt.io.ages import idle_seconds
+from shardckpt.io.status import is_link
+from shardckpt.io.threads import map_on_threads
+
+if TYPE_CHECKING:
+    from shardckpt.io.store import Store
+    from shardckpt.io.url import Location
+
+ROUNDS = 10
+"""Number of new starts because the record has changed; each change means that another process made progress."""
+UNDER_WAY = "it may be a save under way"
+_NEIGHBOUR = "another save to this place may be under way, and would fail if this were removed"
+_COLLECTED = "no save here was finished, and what was left of them was removed"
+_AGELESS = "its age is not known: the storage keeps no times"
+CONTENDED = "other processes keep changing the commit record"
+NO_CHECKPOINT = "{}: no checkpoint there; `shardckpt gc` removes what was never committed."
+
+
+@dataclass(frozen=True, slots=True)
+class Collected:
+    """The outcome for an attempt that is not a checkpoint."""
+
+    location: Location
+    """The checkpoint's directory."""
+    attempt: str | None
+    """Name of the attempt; None: the outcome is about no particular attempt."""
+    outcome: Literal["removed", "published", "kept", "failed"]
+    """`removed`: it was removed; `published`: it was complete, and is the checkpoint now; in a dry run: it would be. `failed`: the storage
+    refused, and a part of it may be gone."""
+    idle: float | None = None
+    """Seconds since the last write into it; None: not known."""
+    reason: str | None = None
+    """Reason for not removing it; None if it was removed."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRecord:
+    """`checkpoint.json` at one moment."""
+
+    data: bytes | None
+    generation: bytes
+    doc: dict[str, Any] | None
+    """Its contents; None if there is no record."""
+
+    @classmethod
+    def of(cls, store: Store, data: bytes | None, generation: bytes) -> StoredRecord:
+        """Parse the result of `store.read_versioned`. Raises FormatError if it is not a record."""
+        return cls(data, generation, None if data is None else open_envelope(data, store.path_of(RECORD)))
+
+    def attempt(self, store: Store) -> str | None:
+        """The attempt that the record names; None for a tombstone. Raises FormatError."""
+        return None if self.doc is None or "tombstone" in self.doc else Fields(self.doc, store.path_of(RECORD)).string("attempt")
+
+    @property
+    def is_tombstone(self) -> bool:
+        """Whether it is a tombstone or a placeholder, so that there is no checkpoint."""
+        return self.doc is not None and "tombstone" in self.doc
+
+    @property
+    def is_placeholder(self) -> bool:
+        """Whether a save wrote it when it began."""
+        return self.doc is not None and self.doc.get("begun") is True
+
+    def fence(self, store: Store) -> bool:
+        """Replace the record by a new version (a placeholder becomes a tombstone) unless it has changed; return whether that succeeded."""
+        if self.data is None or self.doc is None or self.is_placeholder:
+            return put_tombstone(store, partial(_tombstone, _COLLECTED), self.generation, absent=self.data is None)
+        sealed = seal({**self.doc, "nonce" if self.is_tombstone else "fence": secrets.token_hex(8)})
+        # All fields stay, even unknown ones of newer versions. The format version stays too, because the host records have it.
+        head = self.data[: self.data.index(b'"sha256"')]
+        return store.replace(RECORD, head + sealed[sealed.index(b'"sha256"') :], self.generation)
+
+
+def renew(store: Store, attempt: str) -> bool:
+    """Rewrite a commit record as a new version of itself, so that a process that is about to delete or replace it must read it again.
+
+    Returns:
+        Whether the record still names that attempt.
+
+    Raises:
+        FormatError: the record cannot be read.
+        StorageError: the storage failed, or the record changes all the time.
+    """
+    for _ in range(ROUNDS):
+        record = StoredRecord.of(store, *store.read_versioned(RECORD))
+        if record.attempt(store) != attempt:
+            return False
+        if record.fence(store):
+            return True
+    raise StorageError(f"cannot mark {store}: {CONTENDED}; try again.")
+
+
+def bury(store: Store, reason: str, first: str | None) -> str | None:
+    """Put a tombstone in place of the record; return the attempt that the record named, None if that is not known.
+
+    If `first` is an attempt, a record that names another one stays.
+    """
+    for _ in range(ROUNDS):
+        data, generation = store.read_versioned(RECORD)
+        if data is None:
+            raise NotFoundError(NO_CHECKPOINT.format(store))
+        try:
+            record = StoredRecord.of(store, data, generation)
+            named = record.attempt(store)
+        except VersionError:
+            raise
+        except FormatError:
+            record, named = StoredRecord(data, generation, {}), None  # its data becomes an orphan
+        if record.is_placeholder:
+            raise NotFoundError(NO_CHECKPOINT.format(store))
+        if record.is_tombstone:
+            return first
+        if first not in (None, named):
+            raise ReplacedError(f"{store}: another checkpoint has taken its place; nothing was deleted.")
+        check_unprotected(store, named, "deleted")
+        first = named
+        if store.replace(RECORD, _tombstone(reason), generation):
+            return first
+    raise StorageError(f"cannot delete {store}: {CONTENDED}; try again.")
+
+
+def list_orphans(store: Store, grace: float) -> tuple[list[Collected], StoredRecord | None]:
+    """The attempts that the record does not name, whether each may be removed, and the record (None if there is nothing to collect).
+
+    A tombstone without attempts counts as something to collect.
+    """
+    children = store.list_children()
+    names = attempts(store, children)
+    if not names and RECORD not in children:
+        return [], None
+    record = StoredRecord.of(store, *store.read_versioned(RECORD))
+    orphans = [name for name in names if name != record.attempt(store)]
+    if not orphans:
+        return [], record if record.is_tombstone else None
+    found = []
+    times = idle_seconds(store, [*(f"{name}/" for name in orphans), *([RECORD] if record.is_placeholder else [])])
+    begun = times.pop(RECORD, None)
+    for prefix, idle in times.items():
+        young = None if is_idle(idle, grace) else _AGELESS if idle is None else UNDER_WAY
+        found.append(Collected(store.location, prefix.removesuffix("/"), "removed" if young is None else "kept", idle, young))
+    if any(one.outcome == "kept" for one in found) or (record.is_placeholder and not is_idle(begun, grace)):
+        found = [replace(one, outcome="kept", reason=one.reason or _NEIGHBOUR) for one in found]
+    return found, record
+
+
+def clear_tombstone(store: Store, record: StoredRecord, grace: float) -> None:
+    """Delete a tombstone, or a placeholder older than `grace`, that has no attempts beside it; on a storage error it stays for later."""
+    old = record.is_tombstone and (not record.is_placeholder or is_idle(idle_seconds(store, [RECORD])[RECORD], grace))
+    if old:
+        with suppress(StorageError):
+            clear_place(store, record.generation)
+
+
+def is_idle(idle: float | None, grace: float) -> bool:
+    """Whether nothing was written for the grace period; 0 is no period at all."""
+    return grace == 0 or (idle is not None and idle >= grace)
+
+
+def remove_attempt(store: Store, orphan: Collected) -> Collected:
+    """Remove a fenced attempt."""
+    try:
+        path = store.local_path(f"{orphan.attempt}/")
+        if path is None or not is_link(path):  # never delete in the target of a link
+            store.delete_prefix(f"{orphan.attempt}/records/")
+        store.delete_prefix(f"{orphan.attempt}/")
+    except StorageError as e:
+        return replace(orphan, outcome="failed", reason=str(e))
+    return replace(orphan, outcome="removed", reason=None)
+
+
+def _tombstone(reason: str) -> bytes:
+    """A unique tombstone with the time by this machine's clock and the reason."""
+    now = utc_now()
+    return seal(Tombstone(f"{now}: {reason}", secrets.token_hex(8)).to_json())
+
+
+def remove_strays(place: Store) -> None:
+    """Remove the folders of a complete attempt that no host's record names.
+
+    Several writers may have worked as one host, each in a folder of its own below `hosts/`. One of them wrote the host's record.
+    Another may have been killed, and its folder is left.
+
+    Raises:
+        StorageError: the storage failed.
+    """
+    folders = {name for name in place.list_children("hosts/") if name.endswith("/")} - {_folder(SMALL_TABLE)}
+    hosts = finished_hosts(place)
+    if len(folders) <= len(hosts):  # every host has a folder
+        return
+    records = map_on_threads(lambda host: read_host_record(place, host)[0], hosts)
+    for stray in sorted(folders - {_folder(record.files.table.key) for record in records}):
+        place.delete_prefix(f"hosts/{stray}")
+
+
+def _folder(key: str) -> str:
+    """The folder of a file below `hosts/`, with a slash at its end."""
+    return f"{key.split('/')[1]}/"

@@ -1,0 +1,235 @@
+"""Reader of zarr: a group of arrays, or one array, of version 2 or 3.
+
+1. A directory is recognised by its `zarr.json` (version 3), or `.zgroup` or `.zarray` (version 2).
+2. The members of a group are those of its consolidated metadata; without it, the directories are listed, level by level.
+3. The state has a dict for each group. Attributes of the root become metadata. A missing chunk stands for the fill value, as zarr
+   defines.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from shardckpt.convert.files.file_version import FileVersion, identity_of
+from shardckpt.convert.foreign import ForeignPart, ForeignTensor, structure_of, tensors_of
+from shardckpt.errors import DtypeError, FormatError, NotFoundError
+from shardckpt.excerpt import excerpt
+from shardckpt.io.foreign_arrays import open_arrays
+from shardckpt.io.status import is_directory
+from shardckpt.io.store import Store
+from shardckpt.layout.dtypes import by_name
+from shardckpt.state.names import natural_key
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from numpy.typing import NDArray
+
+    from shardckpt.convert.foreign import Foreign
+    from shardckpt.convert.span import StoredRun
+    from shardckpt.format.structure import Structure, TensorRecord
+    from shardckpt.io.foreign_arrays import ForeignArray
+    from shardckpt.io.url import Location
+    from shardckpt.layout.box import Box
+    from shardckpt.plan.pieces import Piece
+
+_V3, _GROUP, _ARRAY, _ATTRIBUTES, _CONSOLIDATED = "zarr.json", ".zgroup", ".zarray", ".zattrs", ".zmetadata"
+_SIGNS = (_V3, _GROUP, _ARRAY)
+_LARGEST_DOCUMENT = 100_000_000
+_MOST_MEMBERS = 100_000
+"""Most groups and arrays that are looked for, so that links in a circle end."""
+_DEEPEST = 64
+"""Most groups around an array."""
+_OLD_DTYPE = re.compile("[<>|][biufc]\\d{1,2}")
+"""A numeric dtype of version 2."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Zarr:
+    """A group or an array, open."""
+
+    location: Location
+    structure: Structure
+    identity: str
+    metadata: Mapping[str, Any]
+    notes: Sequence[str]
+    arrays: Mapping[str, ForeignArray]
+    """Tensor name → its array."""
+    format: str = "zarr"
+
+    def run(self, tensor: TensorRecord, piece: Piece) -> StoredRun | None:
+        """See `Foreign`. None: chunks of zarr arrays are encoded."""
+        del tensor, piece
+        return None
+
+    def read(self, tensor: TensorRecord, piece: Piece, box: Box) -> NDArray[Any]:
+        """See `Foreign`."""
+        del piece  # a tensor is one piece
+        return self.arrays[tensor.name].read(box).view(tensor.dtype.storage)
+
+
+@dataclass(slots=True)
+class _Members:
+    """The arrays of a group, and the files that name them."""
+
+    place: Store
+    arrays: dict[str, str] = field(default_factory=dict)
+    """Path of an array ("" for the root) → TensorStore's driver."""
+    files: list[FileVersion] = field(default_factory=list)
+    attributes: Any = None
+    """Attributes of the root."""
+    notes: list[str] = field(default_factory=list)
+    seen: int = 0
+
+    def find(self) -> None:
+        """Find all arrays.
+
+        Raises:
+            NotFoundError: there is no group or array.
+            FormatError: metadata is malformed.
+        """
+        sign = next((name for name in _SIGNS if self.place.exists(name)), None)
+        if sign is None:
+            raise NotFoundError(f"{self.place}: there is no zarr group or array: {', '.join(_SIGNS)} are missing.")
+        version = 3 if sign == _V3 else 2
+        root = self.document(sign)
+        if version == 2 and self.place.exists(_ATTRIBUTES):
+            self.attributes = self.document(_ATTRIBUTES)
+        elif version == 3:
+            self.attributes = root.get("attributes")
+        self.notes.append("a chunk that is missing has the fill value, as zarr defines")
+        if not self.add("", root, self.place.path_of(sign), version):
+            return
+        listed = self.consolidated(root, version)
+        if listed is not None:
+            for path, document in listed.items():
+                self.add(path, document, f"{self.place}: {excerpt(path)}", version)
+            return
+        groups = [""]
+        while groups:
+            group = groups.pop()
+            names = self.place.list_children(f"{group}/" if group else "")
+            for name in (name.removesuffix("/") for name in names if name.endswith("/")):
+                path = f"{group}/{name}" if group else name
+                key = next((f"{path}/{sign}" for sign in _SIGNS if self.place.exists(f"{path}/{sign}")), None)
+                if key is not None and self.add(path, self.document(key), self.place.path_of(key), 3 if key.endswith(_V3) else 2):
+                    groups.append(path)
+
+    def consolidated(self, root: dict[str, Any], version: int) -> dict[str, Any] | None:
+        """The documents of all members, if the root has them: by path, without those of version 2 that are attributes."""
+        if version == 3:
+            inside = root.get("consolidated_metadata")
+            found = inside.get("metadata") if isinstance(inside, dict) else None
+            return found if isinstance(found, dict) else None
+        if not self.place.exists(_CONSOLIDATED):
+            return None
+        found = self.document(_CONSOLIDATED).get("metadata")
+        if not isinstance(found, dict):
+            raise FormatError(f"{self.place}/{_CONSOLIDATED} has no metadata of members; replace it with a backup.")
+        ends = (f"/{_ARRAY}", f"/{_GROUP}")
+        return {key.rpartition("/")[0]: one for key, one in found.items() if key.endswith(ends)}
+
+    def document(self, key: str) -> dict[str, Any]:
+        """The JSON object in a file; FormatError if it is none."""
+        file = FileVersion(self.place, key)
+        self.files.append(file)
+        try:
+            found = json.loads(file.read_whole(_LARGEST_DOCUMENT))
+        except (ValueError, RecursionError) as e:
+            raise FormatError(f"{file} is not JSON ({excerpt(str(e))}); replace it with a backup.") from e
+        if not isinstance(found, dict):
+            raise FormatError(f"{file} is not a JSON object; replace it with a backup.")
+        return found
+
+    def add(self, path: str, document: object, where: str, version: int) -> bool:
+        """Add an array, or count a group; return whether it is a group.
+
+        Raises:
+            FormatError: it is neither, or there are too many.
+        """
+        self.seen += 1
+        if self.seen > _MOST_MEMBERS or path.count("/") >= _DEEPEST:
+            most = f"{_MOST_MEMBERS:,} members, or {_DEEPEST} groups in each other"
+            raise FormatError(f"{where}: there are more than {most}; open a group below {self.place}.")
+        if not isinstance(document, dict):
+            raise FormatError(f"{where} does not describe a group or an array; replace it with a backup.")
+        kind = document.get("node_type") if version == 3 else "array" if "chunks" in document else "group"
+        if kind == "group":
+            return True
+        if kind != "array":
+            raise FormatError(f"{where} describes neither a group nor an array, but {excerpt(kind)}; replace it with a backup.")
+        dtype = document.get("data_type" if version == 3 else "dtype")
+        if _is_numeric(dtype):
+            self.arrays[path] = "zarr3" if version == 3 else "zarr"
+        else:
+            self.notes.append(f"left behind: {path or 'the array'}, whose elements are {excerpt(dtype)}, not numbers")
+        return False
+
+
+def _is_numeric(dtype: object) -> bool:
+    """Whether metadata names a dtype of numbers."""
+    if not isinstance(dtype, str):
+        return False
+    try:
+        return _OLD_DTYPE.fullmatch(dtype) is not None or bool(by_name(dtype))
+    except DtypeError:
+        return False
+
+
+def looks_like(location: Location) -> str | None:
+    """The signs of a zarr group or array, in words; None: there are none."""
+    if location.local_path is not None and not is_directory(location.local_path):
+        return None
+    place = Store.open(location)
+    found = next((name for name in _SIGNS if place.exists(name)), None)
+    return None if found is None else f"{found} in the directory"
+
+
+def open_foreign(location: Location, *, trust_pickle: bool = False) -> Foreign:  # noqa: ARG001  # there is none
+    """Open all arrays of a group, or one array.
+
+    Raises:
+        NotFoundError: there is no group or array.
+        FormatError: metadata is malformed, or two members have one place.
+        CorruptionError, MissingDataError: metadata of an array is damaged or missing.
+        DtypeError: an array's elements cannot be stored.
+        StorageError: the storage failed or refused, or does not list members.
+    """
+    members = _Members(Store.open(location))
+    members.find()
+    arrays: dict[str, ForeignArray] = {}
+    for driver in ("zarr", "zarr3"):
+        names = [name for name, used in members.arrays.items() if used == driver]
+        if names == [""] and location.parent is not None:
+            arrays[""] = open_arrays(Store.open(location.parent), [location.name], driver, ocdbt=False, fill_missing=True)[location.name]
+        else:
+            arrays |= open_arrays(members.place, names, driver, ocdbt=False, fill_missing=True)
+    state = _nested(arrays, str(location))
+    by_tensor = {name: arrays[tensor.identity] for name, tensor in tensors_of(state).items() if isinstance(tensor.identity, str)}
+    metadata = {"attributes": members.attributes} if members.attributes else {}
+    identity = identity_of(location, members.files)
+    return _Zarr(location, structure_of(state, str(location)), identity, metadata, tuple(members.notes), by_tensor)
+
+
+def _nested(arrays: Mapping[str, ForeignArray], where: str) -> object:
+    """The state: a dict for each group; FormatError if an array lies in an array."""
+    root: dict[str, Any] = {}
+    for path in sorted(arrays, key=natural_key):
+        array = arrays[path]
+        part = ForeignPart((0,) * len(array.shape), array.shape, array.chunks)
+        tensor = ForeignTensor(array.shape, array.dtype, (part,), identity=path)
+        if not path:
+            return tensor
+        *groups, last = path.split("/")
+        at: Any = root
+        for group in groups:
+            at = at.setdefault(group, {})
+            if not isinstance(at, dict):
+                raise FormatError(f"{where}: {excerpt(path)} lies in an array, not in a group; replace its metadata with a backup.")
+        if last in at:
+            raise FormatError(f"{where}: {excerpt(path)} is an array and a group; replace its metadata with a backup.")
+        at[last] = tensor
+    return root

@@ -1,1 +1,0 @@
-"""Outputs read block by block within a memory limit. Begin with `stream`."""

@@ -1,0 +1,216 @@
+"""Chunks stored as differences from the same chunk of an earlier version of the tensor (`compression` "difference").
+
+A stored chunk, before its checksum, is one of these:
+
+```
+nothing        the chunk of the earlier version
+0, elements    the elements, as in a chunk without compression
+1, u32 crc32c of the elements, u32 n, u32 m, zstd frame of:
+    n bytes        gaps: number of unchanged elements before each changed one; 255: 255 and what the next of `m` says
+    m x u32        the rest of each gap of 255 and more
+    n x itemsize   exclusive or of the old and the new elements, byte plane by byte plane
+```
+
+All numbers are little-endian. The elements are in the form of a chunk without compression, padding included. Elements are compared
+as bits: -0.0 and 0.0 differ, and a NaN equals itself.
+
+Gaps and planes of changed elements compress well: of bfloat16 weights, a step of training changes few elements, and mostly
+their low bytes.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import TYPE_CHECKING
+
+import crc32c
+import numpy as np
+
+from shardckpt.errors import CorruptionError
+from shardckpt.format.zarr_arrays import compress, decompress
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    Bytes = NDArray[np.uint8]
+
+WHOLE, DIFFERENCE = 0, 1
+"""First byte of a stored chunk."""
+_HEAD = struct.Struct("<BIII")
+_LONG = 255
+"""A gap of at least so many elements takes more than its byte."""
+_WORD = 8
+"""Bytes that are compared at a time."""
+
+
+def whole(elements: Bytes) -> bytes:
+    """A stored chunk that has all of its elements, without the checksum."""
+    return bytes([WHOLE]) + elements.tobytes()
+
+
+def difference(old: Bytes, new: Bytes, itemsize: int) -> bytes:
+    """A chunk stored as its difference from an earlier one, or as a whole if that is at most twice as large; without the checksum.
+
+    Args:
+        old: (bytes,) elements of the earlier chunk. They become those of the new one.
+        new: (bytes,) elements of the chunk.
+        itemsize: bytes of an element.
+    """
+    changed, bits = _changed(old, new, itemsize)
+    if not len(changed):
+        return b""
+    stored = encode_changes(changed, bits, len(new), crc32c.crc32c(new.data))
+    return whole(new) if stored is None else stored
+
+
+def encode_changes(position: NDArray[np.int64], bits: Bytes, nbytes: int, crc: int) -> bytes | None:
+    """A chunk of `nbytes` bytes of elements stored as these changes, the result of `changes`; None if that has more than half its bytes."""
+    itemsize = bits.shape[1]
+    gaps = np.diff(position, prepend=-1) - 1
+    rest = (gaps[gaps >= _LONG] - _LONG).astype("<u4")
+    if len(gaps) * (1 + itemsize) + rest.nbytes > 4 * nbytes:  # no frame is small enough, and this one is too large to try
+        return None
+    parts = (np.minimum(gaps, _LONG).astype(np.uint8), rest.view(np.uint8), bits.T.reshape(-1))
+    frame = compress(np.concatenate(parts))
+    return _HEAD.pack(DIFFERENCE, crc, len(gaps), len(rest)) + frame if 2 * (_HEAD.size + len(frame)) <= nbytes else None
+
+
+class Joined:
+    """The difference of a chunk over several versions, from those from one version to the next."""
+
+    def __init__(self, nbytes: int, itemsize: int) -> None:
+        """No difference yet, of a chunk with so many bytes of elements."""
+        self._nbytes = nbytes
+        self._itemsize = itemsize
+        self._elements: Bytes | None = None
+        """All elements, if a version has stored them."""
+        self._position = np.empty(0, np.int64)
+        self._bits = np.empty((0, itemsize), np.uint8)
+        self._crc: int | None = None
+        """Of the elements of the last version that changed any."""
+
+    def add(self, stored: Bytes, where: str) -> None:
+        """Add the next version's chunk, without its checksum.
+
+        Args:
+            stored: (bytes,) the stored chunk.
+            where: chunk and file, for messages.
+
+        Raises:
+            CorruptionError: not such a chunk, or one made from other elements.
+        """
+        if not needs_older(stored) and self._elements is None:
+            self._elements = np.empty(self._nbytes, np.uint8)
+        if self._elements is not None:
+            apply(stored, self._elements, self._itemsize, where)
+        elif len(stored):
+            position, bits, self._crc = changes(stored, self._nbytes // self._itemsize, self._itemsize, where)
+            every = np.concatenate([self._position, position])
+            order = np.argsort(every, kind="stable")
+            every, joined = every[order], np.concatenate([self._bits, bits])[order]
+            again = np.flatnonzero(every[1:] == every[:-1])  # each position is there at most twice
+            joined[again] ^= joined[again + 1]
+            joined[again + 1] = 0
+            keep = np.flatnonzero(joined.any(axis=1))
+            self._position, self._bits = every[keep], joined[keep]
+
+    def stored(self) -> bytes | None:
+        """The stored chunk, without its checksum; None if it needs all elements, and these are not known."""
+        if self._elements is not None:
+            return whole(self._elements)
+        if not len(self._position):
+            return b""
+        assert self._crc is not None
+        return encode_changes(self._position, self._bits, self._nbytes, self._crc)
+
+
+def _changed(old: Bytes, new: Bytes, itemsize: int) -> tuple[NDArray[np.int64], Bytes]:
+    """The positions of the elements that differ, ascending, and (n, itemsize) their bits' exclusive or; `old` becomes `new`."""
+    if itemsize not in (1, 2, 4, 8):
+        rows = (old ^ new).reshape(-1, itemsize)
+        position = np.flatnonzero(rows.any(axis=1))
+        old[:] = new
+        return position, rows[position]
+    each = _WORD // itemsize
+    words = len(new) // _WORD
+    found, bits = [], []
+    # Words of several elements are compared first: most are equal.
+    for first, some, size in ((0, slice(words * _WORD), _WORD), (words * each, slice(words * _WORD, None), itemsize)):
+        before, after = old[some].view(f"u{size}"), new[some].view(f"u{size}")
+        differ = np.flatnonzero(before != after)
+        values = after[differ]
+        both = (before[differ] ^ values).view(f"u{itemsize}")
+        before[differ] = values
+        inside = np.flatnonzero(both)
+        word, at = np.divmod(inside, size // itemsize)
+        found.append(first + differ[word] * (size // itemsize) + at)
+        bits.append(both[inside])
+    return np.concatenate(found), np.concatenate(bits).view(np.uint8).reshape(-1, itemsize)
+
+
+def needs_older(stored: Bytes) -> bool:
+    """Whether the elements of a stored chunk follow from those of the earlier version only; `stored` is without the checksum."""
+    return not len(stored) or stored[0] != WHOLE
+
+
+def apply(stored: Bytes, elements: Bytes, itemsize: int, where: str) -> None:
+    """Turn the elements of the earlier chunk into those of a stored one.
+
+    Args:
+        stored: (bytes,) the stored chunk without its checksum.
+        elements: (bytes,) changed in place; of any values if the chunk does not need the earlier one.
+        itemsize: bytes of an element.
+        where: chunk and file, for messages.
+
+    Raises:
+        CorruptionError: not such a chunk, or one made from other elements.
+    """
+    if not len(stored):
+        return
+    if stored[0] == WHOLE:
+        if len(stored) != 1 + len(elements):
+            raise CorruptionError(f"{where}: a whole chunk of {len(stored) - 1} bytes, where {len(elements)} are expected.")
+        elements[:] = stored[1:]
+        return
+    position, bits, crc = changes(stored, len(elements) // itemsize, itemsize, where)
+    rows = elements.reshape(-1, itemsize)
+    if itemsize in (2, 4, 8):
+        rows.view(f"u{itemsize}")[position, 0] ^= bits.view(f"u{itemsize}")[:, 0]
+    else:
+        rows[position] ^= bits
+    if crc32c.crc32c(elements.data) != crc:
+        raise CorruptionError(f"{where}: the chunk does not have its checksum after the difference is applied: its base is another one.")
+
+
+def changes(stored: Bytes, elements: int, itemsize: int, where: str) -> tuple[NDArray[np.int64], Bytes, int]:
+    """The changed elements of a chunk that is stored as a difference.
+
+    Args:
+        stored: (bytes,) the stored chunk without its checksum, a difference.
+        elements: number of elements of the chunk.
+        itemsize: bytes of an element.
+        where: chunk and file, for messages.
+
+    Returns:
+        (n,) their positions in the chunk, ascending; (n, itemsize) exclusive or of the old and the new bytes; and the crc32c of all
+        elements of the chunk.
+
+    Raises:
+        CorruptionError: not such a chunk.
+    """
+    if len(stored) < _HEAD.size or stored[0] != DIFFERENCE:
+        raise CorruptionError(f"{where}: neither a whole chunk nor a difference.")
+    _, crc, n, m = _HEAD.unpack(stored[: _HEAD.size].tobytes())
+    if not m <= n <= elements:
+        raise CorruptionError(f"{where}: a difference of {n} elements, {m} of them far apart, in a chunk of {elements}.")
+    data = decompress(stored[_HEAD.size :], n * (1 + itemsize) + 4 * m, where)
+    gaps = data[:n].astype(np.int64)
+    long = gaps == _LONG
+    if int(long.sum()) != m:
+        raise CorruptionError(f"{where}: a difference with {int(long.sum())} long gaps, where {m} are expected.")
+    gaps[long] += data[n : n + 4 * m].view("<u4") if m else 0
+    position = np.cumsum(gaps + 1) - 1
+    if n and position[-1] >= elements:
+        raise CorruptionError(f"{where}: a difference at element {position[-1]} of a chunk of {elements}.")
+    bits = np.ascontiguousarray(data[n + 4 * m :].reshape(itemsize, n).T)
+    return position, bits, crc

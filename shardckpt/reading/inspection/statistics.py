@@ -1,0 +1,228 @@
+"""Statistics and histograms of tensors: of all elements, streaming within a memory limit, or of a sample of one tensor.
+
+Tensors of complex numbers have none; they are named with the reason.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import prod, sqrt
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from shardckpt.errors import DtypeError, NamesMismatchError, OptionError
+from shardckpt.excerpt import Message, file_size, given, named_size
+from shardckpt.io.failures import reading_takes_threads
+from shardckpt.layout.box import Box
+from shardckpt.layout.dtypes import by_name, castable
+from shardckpt.options import parse_bytes
+from shardckpt.plan.pieces import batches
+from shardckpt.reading.compare_values import DEFAULT_MEMORY_LIMIT, MOST_BLOCKS, Pair, cut_pairs, read_blocks
+from shardckpt.reading.inspection.running import RunningStatistics
+from shardckpt.state.select import selector, unused_patterns
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from numpy.typing import NDArray
+
+    from shardckpt.format.structure import TensorRecord
+    from shardckpt.reading.checkpoint import Checkpoint
+
+LEAST_MEMORY_LIMIT = 1 << 20
+_MOST_BOXES = 64
+_STRIDE = 1 << 16
+_FLOAT = by_name("float64")
+
+
+def tensor_statistics(checkpoint: Checkpoint, name: str, budget: int) -> dict[str, Any]:
+    """Statistics of a tensor, as JSON.
+
+    Args:
+        checkpoint: the checkpoint that has it.
+        name: name of the tensor.
+        budget: most bytes of elements to read; of a larger tensor, boxes of chunks are read that are spread evenly over it.
+
+    Returns:
+        `elements` of the tensor and how many were `read`; `nans`, `infinities` and `zeros` among those; of the finite ones `min`, `max`,
+        `mean`, `std` and `norm` (None if there are none), and a `histogram` of counts in bins of equal width between `edges`.
+
+    Raises:
+        NamesMismatchError: there is no such tensor. DtypeError: its elements are complex.
+        CorruptionError, MissingDataError, ReplacedError, StorageError: as for `Checkpoint.read`.
+    """
+    tensor = checkpoint.tensor(name)
+    if not castable(tensor.dtype, _FLOAT):
+        raise DtypeError(f"{name}: there are no statistics of {tensor.dtype.name}; read its elements instead.")
+    parts = [checkpoint.read(name, box).reshape(-1) for box in _sample(tensor, budget)]
+    tally = RunningStatistics()
+    if parts:
+        tally.add(np.concatenate(parts))
+    return {"dtype": tensor.dtype.name, "elements": prod(tensor.shape), **tally.to_json()}
+
+
+@dataclass(frozen=True, slots=True)
+class ElementChange:
+    """The distance between the elements of a tensor in two checkpoints."""
+
+    name: str
+    norm: float
+    """Euclidean norm of the difference of all elements."""
+    relative: float | None
+    """The norm as a part of the norm in the first checkpoint; None: that is zero, and the difference is not."""
+    largest: float
+    """Largest absolute difference of an element."""
+
+
+@dataclass(slots=True)
+class StateStatistics:
+    """Statistics of the tensors of a checkpoint, or of two beside each other."""
+
+    tensors: dict[str, tuple[RunningStatistics, ...]] = field(default_factory=dict)
+    """Name → statistics in each checkpoint."""
+    dtypes: dict[str, str] = field(default_factory=dict)
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    changes: list[ElementChange] = field(default_factory=list)
+    """With two checkpoints: all tensors of one shape, largest relative change first."""
+    left_out: dict[str, str] = field(default_factory=dict)
+    """Name → the reason why there are no statistics of it."""
+
+    def total(self, side: int = 0) -> RunningStatistics:
+        """Statistics of all tensors of a checkpoint together."""
+        found = RunningStatistics()
+        for tallies in self.tensors.values():
+            found.merge(tallies[side])
+        return found
+
+    def to_json(self, side: int = 0) -> dict[str, Any]:
+        """All statistics of one checkpoint, as JSON."""
+        tensors = [
+            {"name": name, "dtype": self.dtypes[name], "shape": list(self.shapes[name]), **tallies[side].to_json()}
+            for name, tallies in self.tensors.items()
+        ]
+        return {"tensors": tensors, "all": self.total(side).to_json()}
+
+
+def state_statistics(
+    checkpoint: Checkpoint,
+    other: Checkpoint | None = None,
+    *,
+    only: Sequence[str] | None = None,
+    memory_limit: int | str = DEFAULT_MEMORY_LIMIT,
+    progress: Callable[[int, int], None] | None = None,
+) -> StateStatistics:
+    """Compute statistics of all elements.
+
+    Args:
+        checkpoint: a checkpoint of any format.
+        other: another one, to be compared with it: tensors of the same name and shape.
+        only: patterns of names; None: all tensors.
+        memory_limit: bytes of elements in memory at once.
+        progress: called with bytes done so far and in all.
+
+    Raises:
+        OptionError: the memory limit is too low.
+        NamesMismatchError: a pattern selects nothing.
+        CorruptionError, MissingDataError, ReplacedError, StorageError: as for `Checkpoint.read`.
+    """
+    limit = parse_bytes(memory_limit, "memory_limit")
+    if limit < LEAST_MEMORY_LIMIT:
+        raise OptionError(Message(named_size("memory_limit", limit), f": statistics take at least {file_size(LEAST_MEMORY_LIMIT)}."))
+    found = StateStatistics()
+    pairs = _pairs(checkpoint, other, only, found)
+    sides = [checkpoint] if other is None else [checkpoint, other]
+    distances: dict[str, _Distance] = {}
+    done, total = 0, sum(pair.a.nbytes for pair in pairs)
+    each = limit // 2 // len(sides)
+    with reading_takes_threads(checkpoint.location):
+        for batch in batches(cut_pairs(pairs, each), lambda block: (block.nbytes, 1), (each, MOST_BLOCKS)):
+            if progress is not None:
+                progress(done, total)
+            blocks = []
+            for one, side in zip(sides, "ab", strict=False):
+                with one.reading():
+                    blocks.append(read_blocks(one.reader, batch, side))
+            for block, *elements in zip(batch, *blocks, strict=True):
+                flat = [part.reshape(-1).view(of.dtype.numpy) for part, of in zip(elements, (block.pair.a, block.pair.b), strict=False)]
+                for tally, values in zip(found.tensors[block.pair.name], flat, strict=True):
+                    tally.add(values)
+                if other is not None:
+                    distances.setdefault(block.pair.name, _Distance()).add(*flat)
+                done += block.nbytes
+    if progress is not None:
+        progress(total, total)
+    norms = {name: found.tensors[name][0].to_json()["norm"] or 0.0 for name in distances}
+    changes = [distance.result(name, norms[name]) for name, distance in distances.items()]
+    found.changes = sorted(changes, key=lambda change: -(change.relative if change.relative is not None else float("inf")))
+    return found
+
+
+def _pairs(checkpoint: Checkpoint, other: Checkpoint | None, only: Sequence[str] | None, found: StateStatistics) -> list[Pair]:
+    """The tensors to read; those that have no statistics are left out, with the reason."""
+    names = list(checkpoint.record.structure.tensors)
+    wanted = selector(None if only is None else list(only))
+    unused = unused_patterns(None if only is None else list(only), names)
+    if unused is not None:
+        advice = " selects none of its tensors; `shardckpt info` lists them."
+        raise NamesMismatchError(Message(f"{checkpoint.location}: ", given(only=unused), advice))
+    pairs: list[Pair] = []
+    theirs = {} if other is None else other.record.structure.tensors
+    for name in filter(wanted, names):
+        one = checkpoint.tensor(name)
+        two = one if other is None else theirs.get(name)
+        if two is None:
+            found.left_out[name] = "only in the first checkpoint"
+        elif two.shape != one.shape:
+            found.left_out[name] = "another shape in the second checkpoint"
+        elif not castable(one.dtype, _FLOAT) or not castable(two.dtype, _FLOAT):
+            found.left_out[name] = f"elements of {one.dtype.name}"
+        else:
+            found.tensors[name] = (RunningStatistics(),) if other is None else (RunningStatistics(), RunningStatistics())
+            found.dtypes[name], found.shapes[name] = one.dtype.name, one.shape
+            pairs += [Pair(name, one, two)] if one.nbytes else []
+    known = frozenset(names)
+    found.left_out |= {name: "only in the second checkpoint" for name in filter(wanted, theirs) if name not in known}
+    return pairs
+
+
+class _Distance:
+    """Running distance between the elements of two tensors."""
+
+    def __init__(self) -> None:
+        self.squares = self.largest = 0.0
+
+    def add(self, one: NDArray[Any], other: NDArray[Any]) -> None:
+        """Add the elements of a block."""
+        with np.errstate(all="ignore"):
+            for begin in range(0, len(one), _STRIDE):
+                a, b = (values[begin : begin + _STRIDE].astype(np.float64) for values in (one, other))
+                apart = np.where(a == b, 0.0, a - b)  # infinities of one sign are equal
+                self.squares += float(np.dot(apart, apart))
+                self.largest = max(self.largest, float(np.abs(apart).max()))
+
+    def result(self, name: str, norm: float) -> ElementChange:
+        """The distance of all blocks, beside the norm of the first tensor."""
+        apart = sqrt(self.squares)
+        return ElementChange(name, apart, apart / norm if norm else None if apart else 0.0, self.largest)
+
+
+def _sample(tensor: TensorRecord, budget: int) -> Iterator[Box]:
+    """Boxes of a tensor with at most `budget` bytes, or one element each: all of it, or parts of chunks."""
+    if not prod(tensor.shape):
+        return
+    if tensor.nbytes <= budget:
+        yield Box.full(tensor.shape)
+        return
+    chunks = [(piece, k) for piece in tensor.pieces for k in (range(piece.num_chunks) if len(tensor.pieces) == 1 else (0,))]
+    each = prod(tensor.pieces[0].chunks) * tensor.dtype.itemsize
+    n = max(1, min(_MOST_BOXES, budget // max(each, 1), len(chunks)))
+    most = max(1, budget // (n * tensor.dtype.itemsize))
+    for i in range(n):
+        piece, position = chunks[i * len(chunks) // n]
+        index = np.unravel_index(position, piece.grid) if piece.grid else ()
+        start = [a + int(j) * side for a, j, side in zip(piece.start, index, piece.chunks, strict=True)]
+        shape = [min(side, a + length - b) for side, a, length, b in zip(piece.chunks, piece.start, piece.shape, start, strict=True)]
+        for d in range(len(shape)):
+            shape[d] = max(1, min(shape[d], most // prod(shape[d + 1 :])))
+        yield Box(tuple(start), tuple(a + side for a, side in zip(start, shape, strict=True)))

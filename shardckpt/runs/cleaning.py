@@ -1,0 +1,215 @@
+"""Deletion of steps that no rule keeps: on the leader, in the background.
+
+1. Check that no other job has taken over the root (`job`).
+2. Ask the retention rule which live steps to keep. Six kinds of step stay in any case: the newest live step, the steps
+   that this process is reading, pinned and tagged steps (the deletion itself finds them), steps with a lease (`leases`), the steps that
+   running saves name as their base, and the bases of all existing steps (`skipping`). A base is deleted after the steps that name it.
+3. Superseded steps are deleted once training has passed them: until then a rollback can be undone.
+4. Each deletion replaces the commit record with a tombstone before it removes data, and removes the tombstone at the end
+   (`commit.remove`). Leftovers of a killed process or of an earlier version (attempts without a checkpoint, tombstones) are
+   collected once nothing has been written into them for a grace period; a complete one is published instead.
+
+A step whose deletion failed is tried again after each save.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from shardckpt.errors import FormatError, NotFoundError, OptionError, StorageError
+from shardckpt.reading.checkpoint import open_in_this_process
+from shardckpt.runs.collecting import collect_place, delete_place
+from shardckpt.runs.leases import leased_steps
+from shardckpt.runs.steps import StepInfo, list_steps, step_numbers
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from shardckpt.io.store import Store
+    from shardckpt.runs.retention import Retention, SavedStep
+
+_log = logging.getLogger("shardckpt")
+_DELETED = "deleted.json"
+"""A file in the run's root on object stores: earlier versions list the deleted steps in it, and skip the steps that it names."""
+
+
+class Cleaner:
+    """Deletes the steps of one run that are not kept. Safe to use from several threads."""
+
+    def __init__(
+        self, root: Store, rule: Retention | None, *, grace: float, deleted: Callable[[int], None], bases: frozenset[int] = frozenset()
+    ) -> None:
+        """Nothing is deleted before `clean`.
+
+        Args:
+            root: of the run.
+            root: the root of the run.
+            rule: which steps to keep; None: all, so that only the leftovers of unfinished saves are removed.
+            grace: seconds without a write after which the leftovers of an unfinished save may be removed.
+            deleted: called with each deleted step.
+            bases: steps that the run's saves name as their base, the running save included; they stay.
+        """
+        self._root = root
+        self._rule = rule
+        self._grace = grace
+        self._deleted = deleted
+        self._bases = bases
+        self._steps: dict[int, StepInfo] | None = None
+        self._reading: Counter[int] = Counter()
+        self._guard = threading.Lock()
+        self._one_at_a_time = threading.Lock()
+        self._collected: float | None = None
+        self._warned = False
+        self._uncollected: set[str] = set()
+        """Places whose leftovers could not be collected; each is named in the log once."""
+        self.failure: StorageError | None = None
+        """The last error that kept the latest round from deleting everything due."""
+
+    @contextmanager
+    def reading(self, step: int) -> Iterator[None]:
+        """Protect a step from deletion while the context lasts."""
+        with self._guard:
+            self._reading[step] += 1
+        try:
+            yield
+        finally:
+            with self._guard:
+                self._reading[step] -= 1
+
+    def forget(self) -> None:
+        """List the steps again before the next round, because another process may have changed them."""
+        with self._guard:
+            self._steps = None
+
+    def clean(self, committed: StepInfo) -> None:
+        """Delete the steps that are no longer kept, after `committed` was saved. Refused deletions are tried again in the next round."""
+        with self._one_at_a_time:
+            self.failure = None
+            with self._guard:
+                steps = self._steps
+            try:
+                if steps is None:
+                    steps = {info.step: info for info in list_steps(self._root)}
+            except StorageError as e:
+                self._failed(e)
+                return
+            steps[committed.step] = committed
+            later = max((info.step for info in steps.values() if info.state == "committed"), default=committed.step)
+            if later > committed.step and not self._warned:
+                self._warned = True
+                _log.warning(
+                    "%s: step %d is saved, but a restart would resume from the later step %d of an earlier run. Call restore(step=…) first "
+                    "to go back, or give a new training another root.",
+                    self._root,
+                    committed.step,
+                    later,
+                )
+            if self._rule is not None:
+                named, due = self._named(steps), doomed(steps, self._rule, committed.step)
+                try:
+                    held = leased_steps(self._root) if due else frozenset()
+                except StorageError as e:
+                    self._failed(e)
+                    due = []
+                for step in sorted(due, key=named.__contains__):
+                    if step not in self._named(steps) and step not in held:
+                        self._delete(step, steps)
+            with self._guard:
+                self._steps = steps
+            if self._collected is None or time.monotonic() >= self._collected + self._grace:
+                self._collected = time.monotonic()
+                self._collect(committed.step)
+
+    def _named(self, steps: dict[int, StepInfo]) -> frozenset[int]:
+        """The steps that hold tensors of other steps, existing or being saved."""
+        return self._bases.union(*(info.bases for info in steps.values()))
+
+    def _delete(self, step: int, steps: dict[int, StepInfo]) -> None:
+        place = self._root.sub(str(step))
+        with self._guard:
+            if self._reading[step] or open_in_this_process(place.location):
+                return
+        try:
+            left = delete_place(place, reason="not kept any more", grace=self._grace)
+        except OptionError:
+            return  # pinned or tagged
+        except (NotFoundError, FormatError):  # another process deleted or replaced it first
+            steps.pop(step, None)
+            return
+        except StorageError as e:
+            self._failed(e)
+            return
+        steps.pop(step, None)
+        for one in left:
+            if one.outcome == "failed":
+                self._failed(StorageError(f"{place}: deleted, but its data cannot be removed: {one.reason}"))
+        self._deleted(step)
+
+    def _failed(self, error: StorageError) -> None:
+        self.failure = error
+        _log.warning("%s", error)
+
+    def _collect(self, newest: int) -> None:
+        """Publish or remove the leftovers of unfinished saves and deletions.
+
+        Steps after the newest are from before a rollback. If a complete one was published now, a restart would continue from it, so it
+        stays as it is.
+        """
+        try:
+            if self._root.local_path("") is None:
+                self._root.delete(_DELETED)
+            held = leased_steps(self._root)
+            for step in step_numbers(self._root):
+                self._collect_step(self._root.sub(str(step)), publishes=step <= newest, held=step in held)
+        except StorageError as e:
+            self._warn_once(self._root, str(e))
+
+    def _collect_step(self, place: Store, *, publishes: bool, held: bool) -> None:
+        try:
+            found = collect_place(place, grace=self._grace, publishes=publishes, held=held)
+        except FormatError as e:
+            self._warn_once(place, str(e))
+            found = []
+        for failed in (one.reason for one in found if one.outcome == "failed"):
+            self._warn_once(place, str(failed))
+        removed, published = (sum(one.outcome == outcome for one in found) for outcome in ("removed", "published"))
+        if removed or published:
+            _log.info("%s: unfinished saves: %d removed, %d published", place, removed, published)
+        if published:
+            self.forget()
+        place.remove_empty()  # a deletion was killed just before it removed the directory
+
+    def _warn_once(self, place: Store, why: str) -> None:
+        """Say once that leftovers at a place cannot be collected; the next rounds try again."""
+        if str(place) not in self._uncollected:
+            self._uncollected.add(str(place))
+            _log.warning("%s: the leftovers of unfinished saves there cannot be collected, and take space: %s", place, why)
+
+
+def doomed(
+    steps: Mapping[int, StepInfo],
+    rule: Retention,
+    committed: int | None = None,
+    *,
+    saved: Callable[[StepInfo], SavedStep] = StepInfo.saved,
+) -> list[int]:
+    """The steps to delete, ascending.
+
+    Args:
+        steps: all steps that hold a checkpoint.
+        rule: which of the live steps to keep.
+        committed: the step that was saved last, which stays.
+        saved: makes what the rule sees of a step.
+    """
+    live = [steps[step] for step in sorted(steps) if steps[step].state == "committed"]
+    if not live:
+        return []
+    newest = live[-1].step
+    kept = {newest, *rule.kept([saved(info) for info in live])}
+    passed = {info.step for info in steps.values() if info.state == "superseded" and info.step < newest}
+    return sorted(({info.step for info in live} - kept | passed) - {committed})

@@ -1,0 +1,54 @@
+"""A step's metrics in a checkpoint's metadata, where infinities and NaN are text, because JSON has neither."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import inf, isfinite
+from typing import Any
+
+from shardckpt.errors import OptionError
+from shardckpt.excerpt import excerpt
+
+METRICS = "metrics"
+"""The key in the metadata."""
+
+
+def encode_metrics(metrics: Mapping[str, Any]) -> dict[str, float | str]:
+    """Metrics as JSON, with infinities and NaN as text.
+
+    >>> encode_metrics({"loss": 0.25, "grad_norm": float("inf")})
+    {'loss': 0.25, 'grad_norm': 'inf'}
+
+    Raises:
+        OptionError: a name that is no text, or a value that is no number; a tensor of one element counts as a number.
+    """
+    if not isinstance(metrics, Mapping):
+        raise OptionError(f"metrics={excerpt(metrics)}: give a dict of numbers by name.")
+    encoded: dict[str, float | str] = {}
+    for name, value in metrics.items():
+        if not isinstance(name, str):
+            raise OptionError(f"metrics: the key {excerpt(name)} is not text; give names as str.")
+        try:
+            number = float(value)
+        except (TypeError, ValueError, OverflowError, RuntimeError) as e:
+            raise OptionError(f"metrics[{excerpt(name)}]={excerpt(value)}: no number ({e}); give one, or a tensor of one element.") from e
+        encoded[name] = number if isfinite(number) else str(number)
+    return encoded
+
+
+def decode_metrics(metadata: Mapping[str, Any]) -> dict[str, float]:
+    """The metrics in a checkpoint's metadata; entries that are no numbers are ignored.
+
+    >>> decode_metrics({"metrics": {"loss": "nan", "tag": "a"}, "run": 7})
+    {'loss': nan}
+    """
+    found = metadata.get(METRICS)
+    metrics = {}
+    for name, value in found.items() if isinstance(found, dict) else ():
+        try:
+            metrics[str(name)] = float(value)
+        except OverflowError:  # an integer of hundreds of digits
+            metrics[str(name)] = inf if value > 0 else -inf
+        except (TypeError, ValueError):
+            continue
+    return metrics

@@ -1,0 +1,199 @@
+"""Rules that decide which steps to keep.
+
+A rule gets all steps that could be deleted and returns the steps to keep; `any_of` keeps every step that one of several rules
+keeps. Rules are values without side effects: `cleaning` adds the steps that are never deleted.
+A custom rule derives from `Retention`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from math import inf, isnan
+from typing import TYPE_CHECKING, Literal
+
+from shardckpt.errors import OptionError
+from shardckpt.excerpt import excerpt
+from shardckpt.options import check_whole
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+__all__ = ["Best", "EveryKth", "KeepAnyOf", "Latest", "Retention", "SavedStep", "Younger", "any_of", "as_retention", "best"]
+
+
+@dataclass(frozen=True, slots=True)
+class SavedStep:
+    """A committed step, as rules see it."""
+
+    step: int
+    """The number of the step."""
+    age: float = 0.0
+    """Seconds since the commit: the leader's clock minus the committer's clock."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """The metrics of `CheckpointManager.save(metrics=…)`."""
+
+
+class Retention(ABC):
+    """A rule that chooses the steps to keep."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def kept(self, steps: Sequence[SavedStep]) -> set[int]:
+        """The steps to keep among these; all others may be deleted.
+
+        Args:
+            steps: all steps, ascending.
+        """
+
+    @property
+    def measures(self) -> tuple[Best, ...]:
+        """The `Best` rules in this rule."""
+        return ()
+
+
+@dataclass(frozen=True, slots=True)
+class Latest(Retention):
+    """Keep the latest `n` steps."""
+
+    n: int
+    """Number of steps, at least 1."""
+
+    def __post_init__(self) -> None:
+        """Check the number."""
+        check_whole(self.n, "Latest(n")
+
+    def kept(self, steps: Sequence[SavedStep]) -> set[int]:
+        """The last `n` steps."""
+        return {s.step for s in steps[-self.n :]}
+
+
+@dataclass(frozen=True, slots=True)
+class Best(Retention):
+    """Keep the best `n` steps by a metric.
+
+    Of equal steps the later is better. The rule does not keep steps without the metric, or with NaN.
+    """
+
+    n: int
+    """Number of steps, at least 1."""
+    metric: str
+    """A key of `CheckpointManager.save(metrics=…)`."""
+    mode: Literal["min", "max"] = "min"
+    """Whether the smallest or the largest value is best."""
+
+    def __post_init__(self) -> None:
+        """Check the fields."""
+        check_whole(self.n, "Best(n")
+        if not isinstance(self.metric, str):
+            raise OptionError(f"Best(metric={excerpt(self.metric)}): give the name of a metric.")
+        if self.mode not in ("min", "max"):
+            raise OptionError(f'Best(mode={excerpt(self.mode)}): give "min" or "max".')
+
+    def kept(self, steps: Sequence[SavedStep]) -> set[int]:
+        """The best `n` steps."""
+        return {s.step for s in self.ranked(steps)[: self.n]}
+
+    def ranked(self, steps: Sequence[SavedStep]) -> list[SavedStep]:
+        """The steps that have the metric, best first."""
+        sign = 1 if self.mode == "min" else -1
+        having = [s for s in steps if not isnan(s.metrics.get(self.metric, float("nan")))]
+        return sorted(having, key=lambda s: (sign * s.metrics[self.metric], -s.step))
+
+    @property
+    def measures(self) -> tuple[Best, ...]:
+        """This rule."""
+        return (self,)
+
+
+@dataclass(frozen=True, slots=True)
+class EveryKth(Retention):
+    """Keep the steps whose number is a multiple of `k`, for ever."""
+
+    k: int
+    """Steps, at least 1."""
+
+    def __post_init__(self) -> None:
+        """Check the number."""
+        check_whole(self.k, "EveryKth(k")
+
+    def kept(self, steps: Sequence[SavedStep]) -> set[int]:
+        """The multiples of `k`."""
+        return {s.step for s in steps if s.step % self.k == 0}
+
+
+@dataclass(frozen=True, slots=True)
+class Younger(Retention):
+    """Keep the steps committed less than this many seconds ago."""
+
+    seconds: float
+    """Seconds, more than 0."""
+
+    def __post_init__(self) -> None:
+        """Check the seconds."""
+        if isinstance(self.seconds, bool) or not isinstance(self.seconds, int | float) or not 0 < self.seconds < inf:
+            raise OptionError(f"Younger(seconds={excerpt(self.seconds)}): give a positive number of seconds.")
+
+    def kept(self, steps: Sequence[SavedStep]) -> set[int]:
+        """The steps younger than `seconds`."""
+        return {s.step for s in steps if s.age < self.seconds}
+
+
+@dataclass(frozen=True, slots=True)
+class KeepAnyOf(Retention):
+    """Keep the steps that at least one of several rules keeps."""
+
+    rules: tuple[Retention, ...]
+    """The rules."""
+
+    def kept(self, steps: Sequence[SavedStep]) -> set[int]:
+        """The union of the rules' steps."""
+        return set().union(*(rule.kept(steps) for rule in self.rules))
+
+    @property
+    def measures(self) -> tuple[Best, ...]:
+        """The `Best` rules in all rules."""
+        return tuple(best for rule in self.rules for best in rule.measures)
+
+
+def any_of(*rules: Retention | int) -> Retention:
+    """Keep the steps that at least one of these rules keeps; a number `n` stands for `Latest(n)`.
+
+    Raises:
+        OptionError: an argument is not a rule, or there are no arguments.
+
+    Examples:
+        >>> sorted(any_of(2, EveryKth(1000)).kept([SavedStep(n) for n in (1000, 1500, 1600, 1700)]))
+        [1000, 1600, 1700]
+    """
+    made = tuple(rule for rule in map(as_retention, rules) if rule is not None)
+    if not made or len(made) < len(rules):
+        raise OptionError(
+            f"any_of{rules!r:.200}: give rules, each a number of steps or one of shardckpt.runs.retention; None would keep all."
+        )
+    return KeepAnyOf(made)
+
+
+def as_retention(keep: Retention | int | None) -> Retention | None:
+    """The rule for the argument `keep`.
+
+    Args:
+        keep: a rule; a number `n`, for `Latest(n)`; or None, which keeps everything.
+
+    Raises:
+        OptionError: `keep` is none of these.
+    """
+    if keep is None or isinstance(keep, Retention):
+        return keep
+    if isinstance(keep, int) and not isinstance(keep, bool):
+        return Latest(keep)
+    raise OptionError(
+        f"keep={excerpt(keep)}: a {type(keep).__name__} is no rule; give a number of steps, or one of shardckpt.runs.retention."
+    )
+
+
+def best(steps: Sequence[SavedStep], metric: str, mode: Literal["min", "max"]) -> int | None:
+    """The step with the best metric; None if no step has the metric."""
+    ranked = Best(1, metric, mode).ranked(steps)
+    return ranked[0].step if ranked else None

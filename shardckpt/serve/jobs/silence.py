@@ -1,0 +1,53 @@
+"""Notices about runs that have stopped saving, although nobody has marked them as ended.
+
+Only a run that was seen saving is told of, once. The journal remembers which are, so that a restart neither forgets nor repeats one.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from shardckpt.serve.jobs.background import BackgroundWork
+from shardckpt.serve.rhythm import COMMITS, rhythm_of
+
+if TYPE_CHECKING:
+    from shardckpt.serve.catalogue import Catalogue
+    from shardckpt.serve.jobs.journal import Journal
+    from shardckpt.serve.scanner import Scanner
+
+_log = logging.getLogger("shardckpt.serve")
+_POLL = 60.0
+
+
+class SilenceWatch(BackgroundWork):
+    """Looks for runs that have stopped, in the background."""
+
+    def __init__(self, journal: Journal, catalogue: Catalogue, scanner: Scanner) -> None:
+        """Nothing is looked for before `start`."""
+        super().__init__("silence")
+        self._journal, self._catalogue, self._scanner = journal, catalogue, scanner
+
+    def _run(self) -> None:
+        self._repeat(self.look, _POLL, _log, "silent runs could not be looked for")
+
+    def look(self) -> None:
+        """Tell of each run that was saving at an earlier look, and is silent now. Raises StorageError."""
+        if not self._scanner.complete.is_set():
+            return
+        saving = self._journal.saving()
+        for run in self._catalogue.all_runs():
+            if run.partition("/")[0] in self._scanner.watch.vanished:
+                continue
+            commits = self._catalogue.recent(run, COMMITS)
+            rhythm = rhythm_of(one["created"] for one in commits)
+            if rhythm is None or rhythm.every is None or rhythm.silent != (run in saving):
+                continue
+            if not rhythm.silent:
+                self._journal.set_saving(run, saving=True)
+                continue
+            notice = None
+            if run not in self._scanner.ended:
+                notice = {"event": "silent", "run": run, "last": commits[-1]["created"], "every": rhythm.every}
+                _log.warning("silent", extra={"fields": notice})
+            self._journal.set_saving(run, saving=False, notice=notice)

@@ -1,0 +1,242 @@
+"""The bytes of outputs, read on demand.
+
+An output is a run of bytes, row by row. It is cut into blocks of complete rows, as tall as stored chunks (`cut`), so that a
+sequential read needs most chunks once. Blocks that a read covers completely are read straight into the caller's memory, all with one
+call of the checkpoint's reader. Of another block, the first read of a small part reads only the rows that it needs. The next read of the
+same block puts it into a cache, because others are likely to follow. A read that continues where the last one ended puts it there at once,
+with blocks that follow.
+
+Every stored chunk is verified before any of its bytes is returned.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import OrderedDict
+from dataclasses import dataclass
+from math import prod
+from threading import Lock
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from shardckpt.layout.box import Box, BoxArray
+from shardckpt.plan.cut import Order, cut
+from shardckpt.reading.locate import ReadList
+from shardckpt.reading.naming.outputs import check
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from numpy.typing import NDArray
+
+    from shardckpt.reading.checkpoint import Checkpoint
+    from shardckpt.reading.naming.outputs import OutputTensor
+
+    Bytes = NDArray[np.uint8]
+    Key = tuple[int, int]
+    """Index of an output, and number of a block in it."""
+
+CACHE_BYTES = 128 << 20
+"""Bytes of blocks that are kept; the last one is kept even if it is larger."""
+_SMALL = 64
+"""A part is small if the block has at least so many times its bytes."""
+AHEAD_BYTES = 16 << 20
+"""Most bytes that are read ahead of a sequential reader."""
+LARGEST_BLOCK = 64 << 20
+"""Most bytes of a block, unless a row has more. Of a larger slab, chunks are read for several blocks."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Blocks:
+    """The blocks of an output."""
+
+    edges: list[int]
+    """First byte of each block, and the bytes of the output."""
+    boxes: BoxArray
+
+
+class OutputReader:
+    """Reads bytes of outputs. Safe to use from several threads."""
+
+    def __init__(self, checkpoint: Checkpoint, outputs: Sequence[OutputTensor], cache_bytes: int = CACHE_BYTES) -> None:
+        """Read outputs of a checkpoint; nothing is read yet.
+
+        Args:
+            checkpoint: the source.
+            outputs: the outputs, in the order of their bytes.
+            cache_bytes: most bytes of blocks that are kept.
+
+        Raises:
+            NamesMismatchError, ShapeMismatchError, DtypeMismatchError: an output cannot be made of the checkpoint's tensors.
+        """
+        self._checkpoint = checkpoint
+        self._outputs = outputs
+        self._tensors = {view.tensor: checkpoint.tensor(view.tensor) for output in outputs for view in output.sources}
+        for output in outputs:
+            check(output, self._tensors)
+        self._most = cache_bytes
+        self._blocks: dict[int, _Blocks] = {}
+        self._cache: OrderedDict[Key, Bytes] = OrderedDict()
+        self._touched: OrderedDict[Key, int] = OrderedDict()
+        """Bytes of blocks of which parts were read lately; a block is kept when it is read again."""
+        self._expected: tuple[int, int] | None = 0, 0
+        """Output and byte at which a sequential reader continues."""
+        self._lock = Lock()
+
+    def read_into(self, ranges: Sequence[tuple[int, int, memoryview]]) -> None:
+        """Fill memory with bytes of outputs.
+
+        Args:
+            ranges: consecutive ranges of bytes, at most one of each output: index of the output, first byte, and memory for the range.
+
+        Raises:
+            CorruptionError, MissingDataError, ReplacedError: stored bytes are damaged or gone.
+            StorageError: they cannot be read.
+        """
+        direct, parts = self._split(ranges)
+        blocks, new = self._kept(ranges, parts)
+        rows: list[tuple[tuple[int, Box, NDArray[Any]], int, memoryview]] = []
+        for key, begin, part in parts:
+            if key not in blocks and key not in new:
+                box, skipped = self._rows(key, begin, len(part))
+                rows.append((box, skipped, part))
+        wanted = [*self._whole([*direct, *new.items()]), *(box for box, *_ in rows)]
+        if wanted:
+            self.read_boxes(wanted)
+        for (_, _, memory), skipped, part in rows:
+            part[:] = memory.reshape(-1).view(np.uint8)[skipped : skipped + len(part)].data
+        for key, begin, part in parts:
+            kept = blocks[key] if key in blocks else new.get(key)
+            if kept is not None:
+                part[:] = kept[begin : begin + len(part)].data
+        if new:
+            self._keep(new)
+
+    def _split(self, ranges: Sequence[tuple[int, int, memoryview]]) -> tuple[list[tuple[Key, Bytes]], list[tuple[Key, int, memoryview]]]:
+        """Split ranges into complete blocks that are not kept, with memory for each, and parts of blocks."""
+        direct: list[tuple[Key, Bytes]] = []
+        parts: list[tuple[Key, int, memoryview]] = []
+        for number, begin, into in ranges:
+            edges, end = self._blocks_of(number).edges, begin + len(into)
+            block, at = bisect_right(edges, begin) - 1, begin
+            while at < end:
+                stop = min(edges[block + 1], end)
+                part = into[at - begin : stop - begin]
+                if (at, stop) == (edges[block], edges[block + 1]) and (number, block) not in self._cache:
+                    direct.append(((number, block), np.frombuffer(part, np.uint8)))
+                else:
+                    parts.append(((number, block), at - edges[block], part))
+                at, block = stop, block + 1
+        return direct, parts
+
+    def _kept(
+        self, ranges: Sequence[tuple[int, int, memoryview]], parts: Sequence[tuple[Key, int, memoryview]]
+    ) -> tuple[dict[Key, Bytes], dict[Key, Bytes]]:
+        """The blocks in the cache that parts are taken from, and memory for those that must be read, with blocks to read ahead."""
+        with self._lock:
+            blocks = {key: self._cache[key] for key, *_ in parts if key in self._cache}
+            for key in blocks:
+                self._cache.move_to_end(key)
+            continues = ranges[0][:2] == self._expected
+            number, begin, into = ranges[-1]
+            self._expected = number, begin + len(into)
+            if len(into) + begin == self._outputs[number].nbytes:
+                self._expected = next(((n, 0) for n in range(number + 1, len(self._outputs)) if self._outputs[n].nbytes), None)
+            missing = [key for key in dict.fromkeys(key for key, *_ in parts) if key not in blocks]
+            if missing and not continues:
+                small = {key for key, _, part in parts if len(part) * _SMALL <= self._nbytes(key)}
+                missing = [key for key in missing if key not in small or self._touched.pop(key, None) is not None]
+                self._touch(small - blocks.keys() - set(missing))
+        if missing and continues:
+            missing += self._following(missing[-1])
+        return blocks, {key: np.empty(self._nbytes(key), np.uint8) for key in missing}
+
+    def _touch(self, keys: Iterable[Key]) -> None:
+        """Note blocks of which a part is read; the lock is held."""
+        self._touched.update((key, self._nbytes(key)) for key in keys)
+        while self._touched and sum(self._touched.values()) > self._most // 2:
+            self._touched.popitem(last=False)
+
+    def _rows(self, key: Key, begin: int, nbytes: int) -> tuple[tuple[int, Box, NDArray[Any]], int]:
+        """The rows of a block with some of its bytes, as `read_boxes` wants them, with memory; and the bytes in that before them."""
+        number, block = key
+        box = self._blocks_of(number).boxes[block]
+        start, stop, before = list(box.start), list(box.stop), 0
+        along = next((d for d, side in enumerate(box.shape) if side > 1), None)
+        if along is not None:
+            row = self._nbytes(key) // box.shape[along]
+            first, last = begin // row, -(-(begin + nbytes) // row)
+            start[along], stop[along], before = start[along] + first, start[along] + last, first * row
+        part = Box(tuple(start), tuple(stop))
+        return (number, part, np.empty(part.shape, self._outputs[number].dtype.numpy)), begin - before
+
+    def _following(self, key: Key) -> Iterator[Key]:
+        """The blocks after a block, up to one that is kept."""
+        nbytes, (number, block) = 0, key
+        while True:
+            block += 1
+            while block + 1 >= len(self._blocks_of(number).edges):
+                number, block = number + 1, 0
+                if number == len(self._outputs):
+                    return
+            nbytes += self._nbytes((number, block))
+            if nbytes > min(AHEAD_BYTES, self._most // 2) or (number, block) in self._cache:
+                return
+            yield number, block
+
+    def _keep(self, new: dict[Key, Bytes]) -> None:
+        with self._lock:
+            self._cache.update(new)
+            while len(self._cache) > 1 and sum(block.nbytes for block in self._cache.values()) > self._most:
+                self._cache.popitem(last=False)
+
+    def _nbytes(self, key: Key) -> int:
+        number, block = key
+        edges = self._blocks_of(number).edges
+        return edges[block + 1] - edges[block]
+
+    def _blocks_of(self, number: int) -> _Blocks:
+        found = self._blocks.get(number)
+        if found is None:
+            found = self._blocks[number] = self._cut(self._outputs[number])
+        return found
+
+    def _cut(self, output: OutputTensor) -> _Blocks:
+        if not output.nbytes:
+            return _Blocks([0], BoxArray.of([], len(output.shape)))
+        stored = [piece for view in output.sources if prod(view.shape) for piece in view.pieces(self._tensors[view.tensor].pieces)]
+        room = max(1, LARGEST_BLOCK // output.dtype.itemsize)
+        parts = [step.box for step in cut(Box.full(output.shape), (), room, Order.ROWS, sources=stored)]
+        boxes = BoxArray.of(parts, len(output.shape))
+        strides = np.array([prod(output.shape[d + 1 :]) * output.dtype.itemsize for d in range(len(output.shape))], np.int64)
+        return _Blocks([*(boxes.start @ strides).tolist(), output.nbytes], boxes)
+
+    def edges(self, number: int) -> list[int]:
+        """First byte of each block of an output, and its bytes: what is read between two of them goes straight into the caller's memory."""
+        return self._blocks_of(number).edges
+
+    def read_boxes(self, wanted: Sequence[tuple[int, Box, NDArray[Any]]]) -> None:
+        """Read boxes of outputs into memory, all with one call; nothing goes through the cache.
+
+        Args:
+            wanted: index of the output, a box of it, and an array of the box's shape and the output's dtype.
+
+        Raises:
+            CorruptionError, MissingDataError, ReplacedError, StorageError: as in `read_into`.
+        """
+        reads = ReadList()
+        for number, box, elements in wanted:
+            output = self._outputs[number]
+            for view in output.sources:
+                tensor = self._tensors[view.tensor]
+                reads.of(tensor, converts=output.dtype != tensor.dtype).add(view, BoxArray.of([box], box.ndim), [elements])
+        if requests := reads.requests():
+            with self._checkpoint.reading():
+                self._checkpoint.reader.read(requests)
+
+    def _whole(self, wanted: Iterable[tuple[Key, Bytes]]) -> Iterator[tuple[int, Box, NDArray[Any]]]:
+        """Blocks and memory for them, as `read_boxes` wants them."""
+        for (number, block), memory in wanted:
+            box = self._blocks_of(number).boxes[block]
+            yield number, box, memory.view(self._outputs[number].dtype.numpy).reshape(box.shape)

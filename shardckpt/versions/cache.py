@@ -1,0 +1,264 @@
+"""The chunks of a version that a process needs, in its memory, and the steps from one version to the next.
+
+A follower keeps the chunks that its tensors need as elements. The next version's differences are read and applied to them, and each chunk
+is compared with the checksum of its new elements. Its tensors are then filled from this memory, by the same code as in every restore.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from shardckpt.commit.base_places import base_record
+from shardckpt.format.differences import apply
+from shardckpt.format.table import ArrayChunks
+from shardckpt.plan.pieces import chunk_boxes
+from shardckpt.reading.fetch import ReadableChunks
+from shardckpt.reading.locate import Request, RequestedChunks
+from shardckpt.reading.reader import ChunkReader, open_reader
+from shardckpt.reading.runs import Band, places_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from numpy.typing import NDArray
+
+    from shardckpt.format.record import CheckpointRecord
+    from shardckpt.io.store import Store
+    from shardckpt.layout.box import BoxArray
+    from shardckpt.plan.pieces import Piece
+    from shardckpt.reading.checkpoint import Checkpoint
+    from shardckpt.reading.fetch import BandOfElements, ReadStored
+    from shardckpt.reading.landing import RestoreJob
+    from shardckpt.reading.lookup import WholeTable
+    from shardckpt.reading.runs import ReadTask
+
+
+Chunks = dict[tuple[str, int], "NDArray[np.uint8]"]
+"""Array path and position → the elements of a chunk."""
+
+
+class Needed(NamedTuple):
+    """Chunks of an array."""
+
+    name: str
+    """The tensor."""
+    dtype: np.dtype[np.generic]
+    """dtype of the stored elements."""
+    piece: Piece
+    positions: NDArray[np.int64]
+
+    def request(self, memory: Sequence[NDArray[np.uint8]] | None = None) -> Request:
+        """A request for these chunks, each into its memory; without memory their elements cannot be read, only their stored bytes."""
+        nothing = np.broadcast_to(np.zeros((), self.dtype), self.piece.chunks)
+        buffers = [nothing] * len(self.positions) if memory is None else [c.view(self.dtype).reshape(self.piece.chunks) for c in memory]
+        boxes = chunk_boxes(self.piece, self.positions)
+        return Request(self.name, self.dtype, [self.piece], boxes, buffers)
+
+    def part(self, choose: Callable[[tuple[str, int]], bool]) -> Needed:
+        """Those of the chunks that are chosen by path and position."""
+        return self._replace(positions=np.array([at for at in self.positions.tolist() if choose((self.piece.path, at))], np.int64))
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Bytes of a chunk's elements."""
+        return int(np.prod(self.piece.chunks, dtype=np.int64)) * self.dtype.itemsize
+
+
+def chunks_of(jobs: Iterable[RestoreJob]) -> list[Needed]:
+    """The chunks that restore jobs need, each once."""
+    chunks = RequestedChunks.of_boxes([request for job in jobs for request in _requests(job)])
+    edges = np.searchsorted(chunks.part, np.arange(len(chunks.parts) + 1))
+    needed: dict[str, Needed] = {}
+    for i, array in enumerate(chunks.parts):
+        positions = chunks.position[edges[i] : edges[i + 1]]
+        known = needed.get(array.piece.path)
+        if known is not None:
+            positions = np.concatenate([known.positions, positions])
+        needed[array.piece.path] = Needed(array.request.name, array.request.dtype, array.piece, np.unique(positions))
+    return [*needed.values()]
+
+
+def _requests(job: RestoreJob) -> list[Request]:
+    """Requests of a job, for buffers without memory."""
+    lent = [landing for landing in job.landings if not landing.buffers]
+    for landing in lent:
+        nothing = np.zeros((), landing.sink.dtype.numpy)
+        landing.buffers = [np.broadcast_to(nothing, shape) for shape in landing.sink.buffer_shapes]
+    requests = job.requests()
+    for landing in lent:
+        landing.buffers = []
+    return requests
+
+
+def read_chunks(checkpoint: Checkpoint, needed: Iterable[Needed]) -> Chunks:
+    """Read chunks with all of their elements, by path and position."""
+    requests, chunks = [], Chunks()
+    for one in needed:
+        memory = [np.zeros(one.chunk_bytes, np.uint8) for _ in one.positions]
+        if memory:
+            requests.append(one.request(memory))
+            chunks |= zip(((one.piece.path, position) for position in one.positions.tolist()), memory, strict=True)
+    with checkpoint.reading():
+        checkpoint.reader.read(requests)
+    return chunks
+
+
+class ChunkCache:
+    """The elements of the chunks that a process needs of one version."""
+
+    def __init__(self) -> None:
+        """Nothing is known."""
+        self.contents = ""
+        """The version, as `Base.contents`; "": not known, or an update has failed."""
+        self.attempt = ""
+        """The version's attempt; "": none, or an update has failed."""
+        self._chunks: Chunks = {}
+        self._forms: dict[str, tuple[Piece, np.dtype[np.generic]]] = {}
+        """Array path → the array and dtype that its chunks are of."""
+
+    def forget(self) -> None:
+        """Free the memory."""
+        self.contents = self.attempt = ""
+        self._chunks.clear()
+        self._forms.clear()
+
+    def update(
+        self, checkpoint: Checkpoint, path: Sequence[tuple[Store, CheckpointRecord]] | None, needed: Sequence[Needed], memory: int
+    ) -> set[str]:
+        """Make these chunks those of a version; after an error the next update reads all of them.
+
+        Args:
+            checkpoint: the version.
+            path: the versions from the present one, which is not among them, to this one: attempts and records. None: there is no path,
+                and all chunks are read.
+            needed: the chunks to have; others are dropped.
+            memory: bytes of reads in flight.
+
+        Returns:
+            The tensors of which a chunk has changed, or is new.
+        """
+        self.contents = self.attempt = ""
+        changed = set[str]()
+        wanted = {(one.piece.path, position) for one in needed for position in one.positions.tolist()}
+        forms = {one.piece.path: (one.piece, one.dtype) for one in needed}
+        same = set() if path is None else {name for name, form in forms.items() if self._forms.get(name) == form}
+        self._chunks = {key: chunk for key, chunk in self._chunks.items() if key in wanted and key[0] in same}
+        self._forms = forms
+        for place, record in path or ():
+            changed |= self._apply(place, record, needed, memory)
+        changed |= self._read_missing(checkpoint, needed)
+        if checkpoint.record.fingerprint is not None:
+            self.contents = checkpoint.record.fingerprint.sha256
+        self.attempt = checkpoint.record.attempt
+        return changed
+
+    def _apply(self, place: Store, record: CheckpointRecord, needed: Sequence[Needed], memory: int) -> set[str]:
+        """Apply the differences of one version."""
+        changed = set[str]()
+        requests = []
+        for one in needed:
+            stored = record.structure.tensors.get(one.name)
+            fits = stored is not None and stored.base is None and stored.dtype.storage == one.dtype and one.piece in stored.pieces
+            have = [position for position in one.positions.tolist() if (one.piece.path, position) in self._chunks]
+            if fits and have:
+                requests.append(one._replace(positions=np.array(have)).request())
+                continue
+            for position in have:  # read at the end
+                del self._chunks[one.piece.path, position]
+
+        def take(request: Request, position: int, stored: NDArray[np.uint8]) -> None:
+            (piece,) = request.pieces
+            if len(stored):
+                where = f"{request.name}, chunk {position} of {piece.path} in {place}"
+                apply(stored, self._chunks[piece.path, position], request.dtype.itemsize, where)
+                changed.add(request.name)
+
+        reader = open_reader(place, record, memory=memory)
+        reader.read_stored(requests, take)
+        return changed
+
+    def _read_missing(self, checkpoint: Checkpoint, needed: Sequence[Needed]) -> set[str]:
+        """Read the chunks that are not here, with all of their elements."""
+        lacking = [one.part(lambda key: key not in self._chunks) for one in needed]
+        self._chunks |= read_chunks(checkpoint, lacking)
+        return {one.name for one in lacking if len(one.positions)}
+
+    def reader(self, checkpoint: Checkpoint, needed: Sequence[Needed]) -> ChunkReader:
+        """A reader of the chunks that are here."""
+        return ChunkReader(_Cached(checkpoint.place, self._chunks, needed))
+
+
+class _Cached(ReadableChunks):
+    """Chunks in memory."""
+
+    def __init__(self, place: Store, chunks: Chunks, needed: Sequence[Needed]) -> None:
+        """Show chunks as those of the attempt at `place`."""
+        super().__init__(place, _Table({one.piece.path: one.chunk_bytes for one in needed}), self._elements)
+        self._chunks = chunks
+
+    def lengths(self, nbytes: int) -> tuple[int, int]:
+        """See `ChunkSource`."""
+        return nbytes, nbytes
+
+    def _elements(self, task: ReadTask, read: ReadStored) -> Iterator[BandOfElements]:
+        """See `Codec`."""
+        del read
+        wanted = task.chunks.wanted
+        for row in range(task.begin, task.end):
+            alone = Band(task.chunks, row, row + 1)
+            chunk = self._chunks[wanted.part_of(row).piece.path, int(wanted.position[row])]
+            yield alone, places_of([alone])[0], chunk[np.newaxis]
+
+
+class _Table:
+    """A `Lookup` of chunks in memory: each array is a file of its own, so that several threads copy."""
+
+    def __init__(self, chunk_bytes: dict[str, int]) -> None:
+        """Look up chunks of arrays with these bytes per chunk."""
+        self._chunk_bytes = chunk_bytes
+
+    def first_missing(self, path: str, num_chunks: int) -> int | None:
+        """See `Lookup`; none is missing that is needed."""
+        del path, num_chunks
+        return None
+
+    def prepare(self, wanted: Iterable[tuple[Piece, BoxArray]]) -> None:
+        """See `Lookup`; nothing to do."""
+
+    def find(self, paths: Sequence[str], array: NDArray[np.int64], chunks: NDArray[np.int64]) -> tuple[Sequence[str], ArrayChunks]:
+        """See `Lookup`."""
+        each = np.array([self._chunk_bytes.get(path, 0) for path in paths], np.int64)[array]
+        return paths, ArrayChunks.of_columns(chunks, array, chunks * each, each, np.zeros(len(chunks), np.int64))
+
+    def whole(self) -> WholeTable:
+        """See `Lookup`; nobody asks."""
+        raise NotImplementedError
+
+
+def path_between(contents: str, checkpoint: Checkpoint, most: int) -> list[tuple[Store, CheckpointRecord]] | None:
+    """The versions to apply, oldest first, to get from the elements of one version to those of another one.
+
+    Args:
+        contents: identifies the version that the process has; "": none.
+        checkpoint: the other version.
+        most: most versions of a path.
+
+    Returns:
+        Attempts and records; None if the chain does not lead there.
+    """
+    own = checkpoint.record.fingerprint
+    if contents and own is not None and own.sha256 == contents:
+        return []
+    path = [(checkpoint.place, checkpoint.record)]
+    while contents:
+        chain = path[-1][1].structure.chain
+        if not chain or len(path) > most or contents not in {base.contents for base in chain}:
+            return None
+        if chain[0].contents == contents:
+            return path[::-1]
+        parent = path[-1][0].location.parent
+        assert parent is not None
+        path.append(base_record(parent, chain[0], "the next version"))
+    return None

@@ -1,0 +1,379 @@
+"""`follow`: brings the versions of a `Publisher` to tensors on any mesh."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+from shardckpt.commit.attempts import unfolded
+from shardckpt.commit.fingerprints import recorded_fingerprint
+from shardckpt.commit.markers import is_superseded
+from shardckpt.commit.publish import published_attempt
+from shardckpt.errors import CorruptionError, NotFoundError, OptionError, UncommittedError
+from shardckpt.excerpt import file_size
+from shardckpt.format.bases import names_beside
+from shardckpt.frameworks.coordination import Coordinator, check_coordinator
+from shardckpt.io.failures import reading_takes_threads
+from shardckpt.io.store import Store
+from shardckpt.io.url import parse
+from shardckpt.options import DEFAULT_MEMORY_LIMIT, LEAST_MEMORY_LIMIT, parse_bytes
+from shardckpt.reading.checkpoint import Checkpoint
+from shardckpt.reading.locate import MadeTensor
+from shardckpt.reading.restore import adaptation_of, finished, read_all, restoring
+from shardckpt.runs.leases import leased
+from shardckpt.runs.steps import step_numbers, steps_named
+from shardckpt.state.names import shown
+from shardckpt.versions.cache import ChunkCache, chunks_of, path_between
+from shardckpt.writing.fingerprint import fingerprint_of
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import AsyncIterator, Iterator, Sequence
+    from contextlib import AbstractContextManager
+    from types import TracebackType
+
+    from shardckpt.reading.landing import RestoreJob
+    from shardckpt.reading.naming.mapping import TensorMapping
+    from shardckpt.reading.restore import Restoring
+    from shardckpt.state.select import Only
+    from shardckpt.versions.cache import Needed
+
+    Mode = Literal["newest", "each"]
+
+_log = logging.getLogger("shardckpt")
+_FIRST_LOOK, _LAST_LOOK = 0.05, 2.0
+"""Seconds between two looks for a new version: least and most; the pause doubles."""
+MOST_VERSIONS = 64
+"""Most versions whose differences are applied one after another; to go further, all elements are read."""
+_READING = 256 << 20
+"""Bytes of stored differences in flight."""
+
+
+class Follower:
+    """Versions of one place, one after another; see `follow`."""
+
+    def __init__(
+        self,
+        url: str | os.PathLike[str],
+        like: Any,
+        *,
+        mode: Mode = "newest",
+        only: Only | None = None,
+        rename: str | Sequence[str] = (),
+        mapping: str | os.PathLike[str] | TensorMapping | None = None,
+        strict: bool | Literal["like"] = True,
+        cast: bool = False,
+        memory_limit: int | str = DEFAULT_MEMORY_LIMIT,
+        coordinator: Coordinator | None = None,
+    ) -> None:
+        """Nothing is read yet; for the arguments see `follow`."""
+        check_coordinator(coordinator)
+        if mode not in ("newest", "each"):
+            raise OptionError(f'follow(mode={mode!r}): use "newest" or "each".')
+        self.like = like
+        """The state; its leaves are those of the version applied last."""
+        self.cache = ChunkCache()
+        self.applied: FollowedVersion | None = None
+        """The version that the tensors have."""
+        self.stale: set[str] = set()
+        """Stored tensors of which the leaves may lack the newest elements."""
+        self.leaves: dict[str, object] = {}
+        """Leaves by name, as the version applied last has left them."""
+        self.coordinator = Coordinator.current() if coordinator is None else coordinator
+        self.limit = parse_bytes(memory_limit, "memory_limit")
+        if self.limit < LEAST_MEMORY_LIMIT:
+            raise OptionError(f"follow(memory_limit={file_size(self.limit)}): at least {file_size(LEAST_MEMORY_LIMIT)} are needed.")
+        self.fills = like is not None
+        """Whether there are tensors to fill; else each version gives new arrays."""
+        self.root = Store.open(parse(url))
+        """The place of all versions."""
+        self._mode = mode
+        self._options: dict[str, Any] = {"only": only, "strict": strict, "cast": cast, "coordinator": self.coordinator}
+        self._names = (rename, mapping)
+        self._seen: tuple[int, str] | None = None
+        """Step and attempt, before it was folded, of the version given last."""
+        self._given: dict[int, str] = {}
+        """Step → attempt, before it was folded, of the versions given so far that are still there; only if each is given."""
+        self._closed = False
+
+    def planned(self, checkpoint: Checkpoint) -> Restoring:
+        """The restore of a version into the leaves."""
+        rename, mapping = self._names
+        adaptation = adaptation_of(rename, mapping, invert_mapping=False, fit=None)
+        if adaptation is not None:
+            adaptation.begin(checkpoint, self.like, self._options["only"])
+        return restoring(checkpoint, checkpoint.parsed_tree, self.like, adaptation, **self._options)
+
+    def poll(self) -> FollowedVersion | None:
+        """The next version; None if there is none now. All processes of an engine call it, and get the same one.
+
+        Raises:
+            StorageError: the place cannot be listed.
+        """
+        if self._closed:
+            raise OptionError(f"{self.root}: this follower is closed.")
+        alone = self.coordinator.world.processes == 1
+        found = self._next() if alone else self.coordinator.agree("followed version", self._next)
+        if found is None:
+            return None
+        step, went_back = found
+        try:
+            checkpoint = Checkpoint(self.root.sub(str(step)).location)
+        except (NotFoundError, UncommittedError):  # deleted since the listing
+            if alone:
+                return None
+            raise
+        self._seen = step, unfolded(checkpoint.record.attempt)
+        if self._mode == "each":
+            self._given[step] = self._seen[1]
+        return FollowedVersion(self, step, checkpoint, went_back=went_back)
+
+    def _next(self) -> tuple[int, bool] | None:
+        """The step of the next version, and whether training went back since the one given last."""
+        steps = step_numbers(self.root)
+        went_back = self._seen is not None and self._is_gone(*self._seen)
+        if self._mode == "newest":
+            newest = next((step for step in reversed(steps) if self._attempt_of(step) is not None), None)
+            if newest is None or (self._seen is not None and newest == self._seen[0] and not went_back):
+                return None
+            return newest, went_back
+        self._given = {step: attempt for step, attempt in self._given.items() if step in steps}
+        first = 0 if self._seen is None or went_back else self._seen[0] + 1
+        for step in steps:
+            attempt = self._attempt_of(step) if step >= first else None
+            if attempt is not None and attempt != self._given.get(step):
+                return step, went_back
+        return None
+
+    def _attempt_of(self, step: int) -> str | None:
+        """The attempt of a version, before it was folded; None if there is none, or it is superseded."""
+        place = self.root.sub(str(step))
+        attempt = published_attempt(place)
+        return None if attempt is None or is_superseded(place, attempt) else unfolded(attempt)
+
+    def _is_gone(self, step: int, attempt: str) -> bool:
+        """Whether a version was superseded or replaced: training went back. One that was only deleted is too old."""
+        place = self.root.sub(str(step))
+        now = published_attempt(place)
+        return now is not None and (unfolded(now) != attempt or is_superseded(place, attempt))
+
+    def __iter__(self) -> Iterator[FollowedVersion]:
+        """Each next version, as soon as it is there; waits for ever."""
+        pause = _FIRST_LOOK
+        while not self._closed:
+            version = self.poll()
+            if version is not None:
+                pause = _FIRST_LOOK
+                yield version
+                continue
+            time.sleep(pause)
+            pause = min(2 * pause, _LAST_LOOK)
+
+    async def __aiter__(self) -> AsyncIterator[FollowedVersion]:
+        """As `__iter__`, while other tasks run."""
+        pause = _FIRST_LOOK
+        while not self._closed:
+            version = await asyncio.to_thread(self.poll)
+            if version is not None:
+                pause = _FIRST_LOOK
+                yield version
+                continue
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, _LAST_LOOK)
+
+    def close(self) -> None:
+        """End the iteration, and free the memory."""
+        self._closed = True
+        self.cache.forget()
+
+    def __enter__(self) -> Self:
+        """This follower."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Close it."""
+        self.close()
+
+
+class FollowedVersion:
+    """A version that a follower has found. Call `prepare`, `apply` and, if wanted, `prove`, in this order."""
+
+    def __init__(self, follower: Follower, step: int, checkpoint: Checkpoint, *, went_back: bool) -> None:
+        """Nothing but the record is read."""
+        self.step = step
+        self.checkpoint = checkpoint
+        """The version, open for reading."""
+        self.base: str | None = checkpoint.bases()[0] if checkpoint.record.structure.chain else None
+        """Path or url of the version that this one differs from; None: all of its elements are stored."""
+        self.changed: frozenset[str] = frozenset()
+        """Tensors, by stored name, of which this process has got other elements; after `prepare`."""
+        self.went_back = went_back
+        """Whether training went back to an earlier step since the version before."""
+        self._follower = follower
+        self._needed: list[Needed] | None = None
+        self._jobs: list[RestoreJob] = []
+        self._recorded: dict[str, str] = {}
+        """Recorded digest of each tensor."""
+
+    def prepare(self) -> Self:
+        """Read and decode what has changed, into host memory, and compare it with its checksums; the tensors stay as they are.
+
+        Raises:
+            MismatchError: names, shape or dtype differ from the tensors; nothing was read.
+            CorruptionError, MissingDataError, StorageError: the version cannot be read. The tensors are as they were.
+            CoordinationError: another process of the engine could not prepare it.
+        """
+        follower = self._follower
+        failed: Exception | None = None
+        try:
+            with self._lease(), reading_takes_threads(self.checkpoint.location):
+                jobs, _ = next(follower.planned(self.checkpoint))
+                self._needed = chunks_of(jobs)
+                path = path_between(follower.cache.contents, self.checkpoint, MOST_VERSIONS)
+                self.changed = frozenset(follower.cache.update(self.checkpoint, path, self._needed, _READING))
+                follower.stale |= self.changed
+                self._recorded = recorded_fingerprint(self.checkpoint.place, self.checkpoint.record)
+        except Exception as e:  # noqa: BLE001  (raised below, after the others know)
+            failed = e
+        if follower.coordinator.world.processes > 1:
+            said = follower.coordinator.share("prepared version", None if failed is None else f"{type(failed).__name__}: {failed}")
+            if failed is None and (errors := [error for error in said if error is not None]):
+                self._needed = None
+                raise CorruptionError(f"{self.checkpoint.location}: another process could not prepare this version: {errors[0]}")
+        if failed is not None:
+            raise failed
+        return self
+
+    def _lease(self) -> AbstractContextManager[object]:
+        """A lease on all versions that this one needs, held by process 0, so that they are not pruned meanwhile."""
+        root = self._follower.root
+        if self._follower.coordinator.world.process or not root.writable:
+            return nullcontext()
+        return leased(root, {self.step, *steps_named(names_beside(self.checkpoint.record.structure.chain))})
+
+    def apply(self) -> Any:
+        """Copy what has changed from host memory to the tensors; return the state, as `shardckpt.restore` does.
+
+        It may be called again, after an error, too: it copies elements, and no differences.
+
+        Raises:
+            OptionError: the version is not prepared, or a later one is.
+        """
+        follower = self._follower
+        if self._needed is None or follower.cache.attempt != self.checkpoint.record.attempt:
+            raise OptionError(f"{self.checkpoint.location}: this version is not prepared; call prepare() first.")
+        steps = follower.planned(self.checkpoint)
+        jobs, in_place = next(steps)
+        stale = [any(stored.name in follower.stale for stored in job.stored) or not self._has(job) for job in jobs]
+        due = [job for job, is_stale in zip(jobs, stale, strict=True) if is_stale or not follower.fills]
+        with self.checkpoint.reading_from(follower.cache.reader(self.checkpoint, self._needed)):
+            restored = read_all(self.checkpoint, due, follower.limit, in_place=in_place)
+        follower.leaves |= restored
+        known = {name for job in jobs for landing in job.landings for name in landing.names}
+        follower.leaves = {name: leaf for name, leaf in follower.leaves.items() if name in known}
+        state = finished(steps, dict(follower.leaves))
+        if follower.fills:
+            follower.like = state
+        follower.stale.clear()
+        follower.applied, self._jobs = self, jobs
+        return state
+
+    def prove(self) -> list[str]:
+        """Compare the tensors' elements with the fingerprint that the publisher recorded; return the names that are proved.
+
+        Tensors that were converted, renamed into several or joined have other elements than the version, and are not among these names.
+
+        Raises:
+            CorruptionError: a tensor has other elements than the version; names it.
+            OptionError: the version is not applied, or has no fingerprint.
+        """
+        follower = self._follower
+        if follower.applied is not self:
+            raise OptionError(f"{self.checkpoint.location}: this version is not applied; call apply() first.")
+        if not self._recorded:
+            raise OptionError(
+                f"{self.checkpoint.location}: no fingerprint was recorded, so nothing can be proved; publish it with a Publisher, "
+                f"or save it with SaveOptions(fingerprint=True)."
+            )
+        leaves = {
+            job.tensor.name: follower.leaves[job.landings[0].names[0]]
+            for job in self._jobs
+            if not isinstance(job.tensor, MadeTensor) and job.landings[0].filled is None and not job.landings[0].converts
+        }
+        live = fingerprint_of(leaves, follower.coordinator)
+        wrong = [name for name in leaves if self._recorded.get(name) != live.tensors[name]]
+        if wrong:
+            follower.stale |= {*wrong}  # so that `apply` copies them again
+            more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+            raise CorruptionError(
+                f"{shown(wrong[0])}{more}: the elements are not those of version {self.step} in {self.checkpoint.location}. Apply it again "
+                f"or restore it."
+            )
+        return [*leaves]
+
+    def _has(self, job: RestoreJob) -> bool:
+        return all(name in self._follower.leaves for landing in job.landings for name in landing.names)
+
+    def __repr__(self) -> str:
+        """Step and location."""
+        return f"<shardckpt version {self.step} at {self.checkpoint.location}>"
+
+
+def follow(
+    url: str | os.PathLike[str],
+    like: Any,
+    *,
+    mode: Mode = "newest",
+    only: Only | None = None,
+    rename: str | Sequence[str] = (),
+    mapping: str | os.PathLike[str] | TensorMapping | None = None,
+    strict: bool | Literal["like"] = True,
+    cast: bool = False,
+    memory_limit: int | str = DEFAULT_MEMORY_LIMIT,
+    coordinator: Coordinator | None = None,
+) -> Follower:
+    """Follow the versions that a `Publisher` publishes.
+
+        for version in shardckpt.follow("gs://bucket/policy", like=tensors):
+            version.prepare()      # read, decode and check, while the engine goes on
+            with engine.paused():
+                version.apply()    # copies to the tensors, nothing else
+            version.prove()        # the tensors have the fingerprint of the publisher's
+
+    Of each version only the differences of the chunks that `like` needs are read. These chunks are kept in host memory: the bytes of
+    this process's share, and up to a chunk more at its edges.
+
+    Args:
+        url: as in `Publisher`.
+        like: the tensors, on any mesh, as in `shardckpt.restore`. Tensors that cannot be filled in place are new objects in what
+            `FollowedVersion.apply` returns.
+        mode: "newest" skips versions that a later one has overtaken; "each" gives all that are still there.
+        only: as in `shardckpt.restore`.
+        rename: as in `shardckpt.restore`.
+        mapping: as in `shardckpt.restore`.
+        strict: as in `shardckpt.restore`.
+        cast: as in `shardckpt.restore`.
+        memory_limit: bytes of host staging, beside the kept chunks.
+        coordinator: connects the processes of one engine, which agree on each version. By default detected once.
+
+    Returns:
+        An iterable of versions: blocking, with `async for`, or with `poll()`.
+
+    Raises:
+        UrlError, OptionError: an argument is invalid.
+    """
+    return Follower(
+        url,
+        like,
+        mode=mode,
+        only=only,
+        rename=rename,
+        mapping=mapping,
+        strict=strict,
+        cast=cast,
+        memory_limit=memory_limit,
+        coordinator=coordinator,
+    )

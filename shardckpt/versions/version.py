@@ -1,0 +1,291 @@
+"""One version on its way to the storage, and what process 0 decides about it.
+
+A version is written as differences from the version before, if that is published (`writing.kept`). Process 0 alone decides: the base, by
+the digest of its contents; a version with all elements (an *anchor*); or that a waiting version is skipped because a later one has come. It
+announces the decision, and the others wait for it. A process that does not have the base's elements, because it restarted or its part
+failed, writes its chunks as a whole.
+
+A version that was not published is never a base: the next one is an anchor.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Self
+
+from shardckpt.commit.base_places import base_record, base_url, may_differ
+from shardckpt.errors import CommitError, NamesMismatchError, ShardckptError
+from shardckpt.format.bases import Base
+from shardckpt.frameworks.coordination import WaitNotice
+from shardckpt.layout.dtypes import castable
+from shardckpt.state.select import matches, select
+from shardckpt.versions.converted import ConvertedSource
+from shardckpt.writing.kept import SkippedError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from shardckpt.format.record import CheckpointRecord
+    from shardckpt.format.structure import Structure
+    from shardckpt.frameworks.base import Source
+    from shardckpt.frameworks.coordination import Coordinator
+    from shardckpt.io.store import Store
+    from shardckpt.layout.dtypes import DType
+    from shardckpt.state.flatten import Flat
+    from shardckpt.state.select import Only
+    from shardckpt.writing.background import SaveHandle
+    from shardckpt.writing.kept import KeptChunks
+
+_LOOK = 0.01
+"""Seconds between two looks for the end of the version before, or for the decision of process 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """A published version, as the base of the next one."""
+
+    step: int
+    attempt: str
+    """The attempt that the commit record named; processes know by it whether they have its elements."""
+    contents: str
+    """SHA-256 of its fingerprint's file."""
+    compression: str | None
+    chain: tuple[Base, ...]
+    """Its own chain, as its record names it."""
+
+    @classmethod
+    def of(cls, step: int, record: CheckpointRecord) -> Self:
+        """The version of a commit record."""
+        assert record.fingerprint is not None
+        return cls(step, record.attempt, record.fingerprint.sha256, record.compression, record.structure.chain)
+
+    def chain_from(self, root: Store, step: int) -> tuple[Base, ...]:
+        """The chain of a version that differs from this one."""
+        url = base_url(root.location.join(str(step)), root.location.join(str(self.step)))
+        return (Base("", "packed", self.compression, url, self.contents), *self.chain)
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON form."""
+        chain = [base.to_json() for base in self.chain]
+        return {"step": self.step, "attempt": self.attempt, "contents": self.contents, "compression": self.compression, "chain": chain}
+
+    @classmethod
+    def from_json(cls, doc: dict[str, Any]) -> Self:
+        """Inverse of `to_json`."""
+        chain = tuple(Base("", base["layout"], base["compression"], base["url"], base["contents"]) for base in doc["chain"])
+        return cls(doc["step"], doc["attempt"], doc["contents"], doc["compression"], chain)
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """The tensors that are published, and their dtype."""
+
+    include: Only | None
+    exclude: Only | None
+    dtype: DType | None
+
+    def selects(self, name: str) -> bool:
+        """Whether a name is published."""
+        return (self.include is None or matches(self.include, name)) and not (self.exclude is not None and matches(self.exclude, name))
+
+    def selected(self, flat: Flat) -> Flat:
+        """The selected part of a flattened state."""
+        if self.include is None and self.exclude is None:
+            return flat
+        tree, stored = select(flat.tree, self.selects)
+        if not stored:
+            raise NamesMismatchError("include= and exclude= select no tensor of the state; the names are those of `shardckpt info`.")
+        tensors = {name: flat.tensors[old] for name, old in stored.items()}
+        aliases = {name: flat.aliases.get(name, name) for name in flat.aliases if self.selects(name)}
+        values = {name: value for name, value in flat.per_process.items() if self.selects(name)}
+        return replace(flat, tree=tree, tensors=tensors, aliases=aliases, per_process=values)
+
+    def converted(self, sources: dict[str, Source]) -> dict[str, Source]:
+        """Sources of floating-point tensors in the dtype to publish."""
+        to = self.dtype
+        if to is None:
+            return sources
+        return {
+            name: ConvertedSource(one, to) if one.dtype != to and _is_float(one.dtype) and castable(one.dtype, to) else one
+            for name, one in sources.items()
+        }
+
+
+def _is_float(dtype: DType) -> bool:
+    return dtype.name in ("float64", "float32", "float16", "bfloat16")
+
+
+class PublishedVersion:
+    """One version, on one process; see `writing.kept.VersionToWrite`."""
+
+    def __init__(
+        self,
+        root: Store,
+        step: int,
+        key: str,
+        kept: KeptChunks,
+        selection: Selection,
+        *,
+        before: PublishedVersion | None,
+        decide: Callable[[int, PublishedVersion | None], Published | None],
+        settle: Callable[[Published], None],
+        timeout: float,
+    ) -> None:
+        """Nothing is decided yet.
+
+        Args:
+            root: the place of all versions.
+            step: of this version.
+            key: names the call of `publish`, alike on all processes.
+            kept: the elements that this process wrote last.
+            selection: what is published.
+            before: the version of the call before.
+            decide: called on process 0 with the step and the last version before that was not skipped, which has ended; returns the base,
+                None for an anchor.
+            settle: called on process 0 after the version is published and announced.
+            timeout: seconds to wait for process 0.
+        """
+        self.step = step
+        self.kept = kept
+        self.selection = selection
+        self.outcome: Published | None = None
+        """The version when it is published; on process 0 only."""
+        self.handle: SaveHandle | None = None
+        self.base: Published | None = None
+        """The version that this one differs from."""
+        self._root = root
+        self._key = key
+        self._before = before
+        self._decide = decide
+        self._settle = settle
+        self._timeout = timeout
+        self._changed = threading.Condition()
+        self._skip = False
+        self._started = False
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended: published, failed or skipped."""
+        return self.handle is not None and self.handle.done()
+
+    @property
+    def before(self) -> PublishedVersion | None:
+        """The version that it waits for."""
+        return self._before
+
+    def skip(self) -> bool:
+        """Skip it, unless it has started; return whether it is skipped. Process 0 alone decides that."""
+        with self._changed:
+            self._skip = not self._started
+            self._changed.notify_all()
+            return self._skip
+
+    @property
+    def is_skipped(self) -> bool:
+        """Whether it is skipped; known to process 0."""
+        return self._skip
+
+    def fail(self, coordinator: Coordinator, error: BaseException) -> None:
+        """Tell the other processes, as process 0, that this version is not begun."""
+        if coordinator.world.process == 0 and coordinator.world.processes > 1:
+            with suppress(ShardckptError):  # they wait for a limited time
+                coordinator.announce(self._key, {"failed": str(error) or type(error).__name__})
+
+    # --- asked by the save
+
+    def selected(self, flat: Flat) -> Flat:
+        """See `VersionToWrite`."""
+        return self.selection.selected(flat)
+
+    def converted(self, sources: dict[str, Source]) -> dict[str, Source]:
+        """See `VersionToWrite`."""
+        return self.selection.converted(sources)
+
+    def await_turn(self, place: Store, coordinator: Coordinator) -> None:
+        """See `VersionToWrite`."""
+        self.base = self._decided(str(place), coordinator)
+        # Here an earlier version may still be at work that process 0 has given up, and would change the kept elements.
+        before, self._before = self._before, None
+        while before is not None:
+            while not before.done:
+                time.sleep(_LOOK)
+            before = before.before
+
+    def begin(self, structure: Structure, place: Store, attempt: str) -> Structure:
+        """See `VersionToWrite`."""
+        if self.base is None:
+            self.kept.begin(attempt, ())
+            return structure
+        if self.kept.attempt != self.base.attempt:
+            self.kept.forget()  # they are of another version
+        chain = self.base.chain_from(self._root, self.step)
+        _, earlier = base_record(place.location, chain[0], f"version {self.step}", "publish again, which begins with all elements")
+        tensors, differing = dict(structure.tensors), set[str]()
+        for name, tensor in structure.tensors.items():
+            before = earlier.structure.tensors.get(name)
+            if before is not None and tensor.base is None and may_differ(tensor, before):
+                tensors[name] = replace(tensor, difference=True)
+                differing.update(piece.path for piece in {*tensor.pieces}.intersection(before.pieces))
+        self.kept.begin(attempt, differing)
+        return replace(structure, tensors=tensors, chain=chain)
+
+    def published(self, record: CheckpointRecord) -> None:
+        """See `VersionToWrite`."""
+        self.outcome = Published.of(self.step, record)
+
+    def settle(self) -> None:
+        """See `VersionToWrite`."""
+        if self.outcome is not None:
+            self._settle(self.outcome)
+
+    # --- the decision
+
+    def _decided(self, where: str, coordinator: Coordinator) -> Published | None:
+        """The base, as process 0 decides it; it decides when the version before has ended."""
+        if coordinator.world.process:
+            said = self._heard(coordinator, where)
+        else:
+            try:
+                said = self._decide_now()
+            except BaseException as e:
+                self.fail(coordinator, e)
+                raise
+            if coordinator.world.processes > 1:
+                coordinator.announce(self._key, said)
+        if "skipped" in said:
+            raise SkippedError(f"{where}: this version is skipped, because a later one was published while it waited.")
+        if "failed" in said:
+            raise CommitError(f"{where}: process 0 could not begin this version: {said['failed']} Nothing was published.")
+        return None if said["base"] is None else Published.from_json(said["base"])
+
+    def _decide_now(self) -> dict[str, Any]:
+        before = self._before
+        while before is not None and (not before.done or before.is_skipped):
+            if before.done:
+                before = before.before
+                continue
+            with self._changed:
+                if self._skip:
+                    return {"skipped": True}
+                self._changed.wait(_LOOK)
+        with self._changed:
+            if self._skip:
+                return {"skipped": True}
+            self._started = True
+        base = self._decide(self.step, before)
+        return {"base": None if base is None else base.to_json()}
+
+    def _heard(self, coordinator: Coordinator, where: str) -> dict[str, Any]:
+        began, notice = time.monotonic(), WaitNotice(where)
+        while (said := coordinator.peek(self._key)) is None:
+            notice.look(lambda: "process 0 to begin this version")
+            if time.monotonic() - began > self._timeout:
+                raise CommitError(
+                    f"{where}: process 0 has not begun this version within {self._timeout:g} s. All processes must publish the same steps."
+                )
+            time.sleep(_LOOK)
+        found: dict[str, Any] = said
+        return found

@@ -1,0 +1,129 @@
+"""The elements of the chunks that a process wrote last, from which it makes the differences of the next version."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from shardckpt.errors import CommitError
+from shardckpt.format.differences import difference, whole
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Sequence
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from shardckpt.format.record import CheckpointRecord
+    from shardckpt.format.structure import Structure
+    from shardckpt.frameworks.base import Source
+    from shardckpt.frameworks.coordination import Coordinator
+    from shardckpt.io.store import Store
+    from shardckpt.state.flatten import Flat
+
+    Rows = NDArray[np.uint8]
+    """(chunks, bytes) elements of chunks in their stored form."""
+
+
+class SkippedError(CommitError):
+    """A version is not written, because a later one has come while it waited: on all processes alike."""
+
+
+class VersionToWrite(Protocol):
+    """A checkpoint that may be stored as differences from an earlier one.
+
+    `selected` and `converted` are asked on the thread that saves, the rest in the background.
+    """
+
+    kept: KeptChunks
+
+    def selected(self, flat: Flat) -> Flat:
+        """The part of a state to write."""
+
+    def converted(self, sources: dict[str, Source]) -> dict[str, Source]:
+        """The tensors to write, by name, made from those of the state."""
+
+    def await_turn(self, place: Store, coordinator: Coordinator) -> None:
+        """Wait until it can be written; an error ends the attempt, which has done nothing yet.
+
+        Args:
+            place: the checkpoint's place.
+            coordinator: connects the processes.
+        """
+
+    def begin(self, structure: Structure, place: Store, attempt: str) -> Structure:
+        """The structure of this process's state, with the chain that its chunks differ from; without a chain they have all elements.
+
+        Args:
+            structure: without a chain.
+            place: the checkpoint's place.
+            attempt: name of the attempt.
+        """
+
+    def published(self, record: CheckpointRecord) -> None:
+        """Note, on the committing process, that the version is the checkpoint."""
+
+    def settle(self) -> None:
+        """Do, on the committing process, what remains when all processes know that."""
+
+
+class KeptChunks:
+    """Elements of chunks by key. Threads may use it at the same time, for different chunks."""
+
+    def __init__(self) -> None:
+        """Keep nothing yet."""
+        self._chunks: dict[str, NDArray[np.uint8]] = {}
+        self._version_of: dict[str, int] = {}
+        """Number of the version that each chunk is of."""
+        self._version = 0
+        self._differing: Collection[str] = frozenset()
+        self.attempt = ""
+        """The attempt of the last version, which has these elements, or will have them."""
+
+    def begin(self, attempt: str, differing: Collection[str]) -> None:
+        """Begin a version.
+
+        Args:
+            attempt: the attempt that will have its elements.
+            differing: paths of the arrays whose chunks may be stored as differences from the last version. A chunk that this process has
+                not written in that version is stored whole.
+        """
+        for key in [key for key, version in self._version_of.items() if version != self._version]:
+            del self._chunks[key], self._version_of[key]
+        self._version += 1
+        self.attempt, self._differing = attempt, differing
+
+    def forget(self) -> None:
+        """Forget all chunks: the version that has them was not published, or nothing follows it."""
+        self._chunks.clear()
+        self._version_of.clear()
+        self.attempt = ""
+
+    def keep(self, keys: Sequence[str], rows: Rows) -> None:
+        """Keep copies of chunks."""
+        for key, row in zip(keys, rows, strict=True):
+            kept = self._chunks.get(key)
+            if kept is None or kept.nbytes != row.nbytes:
+                self._chunks[key] = row.copy()
+            else:
+                kept[:] = row  # fresh memory costs more
+            self._version_of[key] = self._version
+
+    def differences(self, keys: Sequence[str], paths: Sequence[str], rows: Rows, itemsize: int) -> list[bytes]:
+        """The stored form of chunks, without checksums; from then on they are kept.
+
+        Args:
+            keys: one per chunk.
+            paths: path of each chunk's array.
+            rows: their elements.
+            itemsize: bytes of an element.
+        """
+        stored = []
+        for i, (key, path) in enumerate(zip(keys, paths, strict=True)):
+            kept, row = self._chunks.get(key), rows[i]
+            if kept is not None and path in self._differing and self._version_of[key] == self._version - 1 and kept.nbytes == row.nbytes:
+                stored.append(difference(kept, row, itemsize))
+                self._version_of[key] = self._version
+            else:
+                self.keep([key], rows[i : i + 1])
+                stored.append(whole(row))
+        return stored

@@ -1,0 +1,75 @@
+"""`shardckpt stats`."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import shardckpt
+
+
+def test_all_elements_are_read_within_the_memory_limit(run, saver, tmp_path):
+    values = np.random.default_rng(1).standard_normal((1500, 1000)).astype(np.float32)
+    saver(tmp_path / "1", {"w": values, "b": np.zeros(7, ml_dtypes.bfloat16), "n": np.arange(5)})
+    doc = run("stats", tmp_path / "1", "--memory-limit", "1MiB", "--json").json
+    found = {one["name"]: one for one in doc["tensors"]}
+    assert found["w"]["read"] == values.size
+    assert found["w"]["mean"] == pytest.approx(values.mean(dtype=np.float64))
+    assert sum(found["w"]["histogram"]) == values.size
+    assert (found["b"]["zeros"], found["n"]["max"]) == (7, 4)
+    assert doc["all"]["read"] == values.size + 12
+    assert "1,500,012 elements of 3 tensors" in run("stats", tmp_path / "1").out
+
+
+def test_two_checkpoints_are_listed_by_the_size_of_changes(run, saver, tmp_path):
+    a = {"same": np.ones(4), "little": np.ones(4), "much": np.ones(4), "shape": np.ones(3), "gone": np.ones(2), "zero": np.zeros(2)}
+    b = {
+        "same": np.ones(4),
+        "little": np.full(4, 1.01),
+        "much": np.full(4, 2.0),
+        "shape": np.ones(4),
+        "new": np.ones(2),
+        "zero": np.ones(2),
+    }
+    saver(tmp_path / "a", a)
+    saver(tmp_path / "b", b)
+    doc = run("stats", tmp_path / "a", tmp_path / "b", "--json").json
+    assert [(change["name"], change["relative"]) for change in doc["other"]["changes"]] == [
+        ("zero", None),
+        ("much", 1.0),
+        ("little", pytest.approx(0.01)),
+        ("same", 0.0),
+    ]
+    assert {one["name"] for one in doc["left_out"]} == {"shape", "gone", "new"}
+    lines = run("stats", tmp_path / "a", tmp_path / "b").out.splitlines()
+    assert [line.split()[0] for line in lines[1:4]] == ["zero", "much", "little"]
+    assert "3 tensors changed, 1 unchanged" in lines
+
+
+def test_what_is_not_finite_stands_out(run, saver, tmp_path):
+    saver(tmp_path / "1", {"w": np.array([1.0, np.nan, np.inf, np.nan])})
+    out = run("stats", tmp_path / "1").out
+    assert "2 NaN, 1 infinite" in out
+    assert "2 NaN and 1 infinite" in out
+
+
+def test_complex_tensors_are_left_out_with_the_reason(run, saver, tmp_path):
+    saver(tmp_path / "1", {"z": np.ones(2, np.complex64), "w": np.ones(2)})
+    assert "left out: z: elements of complex64" in run("stats", tmp_path / "1").out
+
+
+def test_a_pattern_that_selects_nothing_and_a_limit_too_low_are_errors(run, checkpoint):
+    assert run("stats", checkpoint, "--only", "nosuch").status == 5
+    assert run("stats", checkpoint, "--memory-limit", "1KiB").status == 2
+
+
+def test_damage_is_an_error_that_names_the_tensor(run, tmp_path):
+    shardckpt.save(tmp_path / "1", {"w": np.arange(100_000)})
+    for path in (tmp_path / "1").rglob("d/*"):
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 1
+        path.write_bytes(data)
+    answer = run("stats", tmp_path / "1")
+    assert answer.status == 4
+    assert "w[" in answer.err

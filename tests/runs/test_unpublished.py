@@ -1,0 +1,250 @@
+"""Complete data whose publication failed stays, and is published by the next commit, save or collection."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from failing import STAYS, record_refused, removal_refused, save, save_without_commit, state, sync_refused, value_of
+from typer.testing import CliRunner
+
+import shardckpt
+from shardckpt import Mesh, SaveOptions, SingleProcess, errors
+from shardckpt.cli.app import app
+from shardckpt.commit.assemble import finished_hosts
+from shardckpt.io.store import Store
+from shardckpt.runs import cleaning, collecting
+
+
+def attempts(url):
+    return sorted(path.name for path in Path(url).iterdir() if path.is_dir()) if Path(url).exists() else []
+
+
+def cli(*arguments):
+    return CliRunner().invoke(app, [*map(str, arguments)])
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_save_and_a_commit_whose_record_is_refused_say_that_the_data_stays(tmp_path, overwrite):
+    url = tmp_path / "c"
+    if overwrite:
+        save(url, 1)
+    with record_refused():
+        with pytest.raises(errors.StorageError, match=f"{STAYS} there: `shardckpt commit {url}` publishes it"):
+            save(url, 2, overwrite=overwrite)
+        for _ in range(2):
+            refused = cli("commit", url)
+            assert refused.exit_code == 6
+            assert f"`shardckpt commit {url}` publishes it" in " ".join(refused.output.split())
+    assert value_of(url) == (1 if overwrite else None)
+    assert cli("commit", url).exit_code == 0
+    assert value_of(url) == 2
+    assert len(attempts(url)) == 1
+
+
+@pytest.mark.parametrize("name", ["00000", "records"])
+def test_a_save_whose_own_data_could_not_be_synced_is_never_published(tmp_path, name):
+    """The data file, or the directory that names the host's record."""
+    with sync_refused(name), pytest.raises(errors.StorageError) as raised:
+        save(tmp_path / "c", 2)
+    assert STAYS not in str(raised.value)
+    assert attempts(tmp_path / "c") == []
+
+
+def test_a_record_of_one_host_of_several_that_could_not_be_synced_is_removed(tmp_path, monkeypatch):
+    """Its process does not remove the attempt, in which others may be writing."""
+    from shardckpt.writing import attempt
+
+    monkeypatch.setattr(attempt.Attempt, "give_up", lambda *_: None)
+    with sync_refused("records"), pytest.raises(errors.StorageError):
+        save(tmp_path / "c", 2)
+    (left,) = attempts(tmp_path / "c")
+    assert finished_hosts(Store.open(tmp_path / "c" / left)) == []
+
+
+def test_a_record_that_could_be_neither_synced_nor_removed_is_never_published(tmp_path):
+    with sync_refused("records"), removal_refused("records"), pytest.raises(errors.StorageError) as raised:
+        save(tmp_path / "c", 2)
+    assert STAYS not in str(raised.value)
+    (left,) = attempts(tmp_path / "c")
+    (outcome,) = shardckpt.commit(tmp_path / "c")
+    assert (outcome.attempt, outcome.state) == (left, "refused")
+    assert "records/00000.json" in outcome.reason
+    with manager(tmp_path) as run:
+        assert run.restore(state(0)) is None
+    assert [one.outcome for one in collecting.collect(tmp_path / "c", grace=0)] == ["removed"]
+    assert value_of(tmp_path / "c") is None
+
+
+def test_unpublished_data_goes_when_another_checkpoint_is_published_there(tmp_path):
+    with record_refused(), pytest.raises(errors.StorageError):
+        save(tmp_path / "c", 2)
+    save(tmp_path / "c", 3)
+    assert [outcome.state for outcome in shardckpt.commit(tmp_path / "c")] == ["overtaken"]
+    assert [one.outcome for one in collecting.collect(tmp_path / "c", grace=0)] == ["removed"]
+    assert value_of(tmp_path / "c") == 3
+
+
+def test_unpublished_data_goes_with_the_checkpoint_that_rm_deletes(tmp_path):
+    save(tmp_path / "c", 1)
+    with record_refused(), pytest.raises(errors.StorageError):
+        save(tmp_path / "c", 2, overwrite=True)
+    collecting.delete(tmp_path / "c", grace=0)
+    assert not (tmp_path / "c").exists()
+
+
+def test_gc_publishes_a_complete_save_before_it_removes_anything(tmp_path):
+    url = tmp_path / "c"
+    save_without_commit(url, 2)
+    (complete,) = attempts(url)
+    (url / "20200101T000000-0000000a" / "hosts").mkdir(parents=True)
+    foretold = cli("gc", "--grace", "0", "--dry-run", "--json", url)
+    done = cli("gc", "--grace", "0", "--json", url)
+    for output in (foretold.output, done.output):
+        assert '"published"' in output
+        assert complete in output[output.index('"published"') :]
+    assert value_of(url) == 2
+    assert attempts(url) == [complete]
+    assert "no unfinished saves" in cli("gc", "--grace", "0", url).output
+
+
+def test_gc_keeps_a_complete_save_if_publishing_it_fails_again(tmp_path):
+    url = tmp_path / "c"
+    save_without_commit(url, 2)
+    with record_refused():
+        (one,) = collecting.collect(url, grace=0)
+    assert (one.outcome, one.attempt) == ("failed", None)
+    assert STAYS in one.reason
+    assert [one.outcome for one in collecting.collect(url, grace=0)] == ["published"]
+    assert value_of(url) == 2
+
+
+def test_gc_keeps_a_complete_save_if_it_has_no_right_to_publish_it(tmp_path, monkeypatch):
+    url = tmp_path / "c"
+    save_without_commit(url, 2)
+    write = Store.write
+
+    def denied(store, key, data):
+        if key == "table":
+            raise errors.StorageError(f"cannot write {key}: 403 Forbidden.")
+        write(store, key, data)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Store, "write", denied)
+        assert [one.outcome for one in collecting.collect(url, grace=0)] == ["failed"]
+    assert [one.outcome for one in collecting.collect(url, grace=0)] == ["published"]
+
+
+def test_gc_leaves_a_complete_save_alone_beside_a_save_under_way(tmp_path):
+    save_without_commit(tmp_path / "c", 2)
+    assert [one.outcome for one in collecting.collect(tmp_path / "c")] == ["kept"]
+    assert value_of(tmp_path / "c") is None
+
+
+def test_gc_removes_a_complete_save_that_may_not_be_published(tmp_path):
+    save(tmp_path / "c", 1)
+    save_without_commit(tmp_path / "c", 3, overwrite=True)
+    shardckpt.save(tmp_path / "c2", state(2), options=SaveOptions(base=str(tmp_path / "c"), skip="w"))
+    assert [one.outcome for one in collecting.collect(tmp_path / "c", grace=0)] == ["removed"]
+    assert value_of(tmp_path / "c") == 1
+
+
+# --- reshards
+
+
+def reshard(root, **options):
+    return shardckpt.reshard(root / "source", root / "new", mesh=Mesh((2,), ("x",)), dtype="bfloat16", workers=1, **options)
+
+
+@pytest.mark.parametrize("publish", ["again", "commit"])
+def test_a_reshard_whose_record_is_refused_keeps_the_work_of_its_tasks(tmp_path, publish):
+    save(tmp_path / "source", 2)
+    with record_refused(), pytest.raises(errors.StorageError, match=STAYS):
+        reshard(tmp_path)
+    if publish == "again":
+        again = reshard(tmp_path)
+        assert again.done_before == again.tasks
+    else:
+        assert [outcome.state for outcome in shardckpt.commit(tmp_path / "new")] == ["committed"]
+    assert value_of(tmp_path / "new") == 2
+
+
+def test_a_replaced_checkpoint_stays_while_the_record_of_the_new_one_is_not_durable(tmp_path):
+    """A crash of the machine may bring the old record back."""
+    for name in ("source", "new"):
+        save(tmp_path / name, 2)
+    old = attempts(tmp_path / "new")
+    record = tmp_path / "new" / "checkpoint.json"
+    with (
+        sync_refused("new", lambda: old[0] not in record.read_text()),
+        pytest.raises(errors.StorageError, match="is committed, but a crash of the machine"),
+    ):
+        reshard(tmp_path, overwrite=True)
+    assert set(old) < set(attempts(tmp_path / "new"))
+
+
+# --- managers
+
+
+def manager(root, **options):
+    return shardckpt.CheckpointManager(root, every=1, coordinator=SingleProcess(), progress=False, **options)
+
+
+def test_a_manager_publishes_a_failed_save_when_the_next_one_begins_and_before_it_collects(tmp_path):
+    with manager(tmp_path / "run", keep=2) as run:
+        with record_refused():
+            run.save(1, state(1))
+            with pytest.raises(errors.StorageError, match=STAYS):
+                run.wait()
+        assert run.all_steps() == []
+        run.save(2, state(2))
+        run.wait()
+        assert run.all_steps() == [1, 2]
+        run.save(3, state(3))
+        run.wait()
+        assert run.all_steps() == [2, 3]
+
+
+def test_a_failed_step_that_is_saved_again_is_the_new_save(tmp_path):
+    with manager(tmp_path / "run") as run:
+        with record_refused():
+            run.save(1, state(1))
+            with pytest.raises(errors.StorageError, match=STAYS):
+                run.wait()
+        run.save(1, state(10))
+        run.wait()
+    assert value_of(tmp_path / "run" / "1") == 10
+
+
+def test_a_manager_that_restores_nothing_publishes_what_earlier_runs_have_left_before_it_collects(tmp_path, monkeypatch):
+    root = tmp_path / "run"
+    with manager(root) as run:
+        run.save(1, state(1))
+        run.wait()
+        with record_refused():
+            run.save(2, state(2))
+            with pytest.raises(errors.StorageError, match=STAYS):
+                run.wait()
+    monkeypatch.setattr(cleaning.Cleaner, "__init__", _without_grace(cleaning.Cleaner.__init__))
+    with manager(root) as run:
+        run.save(3, state(3))
+        run.wait()
+        assert run.all_steps() == [1, 2, 3]
+    assert value_of(root / "2") == 2
+
+
+def _without_grace(init):
+    return lambda self, *arguments, **options: init(self, *arguments, **{**options, "grace": 0.0})
+
+
+def test_a_manager_leaves_a_complete_save_of_a_step_after_the_newest_as_it_is(tmp_path):
+    """It is from before a rollback."""
+    root = tmp_path / "run"
+    for step in (1, 2):
+        save(root / str(step), step)
+    save_without_commit(root / "7", 7)
+    cleaner = cleaning.Cleaner(Store.open(root), None, grace=0, deleted=lambda _: None)
+    cleaner._collect(2)
+    assert len(attempts(root / "7")) == 1
+    cleaner._collect(8)
+    assert value_of(root / "7") == 7

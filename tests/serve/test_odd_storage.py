@@ -1,0 +1,141 @@
+"""Odd checkpoints, directories that cannot be read, and roots that vanish: each is told, and the others are served."""
+
+import os
+import shutil
+import sqlite3
+
+import numpy as np
+import pytest
+from job_services import operated
+from serving import serving
+
+import shardckpt
+from shardckpt import SaveOptions
+from shardckpt.format.documents import open_envelope, seal
+from shardckpt.serve.vanished import MARKER
+
+ODD_METRICS = ({"caf\udce9": 2.0}, {"huge": 10**400, "least": -(10**400)}, {"": 1.0}, {"text": "nan"})
+
+
+def save(place, **metrics):
+    shardckpt.save(place, {"w": np.ones(3)}, options=SaveOptions(metadata={"metrics": metrics}))
+
+
+def rewrite(place, **members):
+    """Forge members of a record, whose digest is right."""
+    file = place / "checkpoint.json"
+    file.write_bytes(seal({**open_envelope(file.read_bytes(), str(file)), **members}))
+
+
+def ids(service):
+    return [one["id"] for one in service.get("/v1/checkpoints")["checkpoints"]]
+
+
+def metric(service, name, **headers):
+    lines = service.ask("/metrics", **headers).body.decode().splitlines()
+    return [float(line.split()[-1]) for line in lines if line.startswith(f"shardckpt_serve_{name} ")]
+
+
+def test_odd_rows_hide_no_other_checkpoint_and_no_page_fails(tmp_path):
+    for root in ("a", "b"):
+        save(tmp_path / root / "good" / "1")
+    for step, metrics in enumerate(ODD_METRICS):
+        save(tmp_path / "a" / "odd" / str(step), **metrics)
+    for step, members in enumerate(({"created": "2026-99-99\udcff"}, {"created": "yesterday"}, {"attempt": "caf\udce9"}), 10):
+        save(tmp_path / "a" / "odd" / str(step))
+        rewrite(tmp_path / "a" / "odd" / str(step), **members)
+    for step in (20, 21, 22):  # together more than a column holds
+        save(tmp_path / "a" / "odd" / str(step))
+        rewrite(tmp_path / "a" / "odd" / str(step), totals={"tensors": 1, "bytes": 1 << 62, "stored_bytes": 1 << 62, "chunks": 1})
+    with serving(("a", tmp_path / "a"), ("b", tmp_path / "b")) as service:
+        found = ids(service)
+        assert {"a/good/1", "b/good/1"} < set(found)
+        assert len(found) == 2 + len(ODD_METRICS) + 3 + 3
+        assert service.get("/v1/runs")["passed_over"] == {}
+        for path in ("/ui/runs", "/ui/run/a/odd", "/ui/storage", "/metrics"):
+            assert service.ask(path).status == 200, path
+        listed = service.get("/v1/checkpoints?run=a/odd&metric=huge>1e300")["checkpoints"]
+        assert [one["metrics"] for one in listed] == [{"huge": "inf", "least": "-inf"}]
+        assert [one["state"] for one in service.get("/v1/checkpoints?state=unreadable")["checkpoints"]] == ["unreadable"]
+    with shardckpt.CheckpointManager(tmp_path / "a" / "odd") as manager:
+        assert manager.best_step("huge") == 1
+
+
+def test_directories_that_cannot_be_read_are_told_and_the_others_listed(tmp_path):
+    save(tmp_path / "runs" / "a" / "1")
+    (tmp_path / "runs" / "z" / "1").mkdir(parents=True)
+    os.mkfifo(tmp_path / "runs" / "z" / "1" / "checkpoint.json")
+    (tmp_path / "runs" / "loop").symlink_to("loop")
+    (tmp_path / "runs" / "round").symlink_to("../runs")
+    (tmp_path / "runs" / "dir" / "1" / "checkpoint.json").mkdir(parents=True)
+    if os.getuid():
+        (tmp_path / "runs" / "lost+found").mkdir(mode=0)
+    with serving(("lab", tmp_path / "runs")) as service:
+        save(tmp_path / "runs" / "a" / "2")
+        service.wait_until(lambda: {"lab/a/1", "lab/a/2"} <= set(ids(service)))
+        doc = service.get("/v1/runs")
+        assert doc["unreachable"] == {}
+        assert "lab/z/1" in doc["passed_over"]
+        assert "not a regular file" in doc["passed_over"]["lab/z/1"]
+        assert str(tmp_path) not in str(doc["passed_over"])
+        assert b"not a regular file" in service.ask("/ui/runs").body
+        service.wait_until(lambda: metric(service, "passed_over_directories") == [float(len(doc["passed_over"]))])
+        shutil.rmtree(tmp_path / "runs" / "z")
+        service.wait_until(lambda: "lab/z/1" not in service.get("/v1/runs")["passed_over"])
+
+
+@pytest.mark.parametrize("written", [False, True])
+def test_a_root_that_vanishes_keeps_its_rows_and_nothing_is_written_there(tmp_path, told, written):
+    bodies, webhook = told
+    for step in (1, 2):
+        save(tmp_path / "mnt" / "a" / str(step))
+    save(tmp_path / "other" / "b" / "1")
+    roots = [("mnt", tmp_path / "mnt"), ("other", tmp_path / "other")]
+    with operated(tmp_path, *roots, webhook=webhook) as lab:
+        if written:
+            lab.done("pin", checkpoint="mnt/a/1")
+        assert (tmp_path / "mnt" / MARKER).exists() == written
+        (tmp_path / "mnt").rename(tmp_path / "away")
+        (tmp_path / "mnt").mkdir()  # the mount point
+        lab.service.wait_until(lambda: "mnt" in lab.ask("/v1/runs").json["unreachable"])
+        assert "has vanished" in lab.ask("/v1/runs").json["unreachable"]["mnt"]
+    with operated(tmp_path, *roots, webhook=webhook) as lab:  # the state directory remembers it
+        lab.service.wait_until(lambda: "mnt" in lab.ask("/v1/runs").json["unreachable"])
+        found = {one["id"]: one["vanished"] for one in lab.ask("/v1/checkpoints").json["checkpoints"]}
+        assert found == {"mnt/a/1": True, "mnt/a/2": True, "other/b/1": False}
+        ready = lab.ask("/readyz")
+        assert (ready.status, b"root mnt has vanished" in ready.body) == (200, True)
+        assert lab.service.ask("/readyz").body == b"ready\na root has vanished\n"  # strangers learn no names
+        lab.service.wait_until(lambda: metric(lab.service, "vanished_roots", Authorization=f"Bearer {lab.tokens['read']}") == [1.0])
+        for page in ("/ui/runs", "/ui/health", "/ui/run/mnt/a"):
+            assert b"Root mnt: it has vanished" in lab.ask(page).body, page
+        lab.service.wait_until(lambda: bodies and bodies[0]["event"] == "vanished")
+        assert bodies[0]["root"] == "mnt"
+        number = lab.post("copy", checkpoint="other/b/1", to="mnt/b/1").json["number"]
+        waiting = lab.wait(number, "queued", "failed")
+        lab.service.wait_until(lambda: lab.job(number)["tries"] == 1 and lab.job(number)["state"] == "queued")
+        assert waiting["state"] == "queued"
+        assert "has vanished" in lab.job(number)["error"]["message"]
+        assert list((tmp_path / "mnt").iterdir()) == []
+        (tmp_path / "mnt").rmdir()
+        (tmp_path / "away").rename(tmp_path / "mnt")
+        lab.service.wait_until(lambda: lab.ask("/v1/runs").json["unreachable"] == {})
+        assert lab.wait(number)["state"] == "done"
+        assert (tmp_path / "mnt" / "b" / "1" / "checkpoint.json").exists()
+        assert lab.service.ask("/readyz").body == b"ready\n"
+
+
+def test_a_root_that_is_meant_to_be_empty_gets_the_marker(tmp_path):
+    save(tmp_path / "runs" / "1")
+    with operated(tmp_path, ("lab", tmp_path / "runs"), ("new", tmp_path / "new")) as lab:
+        shutil.rmtree(tmp_path / "runs" / "1")
+        lab.service.wait_until(lambda: "lab" in lab.ask("/v1/runs").json["unreachable"])
+        (tmp_path / "runs" / MARKER).touch()
+        lab.service.wait_until(lambda: lab.ask("/v1/runs").json["unreachable"] == {})
+        assert lab.ask("/v1/checkpoints").json["checkpoints"] == []
+        save(tmp_path / "runs" / "2")
+        lab.service.wait_until(lambda: len(lab.ask("/v1/checkpoints").json["checkpoints"]) == 1)
+        assert lab.run("copy", checkpoint="lab/2", to="new/2")["state"] == "done"  # a root never seen before may be absent
+        assert (tmp_path / "new" / MARKER).exists()
+    with sqlite3.connect(tmp_path / "state" / "journal.sqlite") as db:
+        assert dict(db.execute("SELECT place, marked FROM roots")) == {str(tmp_path / "runs"): 1, str(tmp_path / "new"): 1}
