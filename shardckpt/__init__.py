@@ -11,6 +11,7 @@ nothing: not even numpy is imported.
 
 from __future__ import annotations
 
+from importlib import import_module  # here: it breaks for good where one thread imports it, and another `importlib.util` (CPython)
 from os import register_at_fork
 from threading import RLock
 from typing import TYPE_CHECKING
@@ -164,8 +165,6 @@ def __getattr__(name: str) -> object:
     """Import the object with a public name, once."""
     if name not in _HOME:
         raise AttributeError(f"module 'shardckpt' has no attribute {name!r}")
-    from importlib import import_module
-
     try:
         with _importing:
             home = import_module(f"shardckpt.{_HOME[name]}")

@@ -39,6 +39,12 @@ def test_a_first_save_and_a_first_restore_of_compressed_chunks_succeed_at_once(t
     assert subprocess.run(program, capture_output=True, text=True, check=True, timeout=100).stdout == ""
 
 
+def test_importlib_is_complete_before_a_second_thread_can_import_a_part_of_it():
+    """A thread that imports `importlib.util` while another imports `importlib` replaces the import system by a broken copy (CPython)."""
+    program = "import shardckpt, sys; print('importlib._bootstrap' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout == "True\n"
+
+
 def test_a_module_of_another_library_is_imported_after_its_package():
     """Otherwise a thread that imports the module and one that imports the package wait for each other, and one gets half a module."""
     sources = [path for path in PACKAGE.rglob("*.py") if path.parent != PACKAGE / "cli"]  # a command has one thread then
