@@ -38,7 +38,7 @@ from functools import wraps
 from os import PathLike
 from typing import TYPE_CHECKING, ClassVar, ParamSpec, TypeVar
 
-from shardckpt.excerpt import Message, named
+from shardckpt.text import Message, named
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 from shardckpt.errors import OptionError
-from shardckpt.excerpt import Message, excerpt, file_size, named
 from shardckpt.format.documents import DEEPEST_METADATA, is_deeper
+from shardckpt.text import Message, file_size, named, shorten
 
 if TYPE_CHECKING:
     import os
@@ -245,7 +245,7 @@ class SaveOptions:
             value = getattr(self, option)
             if not any(value is choice or (isinstance(choice, str) and value == choice) for choice in choices):
                 words = " or ".join(f'"{choice}"' if isinstance(choice, str) else str(choice) for choice in choices)
-                raise OptionError(f"SaveOptions({option}={excerpt(getattr(self, option))}): use {words}.")
+                raise OptionError(f"SaveOptions({option}={shorten(getattr(self, option))}): use {words}.")
         object.__setattr__(self, "memory_limit", parse_bytes(self.memory_limit, "memory_limit"))
         check_flag(self.overwrite, "overwrite")
         check_flag(self.reduce_partial, "reduce_partial")
@@ -264,7 +264,7 @@ class SaveOptions:
         except (TypeError, ValueError, RecursionError) as e:
             raise OptionError(f"SaveOptions(metadata=…): not a JSON object ({e}); use strings, finite numbers, lists and dicts.") from e
         if not isinstance(same, dict):
-            raise OptionError(f"SaveOptions(metadata=…): a {type(self.metadata).__name__} is no JSON object; give a dict.")
+            raise OptionError(f"SaveOptions(metadata=…): a {type(self.metadata).__name__} is not a JSON object; give a dict.")
         if same != self.metadata:
             raise OptionError("SaveOptions(metadata=…): it would change when stored as JSON; use string keys, and lists instead of tuples.")
 
@@ -283,7 +283,7 @@ def checked_options(options: SaveOptions | None, skip: str | Sequence[str] | Non
     """
     options = SaveOptions() if options is None else options
     if not isinstance(options, SaveOptions):
-        raise OptionError(f"save(options=…): a {type(options).__name__} is no SaveOptions; give shardckpt.SaveOptions(…).")
+        raise OptionError(f"save(options=…): a {type(options).__name__} is not a SaveOptions; give shardckpt.SaveOptions(…).")
     return options if skip is None else replace(options, skip=skip)
 
 
@@ -341,7 +341,7 @@ def check_whole(value: object, what: str, least: int = 1) -> None:
         OptionError: names the argument, `what`, such as "Latest(n".
     """
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise OptionError(f"{what}={excerpt(value)}): give a whole number of at least {least}.")
+        raise OptionError(f"{what}={shorten(value)}): give a whole number of at least {least}.")
 
 
 def check_seconds(value: object, what: str) -> None:
@@ -351,28 +351,28 @@ def check_seconds(value: object, what: str) -> None:
         OptionError: names the argument, `what`, as for `check_whole`.
     """
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise OptionError(f"{what}={excerpt(value)}): give a positive number of seconds.")
+        raise OptionError(f"{what}={shorten(value)}): give a positive number of seconds.")
 
 
 def _patterns(skip: object, base: object) -> tuple[str, ...]:
     """The patterns of `skip`, checked."""
     if base is not None and not isinstance(base, str) and not hasattr(base, "__fspath__"):
-        raise OptionError(f"SaveOptions(base={excerpt(base)}): give the path or url of a checkpoint.")
+        raise OptionError(f"SaveOptions(base={shorten(base)}): give the path or url of a checkpoint.")
     patterns = (skip,) if isinstance(skip, str) else skip
     if not isinstance(patterns, Sequence) or not all(isinstance(pattern, str) for pattern in patterns):
-        raise OptionError(f"skip={excerpt(skip)}: give patterns of tensor names, as text.")
+        raise OptionError(f"skip={shorten(skip)}: give patterns of tensor names, as text.")
     if patterns and base is None:
-        raise OptionError(f"skip={excerpt(skip)} needs a base that has those tensors; add SaveOptions(base=url).")
+        raise OptionError(f"skip={shorten(skip)} needs a base that has those tensors; add SaveOptions(base=url).")
     return tuple(patterns)
 
 
 def _check_shardings(shardings: object) -> None:
     """Refuse anything but a mapping of patterns to layouts."""
     if not isinstance(shardings, Mapping):
-        raise OptionError(f"SaveOptions(shardings=…): a {type(shardings).__name__} is no mapping; give a dict of pattern → layout.")
+        raise OptionError(f"SaveOptions(shardings=…): a {type(shardings).__name__} is not a mapping; give a dict of pattern → layout.")
     for pattern, layout in shardings.items():
         if not isinstance(pattern, str):
-            raise OptionError(f"SaveOptions(shardings=…): the key {excerpt(pattern)} is no pattern; give a pattern of names, as text.")
+            raise OptionError(f"SaveOptions(shardings=…): the key {shorten(pattern)} is not a pattern; give a pattern of names, as text.")
         # Checked by an attribute of both kinds: importing them here would import numpy.
         if not hasattr(layout, "device_boxes"):
             raise OptionError(

@@ -36,7 +36,7 @@ class Preconditions:
 
         Raises:
             NotImplementedError: it has others than of an object's own generation.
-            ValueError: one is no number.
+            ValueError: one is not a number.
         """
         given = {key: value for key, value in operation.query.items() if key.startswith("if")}
         unknown = given.keys() - {"ifGenerationMatch", "ifGenerationNotMatch"}

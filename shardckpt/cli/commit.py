@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from shardckpt.cli.screen import Cell, Screen, write_json
-from shardckpt.excerpt import visible
+from shardckpt.text import visible
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -18,7 +18,7 @@ from shardckpt.cli.options import as_flag
 from shardckpt.cli.project import project_url
 from shardckpt.cli.screen import OutputError, ReaderGoneError, write_json
 from shardckpt.errors import ShardckptError
-from shardckpt.excerpt import visible
+from shardckpt.text import visible
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -12,7 +12,7 @@ from shardckpt.cli.options import takes
 from shardckpt.cli.screen import Screen, transfer_bar, write_json
 from shardckpt.cli.text import conversion_lines
 from shardckpt.convert.options import AnyExportOptions
-from shardckpt.excerpt import count, file_size, visible
+from shardckpt.text import count, file_size, visible
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

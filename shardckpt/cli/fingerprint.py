@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from shardckpt.cli.screen import Screen, progress_bar, write_json
-from shardckpt.excerpt import count, visible
+from shardckpt.text import count, visible
 
 
 def fingerprint(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from shardckpt.cli.screen import Cell, Screen, write_json
-from shardckpt.excerpt import count, file_size
+from shardckpt.text import count, file_size
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

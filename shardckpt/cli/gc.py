@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shardckpt.cli.screen import Cell, Screen, write_json
-from shardckpt.excerpt import count, duration_text, visible
 from shardckpt.io.streams import is_terminal
+from shardckpt.text import count, duration_text, visible
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -12,7 +12,7 @@ from shardckpt.cli.options import takes
 from shardckpt.cli.reshard import lines
 from shardckpt.cli.screen import Screen, transfer_bar, write_json
 from shardckpt.convert.options import ImportOptions
-from shardckpt.excerpt import visible
+from shardckpt.text import visible
 
 
 @takes(ImportOptions)

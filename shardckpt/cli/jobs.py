@@ -11,7 +11,7 @@ from shardckpt.cli.exits import going_on_later
 from shardckpt.cli.screen import Cell, Screen, progress_bar, transfer_bar, write_json
 from shardckpt.cli.server import required_server
 from shardckpt.errors import OptionError
-from shardckpt.excerpt import excerpt, visible
+from shardckpt.text import shorten, visible
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -134,22 +134,22 @@ def _arguments(values: Sequence[str], properties: Mapping[str, Any]) -> dict[str
     """The arguments of an operation, each as its JSON schema says; one without a schema is sent as text.
 
     Raises:
-        OptionError: a text is no NAME=VALUE, or is of another type than the schema says.
+        OptionError: a text is not a NAME=VALUE, or is of another type than the schema says.
     """
     found: dict[str, Any] = {}
     for text in values:
         name, sign, value = text.partition("=")
         if not sign or not name:
-            raise OptionError(f"{excerpt(text)}: give NAME=VALUE, as in checkpoint=lab/run-7/100.")
+            raise OptionError(f"{shorten(text)}: give NAME=VALUE, as in checkpoint=lab/run-7/100.")
         kind = properties.get(name, {}).get("type")
         if kind == "array":
             found.setdefault(name, []).append(value)
         elif name in found:
             raise OptionError(f"{name}= is given twice; give it once.")
         elif kind == "boolean" and value not in ("true", "false"):
-            raise OptionError(f"{name}={excerpt(value)}: give true or false.")
+            raise OptionError(f"{name}={shorten(value)}: give true or false.")
         elif kind == "integer" and not (value.isascii() and value.isdecimal() and len(value) <= 18):
-            raise OptionError(f"{name}={excerpt(value)}: give an integer.")
+            raise OptionError(f"{name}={shorten(value)}: give an integer.")
         else:
             found[name] = value == "true" if kind == "boolean" else int(value) if kind == "integer" else value
     return found

@@ -9,7 +9,7 @@ import typer
 
 from shardckpt.cli.screen import Cell, Screen, write_json
 from shardckpt.errors import NotFoundError, StorageError
-from shardckpt.excerpt import count, duration_text, excerpt, file_size, shortened, visible
+from shardckpt.text import clip, count, duration_text, file_size, shorten, visible
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -45,7 +45,7 @@ def ls(
                 return
             found = list(client.checkpoints(root.strip("/")))
             if not found:
-                raise NotFoundError(f"{client.url}: there is no run {excerpt(root)}; `shardckpt --server {client.url} ls` lists the runs.")
+                raise NotFoundError(f"{client.url}: there is no run {shorten(root)}; `shardckpt --server {client.url} ls` lists the runs.")
         entries = [CatalogEntry.from_json(one) for one in found if everything or one["state"] in ("committed", "unreadable")]
         if as_json:
             write_json({"checkpoints": [entry.to_json() for entry in entries], "runs": [], "foreign": []})
@@ -68,7 +68,7 @@ def _list_directory(root: str, *, everything: bool, as_json: bool) -> None:
     runs: list[RunSummary] = []
     try:
         entries = catalog(root, everything=everything)
-    except (NotFoundError, StorageError):  # a file of another format is no directory
+    except (NotFoundError, StorageError):  # a file of another format is not a directory
         entries, others = [], detect_below(location)
         if not others:
             raise
@@ -161,7 +161,7 @@ def _row(entry: CatalogEntry, *, metrics: bool, states: bool) -> list[Cell]:
 
 
 def _rows_of_none(entry: CatalogEntry, columns: int, room: int) -> Iterator[list[Cell]]:
-    """Rows of an entry that is no checkpoint: its name, and the reason wrapped into lines of `room` characters."""
+    """Rows of an entry that is not a checkpoint: its name, and the reason wrapped into lines of `room` characters."""
     from textwrap import wrap
 
     why = _progress(entry) if entry.state == "uncommitted" else visible(entry.reason or "")
@@ -173,7 +173,7 @@ def _rows_of_none(entry: CatalogEntry, columns: int, room: int) -> Iterator[list
 def _metrics(entry: CatalogEntry) -> str:
     """The metrics of a step, truncated to a readable length."""
     shown = [f"{name}={value:.6g}" if isinstance(value, float) else f"{name}={value}" for name, value in entry.metrics.items()]
-    return visible(shortened(" ".join(shown), _LONGEST_METRICS))
+    return visible(clip(" ".join(shown), _LONGEST_METRICS))
 
 
 def _progress(entry: CatalogEntry) -> str:
@@ -191,8 +191,8 @@ def _progress(entry: CatalogEntry) -> str:
 
 def _state(entry: CatalogEntry) -> str:
     """Notable facts about a checkpoint; empty for most."""
-    from shardckpt.excerpt import few
     from shardckpt.format.bases import BESIDE
+    from shardckpt.text import few
 
     said = (entry.superseded and "superseded", entry.pinned and "pinned", entry.tags and visible(f"tagged {' '.join(entry.tags)}"))
     names = [visible(url.removeprefix(BESIDE)) for url in entry.bases]

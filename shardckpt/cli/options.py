@@ -11,8 +11,8 @@ import typer
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
-    from shardckpt.excerpt import NamedOption
     from shardckpt.options import Option, Options
+    from shardckpt.text import NamedOption
 
 _TYPES: dict[str, Any] = {"boolean": bool, "integer": int | None, "texts": list[str] | None}
 _flags: dict[str, str] = {}

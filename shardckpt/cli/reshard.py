@@ -12,8 +12,8 @@ from shardckpt.cli.opening import suggesting_import
 from shardckpt.cli.options import takes
 from shardckpt.cli.screen import Screen, transfer_bar, write_json
 from shardckpt.cli.text import conversion_lines
-from shardckpt.excerpt import count, file_size, visible
 from shardckpt.reshard.options import ReshardOptions
+from shardckpt.text import count, file_size, visible
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -144,7 +144,7 @@ def write_json(document: dict[str, Any]) -> None:
 
 @contextmanager
 def progress_bar(what: str) -> Iterator[Callable[[int, int], None] | None]:
-    """Show a progress bar on standard error during the block; None if standard error is no terminal.
+    """Show a progress bar on standard error during the block; None if standard error is not a terminal.
 
     Yields:
         A function to call with the amount done and the total amount.

@@ -26,7 +26,7 @@ def serve(
     from importlib.util import find_spec
 
     from shardckpt.errors import MissingExtraError, StorageError
-    from shardckpt.excerpt import install_command
+    from shardckpt.text import install_command
 
     lacking = [name for name in ("starlette", "uvicorn", "httptools", "prometheus_client") if find_spec(name) is None]
     if lacking:

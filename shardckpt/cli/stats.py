@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shardckpt.cli.screen import Cell, Screen, progress_bar, write_json
-from shardckpt.excerpt import count, few, visible
+from shardckpt.text import count, few, visible
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shardckpt.excerpt import visible
+from shardckpt.text import visible
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

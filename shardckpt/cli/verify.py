@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shardckpt.cli.screen import Screen, progress_bar, write_json
-from shardckpt.excerpt import count, file_size, visible
+from shardckpt.text import count, file_size, visible
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

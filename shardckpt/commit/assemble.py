@@ -27,7 +27,6 @@ from shardckpt.commit import index
 from shardckpt.commit.fingerprints import write_fingerprint
 from shardckpt.commit.replicas import check_replicas
 from shardckpt.errors import CommitError, FormatError
-from shardckpt.excerpt import few, numbered
 from shardckpt.format.documents import FileReference, TableReference, format_version, open_envelope, utc_now
 from shardckpt.format.record import CheckpointRecord, Contents, HostFiles, HostRecord, host_record_key
 from shardckpt.format.table import OWN_OBJECT, ROW, ArrayChunks, Table, TableHeader, check_sizes
@@ -38,6 +37,7 @@ from shardckpt.io.files import LARGEST_WHOLE, sync_directory
 from shardckpt.io.threads import map_on_threads
 from shardckpt.plan.pieces import chunk_boxes
 from shardckpt.state.names import shown
+from shardckpt.text import few, numbered
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -296,7 +296,7 @@ def _check_coverage(place: Store, parts: _Parts, tensors: Iterable[TensorRecord]
                 )
             raise CommitError(f"{place}: {wanted - found} {what} were not written; nothing was published.{_lacking(parts, tensor)}")
     for path in counts.keys() - known:
-        raise CommitError(f"{place}: chunks were written for {path}, which is no tensor of this checkpoint; nothing was published.")
+        raise CommitError(f"{place}: chunks were written for {path}, which is not a tensor of this checkpoint; nothing was published.")
 
 
 def _lacking(parts: _Parts, *suspects: TensorRecord) -> str:

@@ -135,7 +135,7 @@ class IndexCheck:
         places = zip(of_table.file.tolist(), of_table.offset.tolist(), of_table.length.tolist(), strict=True)
         for (key, place), row in zip(entries, rows.tolist(), strict=True):
             if row < 0:
-                yield f"the index has {key}, which is no chunk of this checkpoint"
+                yield f"the index has {key}, which is not a chunk of this checkpoint"
                 continue
             file, *extent = next(places)
             if file == OWN_OBJECT:

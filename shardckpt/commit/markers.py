@@ -105,7 +105,7 @@ def protection_of(store: Store, data: bytes | None, attempt: str | None) -> Prot
         pinned, tags = said.doc.get("pinned", True), said.doc.get("tags", [])  # earlier versions wrote neither
         known = isinstance(tags, list) and len(tags) <= MOST_TAGS and all(isinstance(tag, str) and TAG.fullmatch(tag) for tag in tags)
         if not isinstance(pinned, bool) or not known:
-            said.fail("it is no marker of a pin and of tags")
+            said.fail("it is not a marker of a pin and of tags")
         return Protection(pinned, tuple(sorted(set(tags))))
     except FormatError:
         return Protection(pinned=True)

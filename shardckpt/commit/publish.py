@@ -33,7 +33,6 @@ from typing import TYPE_CHECKING, Any
 from shardckpt.commit.attempts import attempts, is_attempt
 from shardckpt.commit.markers import PINNED, SUPERSEDED, unmark
 from shardckpt.errors import AlreadyExistsError, CommitError, FormatError, ShardckptError, StorageError, VersionError
-from shardckpt.excerpt import Message, named
 from shardckpt.format.documents import seal
 from shardckpt.format.record import CheckpointRecord, Tombstone, parse_checkpoint
 from shardckpt.format.table import check_sizes
@@ -41,6 +40,7 @@ from shardckpt.io.descriptor import OpenFile
 from shardckpt.io.files import LARGEST_WHOLE
 from shardckpt.io.status import is_directory
 from shardckpt.io.threads import collector_paused
+from shardckpt.text import Message, named
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

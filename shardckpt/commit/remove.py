@@ -181,7 +181,7 @@ def clear_tombstone(store: Store, record: StoredRecord, grace: float) -> None:
 
 
 def is_idle(idle: float | None, grace: float) -> bool:
-    """Whether nothing was written for the grace period; 0 is no period at all."""
+    """Whether nothing was written for the grace period; 0 is not a period at all."""
     return grace == 0 or (idle is not None and idle >= grace)
 
 

@@ -13,12 +13,12 @@ from shardckpt.convert.naming.apply import outputs_of
 from shardckpt.convert.naming.renamed_state import end_names, renamed_state
 from shardckpt.convert.options import NameOptions
 from shardckpt.errors import OptionError
-from shardckpt.excerpt import Message, named
 from shardckpt.format.structure import Structure, TensorRecord
 from shardckpt.plan.views import View
 from shardckpt.reshard.targets import renamed
 from shardckpt.state import flatten, meanings, unflatten
 from shardckpt.state.names import array_path, piece_path, shown
+from shardckpt.text import Message, named
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -34,7 +34,7 @@ def diff(
         progress: called with bytes compared so far and in all.
 
     Returns:
-        The differences; `equal()` says whether there are none. Layouts are compared too, and are no difference by themselves.
+        The differences; `equal()` says whether there are none. Layouts are compared too, and are not a difference by themselves.
 
     Raises:
         NotFoundError, UncommittedError, FormatError, VersionError: as for `open`.

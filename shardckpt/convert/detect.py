@@ -17,11 +17,11 @@ from shardckpt.convert.files.file_version import file_at
 from shardckpt.convert.formats.torch.deepspeed import refuse_directory
 from shardckpt.convert.hub_cache import hub_snapshot
 from shardckpt.errors import FormatError, NotFoundError, OptionError, ShardckptError
-from shardckpt.excerpt import Message, few, named
 from shardckpt.io.failures import reading_takes_threads
 from shardckpt.io.store import Store
 from shardckpt.io.threads import map_on_threads
 from shardckpt.state.names import natural_key
+from shardckpt.text import Message, few, named
 
 if TYPE_CHECKING:
     from collections.abc import Collection

@@ -16,7 +16,6 @@ from shardckpt.convert.formats.safetensors.target import write_safetensors
 from shardckpt.convert.options import SafetensorsOptions, StateOptions, ToOptions
 from shardckpt.convert.whole_state import FORMATS, write_state
 from shardckpt.errors import AlreadyExistsError, OptionError, leaves_out_with, out_of_memory_is_typed
-from shardckpt.excerpt import Message, named
 from shardckpt.io.failures import reading_takes_threads
 from shardckpt.io.store import Store, kind_of
 from shardckpt.io.url import parse
@@ -24,6 +23,7 @@ from shardckpt.options import documented
 from shardckpt.reading.checkpoint import Checkpoint
 from shardckpt.reshard.options import DEFAULT_MEMORY_LIMIT
 from shardckpt.state.names import shown
+from shardckpt.text import Message, named
 
 if TYPE_CHECKING:
     import os

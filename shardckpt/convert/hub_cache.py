@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shardckpt.errors import FormatError
-from shardckpt.excerpt import few
 from shardckpt.io.status import is_directory
 from shardckpt.io.store import Store
+from shardckpt.text import few
 
 if TYPE_CHECKING:
     from shardckpt.io.url import Location

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.errors import FormatError
-from shardckpt.excerpt import excerpt
 from shardckpt.state.document import MAX_DEPTH
+from shardckpt.text import shorten
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -56,14 +56,14 @@ class _Branch(dict[str | int, Any]):
 
 def _put(root: dict[str | int, Any], path: Path, leaf: Any, where: str) -> None:
     if len(path) > MAX_DEPTH:
-        raise FormatError(f"{where}: {excerpt(path)} lies in more than {MAX_DEPTH} containers; flatten that part of the state.")
+        raise FormatError(f"{where}: {shorten(path)} lies in more than {MAX_DEPTH} containers; flatten that part of the state.")
     node = root
     for key in path[:-1]:
         node = node.setdefault(key, _Branch())
         if type(node) is not _Branch:
-            raise FormatError(f"{where}: {excerpt(path)} leads through a leaf; the file is damaged, or was not written by DCP.")
+            raise FormatError(f"{where}: {shorten(path)} leads through a leaf; the file is damaged, or was not written by DCP.")
     if node.setdefault(path[-1], leaf) is not leaf:
-        raise FormatError(f"{where}: two leaves have the path {excerpt(path)}; the file is damaged, or was not written by DCP.")
+        raise FormatError(f"{where}: two leaves have the path {shorten(path)}; the file is damaged, or was not written by DCP.")
 
 
 @dataclass(slots=True)
@@ -80,7 +80,7 @@ class _Builder:
         if kinds == {int}:
             return self._list(children)
         if kinds > {int}:
-            raise FormatError(f"{self.where}: the keys {excerpt(list(children))} are those of a list and of a dict at once.")
+            raise FormatError(f"{self.where}: the keys {shorten(list(children))} are those of a list and of a dict at once.")
         return {key: child for key, child in children.items() if type(child) is not _Absent}
 
     def _list(self, children: dict[Any, Any]) -> list[Any]:
@@ -88,7 +88,7 @@ class _Builder:
         self.gaps -= length - len(children)
         if min(children) < 0 or self.gaps < 0:
             raise FormatError(
-                f"{self.where}: a list has only the indices {excerpt(sorted(children))}; the file is damaged, or was not written by DCP."
+                f"{self.where}: a list has only the indices {shorten(sorted(children))}; the file is damaged, or was not written by DCP."
             )
         items = (children.get(i, {}) for i in range(length))
         return [None if type(item) is _Absent else item for item in items]

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from shardckpt.errors import OptionError
-from shardckpt.excerpt import Message, named
 from shardckpt.options import Options, option
 from shardckpt.reshard.options import DEFAULT_MEMORY_LIMIT, ReshardOptions, dtype_option
+from shardckpt.text import Message, named
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence

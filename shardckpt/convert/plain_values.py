@@ -25,10 +25,10 @@ from shardckpt.convert.formats.torch.objects import Dtype, PickledTensor, Storag
 from shardckpt.convert.formats.torch.unpickling import Build, Instance, Name
 from shardckpt.convert.placed import place_array, place_pickled
 from shardckpt.errors import CorruptionError, DtypeError, FormatError
-from shardckpt.excerpt import excerpt, shortened
 from shardckpt.state import leaves
 from shardckpt.state.document import MAX_DEPTH
 from shardckpt.state.names import child_name, component_names, shown
+from shardckpt.text import clip, shorten
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -129,7 +129,7 @@ class _Walk:
         except CorruptionError:
             raise  # a storable value is missing or damaged
         except (DtypeError, ImportError, ValueError, TypeError, IndexError) as e:  # TypeError, IndexError: malformed arguments or state
-            why = f"cannot be stored: {shortened(str(e), 300)}"
+            why = f"cannot be stored: {clip(str(e), 300)}"
             return self.leave(name, why, value, refused=isinstance(e, DtypeError) or self.is_tensor(value))
         return value if leaves.is_small(value) else self.leave(name, f"is a {type(value).__name__}", value)
 
@@ -160,7 +160,7 @@ class _Walk:
         return _torch(lambda torch: getattr(torch, value.name))
 
     def name(self, value: Name, name: str, _depth: int) -> object:
-        return self.leave(name, f"is {shortened(value.text)}", value)
+        return self.leave(name, f"is {clip(value.text)}", value)
 
     def function(self, value: Build | StorageKind, name: str, _depth: int) -> object:
         return self.leave(name, "is a class or function", value)
@@ -174,7 +174,7 @@ class _Walk:
         if len(kept) < len(value):
             odd = [(key, child) for key, child in value.items() if key not in kept]
             why = f"has a key that cannot be stored, as have {len(odd)} values of {name!r}"
-            self.leave(f"{name}[{excerpt(odd[0][0])}]", why, odd)
+            self.leave(f"{name}[{shorten(odd[0][0])}]", why, odd)
         components = component_names(list(kept))
         found = {
             key: self.visit(child, child_name(name, component), depth + 1)
@@ -198,7 +198,7 @@ class _Walk:
             return _torch(lambda torch: torch.device(*value.arguments))
         if _NUMPY.fullmatch(value.name) or value.name in _COMPLEX:
             return place_array(_array(value)) if value.name.endswith("_reconstruct") else _scalar(value)
-        return self.leave(name, f"is a {shortened(value.name)}", value)
+        return self.leave(name, f"is a {clip(value.name)}", value)
 
 
 def _parts(value: object) -> Iterable[object]:
@@ -228,7 +228,7 @@ def _torch(make: Callable[[Any], object]) -> object:
     try:
         return make(torch)
     except (AttributeError, TypeError, RuntimeError, ValueError) as e:
-        raise FormatError(f"is no leaf of torch's ({excerpt(str(e))})") from e
+        raise FormatError(f"is not a leaf of torch's ({shorten(str(e))})") from e
 
 
 def _scalar(value: Instance) -> object:

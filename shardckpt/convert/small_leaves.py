@@ -9,10 +9,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shardckpt.errors import NamesMismatchError
-from shardckpt.excerpt import excerpt
 from shardckpt.state.document import Branch, Custom, Owned, Small, leaves_of, meanings
 from shardckpt.state.names import shown
 from shardckpt.state.unflatten import decode_leaf
+from shardckpt.text import shorten
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -72,7 +72,7 @@ def check_text_keys(node: Node, where: str, library: str, *, tuples: bool = True
     for key in node.keys:
         other = seen.setdefault(str(key), key)
         if other is not key:
-            both = f"{excerpt(other)} and {excerpt(key)}"
+            both = f"{shorten(other)} and {shorten(key)}"
             raise NamesMismatchError(
                 f"{where}: {shown(node.name)} has the keys {both}, which become the same text in {library}; rename one, or leave it "
                 f"out (exclude)."

@@ -6,8 +6,8 @@ import json
 from collections import Counter
 from typing import Any, NoReturn
 
-from shardckpt.excerpt import excerpt
 from shardckpt.format.documents import DEEPEST_METADATA, is_deeper
+from shardckpt.text import shorten
 
 
 def parse_json(raw: bytes) -> Any:
@@ -26,7 +26,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
         ((twice, _),) = Counter(key for key, _ in pairs).most_common(1)
-        raise ValueError(f"the key {excerpt(twice)} comes twice")
+        raise ValueError(f"the key {shorten(twice)} comes twice")
     for text in (*found, *(value for value in found.values() if isinstance(value, str))):
         text.encode()  # raises UnicodeEncodeError for a lone surrogate
     return found

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 from shardckpt.convert.optimizer_states import with_optimizers_as
 from shardckpt.errors import NamesMismatchError, OptionError
-from shardckpt.excerpt import Message, given, named
 from shardckpt.format.structure import Structure
 from shardckpt.reading.naming.outputs import identity
 from shardckpt.reshard.dtype_rules import plan_dtypes
@@ -24,6 +23,7 @@ from shardckpt.reshard.optimizer_state import optimizer_state
 from shardckpt.state import meanings, select
 from shardckpt.state.select import check_selection, selector
 from shardckpt.streaming.stream import Stream
+from shardckpt.text import Message, given, named
 
 if TYPE_CHECKING:
     from shardckpt.convert.options import StateOptions

@@ -22,7 +22,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from shardckpt.errors import FormatError, VersionError
-from shardckpt.excerpt import excerpt
+from shardckpt.text import shorten
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -294,7 +294,7 @@ class Fields:
         """A whole number from 0 to 2**62."""
         value = int(self._typed(key, int, "a whole number"))
         if not 0 <= value <= LARGEST_DIMENSION:
-            self.fail(f"{key!r} is {excerpt(value)}, which is out of range")
+            self.fail(f"{key!r} is {shorten(value)}, which is out of range")
         return value
 
     def mapping(self, key: str) -> dict[str, Any]:
@@ -316,7 +316,7 @@ class Fields:
         """One of a few values."""
         value = self.value(key)
         if not any(value is a or (isinstance(value, str) and value == a) for a in allowed):
-            self.fail(f"{key!r} is {excerpt(value)}, one of {allowed} is expected")
+            self.fail(f"{key!r} is {shorten(value)}, one of {allowed} is expected")
         return value
 
     def pick(self, key: str, choices: Sequence[Any]) -> Any:
@@ -330,9 +330,9 @@ class Fields:
         """Sizes or indices of a tensor, each at least `least`, with a product that can be addressed."""
         values = self.sequence(key)
         if len(values) > MOST_DIMENSIONS or not all(type(n) is int and least <= n <= LARGEST_DIMENSION for n in values):
-            self.fail(f"{key!r} is {excerpt(values)}, at most {MOST_DIMENSIONS} whole numbers >= {least} are expected")
+            self.fail(f"{key!r} is {shorten(values)}, at most {MOST_DIMENSIONS} whole numbers >= {least} are expected")
         if prod(max(n, 1) for n in values) > LARGEST_DIMENSION:
-            self.fail(f"{key!r} is {excerpt(values)}, more elements than can be addressed")
+            self.fail(f"{key!r} is {shorten(values)}, more elements than can be addressed")
         return tuple(values)
 
     def keys(self, key: str) -> list[str]:
@@ -346,13 +346,13 @@ class Fields:
         """The member `attempt`, a valid name of an attempt."""
         attempt = self.string("attempt")
         if not _ATTEMPT.fullmatch(attempt) or attempt.endswith(".__lock"):
-            self.fail(f"the attempt {excerpt(attempt)} is not a plain directory name")
+            self.fail(f"the attempt {shorten(attempt)} is not a plain directory name")
         return attempt
 
     def inside(self, key: str, path: Any) -> str:
         """`path`, if it names a file below the attempt."""
         if not isinstance(path, str) or not path.isprintable() or "\\" in path or any(map(_unfit, path.split("/"))):
-            self.fail(f"{key!r} names {excerpt(path)}, which lies outside the attempt")
+            self.fail(f"{key!r} names {shorten(path)}, which lies outside the attempt")
         return str(path)
 
 
@@ -367,7 +367,7 @@ def check_key(key: str, where: object) -> None:
     """
     why = unfit(key)
     if why:
-        raise FormatError(f"{excerpt(key)} is not a valid key below {where}: {why}.")
+        raise FormatError(f"{shorten(key)} is not a valid key below {where}: {why}.")
 
 
 def unfit(path: str) -> str | None:

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from shardckpt.errors import CommitError
-from shardckpt.excerpt import excerpt, numbered
 from shardckpt.format.documents import (
     COMPRESSIONS,
     DIFFERENCE_VERSION,
@@ -30,6 +29,7 @@ from shardckpt.format.documents import (
 from shardckpt.format.replicas import ReplicasReference
 from shardckpt.format.structure import Structure, TensorRecord
 from shardckpt.state.names import shown
+from shardckpt.text import numbered, shorten
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -319,7 +319,7 @@ class Contents:
         metadata = _agreed(
             [(processes, part.metadata) for processes, part in parts],
             lambda key, one, other: (
-                f"SaveOptions(metadata=…): {excerpt(key)} differs between {one} and {other}; give all the same, or one of "
+                f"SaveOptions(metadata=…): {shorten(key)} differs between {one} and {other}; give all the same, or one of "
                 f"them alone, and put what differs into the state as shardckpt.PerProcess."
             ),
         )
@@ -361,7 +361,7 @@ class Contents:
             try:
                 small[name] = base64.b64decode(text, validate=True)
             except (TypeError, ValueError, binascii.Error):
-                read.fail(f"the elements of {shown(name)} are no base64")
+                read.fail(f"the elements of {shown(name)} are not base64")
             tensor = structure.tensors.get(name)
             if tensor is None or len(small[name]) != tensor.nbytes:
                 read.fail(f"there are {len(small[name])} bytes of elements of {shown(name)}, which no tensor of that name has")

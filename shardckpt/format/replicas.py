@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from shardckpt.excerpt import numbered
 from shardckpt.format.documents import Fields, FileReference, document_digest, seal
+from shardckpt.text import numbered
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

@@ -142,7 +142,7 @@ class _Float(_MlDType):
     def _check_scalar(self, data: object) -> bool:
         if isinstance(data, str):
             return data in _SPECIAL or self._bits_of_text(data) is not None
-        # Neither complex numbers nor bools are valid. ml_dtypes' scalars have __float__ and are no numbers.Real.
+        # Neither complex numbers nor bools are valid. ml_dtypes' scalars have __float__ and are not numbers.Real.
         return not isinstance(data, (bool, complex, np.complexfloating, np.ndarray)) and hasattr(data, "__float__")
 
     def _of_number(self, data: Any) -> np.generic:

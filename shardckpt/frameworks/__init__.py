@@ -65,7 +65,7 @@ torch_xla's sharded tensors are DTensors too, and all of these are torch tensors
 _MARKS = {"dcp_protocol": ("__create_write_items__", "global_offsets")}
 """Attributes of an adapter's leaves, which have one of them. Programs without such leaves do not import the adapter."""
 _NO_LEAVES = frozenset((dict, list, tuple, str, int, float, bool, type(None)))
-"""Types whose values are no tensors, so that no adapter is asked."""
+"""Types whose values are not tensors, so that no adapter is asked."""
 _BY_CLASS: dict[type, tuple[str, Callable[[Any], bool], _Adapter]] = {}
 """The adapter of a class in its `CLASSES`: its name, its function `owns`, which decides for one instance, and itself. No other adapter is
 asked then."""
@@ -317,7 +317,7 @@ def target(name: str, leaf: object, shape: tuple[int, ...], dtype: DType) -> Sin
 
 
 def framework_of(leaf: object) -> str | None:
-    """Name of the framework that a leaf is a tensor of; None: it is no tensor of an imported framework."""
+    """Name of the framework that a leaf is a tensor of; None: it is not a tensor of an imported framework."""
     kind = type(leaf)
     if kind in _NO_LEAVES:
         return None

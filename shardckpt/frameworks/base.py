@@ -282,7 +282,7 @@ def dtype_of(dtype: object) -> DType:
     try:
         return of_numpy(np.dtype(dtype))  # type: ignore[call-overload]
     except TypeError as e:
-        raise OptionError(f"{dtype!r} is no dtype; give one of numpy, ml_dtypes or torch, or a name such as 'bfloat16'.") from e
+        raise OptionError(f"{dtype!r} is not a dtype; give one of numpy, ml_dtypes or torch, or a name such as 'bfloat16'.") from e
 
 
 @lru_cache(maxsize=1024)

@@ -183,7 +183,7 @@ def _widened(meshes: Iterable[DeviceMesh]) -> dict[DeviceMesh, DeviceMesh]:
     """For each mesh the largest mesh that it is a slice of, or itself.
 
     A slice means torch's `mesh["dp"]`: every rank has one, with its own ranks in it. A mesh of some ranks that was created
-    independently is no slice: all ranks know it, and the ranks outside it hold nothing.
+    independently is not a slice: all ranks know it, and the ranks outside it hold nothing.
     """
     distinct = sorted(set(meshes), key=lambda mesh: (-mesh.size(), mesh.mesh_dim_names or ()))
     return {mesh: next((wide for wide in distinct if _is_slice(mesh, wide)), mesh) for mesh in distinct}

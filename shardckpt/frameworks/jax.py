@@ -160,7 +160,7 @@ class _JaxSource(HostSource):
 
 
 def warm(sources: Iterable[Source]) -> None:
-    """Have XLA take the pinned memory of copies of these arrays; what is no array of this adapter is left out."""
+    """Have XLA take the pinned memory of copies of these arrays; what is not an array of this adapter is left out."""
     shards = []
     for source in sources:
         if isinstance(source, _JaxSource):

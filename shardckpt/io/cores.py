@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardckpt.errors import OptionError
-from shardckpt.excerpt import excerpt
+from shardckpt.text import shorten
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -37,7 +37,7 @@ def cores() -> int:
     given = os.environ.get(_VARIABLE)
     if given:
         if not given.strip().isdecimal() or not 0 < int(given) <= _MOST:
-            raise OptionError(f"{_VARIABLE}={excerpt(given)}: give a number of threads from 1 to {_MOST}, or remove the variable.")
+            raise OptionError(f"{_VARIABLE}={shorten(given)}: give a number of threads from 1 to {_MOST}, or remove the variable.")
         return int(given)
     return max(1, _allowed() // _local_processes())
 

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 import numpy as np
 
 from shardckpt.errors import StorageError
-from shardckpt.excerpt import file_size
 from shardckpt.format.zarr_arrays import CHECKSUM_BYTES
 from shardckpt.io import extension
 from shardckpt.io.buffers import MOST_VECTORS, after
@@ -28,6 +27,7 @@ from shardckpt.io.descriptor import OpenFile
 from shardckpt.io.failures import storage_errors
 from shardckpt.io.files import sync_directory
 from shardckpt.io.store import Data, byte_view
+from shardckpt.text import file_size
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -20,13 +20,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from shardckpt.errors import ShardckptError, StorageError
-from shardckpt.excerpt import duration_text, file_size
 from shardckpt.io import locks
 from shardckpt.io.ages import storage_now
 from shardckpt.io.buckets.uploading import SMALLEST, open_upload
 from shardckpt.io.datafile import free_bytes
 from shardckpt.io.status import exists
 from shardckpt.io.store import Store
+from shardckpt.text import duration_text, file_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 import shardckpt.io.shutdown  # (saves in the background need it, and it cannot be imported during the shutdown)
 import shardckpt.io.streams  # noqa: F401  (guards the logger)
 from shardckpt.errors import CommitError, CoordinationError, ShardckptError, StorageError
-from shardckpt.excerpt import shortened
 from shardckpt.io.threads import prompt_turns
+from shardckpt.text import clip
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -86,7 +86,7 @@ def storage_errors(action: str, place: object) -> Iterator[None]:
 def failure_at(place: object, error: Exception) -> str:
     """The end of a message about an error of TensorStore or the system: the place, the error's own text, and what to do."""
     said = _said(error, place)
-    return f"{shortened(str(place), _LONGEST)}: {shortened(said, _LONGEST)}; {_advice(said, error, place)}."
+    return f"{clip(str(place), _LONGEST)}: {clip(said, _LONGEST)}; {_advice(said, error, place)}."
 
 
 def _said(error: Exception, place: object) -> str:

@@ -219,7 +219,7 @@ def parse(url: str | os.PathLike[str] | Location) -> Location:
         return url
     text = _text_of(url)
     if not isinstance(text, str):
-        raise UrlError(f"{url!r} is no url; give a str or a pathlib.Path.")
+        raise UrlError(f"{url!r} is not a url; give a str or a pathlib.Path.")
     if not text:
         raise UrlError("The url is empty; give a path, or gs://bucket/…, s3://bucket/… or file:///….")
     if "\0" in text:

@@ -21,7 +21,7 @@ import ml_dtypes
 import numpy as np
 
 from shardckpt.errors import DtypeError
-from shardckpt.excerpt import excerpt
+from shardckpt.text import shorten
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -110,7 +110,7 @@ def by_name(name: str) -> DType:
     if found is None:
         if name in _ML_NAMES or name in _BITS_NAMES:
             raise DtypeError(f"dtype {name!r} is unknown to the installed ml_dtypes {ml_dtypes.__version__}; install a newer one.")
-        raise DtypeError(f"dtype {excerpt(name)} cannot be stored. {_ADVICE}")
+        raise DtypeError(f"dtype {shorten(name)} cannot be stored. {_ADVICE}")
     return found
 
 

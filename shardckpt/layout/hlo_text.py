@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from shardckpt.errors import ShardingError
-from shardckpt.excerpt import shortened
 from shardckpt.layout.tile_assignment import MAX_DIMS, Iota, TileAssignment
+from shardckpt.text import clip
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -201,4 +201,4 @@ class _Reader:
         return self.error(f"found {word[:40]!r} where {expected} was expected")
 
     def error(self, what: str) -> ShardingError:
-        return ShardingError(f"OpSharding text {shortened(self.text)!r}: {what}, at character {self.at}.")
+        return ShardingError(f"OpSharding text {clip(self.text)!r}: {what}, at character {self.at}.")

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from shardckpt.errors import FormatError, ShardingError
-from shardckpt.excerpt import excerpt
+from shardckpt.text import shorten
 
 Ids: TypeAlias = NDArray[np.int64]
 
@@ -134,14 +134,14 @@ class Mesh:
             FormatError: The document is invalid.
         """
         if not isinstance(doc, Mapping) or set(doc) != {"shape", "axes", "devices"}:
-            raise FormatError(f"mesh: expected an object with shape, axes and devices, found {excerpt(doc)}.")
+            raise FormatError(f"mesh: expected an object with shape, axes and devices, found {shorten(doc)}.")
         shape, axes, devices = doc["shape"], doc["axes"], doc["devices"]
         if not _is_list_of(shape, int) or not _is_list_of(axes, str):
             raise FormatError(
-                f"mesh: shape must be a list of integers and axes a list of names, found {excerpt(shape)} and {excerpt(axes)}."
+                f"mesh: shape must be a list of integers and axes a list of names, found {shorten(shape)} and {shorten(axes)}."
             )
         if devices is not None and not _is_list_of(devices, int):
-            raise FormatError(f"mesh: devices must be null or a list of integers, found {excerpt(devices)}.")
+            raise FormatError(f"mesh: devices must be null or a list of integers, found {shorten(devices)}.")
         try:
             return Mesh(shape, axes, devices)
         except ShardingError as error:
@@ -162,7 +162,7 @@ def referred_mesh(doc: object, meshes: Sequence[Mesh], what: str) -> Mesh:
     if type(doc) is not int:
         return Mesh.from_json(doc)
     if not 0 <= doc < len(meshes):
-        raise FormatError(f"{what}: it refers to mesh {excerpt(doc)}, but there are {len(meshes)} meshes, counted from 0.")
+        raise FormatError(f"{what}: it refers to mesh {shorten(doc)}, but there are {len(meshes)} meshes, counted from 0.")
     return meshes[doc]
 
 
@@ -189,13 +189,13 @@ def checked_sizes(sizes: Sequence[int], what: str, *, least: int) -> tuple[int, 
     try:
         checked = tuple(sizes)
     except TypeError:
-        raise ShardingError(f"{what}: expected a sequence of integers, found {excerpt(sizes)}.") from None
+        raise ShardingError(f"{what}: expected a sequence of integers, found {shorten(sizes)}.") from None
     for i, size in enumerate(checked):
         if isinstance(size, bool | np.bool_) or not isinstance(size, int | np.integer):
-            raise ShardingError(f"{what}: expected integers, found {excerpt(size)} at position {i} of {excerpt(checked)}.")
+            raise ShardingError(f"{what}: expected integers, found {shorten(size)} at position {i} of {shorten(checked)}.")
         if not least <= size <= _LARGEST:
             raise ShardingError(
-                f"{what}: every size must be at least {least} and below 2**62, found {excerpt(size)} at position {i} of {excerpt(checked)}."
+                f"{what}: every size must be at least {least} and below 2**62, found {shorten(size)} at position {i} of {shorten(checked)}."
             )
     return tuple(int(size) for size in checked)
 
@@ -207,14 +207,14 @@ def _checked_names(axis_names: Sequence[str] | None, shape: tuple[int, ...]) -> 
         raise ShardingError(f"Mesh: axis_names is the single string {axis_names!r}; give a tuple with one name per axis.")
     names = tuple(axis_names)
     if not all(isinstance(name, str) and name for name in names):
-        raise ShardingError(f"Mesh: axis names must be strings that are not empty, found {excerpt(names)}.")
+        raise ShardingError(f"Mesh: axis names must be strings that are not empty, found {shorten(names)}.")
     if len(names) != len(shape):
         raise ShardingError(
-            f"Mesh: {len(names)} axis names {excerpt(names)} for the {len(shape)} axes of shape {shape}; give one per axis."
+            f"Mesh: {len(names)} axis names {shorten(names)} for the {len(shape)} axes of shape {shape}; give one per axis."
         )
     if len(set(names)) != len(names):
         twice = next(name for name in names if names.count(name) > 1)
-        raise ShardingError(f"Mesh: axis name {twice!r} is used more than once in {excerpt(names)}; give every axis its own.")
+        raise ShardingError(f"Mesh: axis name {twice!r} is used more than once in {shorten(names)}; give every axis its own.")
     return names
 
 

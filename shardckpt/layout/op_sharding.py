@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from shardckpt.errors import FormatError, ShardingError
-from shardckpt.excerpt import shortened
 from shardckpt.layout.device_boxes import DeviceBoxes, Tiling, checked_tensor_shape, tile_shape
 from shardckpt.layout.hlo_text import Kind, parse_hlo
 from shardckpt.layout.tile_assignment import Form, TileAssignment
+from shardckpt.text import clip
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
@@ -133,7 +133,7 @@ class OpSharding:
         if kind is Kind.REPLICATED and num_devices is not None:
             return cls.replicated(num_devices)
         if kind is Kind.TILED and num_devices is not None and tiles is not None and tiles.num_devices != num_devices:
-            raise ShardingError(f"OpSharding: the text has {tiles.num_devices} devices, but num_devices={num_devices}: {shortened(text)}")
+            raise ShardingError(f"OpSharding: the text has {tiles.num_devices} devices, but num_devices={num_devices}: {clip(text)}")
         return cls(kind, tiles, subgroups)
 
     def relabel(self, device_ids: ArrayLike) -> OpSharding:
@@ -202,7 +202,7 @@ class OpSharding:
         self._saveable()
         if len(self.data_dims) != ndim:
             raise ShardingError(
-                f"OpSharding {shortened(self.to_hlo())} cuts tensors of {len(self.data_dims)} dimensions and this one has {ndim}; "
+                f"OpSharding {clip(self.to_hlo())} cuts tensors of {len(self.data_dims)} dimensions and this one has {ndim}; "
                 "use the sharding of the tensor itself."
             )
         return self.data_dims
@@ -339,7 +339,7 @@ class OpSharding:
             raise _no_devices(same)
         for kind in same.subgroups:
             if kind is not Kind.REPLICATED:
-                raise ShardingError(f"OpSharding {shortened(self.to_hlo())} has no boxes. A subgroup is {_NO_BOXES[kind]}.")
+                raise ShardingError(f"OpSharding {clip(self.to_hlo())} has no boxes. A subgroup is {_NO_BOXES[kind]}.")
         return same
 
 
@@ -361,4 +361,4 @@ def _is_whole(canonical: OpSharding) -> bool:
 def _no_devices(sharding: OpSharding) -> ShardingError:
     if sharding.kind is Kind.REPLICATED:
         return ShardingError("OpSharding {replicated} does not say on how many devices; read it with parse(text, num_devices=…).")
-    return ShardingError(f"OpSharding {shortened(sharding.to_hlo())} has no boxes. It is {_NO_BOXES[sharding.kind]}.")
+    return ShardingError(f"OpSharding {clip(sharding.to_hlo())} has no boxes. It is {_NO_BOXES[sharding.kind]}.")

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 
 from shardckpt.errors import FormatError, ShardingError
-from shardckpt.excerpt import excerpt
 from shardckpt.layout.mesh import MAX_AXES, Mesh
+from shardckpt.text import shorten
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -120,10 +120,10 @@ def _checked_axis(axis: object, d: int) -> Axis:
         return int(axis)
     if isinstance(axis, tuple | list):
         raise ShardingError(
-            f"PartitionSpec: entry {d} holds {excerpt(axis)} inside a tuple; tuples cannot be nested, write one flat tuple."
+            f"PartitionSpec: entry {d} holds {shorten(axis)} inside a tuple; tuples cannot be nested, write one flat tuple."
         )
     raise ShardingError(
-        f"PartitionSpec: entry {d} holds {excerpt(axis)}; expected None, an axis name, an axis index from 0, or a tuple of those."
+        f"PartitionSpec: entry {d} holds {shorten(axis)}; expected None, an axis name, an axis index from 0, or a tuple of those."
     )
 
 
@@ -132,7 +132,7 @@ def _refuse_repeats(spec: PartitionSpec) -> None:
     for axes in spec.axes:
         for axis in axes:
             if axis in seen:
-                raise ShardingError(f"{excerpt(spec)}: axis {excerpt(axis)} appears more than once; an axis can cut one dimension, once.")
+                raise ShardingError(f"{shorten(spec)}: axis {shorten(axis)} appears more than once; an axis can cut one dimension, once.")
             seen.add(axis)
 
 
@@ -143,5 +143,5 @@ def _axis_name(axis: Axis, mesh: Mesh, spec: PartitionSpec) -> str:
     elif axis < mesh.ndim:
         return mesh.axis_names[axis]
     raise ShardingError(
-        f"{excerpt(spec)}: the mesh has no axis {excerpt(axis)}; its axes are {', '.join(map(excerpt, mesh.axis_names)) or 'none'}."
+        f"{shorten(spec)}: the mesh has no axis {shorten(axis)}; its axes are {', '.join(map(shorten, mesh.axis_names)) or 'none'}."
     )

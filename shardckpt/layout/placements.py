@@ -26,13 +26,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from shardckpt.errors import FormatError, ShardingError
-from shardckpt.excerpt import excerpt, shortened
 from shardckpt.layout.box import BoxArray
 from shardckpt.layout.device_boxes import checked_tensor_shape
 from shardckpt.layout.mesh import MAX_AXES, MAX_DEVICES, Mesh, referred_mesh
 from shardckpt.layout.partition_spec import PartitionSpec
 from shardckpt.layout.sharding import Sharding
 from shardckpt.layout.splits import DimSplit, cuts, cuts_once, grid_boxes, intervals, without_empty, without_idle
+from shardckpt.text import clip, shorten
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -68,9 +68,9 @@ class Placement:
         if self.dim is None and self.split_factor == 1:
             return
         if type(self.dim) is not int or not 0 <= self.dim < MAX_AXES:
-            raise ShardingError(f"Placement: the tensor dimension must be a number from 0 to {MAX_AXES - 1}, found {excerpt(self.dim)}.")
+            raise ShardingError(f"Placement: the tensor dimension must be a number from 0 to {MAX_AXES - 1}, found {shorten(self.dim)}.")
         if type(self.split_factor) is not int or not 1 <= self.split_factor <= MAX_DEVICES:
-            raise ShardingError(f"Placement: the split factor must be from 1 to {MAX_DEVICES}, found {excerpt(self.split_factor)}.")
+            raise ShardingError(f"Placement: the split factor must be from 1 to {MAX_DEVICES}, found {shorten(self.split_factor)}.")
 
     @classmethod
     def parse(cls, text: object) -> Placement:
@@ -81,7 +81,7 @@ class Placement:
         """
         found = _TEXT.fullmatch(text) if isinstance(text, str) else None
         if found is None:
-            raise ShardingError(f"Placement: expected 'R', 'S(0)' or '_S(0,2)', with the tensor dimension first, found {excerpt(text)}.")
+            raise ShardingError(f"Placement: expected 'R', 'S(0)' or '_S(0,2)', with the tensor dimension first, found {shorten(text)}.")
         plain, strided, factor = found.groups()
         return cls(int(strided), int(factor)) if strided else cls(int(plain)) if plain else cls()
 
@@ -138,7 +138,7 @@ class Placements:
         """Text for people: `_S(0,2) over dp=2, S(0) over tp=4`, shortened if it is very long."""
         sizes = self.mesh.axis_sizes.items()
         texts = [f"{placement} over {name}={size}" for placement, (name, size) in zip(self.placements, sizes, strict=True)]
-        return shortened(", ".join(texts) or "R", 200)
+        return clip(", ".join(texts) or "R", 200)
 
     @property
     def num_devices(self) -> int:
@@ -255,10 +255,10 @@ class Placements:
             FormatError: the document is invalid.
         """
         if not isinstance(doc, Mapping) or set(doc) != {"mesh", "placements"}:
-            raise FormatError(f"placements: expected an object with mesh and placements, found {excerpt(doc)}.")
+            raise FormatError(f"placements: expected an object with mesh and placements, found {shorten(doc)}.")
         mesh, texts = referred_mesh(doc["mesh"], meshes, "placements"), doc["placements"]
         if not isinstance(texts, list) or len(texts) > MAX_AXES:
-            raise FormatError(f"placements: expected a list of at most {MAX_AXES}, found {excerpt(texts)}.")
+            raise FormatError(f"placements: expected a list of at most {MAX_AXES}, found {shorten(texts)}.")
         try:
             return cls.of(mesh, texts)
         except ShardingError as error:

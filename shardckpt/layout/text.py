@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shardckpt.excerpt import shortened, visible
 from shardckpt.layout.device_list import device_list
+from shardckpt.text import clip, visible
 
 if TYPE_CHECKING:
     from shardckpt.layout.mesh import Mesh
@@ -56,4 +56,4 @@ def op_sharding_text(layout: Layout, ndim: int) -> str:
     """The OpSharding in XLA's notation, truncated if it is very long."""
     from shardckpt.layout.sharding import Sharding
 
-    return shortened((layout.op_sharding(ndim) if isinstance(layout, Sharding) else layout).to_hlo(), LONGEST_OP_SHARDING)
+    return clip((layout.op_sharding(ndim) if isinstance(layout, Sharding) else layout).to_hlo(), LONGEST_OP_SHARDING)

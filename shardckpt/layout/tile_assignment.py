@@ -20,8 +20,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from shardckpt.errors import ShardingError
-from shardckpt.excerpt import shortened
 from shardckpt.layout.mesh import MAX_DEVICES, checked_ids, checked_sizes
+from shardckpt.text import clip
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -195,7 +195,7 @@ class TileAssignment:
         return self._hash
 
     def __repr__(self) -> str:
-        return f"TileAssignment({shortened(self.to_hlo('auto'), 200)})"
+        return f"TileAssignment({clip(self.to_hlo('auto'), 200)})"
 
 
 def _checked_iota(iota: Iota, dims: tuple[int, ...]) -> Iota:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from shardckpt.excerpt import index_range
 from shardckpt.layout.device_boxes import tile_shape
+from shardckpt.text import index_range
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

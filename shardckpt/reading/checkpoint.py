@@ -29,7 +29,6 @@ from shardckpt.errors import (
     ShapeMismatchError,
     out_of_memory_is_typed,
 )
-from shardckpt.excerpt import excerpt
 from shardckpt.format.record import CheckpointRecord, parse_checkpoint
 from shardckpt.io.failures import check_fork, reading_takes_threads
 from shardckpt.io.store import Store, kind_of
@@ -47,6 +46,7 @@ from shardckpt.reading.verification import verify
 from shardckpt.state import alias_map, per_process_names, stored_names, unflatten
 from shardckpt.state import names as naming
 from shardckpt.state.names import array_path, piece_path
+from shardckpt.text import shorten
 
 if TYPE_CHECKING:
     import os
@@ -176,7 +176,7 @@ class Checkpoint:
             OptionError: `name` is not a str.
         """
         if not isinstance(name, str):
-            raise OptionError(f"{self.location}: {excerpt(name)} is no name of a tensor; give one of its names, as a str.")
+            raise OptionError(f"{self.location}: {shorten(name)} is not a name of a tensor; give one of its names, as a str.")
         if name not in self._stored_name:
             raise NamesMismatchError(
                 f"{self.location}: no tensor {name!r}{naming.did_you_mean(name, self._stored_name)}; `shardckpt info` lists its names."
@@ -211,7 +211,7 @@ class Checkpoint:
         t = self.tensor(name)
         box = Box.full(t.shape) if box is None else box
         if not isinstance(box, Box):
-            raise OptionError(f"{name}: {excerpt(box)} is no box; give shardckpt.Box((first, …), (one past the last, …)).")
+            raise OptionError(f"{name}: {shorten(box)} is not a box; give shardckpt.Box((first, …), (one past the last, …)).")
         if box.ndim != len(t.shape) or not Box.full(t.shape).contains(box) or any(b > n for b, n in zip(box.stop, t.shape, strict=True)):
             raise ShapeMismatchError(f"{name}: the box {box} lies outside its shape {t.shape} in {self.location}.")
         out = empty(name, box.shape, t.dtype.storage)

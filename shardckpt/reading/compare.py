@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from shardckpt.commit.fingerprints import recorded_fingerprint
 from shardckpt.errors import OptionError, ShardingError
-from shardckpt.excerpt import Message, count, file_size, named_size, shortened, visible
 from shardckpt.io.failures import reading_takes_threads
 from shardckpt.layout.op_sharding import OpSharding
 from shardckpt.layout.placements import Placements
@@ -25,6 +24,7 @@ from shardckpt.options import parse_bytes
 from shardckpt.reading.compare_values import DEFAULT_MEMORY_LIMIT, Pair, ValueChange, compare_values
 from shardckpt.state.document import Branch, Composite, Custom, Node, Owned, Small, Tensor, Tied, leaves_of, write
 from shardckpt.state.leaves import describe
+from shardckpt.text import Message, clip, count, file_size, named_size, visible
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -204,7 +204,7 @@ class _Structure:
             self.changes.append(Change(name, "shape", a.shape, b.shape))
         contexts = [json.dumps(write(of.context), sort_keys=True) for of in (a, b)]
         if contexts[0] != contexts[1]:
-            self.changes.append(Change(name, "context", *map(shortened, contexts)))
+            self.changes.append(Change(name, "context", *map(clip, contexts)))
 
     def tensor(self, name: str, node_a: Tensor | Tied, node_b: Tensor | Tied) -> None:
         """Compare everything except the values of a tensor."""

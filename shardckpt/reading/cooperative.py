@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias
 
 from shardckpt import errors
 from shardckpt.errors import CoordinationError, OptionError, ShardckptError
-from shardckpt.excerpt import excerpt, file_size
 from shardckpt.format.documents import document_digest
 from shardckpt.frameworks.coordination import Coordinator
 from shardckpt.frameworks.interconnect import Interconnect, interconnect_of
@@ -34,6 +33,7 @@ from shardckpt.plan.bandwidths import Bandwidths, Estimate
 from shardckpt.plan.shares import peers_sharing_reads
 from shardckpt.reading.locate import MadeTensor
 from shardckpt.reading.shared_reading import SharedReading, error_document
+from shardckpt.text import file_size, shorten
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -57,7 +57,7 @@ def check_choice(choice: object) -> None:
         OptionError: not a bool, "auto" or bandwidths.
     """
     if not _is_choice(choice):
-        raise OptionError(f'restore(cooperative={excerpt(choice)}): use True, False, "auto", or shardckpt.Bandwidths(…).')
+        raise OptionError(f'restore(cooperative={shorten(choice)}): use True, False, "auto", or shardckpt.Bandwidths(…).')
 
 
 def _is_choice(choice: object) -> bool:

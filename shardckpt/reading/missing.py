@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 from shardckpt.commit.attempts import is_attempt, step_of
 from shardckpt.commit.publish import RECORD, published_attempt
 from shardckpt.errors import NotFoundError, ShardckptError, UncommittedError
-from shardckpt.excerpt import few
 from shardckpt.io.store import Store
 from shardckpt.state import names as naming
+from shardckpt.text import few
 
 if TYPE_CHECKING:
     from shardckpt.format.record import Tombstone

@@ -134,7 +134,7 @@ def restore(
         NotFoundError: there is no committed checkpoint.
         MismatchError: names, structure, shape or dtype differ from `like`; nothing was read. After the reading: an object of a
             `train_state` refuses its state, or does not take all of it (NamesMismatchError).
-        LeafError, ShardingError: a leaf of `like` is no valid destination; the error names it. Nothing was read.
+        LeafError, ShardingError: a leaf of `like` is not a valid destination; the error names it. Nothing was read.
         OptionError: an option is invalid.
         ReplacedError: the checkpoint was replaced or deleted while it was being read.
         CorruptionError: stored bytes are damaged or missing. The contents of leaves that are filled in place are undefined.

@@ -108,7 +108,7 @@ def verify(
             again by a call that resumes, and damage to metadata by each call.
 
     Raises:
-        OptionError: `after` is no number of chunks of the checkpoint.
+        OptionError: `after` is not a number of chunks of the checkpoint.
     """
     with short_pause(record.totals["bytes"], on_disk=store.near):
         return _Verification(store, record, progress, on_damage, after, group_bytes).run()

@@ -85,7 +85,7 @@ class ZarrKeys:
         return prod(piece.chunks) * tensor.dtype.storage.itemsize + CHECKSUM_BYTES
 
     def children(self, path: str) -> list[str] | None:
-        """The names directly below a path; None if the path is no group, array, or directory of chunks."""
+        """The names directly below a path; None if the path is not a group, array, or directory of chunks."""
         if path in self._children:
             return [DOCUMENT, *self._children[path]]
         found = self._array(path)

@@ -148,4 +148,4 @@ def _part(data: bytes, wanted: ByteRequest | None) -> bytes:
         case SuffixByteRequest(suffix):
             return data[max(0, len(data) - suffix) :]
         case _:
-            raise OptionError(f"{wanted!r} is no byte range of zarr's; use RangeByteRequest, OffsetByteRequest or SuffixByteRequest.")
+            raise OptionError(f"{wanted!r} is not a byte range of zarr's; use RangeByteRequest, OffsetByteRequest or SuffixByteRequest.")

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from shardckpt._version import __version__
 from shardckpt.errors import CoordinationError, MissingExtraError, OptionError
-from shardckpt.excerpt import Message, named
+from shardckpt.text import Message, named
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -18,10 +18,10 @@ from difflib import get_close_matches
 from typing import TYPE_CHECKING, Protocol
 
 from shardckpt.errors import DtypeError, DtypeMismatchError, OptionError
-from shardckpt.excerpt import Message, excerpt, named
 from shardckpt.layout.dtypes import DTYPES, by_name, castable
 from shardckpt.state.names import shown
 from shardckpt.state.select import matches
+from shardckpt.text import Message, named, shorten
 
 if TYPE_CHECKING:
     from collections.abc import Container
@@ -181,10 +181,10 @@ def _named(name: object) -> DType:
             raise OptionError(Message(_DTYPE, f": {e}")) from e
     close = get_close_matches(name, [*DTYPES, *SHORT_NAMES], n=3)
     if not close and any(character in name for character in "*/"):
-        example = excerpt(f"{name}=bfloat16")
-        raise OptionError(Message(_DTYPE, f": unknown dtype {excerpt(name)}; after a pattern comes =DTYPE, as in {example}."))
+        example = shorten(f"{name}=bfloat16")
+        raise OptionError(Message(_DTYPE, f": unknown dtype {shorten(name)}; after a pattern comes =DTYPE, as in {example}."))
     advice = f"did you mean {' or '.join(close)}?" if close else f"known are {', '.join(DTYPES)}."
-    raise OptionError(Message(_DTYPE, f": unknown dtype {excerpt(name)}; {advice}"))
+    raise OptionError(Message(_DTYPE, f": unknown dtype {shorten(name)}; {advice}"))
 
 
 def _is_floating(dtype: DType) -> bool:

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from shardckpt.errors import MissingExtraError, OptionError
-from shardckpt.excerpt import Message, install_command, named
 from shardckpt.reshard.clusters import EXTRAS, ClusterExecutor, address_of
 from shardckpt.reshard.processes import LocalProcesses
 from shardckpt.streaming.memory import PROCESS_BYTES
+from shardckpt.text import Message, install_command, named
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -25,7 +25,6 @@ from shardckpt.commit.dependants import Dependants
 from shardckpt.commit.publish import data_stays, is_published, publish, remove_replaced
 from shardckpt.commit.remove import remove_strays
 from shardckpt.errors import CommitError, OptionError, ShardckptError, leaves_out_with, out_of_memory_is_typed
-from shardckpt.excerpt import Message, named
 from shardckpt.io.datafile import check_space
 from shardckpt.io.failures import reading_takes_threads
 from shardckpt.io.store import kind_of
@@ -40,6 +39,7 @@ from shardckpt.reshard.reuse import reuse_files
 from shardckpt.reshard.task import TaskReport, free_kept, keep_open, run_task
 from shardckpt.state.names import shown
 from shardckpt.streaming.source import place_of
+from shardckpt.text import Message, named
 
 if TYPE_CHECKING:
     import os

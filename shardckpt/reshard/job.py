@@ -32,7 +32,6 @@ from shardckpt.errors import (
     ShardckptError,
     StorageError,
 )
-from shardckpt.excerpt import Message, named
 from shardckpt.format.record import CheckpointRecord, Contents, host_record_key
 from shardckpt.io.status import exists, is_directory, is_link
 from shardckpt.io.store import Store
@@ -48,6 +47,7 @@ from shardckpt.reshard.plan import ReshardPlan, plan_reshard
 from shardckpt.reshard.reuse_method import reuse_method
 from shardckpt.streaming.memory import readers
 from shardckpt.streaming.source import OpenSource, open_source
+from shardckpt.text import Message, named
 from shardckpt.writing.host import describe
 
 if TYPE_CHECKING:

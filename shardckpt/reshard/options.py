@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from shardckpt.errors import OptionError
-from shardckpt.excerpt import Message, named
 from shardckpt.options import OptionParts, Options, option
+from shardckpt.text import Message, named
 
 if TYPE_CHECKING:
     import os

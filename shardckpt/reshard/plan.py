@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shardckpt.excerpt import count, file_size
 from shardckpt.format.zarr_arrays import CHECKSUM_BYTES, largest_chunk
 from shardckpt.io.store import kind_of
 from shardckpt.plan.cells import Cells, plan_cells, read_bytes
@@ -27,6 +26,7 @@ from shardckpt.plan.views import View
 from shardckpt.reshard.targets import Targets, targets
 from shardckpt.streaming.batches import ChunkTarget, PlannedStep
 from shardckpt.streaming.memory import Memory, Sizes, check_limit, share
+from shardckpt.text import count, file_size
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping

@@ -55,7 +55,7 @@ def runs_below(root: str | os.PathLike[str], known: Collection[str] = ()) -> lis
 
     Args:
         root: a directory.
-        known: names below it that are no runs.
+        known: names below it that are not runs.
 
     Raises:
         StorageError: the storage failed.

@@ -19,7 +19,6 @@ from shardckpt.commit.attempts import attempts, is_attempt_name, places
 from shardckpt.commit.markers import PINNED, SUPERSEDED, Protection, is_superseded, protection
 from shardckpt.commit.publish import RECORD, record_digest
 from shardckpt.errors import FormatError, MissingDataError, NotFoundError, ShardckptError, StorageError
-from shardckpt.excerpt import excerpt
 from shardckpt.format.bases import bases_of
 from shardckpt.format.documents import LARGEST_DIMENSION, open_envelope
 from shardckpt.io.ages import last_written
@@ -29,6 +28,7 @@ from shardckpt.io.store import Store
 from shardckpt.io.threads import map_on_threads
 from shardckpt.io.url import Location, parse
 from shardckpt.runs.leftover import check_leftover
+from shardckpt.text import shorten
 
 if TYPE_CHECKING:
     import os
@@ -269,7 +269,7 @@ def _as_float(value: float) -> float | str:
 def _attempt(doc: dict[str, Any], where: str) -> str:
     attempt: str = _typed(doc, "attempt", str, where)
     if not is_attempt_name(attempt):
-        raise FormatError(f"{where}: 'attempt' is {excerpt(attempt)}, which no attempt is called; the record was not written by shardckpt.")
+        raise FormatError(f"{where}: 'attempt' is {shorten(attempt)}, which no attempt is called; the record was not written by shardckpt.")
     return attempt
 
 

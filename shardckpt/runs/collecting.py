@@ -40,7 +40,6 @@ from shardckpt.commit.remove import (
     remove_attempt,
 )
 from shardckpt.errors import FormatError, NotFoundError, OptionError, StorageError
-from shardckpt.excerpt import Message, named
 from shardckpt.io.failures import check_fork, reading_takes_threads
 from shardckpt.io.status import exists
 from shardckpt.io.store import Store
@@ -48,6 +47,7 @@ from shardckpt.io.threads import map_on_threads
 from shardckpt.io.url import parse
 from shardckpt.runs.committing import commit_place, publishable
 from shardckpt.runs.leases import leased_steps
+from shardckpt.text import Message, named
 
 if TYPE_CHECKING:
     import os

@@ -23,13 +23,13 @@ from shardckpt.commit.dependants import Dependants
 from shardckpt.commit.publish import data_stays, hold_place, publish, read_prior, remove_replaced
 from shardckpt.commit.remove import remove_strays
 from shardckpt.errors import AlreadyExistsError, NotFoundError, ShardckptError, StorageError
-from shardckpt.excerpt import numbered
 from shardckpt.io.failures import check_fork, is_denied, reading_takes_threads
 from shardckpt.io.store import Store
 from shardckpt.io.url import parse
 from shardckpt.runs.leftover import check_leftover, run_root
 from shardckpt.runs.rollback import Rollback
 from shardckpt.state.names import natural_key
+from shardckpt.text import numbered
 
 if TYPE_CHECKING:
     import os

@@ -14,13 +14,13 @@ from shardckpt.commit.attempts import attempts, places
 from shardckpt.commit.markers import read_sealed
 from shardckpt.commit.publish import RECORD
 from shardckpt.errors import CommitError, FormatError, NotFoundError, OptionError, StorageError
-from shardckpt.excerpt import duration_text, excerpt
 from shardckpt.format.documents import seal, utc_now
 from shardckpt.io.ages import idle_seconds
 from shardckpt.io.failures import reading_takes_threads
 from shardckpt.io.threads import map_on_threads
 from shardckpt.runs.collecting import GRACE
 from shardckpt.runs.job import holder
+from shardckpt.text import duration_text, shorten
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -73,7 +73,7 @@ def mark_ended(root: Store, by: str) -> None:
         StorageError: the storage failed.
     """
     if not isinstance(by, str) or not 0 < len(by) <= _LONGEST_NAME:
-        raise OptionError(f"by={excerpt(by)}: give the name of the operator, 1 to {_LONGEST_NAME} characters.")
+        raise OptionError(f"by={shorten(by)}: give the name of the operator, 1 to {_LONGEST_NAME} characters.")
     root.check_replaces("end the run at")
     for _ in range(_ROUNDS):
         data, generation = root.read_versioned(ENDED)
@@ -134,7 +134,7 @@ def check_idle(root: Store, known: frozenset[str] = frozenset()) -> frozenset[st
     mark = ended(root)
     if mark is None:
         raise OptionError(f"{root}: the run is not marked as ended, so no rule deletes its steps; mark it when it has ended.")
-    since = f"marked as ended by {excerpt(mark.by)} at {excerpt(mark.when)}"
+    since = f"marked as ended by {shorten(mark.by)} at {shorten(mark.when)}"
     run = holder(root)
     if run != mark.run:
         raise CommitError(f"{root}: {_run(run)} saves there now, but {_run(mark.run)} did when the run was {since}; mark it again.")

@@ -7,7 +7,7 @@ from math import inf, isfinite
 from typing import Any
 
 from shardckpt.errors import OptionError
-from shardckpt.excerpt import excerpt
+from shardckpt.text import shorten
 
 METRICS = "metrics"
 """The key in the metadata."""
@@ -20,24 +20,24 @@ def encode_metrics(metrics: Mapping[str, Any]) -> dict[str, float | str]:
     {'loss': 0.25, 'grad_norm': 'inf'}
 
     Raises:
-        OptionError: a name that is no text, or a value that is no number; a tensor of one element counts as a number.
+        OptionError: a name that is not text, or a value that is not a number; a tensor of one element counts as a number.
     """
     if not isinstance(metrics, Mapping):
-        raise OptionError(f"metrics={excerpt(metrics)}: give a dict of numbers by name.")
+        raise OptionError(f"metrics={shorten(metrics)}: give a dict of numbers by name.")
     encoded: dict[str, float | str] = {}
     for name, value in metrics.items():
         if not isinstance(name, str):
-            raise OptionError(f"metrics: the key {excerpt(name)} is not text; give names as str.")
+            raise OptionError(f"metrics: the key {shorten(name)} is not text; give names as str.")
         try:
             number = float(value)
         except (TypeError, ValueError, OverflowError, RuntimeError) as e:
-            raise OptionError(f"metrics[{excerpt(name)}]={excerpt(value)}: no number ({e}); give one, or a tensor of one element.") from e
+            raise OptionError(f"metrics[{shorten(name)}]={shorten(value)}: no number ({e}); give one, or a tensor of one element.") from e
         encoded[name] = number if isfinite(number) else str(number)
     return encoded
 
 
 def decode_metrics(metadata: Mapping[str, Any]) -> dict[str, float]:
-    """The metrics in a checkpoint's metadata; entries that are no numbers are ignored.
+    """The metrics in a checkpoint's metadata; entries that are not numbers are ignored.
 
     >>> decode_metrics({"metrics": {"loss": "nan", "tag": "a"}, "run": 7})
     {'loss': nan}

@@ -15,9 +15,9 @@ from shardckpt.commit.markers import MOST_TAGS, PINNED, TAG, Protection, protect
 from shardckpt.commit.publish import published_attempt
 from shardckpt.commit.remove import renew
 from shardckpt.errors import FormatError, NotFoundError, OptionError, StorageError
-from shardckpt.excerpt import excerpt
 from shardckpt.io.store import Store
 from shardckpt.io.url import parse
+from shardckpt.text import shorten
 
 if TYPE_CHECKING:
     import os
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _ROUNDS = 20
 """Number of new starts because the marker has changed; each change means that another process made progress."""
 _RESERVED = re.compile(r"main|pinned|superseded|(?:step-)?\d+|[0-9a-f]{40}", re.ASCII)
-"""Words of the service: revisions and filters that are no tags."""
+"""Words of the service: revisions and filters that are not tags."""
 
 
 def pin(url: str | os.PathLike[str]) -> None:
@@ -97,13 +97,13 @@ def check_tag(name: str) -> None:
     """Refuse a name that no tag can be given: OptionError."""
     _check_form(name)
     if _RESERVED.fullmatch(name):
-        raise OptionError(f"the tag {excerpt(name)} is reserved (a step, a commit, or a word of the service); choose another tag.")
+        raise OptionError(f"the tag {shorten(name)} is reserved (a step, a commit, or a word of the service); choose another tag.")
 
 
 def _check_form(name: object) -> None:
     if not isinstance(name, str) or not TAG.fullmatch(name):
         raise OptionError(
-            f"{excerpt(name)} is no tag; give 1 to 64 letters, digits, dots, dashes and underscores that begin with a letter or a digit."
+            f"{shorten(name)} is not a tag; give 1 to 64 letters, digits, dots, dashes and underscores that begin with a letter or a digit."
         )
 
 

@@ -13,8 +13,8 @@ from math import inf, isnan
 from typing import TYPE_CHECKING, Literal
 
 from shardckpt.errors import OptionError
-from shardckpt.excerpt import excerpt
 from shardckpt.options import check_whole
+from shardckpt.text import shorten
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -87,9 +87,9 @@ class Best(Retention):
         """Check the fields."""
         check_whole(self.n, "Best(n")
         if not isinstance(self.metric, str):
-            raise OptionError(f"Best(metric={excerpt(self.metric)}): give the name of a metric.")
+            raise OptionError(f"Best(metric={shorten(self.metric)}): give the name of a metric.")
         if self.mode not in ("min", "max"):
-            raise OptionError(f'Best(mode={excerpt(self.mode)}): give "min" or "max".')
+            raise OptionError(f'Best(mode={shorten(self.mode)}): give "min" or "max".')
 
     def kept(self, steps: Sequence[SavedStep]) -> set[int]:
         """The best `n` steps."""
@@ -133,7 +133,7 @@ class Younger(Retention):
     def __post_init__(self) -> None:
         """Check the seconds."""
         if isinstance(self.seconds, bool) or not isinstance(self.seconds, int | float) or not 0 < self.seconds < inf:
-            raise OptionError(f"Younger(seconds={excerpt(self.seconds)}): give a positive number of seconds.")
+            raise OptionError(f"Younger(seconds={shorten(self.seconds)}): give a positive number of seconds.")
 
     def kept(self, steps: Sequence[SavedStep]) -> set[int]:
         """The steps younger than `seconds`."""
@@ -189,7 +189,7 @@ def as_retention(keep: Retention | int | None) -> Retention | None:
     if isinstance(keep, int) and not isinstance(keep, bool):
         return Latest(keep)
     raise OptionError(
-        f"keep={excerpt(keep)}: a {type(keep).__name__} is no rule; give a number of steps, or one of shardckpt.runs.retention."
+        f"keep={shorten(keep)}: a {type(keep).__name__} is not a rule; give a number of steps, or one of shardckpt.runs.retention."
     )
 
 

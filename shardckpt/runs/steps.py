@@ -20,13 +20,13 @@ from shardckpt.commit.base_places import base_url
 from shardckpt.commit.markers import is_superseded, protection, read_sealed
 from shardckpt.commit.publish import RECORD
 from shardckpt.errors import FormatError, OptionError
-from shardckpt.excerpt import excerpt
 from shardckpt.format.bases import BESIDE, bases_of, names_beside
 from shardckpt.io.failures import reading_takes_threads
 from shardckpt.io.threads import map_on_threads
 from shardckpt.io.url import parse
 from shardckpt.runs.measured import decode_metrics
 from shardckpt.runs.retention import SavedStep
+from shardckpt.text import shorten
 
 if TYPE_CHECKING:
     import os
@@ -138,5 +138,5 @@ def check_step(step: object) -> int:
         with suppress(TypeError, RuntimeError):
             number = operator.index(step)  # type: ignore[arg-type]
     if not 0 <= number <= LARGEST_STEP:
-        raise OptionError(f"step={excerpt(step)}: give an int from 0 to 2**63 - 1.")
+        raise OptionError(f"step={shorten(step)}: give an int from 0 to 2**63 - 1.")
     return number

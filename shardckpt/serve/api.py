@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shardckpt.errors import BudgetError, DtypeError, NotFoundError, OptionError, ShapeMismatchError
-from shardckpt.excerpt import excerpt, file_size
 from shardckpt.layout.box import Box
 from shardckpt.layout.placements import Placements
 from shardckpt.layout.text import layout_text
@@ -26,6 +25,7 @@ from shardckpt.serve.catalogue import MOST_ROWS, CheckpointQuery
 from shardckpt.serve.health import with_damaged, with_verifications
 from shardckpt.serve.openapi import Endpoint, Parameter, number, parameters
 from shardckpt.serve.sources import ByteSource
+from shardckpt.text import file_size, shorten
 from shardckpt.views.model_view import header_of
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def checkpoints(
 ) -> dict[str, Any]:
     """List checkpoints, in order of run and step, or sorted."""
     if sort not in (None, "created", "size") and not sort.startswith("metric:"):
-        raise OptionError(f"sort={excerpt(sort)}: give created, size or metric:NAME.")
+        raise OptionError(f"sort={shorten(sort)}: give created, size or metric:NAME.")
     first, last = _steps(step)
     query = CheckpointQuery(
         run=run,
@@ -189,15 +189,15 @@ def parse_box(text: str | None, shape: tuple[int, ...], name: str) -> Box:
     for side, n in zip(sides, shape, strict=False):
         found = _SIDE.fullmatch(side)
         if found is None or (found[1] is None and ":" not in side):
-            raise ShapeMismatchError(f"{name}: box={excerpt(text)}: write START:STOP for each dimension, as in 0:8,0:64.")
+            raise ShapeMismatchError(f"{name}: box={shorten(text)}: write START:STOP for each dimension, as in 0:8,0:64.")
         first = int(found[1] or 0)
         if found[2] is not None and int(found[2]) < first:
-            raise ShapeMismatchError(f"{name}: box={excerpt(text)}: the start {first} is after the stop {found[2]}; write START:STOP.")
+            raise ShapeMismatchError(f"{name}: box={shorten(text)}: the start {first} is after the stop {found[2]}; write START:STOP.")
         start.append(first)
         stop.append((n if found[2] is None else int(found[2])) if ":" in side else first + 1)
     inside = all(0 <= a <= b <= n for a, b, n in zip(start, stop, shape, strict=False))
     if len(sides) != len(shape) or not inside:
-        raise ShapeMismatchError(f"{name}: box={excerpt(text)} lies outside its shape {shape}; write START:STOP for each dimension.")
+        raise ShapeMismatchError(f"{name}: box={shorten(text)} lies outside its shape {shape}; write START:STOP for each dimension.")
     return Box(tuple(start), tuple(stop))
 
 
@@ -215,12 +215,12 @@ def _steps(text: str | None) -> tuple[int | None, int | None]:
         return None, None
     found = _STEPS.fullmatch(text)
     if found is None or text in ("", ":"):
-        raise OptionError(f"step={excerpt(text)}: give a step, or a range such as 100:200.")
+        raise OptionError(f"step={shorten(text)}: give a step, or a range such as 100:200.")
     first, colon, last = found.groups()
     low = None if first is None else int(first)
     high = low if not colon else None if last is None else int(last)
     if low is not None and high is not None and low > high:
-        raise OptionError(f"step={excerpt(text)}: the first step is after the last; give a range such as 100:200.")
+        raise OptionError(f"step={shorten(text)}: the first step is after the last; give a range such as 100:200.")
     return low, high
 
 
@@ -234,7 +234,7 @@ def _time(text: str | None, what: str) -> str | None:
         days = int(what == "until" and len(text) == len("2026-01-01"))
         return (found.astimezone(dt.UTC) + dt.timedelta(days=days)).isoformat(timespec="seconds")
     except (ValueError, OverflowError):
-        raise OptionError(f"{what}={excerpt(text)}: give a date, as in 2026-01-31, or a time, as in 2026-01-31T12:00.") from None
+        raise OptionError(f"{what}={shorten(text)}: give a date, as in 2026-01-31, or a time, as in 2026-01-31T12:00.") from None
 
 
 def _metric(text: str | None) -> tuple[str, str, float] | None:
@@ -242,8 +242,8 @@ def _metric(text: str | None) -> tuple[str, str, float] | None:
         return None
     found = _METRIC.fullmatch(text)
     if found is None:
-        raise OptionError(f"metric={excerpt(text)}: give a name, a comparison and a number, as in loss<2.5.")
-    return found[1], found[2], number(found[3], f"metric={excerpt(text)}")
+        raise OptionError(f"metric={shorten(text)}: give a name, a comparison and a number, as in loss<2.5.")
+    return found[1], found[2], number(found[3], f"metric={shorten(text)}")
 
 
 _CURSOR = Parameter(name="cursor", about="The `next` of the last page.")
@@ -340,5 +340,5 @@ def endpoint_of(service: Service, path: str) -> tuple[Endpoint, tuple[str, ...]]
     endpoint = OF_CHECKPOINT.get(word)
     named = endpoint is not None and "{name}" in endpoint.path
     if endpoint is None or named != bool(name):
-        raise NotFoundError(f"{excerpt(path)}: there is no checkpoint or endpoint of that name.")
+        raise NotFoundError(f"{shorten(path)}: there is no checkpoint or endpoint of that name.")
     return endpoint, (ident, name) if named else (ident,)

@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any
 from starlette.exceptions import HTTPException
 
 from shardckpt.errors import BudgetError, ShardckptError, StorageError, by_code
-from shardckpt.excerpt import file_size
 from shardckpt.reading import documents
 from shardckpt.reading.compare import compare
 from shardckpt.reading.inspection.statistics import tensor_statistics
@@ -37,6 +36,7 @@ from shardckpt.serve.pages.plan import plan_parts
 from shardckpt.serve.problems import text_of
 from shardckpt.serve.roots import Roots
 from shardckpt.state.select import selector
+from shardckpt.text import file_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.errors import OptionError, StorageError
-from shardckpt.excerpt import excerpt
 from shardckpt.io.failures import storage_errors
 from shardckpt.io.locks import lock_whole, seems_at
 from shardckpt.serve.access.identity import may_read, readable
+from shardckpt.text import shorten
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -427,6 +427,6 @@ def _position(cursor: str | None, kinds: tuple[type, ...]) -> list[Any] | None:
         found = None
     sound = type(found) is list and tuple(map(type, found)) == kinds and all(_has_encoding(str(one)) for one in found)
     if not sound or any(type(one) is int and not _NO_STEP <= one < 1 << 63 for one in found):
-        raise OptionError(f"cursor={excerpt(cursor)}: give the `next` of the last page.")
+        raise OptionError(f"cursor={shorten(cursor)}: give the `next` of the last page.")
     position: list[Any] = found
     return position

@@ -16,10 +16,10 @@ from urllib.parse import quote
 import numpy as np
 
 from shardckpt.errors import CommitError, CoordinationError, MissingExtraError, OptionError, ShardckptError, StorageError, UrlError, by_code
-from shardckpt.excerpt import excerpt, install_command
 from shardckpt.io.buckets.cloud import web_headers
 from shardckpt.layout.dtypes import by_name
 from shardckpt.reading.checkpoint import Checkpoint
+from shardckpt.text import install_command, shorten
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Mapping
@@ -149,7 +149,7 @@ class Client:
         self.url = url.rstrip("/")
         scheme, separator, host = self.url.partition("://")
         if scheme not in ("http", "https") or not separator or not host or "/" in host or "@" in host:
-            raise UrlError(f"{excerpt(url)} is no service; write https://host:port.")
+            raise UrlError(f"{shorten(url)} is not a service; write https://host:port.")
         headers = web_headers(self.url) if token is None else {"Authorization": f"Bearer {token}"}
         self._failures = httpx.HTTPError, httpx.InvalidURL
         self._timeout = timeout
@@ -348,7 +348,7 @@ class Client:
         try:
             return reply.json()
         except ValueError as e:
-            raise StorageError(f"{self.url}{path}: the answer is no JSON; is that a shardckpt service?") from e
+            raise StorageError(f"{self.url}{path}: the answer is not JSON; is that a shardckpt service?") from e
 
     def _get(self, path: str, asked: Mapping[str, Any]) -> httpx.Response:
         return self._send("GET", path, params={key: value for key, value in asked.items() if value is not None})

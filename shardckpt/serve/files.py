@@ -10,12 +10,12 @@ from shardckpt.commit.markers import PINNED, SUPERSEDED
 from shardckpt.commit.publish import RECORD
 from shardckpt.convert.options import SafetensorsOptions
 from shardckpt.errors import NotFoundError, ReplacedError
-from shardckpt.excerpt import excerpt
 from shardckpt.io.store import Store
 from shardckpt.serve.access.identity import WHO
 from shardckpt.serve.openapi import Endpoint
 from shardckpt.serve.opened import VIEW, check_chunk
 from shardckpt.serve.sources import ANSWERS, ByteSource, of_bytes
+from shardckpt.text import shorten
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -66,8 +66,8 @@ def zarr(service: Service, path: str) -> ByteSource:
         return of_bytes(document, tag, _JSON)
     chunk = opened.keys.chunk_bytes(key)
     if chunk is None:
-        raise NotFoundError(f"{excerpt(path)}: there is no such key.")
-    check_chunk(excerpt(path), chunk)
+        raise NotFoundError(f"{shorten(path)}: there is no such key.")
+    check_chunk(shorten(path), chunk)
     with ANSWERS.lent(chunk):
         data = opened.keys.read(key) or b""
     return of_bytes(data, tag, "application/octet-stream", held=True)
@@ -80,19 +80,19 @@ def raw(service: Service, path: str) -> ByteSource:
     ident, key = "/".join(parts[:cut]), "/".join(parts[cut:])
     whole = key in _LISTED
     if not ident or not (whole or cut < len(parts) - 1):
-        raise NotFoundError(f"{excerpt(path)}: there is no such file of a checkpoint.")
-    service.roots.locate(path)  # the file itself is no link that leads out
+        raise NotFoundError(f"{shorten(path)}: there is no such file of a checkpoint.")
+    service.roots.locate(path)  # the file itself is not a link that leads out
     if WHO.get().roots is not None:  # the record names its bases
         service.opened.get(ident)
     store = Store.open(service.roots.locate(ident))
     if whole:
         found = stored_file(service, store, key, _JSON)
         if found is None:
-            raise NotFoundError(f"{excerpt(path)}: there is no such file.")
+            raise NotFoundError(f"{shorten(path)}: there is no such file.")
         return found
     size = store.size(key)
     if size is None:
-        raise NotFoundError(f"{excerpt(path)}: there is no such file.")
+        raise NotFoundError(f"{shorten(path)}: there is no such file.")
 
     def read_into(offset: int, into: memoryview) -> None:
         store.read_into(key, offset, [into])

@@ -13,7 +13,6 @@ from starlette.exceptions import HTTPException
 from starlette.responses import HTMLResponse, RedirectResponse, Response
 
 from shardckpt.errors import OptionError, ShardckptError
-from shardckpt.excerpt import visible
 from shardckpt.serve import problems
 from shardckpt.serve.access.guard import COOKIE, LOGIN, Guard
 from shardckpt.serve.access.identity import note, only_readable
@@ -22,6 +21,7 @@ from shardckpt.serve.pages.actions import CONFIRM, KEY
 from shardckpt.serve.pages.frame import POLICY, Viewer, error_page, link, login_page
 from shardckpt.serve.pages.markup import PREFIX, Html, el
 from shardckpt.serve.pool import on_thread
+from shardckpt.text import visible
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -140,7 +140,7 @@ def _fields(request: Request, body: bytes) -> dict[str, list[str]]:
     try:
         return parse_qs(body.decode("ascii"), encoding="utf-8", errors="strict", max_num_fields=_MOST_FIELDS)
     except ValueError as e:
-        raise OptionError(f"the body is no form ({e}).") from e
+        raise OptionError(f"the body is not a form ({e}).") from e
 
 
 def _values(parameter: Parameter, given: list[str]) -> list[str]:

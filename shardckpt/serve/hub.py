@@ -18,11 +18,11 @@ from starlette.exceptions import HTTPException
 
 from shardckpt.convert.options import below
 from shardckpt.errors import NotFoundError
-from shardckpt.excerpt import excerpt
 from shardckpt.io.store import Store
 from shardckpt.serve.catalogue import MOST_ROWS, CheckpointQuery
 from shardckpt.serve.files import stored_file, view_source
 from shardckpt.serve.service import Service
+from shardckpt.text import shorten
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -66,7 +66,7 @@ def api(service: Service, path: str) -> Any:
     files = {**dict(_beside(service, model.run)), **model.view.sizes}
     if word == "tree":
         if folder:
-            raise _missing("EntryNotFound", f"{excerpt(folder)}: a model has no folders.", model.commit)
+            raise _missing("EntryNotFound", f"{shorten(folder)}: a model has no folders.", model.commit)
         return [
             {"type": "file", "path": name, "size": size, "oid": service.tag(model.commit, name)} for name, size in sorted(files.items())
         ]
@@ -97,7 +97,7 @@ def resolve(service: Service, ident: str, rest: str) -> ByteSource:
         found = stored_file(service, store, name, "application/octet-stream", headers)
         if found is not None and found.size <= _LARGEST_BESIDE:
             return found
-    raise _missing("EntryNotFound", f"{ident} has no file {excerpt(name)}.", model.commit)
+    raise _missing("EntryNotFound", f"{ident} has no file {shorten(name)}.", model.commit)
 
 
 def _model(service: Service, ident: str, revision: str) -> _Model:
@@ -108,8 +108,8 @@ def _model(service: Service, ident: str, revision: str) -> _Model:
     if not found:
         known = service.catalogue.checkpoints(CheckpointQuery(run=run, limit=1))[0]
         if not known:
-            raise _missing("RepoNotFound", f"there is no run {excerpt(ident)}.")
-        raise _missing("RevisionNotFound", f"{ident} has no revision {excerpt(revision)}.")
+            raise _missing("RepoNotFound", f"there is no run {shorten(ident)}.")
+        raise _missing("RevisionNotFound", f"{ident} has no revision {shorten(revision)}.")
     for entry in found:
         opened = service.opened.get(entry["id"])
         part = opened.part("hub", partial(_below, opened.checkpoint))

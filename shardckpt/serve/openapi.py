@@ -12,8 +12,8 @@ from starlette.datastructures import QueryParams
 
 from shardckpt._version import __version__
 from shardckpt.errors import OptionError
-from shardckpt.excerpt import excerpt, few
 from shardckpt.serve.problems import STATUS
+from shardckpt.text import few, shorten
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -64,17 +64,17 @@ class Parameter:
     def _value(self, text: str) -> Any:
         if self.kind == "boolean":
             if text not in ("true", "false"):
-                raise OptionError(f"{self.name}={excerpt(text)}: give true or false.")
+                raise OptionError(f"{self.name}={shorten(text)}: give true or false.")
             return text == "true"
         if self.kind == "integer":
             if not _INTEGER.fullmatch(text) or not self.least <= int(text) <= self.most:
-                raise OptionError(f"{self.name}={excerpt(text)}: give an integer from {self.least} to {self.most}.")
+                raise OptionError(f"{self.name}={shorten(text)}: give an integer from {self.least} to {self.most}.")
             return int(text)
         return self._text(text)
 
     def _text(self, text: str) -> str:
         if self.choices and text not in self.choices:
-            raise OptionError(f"{self.name}={excerpt(text)}: give one of {', '.join(self.choices)}.")
+            raise OptionError(f"{self.name}={shorten(text)}: give one of {', '.join(self.choices)}.")
         if len(text) > LONGEST_TEXT or "\0" in text:
             raise OptionError(f"{self.name}: give at most {LONGEST_TEXT} characters, without NUL.")
         return text
@@ -155,7 +155,7 @@ class Endpoint:
         names = [parameter.name for parameter in self.parameters]
         odd = next((name for name in query if name not in names), None)
         if odd is not None:
-            raise OptionError(f"there is no parameter {excerpt(odd)}{'; there are ' + few(names, 20) if names else ''}.")
+            raise OptionError(f"there is no parameter {shorten(odd)}{'; there are ' + few(names, 20) if names else ''}.")
         return {parameter.name: parameter.parse(query.getlist(parameter.name)) for parameter in self.parameters}
 
     def document(self) -> dict[str, Any]:
@@ -247,5 +247,5 @@ def number(text: str, what: str) -> float:
     except ValueError:
         found = math.nan
     if not math.isfinite(found):
-        raise OptionError(f"{what}: {excerpt(text)} is no finite number.")
+        raise OptionError(f"{what}: {shorten(text)} is not a finite number.")
     return found

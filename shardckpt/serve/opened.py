@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any
 from shardckpt.commit.publish import RECORD
 from shardckpt.convert.options import SafetensorsOptions
 from shardckpt.errors import BudgetError, NotFoundError
-from shardckpt.excerpt import excerpt, file_size
 from shardckpt.format.zarr_arrays import largest_chunk
 from shardckpt.io.store import Store, kind_of
 from shardckpt.reading.checkpoint import Checkpoint
 from shardckpt.reading.naming.mapping_file import PRESETS
 from shardckpt.reading.zarr_keys import ZarrKeys
 from shardckpt.serve.openapi import parameters
+from shardckpt.text import file_size, shorten
 from shardckpt.views.model_view import ModelView
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ class OpenCheckpoints:
         if ident is None:  # it may be new
             ident = next((one for one in idents[:8] if Store.open(self._roots.locate(one)).exists(RECORD)), None)
         if ident is None:
-            raise NotFoundError(f"{excerpt(path)}: there is no checkpoint.")
+            raise NotFoundError(f"{shorten(path)}: there is no checkpoint.")
         return ident, path[len(ident) + 1 :]
 
     def get(self, ident: str) -> Opened:

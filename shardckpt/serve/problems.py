@@ -10,7 +10,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
 from shardckpt.errors import ShardckptError
-from shardckpt.excerpt import visible
+from shardckpt.text import visible
 
 if TYPE_CHECKING:
     from shardckpt.serve.roots import Roots

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING
 
 from shardckpt.commit.base_places import base_location
 from shardckpt.errors import FormatError, NotFoundError, OptionError, UrlError
-from shardckpt.excerpt import excerpt, few
 from shardckpt.format.documents import unfit
 from shardckpt.io.failures import storage_errors
 from shardckpt.io.status import is_directory, is_file
 from shardckpt.io.store import kind_of
 from shardckpt.io.url import parse
 from shardckpt.serve.access.identity import may_read, note
+from shardckpt.text import few, shorten
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -59,7 +59,7 @@ class Roots:
         for text in roots:
             name, equals, url = text.partition("=")
             if not equals or not _NAME.fullmatch(name) or name in _RESERVED:
-                raise OptionError(f"{excerpt(text)}: write NAME=ROOT; a name has letters, digits, dots, dashes and underscores.")
+                raise OptionError(f"{shorten(text)}: write NAME=ROOT; a name has letters, digits, dots, dashes and underscores.")
             if name in self.places:
                 raise OptionError(f"{name}= is given twice; give each root a name of its own.")
             place = parse(url)
@@ -87,7 +87,7 @@ class Roots:
             if root is not None:
                 note(refused=ident)
             known = few([one for one in self.places if may_read(one)])
-            raise NotFoundError(f"there is no root {excerpt(name)}{known and '; there are '}{known}.")
+            raise NotFoundError(f"there is no root {shorten(name)}{known and '; there are '}{known}.")
         return root
 
     def locate(self, ident: str) -> Location:
@@ -100,18 +100,18 @@ class Roots:
         name, slash, below = ident.partition("/")
         why = unfit(below) if slash else ""
         if why:
-            raise NotFoundError(f"{excerpt(ident)} is no place below {name}: {why}.")
+            raise NotFoundError(f"{shorten(ident)} is no place below {name}: {why}.")
         if root.local_path is not None and (
             len(below) > _LONGEST_PATH or any(len(part.encode("utf-8", "replace")) > _LONGEST_NAME for part in below.split("/"))
         ):
-            raise NotFoundError(f"{excerpt(ident)} is no place below {name}: a name is too long.")
+            raise NotFoundError(f"{shorten(ident)} is no place below {name}: a name is too long.")
         try:
             place = root.join(below) if slash else root
             inside = place.is_within(root)
         except (OSError, ValueError) as e:  # a name that the system refuses
-            raise NotFoundError(f"{excerpt(ident)} is no place below {name}: {e}.") from None
+            raise NotFoundError(f"{shorten(ident)} is no place below {name}: {e}.") from None
         if not inside:
-            raise NotFoundError(f"{excerpt(ident)} is no place below {name}: it leads out of it.")
+            raise NotFoundError(f"{shorten(ident)} is no place below {name}: it leads out of it.")
         return place
 
     def ident(self, place: Location) -> str | None:
@@ -134,8 +134,8 @@ class Roots:
                 below = place.path[len(root.resolved.path.rstrip("/")) :].strip("/")
                 other = f"{name}/{below}" if below else name
                 if other != ident:
-                    shown = excerpt(other) if may_read(other) else "a place in another root"
-                    raise OptionError(f"{excerpt(ident)} is also {shown}; rules apply only to a run with one id.")
+                    shown = shorten(other) if may_read(other) else "a place in another root"
+                    raise OptionError(f"{shorten(ident)} is also {shown}; rules apply only to a run with one id.")
 
     def check(self, checkpoint: Checkpoint) -> Needs:
         """Check that all that a checkpoint needs lies below the roots and the allowed bases; return where, for `check_needs`.
@@ -212,7 +212,7 @@ class Roots:
             with storage_errors("list", below), os.scandir(below) as entries:
                 for entry in entries:
                     if entry.is_symlink():
-                        message = f"{place}: the link {excerpt(entry.name)} in it leads out of the roots."
+                        message = f"{place}: the link {shorten(entry.name)} in it leads out of the roots."
                         self._need(needs, parse(os.path.realpath(entry.path)), message, based=based)
                     elif entry.is_dir(follow_symlinks=False):
                         stack.append(type(place.local_path)(entry.path))  # type: ignore[misc]

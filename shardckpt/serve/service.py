@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardckpt.errors import NotFoundError, ShardckptError
-from shardckpt.excerpt import excerpt
 from shardckpt.serve.access.audit import AuditLog
 from shardckpt.serve.access.tokens import Tokens
 from shardckpt.serve.calculations import Calculations
@@ -21,6 +20,7 @@ from shardckpt.serve.metrics import ServeMetrics
 from shardckpt.serve.opened import OpenCheckpoints
 from shardckpt.serve.roots import Roots
 from shardckpt.serve.scanner import Scanner
+from shardckpt.text import shorten
 
 if TYPE_CHECKING:
     from shardckpt.serve.options import ServeOptions
@@ -82,7 +82,7 @@ class Service:
         """
         found, rest = self.opened.resolve(ident.strip("/"))
         if rest:
-            raise NotFoundError(f"{excerpt(ident)}: there is no checkpoint.")
+            raise NotFoundError(f"{shorten(ident)}: there is no checkpoint.")
         return found
 
     @staticmethod

@@ -1,7 +1,7 @@
 """The tree document of a state as nodes: parsing it, with all checks, and writing it.
 
 `parse` checks the complete document and turns it into nodes, with names; all other functions walk the nodes. It limits the
-depth, checks the type of every part, and refuses two equal keys in a dict and a tied tensor whose stored name is no tensor.
+depth, checks the type of every part, and refuses two equal keys in a dict and a tied tensor whose stored name is not a tensor.
 `write` is its inverse.
 """
 
@@ -144,7 +144,7 @@ def parse(tree: Tree, root: str = "") -> Node:
     for tied in parser.tied:
         if tied.stored not in parser.tensors:
             raise FormatError(
-                f"{shown(tied.name)} is tied to {tied.stored[:200]!r}, which is no tensor; the checkpoint's record is damaged."
+                f"{shown(tied.name)} is tied to {tied.stored[:200]!r}, which is not a tensor; the checkpoint's record is damaged."
             )
     return node
 

@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shardckpt.errors import LeafError
-from shardckpt.excerpt import excerpt
 from shardckpt.state import leaves, names
 from shardckpt.state.document import MAX_DEPTH, is_meaning, write_composite, write_dict
 from shardckpt.state.names import Container, container_of, shown
 from shardckpt.state.per_process import PerProcess
+from shardckpt.text import shorten
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Mapping
@@ -183,7 +183,7 @@ class _Walk:
             return "$tensor"
         if not is_meaning(meaning):
             raise LeafError(
-                f"{shown(name)} has the meaning {excerpt(meaning)}, which is not a short printable text; store it as plain numbers."
+                f"{shown(name)} has the meaning {shorten(meaning)}, which is not a short printable text; store it as plain numbers."
             )
         return {"$tensor": meaning}
 

@@ -34,9 +34,9 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import numpy as np
 
 from shardckpt.errors import DtypeMismatchError, FormatError, MissingExtraError, OptionError
-from shardckpt.excerpt import shortened
 from shardckpt.state.names import imported_module, shown
 from shardckpt.state.scalars import decode_scalar, encode_scalar, from_hex
+from shardckpt.text import clip
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -300,8 +300,7 @@ def _refused(node: object, where: str) -> FormatError:
     # Never use the node's repr: for a hostile node it may be endless.
     what = next(iter(node), "{}") if isinstance(node, dict) else type(node).__name__
     return FormatError(
-        f"{shown(where)}: {shortened(str(what), _SHOWN)!r} is not a valid leaf; "
-        f"the checkpoint's record is damaged, or not written by shardckpt."
+        f"{shown(where)}: {clip(str(what), _SHOWN)!r} is not a valid leaf; the checkpoint's record is damaged, or not written by shardckpt."
     )
 
 
@@ -451,18 +450,18 @@ def describe(node: JSON, where: str) -> tuple[str, str]:
         ((tag, content),) = node.items()
         try:
             if tag == "$torch.Size":
-                return tag[1:], shortened(str(tuple(_extents(content))), _SHOWN)
+                return tag[1:], clip(str(tuple(_extents(content))), _SHOWN)
             if tag in {"$torch.dtype", "$torch.device"}:
                 return tag[1:], _word(content)
         except ValueError:
             raise _refused(node, where) from None
     value = decode(node, where)
     if isinstance(value, np.generic):
-        return f"numpy.{encode_scalar(value, where)[0]}", shortened(str(value), _SHOWN)
+        return f"numpy.{encode_scalar(value, where)[0]}", clip(str(value), _SHOWN)
     if isinstance(value, int) and abs(value) >= _LARGEST_BARE_INT:
-        return "int", shortened(hex(value), _SHOWN)
+        return "int", clip(hex(value), _SHOWN)
     kind = "None" if value is None else type(value).__name__
-    return kind, shortened(repr(value[:100] if isinstance(value, str | bytes) else value), _SHOWN)
+    return kind, clip(repr(value[:100] if isinstance(value, str | bytes) else value), _SHOWN)
 
 
 _SHOWN = 60

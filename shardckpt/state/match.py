@@ -372,7 +372,7 @@ def _count(found: list[str]) -> str:
 
 
 def _listed(found: list[str], others: list[str]) -> str:
-    # Suggestions come from the names that only the other side has: a name that both have is no candidate.
+    # Suggestions come from the names that only the other side has: a name that both have is not a candidate.
     same_text = set(others)
     shown_names = []
     for name in found[:_LISTED]:

@@ -17,7 +17,7 @@ places of one state share a name (`component_names`).
 
     ~   → ~0        an empty key       → ~e
     /   → ~1        a lone surrogate   → ~u and its four hex digits
-    a key that is no string → its text (`0`, `True`, `None`), and "~" after it where a string key beside it reads the same
+    a key that is not a string → its text (`0`, `True`, `None`), and "~" after it where a string key beside it reads the same
 
 An *array path* is for storages, which accept less: RFC 3986's unreserved characters only, in components of at most
 200 bytes, none of which is `.`, `..` or `zarr.json`, begins with `__` (reserved by zarr v3), `.` or `~`, or ends with
@@ -361,7 +361,7 @@ def _unescape(component: str, path: str) -> str:
     try:
         return data.decode("utf-8", "surrogatepass")
     except UnicodeDecodeError:
-        raise FormatError(f"Array path {path!r}: the component {component[:80]!r} is no UTF-8; shardckpt did not write it.") from None
+        raise FormatError(f"Array path {path!r}: the component {component[:80]!r} is not UTF-8; shardckpt did not write it.") from None
 
 
 # --- suggestions ----------------------------------------------------------------------------------------------------

@@ -12,9 +12,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from shardckpt.errors import NamesMismatchError, OptionError
-from shardckpt.excerpt import Message, few, named
 from shardckpt.state.document import Branch, Node, Tensor, Tied, ends, leaves_of, parse, write
 from shardckpt.state.glob import compile_glob, is_glob
+from shardckpt.text import Message, few, named
 
 if TYPE_CHECKING:
     from shardckpt.state.document import Tree

@@ -25,10 +25,10 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 from shardckpt.errors import CommitError
-from shardckpt.excerpt import excerpt, numbered, shortened
 from shardckpt.state import leaves
 from shardckpt.state.document import Branch, Custom, Node, Owned, Small, Tensor, Tied, parse, write
 from shardckpt.state.names import shown
+from shardckpt.text import clip, numbered, shorten
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -101,7 +101,7 @@ class _Union:
                 other = claimed.setdefault(claim, key)
                 if other != key:
                     raise CommitError(
-                        f"{shown(name)} has the key {excerpt(other[1])} on {self.who(found[other])} and {excerpt(key[1])} on "
+                        f"{shown(name)} has the key {shorten(other[1])} on {self.who(found[other])} and {shorten(key[1])} on "
                         f"{self.who(below)}, which cannot be told apart; use keys of one type. Nothing was published."
                     )
 
@@ -140,14 +140,14 @@ def _in_words(node: Node) -> str:
         of = node.composite
         if of is None:
             return f"a {node.form} of {len(node.children)} items"
-        context = shortened(json.dumps(write(of.context)), _SHOWN)
-        return f"a {shortened(of.type_name, _SHOWN)} of shape {of.shape} with the context {context}"
+        context = clip(json.dumps(write(of.context)), _SHOWN)
+        return f"a {clip(of.type_name, _SHOWN)} of shape {of.shape} with the context {context}"
     if isinstance(node, Tensor):
         return "a tensor of its own" + ("" if node.meaning is None else f" that means {node.meaning!r}")
     if isinstance(node, Tied):
         return f"the same tensor as {shown(node.stored)}"
     if isinstance(node, Custom):
-        return f"a {shortened(node.type_name, _SHOWN)} of {shortened(json.dumps(write(node.content)), _SHOWN)}"
+        return f"a {clip(node.type_name, _SHOWN)} of {clip(json.dumps(write(node.content)), _SHOWN)}"
     return "a shardckpt.PerProcess" if isinstance(node, Owned) else _small_in_words(node)
 
 

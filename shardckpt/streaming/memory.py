@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from shardckpt.errors import BudgetError
-from shardckpt.excerpt import Message, file_size, mebibytes_above, named_size
 from shardckpt.io.cores import cores
 from shardckpt.io.store import kind_of
+from shardckpt.text import Message, file_size, mebibytes_above, named_size
 
 if TYPE_CHECKING:
     from shardckpt.io.url import Location

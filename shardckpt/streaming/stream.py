@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shardckpt.errors import BudgetError
-from shardckpt.excerpt import Message, file_size, mebibytes_above, named_size
 from shardckpt.format.zarr_arrays import largest_chunk
 from shardckpt.io.buffers import round_up
 from shardckpt.io.cores import cores
@@ -37,6 +36,7 @@ from shardckpt.state.names import shown
 from shardckpt.streaming.assemble import assemble_chunks
 from shardckpt.streaming.batches import BatchMemory, ChunkTarget, PlannedStep
 from shardckpt.streaming.memory import PARTS, Sizes, readers
+from shardckpt.text import Message, file_size, mebibytes_above, named_size
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator

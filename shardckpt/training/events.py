@@ -26,9 +26,9 @@ from dataclasses import dataclass
 from threading import RLock
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from shardckpt.excerpt import file_size
 from shardckpt.io.streams import in_notebook, is_open, is_terminal
 from shardckpt.options import check_flag
+from shardckpt.text import file_size
 
 if TYPE_CHECKING:
     from shardckpt.training.progress import ProgressLine

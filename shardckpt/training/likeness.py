@@ -89,7 +89,7 @@ def new_tensor(record: TensorRecord) -> object:
     """A target for a new tensor.
 
     A JAX array if it was one, and the program has JAX. Otherwise a torch tensor on the CPU, if the program has torch, torch has the
-    dtype, and it was no array; or a numpy array.
+    dtype, and it was not an array; or a numpy array.
     """
     jax = imported_module("jax") if record.array == "jax" else None
     if jax is not None and jax.dtypes.canonicalize_dtype(record.dtype.numpy) == record.dtype.numpy:

@@ -10,7 +10,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from shardckpt.errors import OptionError
-from shardckpt.excerpt import excerpt, visible
 from shardckpt.frameworks.coordination import Coordinator, check_coordinator, coordinator_of
 from shardckpt.frameworks.coordination.names import Agreement
 from shardckpt.io.cores import note_local_processes
@@ -25,6 +24,7 @@ from shardckpt.runs.measured import METRICS, decode_metrics, encode_metrics
 from shardckpt.runs.retention import Retention, as_retention
 from shardckpt.runs.rollback import ROLLBACK
 from shardckpt.runs.steps import check_step
+from shardckpt.text import shorten, visible
 from shardckpt.training import events
 from shardckpt.training.announcing import announcer
 from shardckpt.training.background import Background, noted_on
@@ -116,10 +116,10 @@ class CheckpointManager(RunSteps):
         """
         check_coordinator(coordinator)
         if in_flight not in ("wait", "skip"):
-            raise OptionError(f'CheckpointManager(in_flight={excerpt(in_flight)}): use "wait" or "skip".')
+            raise OptionError(f'CheckpointManager(in_flight={shorten(in_flight)}): use "wait" or "skip".')
         check_flag(fallback, "fallback")
         if isinstance(lead_time, bool) or not isinstance(lead_time, int | float) or not lead_time >= 0:
-            raise OptionError(f"CheckpointManager(lead_time={excerpt(lead_time)}): give seconds, 0 or more.")
+            raise OptionError(f"CheckpointManager(lead_time={shorten(lead_time)}): give seconds, 0 or more.")
         self.options = checked_options(options)
         """The options of every save."""
         if used := {RUN, METRICS, ROLLBACK} & self.options.metadata.keys():

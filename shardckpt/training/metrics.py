@@ -21,7 +21,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shardckpt.errors import MissingExtraError
-from shardckpt.excerpt import install_command
+from shardckpt.text import install_command
 from shardckpt.training.events import (
     PreemptionNoticed,
     RestoreFailed,

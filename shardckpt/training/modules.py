@@ -31,7 +31,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shardckpt import frameworks
 from shardckpt.errors import LeafError, NamesMismatchError, StructureMismatchError
-from shardckpt.excerpt import few
 from shardckpt.frameworks.composites import of_modules
 from shardckpt.frameworks.numpy import overlaps_itself
 from shardckpt.frameworks.torch import addresses
@@ -39,6 +38,7 @@ from shardckpt.state import leaves
 from shardckpt.state.composites import CompositeTensor
 from shardckpt.state.document import Branch, child
 from shardckpt.state.names import child_name, shown
+from shardckpt.text import few
 from shardckpt.training.likeness import LEFT_OUT, mirror, renamed
 from shardckpt.writing.save_plan import SMALL_BYTES
 

@@ -30,11 +30,11 @@ from torch.utils._pytree import tree_leaves
 
 from shardckpt import frameworks
 from shardckpt.errors import LeafError, NamesMismatchError, StructureMismatchError
-from shardckpt.excerpt import excerpt, few
 from shardckpt.frameworks.base import Target
 from shardckpt.frameworks.dcp_protocol import described_like, describes_itself
 from shardckpt.state.document import Branch, Tensor, Tied, child, leaves_of
 from shardckpt.state.names import child_name, shown
+from shardckpt.text import few, shorten
 from shardckpt.training.likeness import LEFT_OUT, StoredLeaves, fitting, mirror, new_tensor
 from shardckpt.training.optimizer_state.forms import OptimizerNodes, read_optimizer
 
@@ -122,7 +122,7 @@ class NamedOptimizer:
         for key in packed["state"]:
             if not (isinstance(key, int) and 0 <= key < len(names)) and (not isinstance(key, str) or key in self.parameters):
                 raise LeafError(
-                    f"{shown(self.key)}: {type(self.optimizer).__qualname__} keeps state under {excerpt(key)}, which is neither one of its "
+                    f"{shown(self.key)}: {type(self.optimizer).__qualname__} keeps state under {shorten(key)}, which is neither one of its "
                     f"{len(names)} parameters nor a text that differs from their names, so it cannot be named; use another key."
                 )
         state = {names[number] if isinstance(number, int) else number: of_one for number, of_one in packed["state"].items()}

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from shardckpt.errors import OptionError
-from shardckpt.excerpt import excerpt
 from shardckpt.options import check_seconds, check_whole
+from shardckpt.text import shorten
 
 if TYPE_CHECKING:
     import os
@@ -133,7 +133,7 @@ class AtSteps(Policy):
         try:
             steps = list(self.steps)
         except TypeError:
-            raise OptionError(f"AtSteps({excerpt(self.steps)}): give the steps, as in AtSteps([100, 1000]).") from None
+            raise OptionError(f"AtSteps({shorten(self.steps)}): give the steps, as in AtSteps([100, 1000]).") from None
         for step in steps:
             check_whole(step, "AtSteps(…", 0)
         object.__setattr__(self, "steps", tuple(sorted(set(steps))))
@@ -201,10 +201,10 @@ class OnPreemption(Policy):
         try:
             object.__setattr__(self, "signals", tuple(signal.Signals(number) for number in self.signals))
         except (TypeError, ValueError) as e:
-            raise OptionError(f"OnPreemption(signals={excerpt(self.signals)}): {e}; give signals, as in (signal.SIGTERM,).") from e
+            raise OptionError(f"OnPreemption(signals={shorten(self.signals)}): {e}; give signals, as in (signal.SIGTERM,).") from e
         if self.when is not None and not callable(self.when):
             raise OptionError(
-                f"OnPreemption(when={excerpt(self.when)}): expected a function without parameters, found a {type(self.when).__name__}."
+                f"OnPreemption(when={shorten(self.when)}): expected a function without parameters, found a {type(self.when).__name__}."
             )
         if not self.signals and self.file is None and self.when is None:
             raise OptionError("OnPreemption(signals=()): nothing could ever give notice; give signals, a file or a function.")
@@ -274,5 +274,5 @@ def as_policy(every: Policy | int | None) -> Policy:
     if isinstance(every, int | np.integer) and not isinstance(every, bool):
         return EverySteps(int(every))
     if not isinstance(every, Policy):
-        raise OptionError(f"every={excerpt(every)}: give a number of steps, or one of shardckpt.training.policies.")
+        raise OptionError(f"every={shorten(every)}: give a number of steps, or one of shardckpt.training.policies.")
     return every

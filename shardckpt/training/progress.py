@@ -2,8 +2,8 @@
 
     saving step 100 ━━━━━━━━━╸━━━━━━━  1.6 GiB of 2.7 GiB 1.1 GiB/s 0:00:01
 
-It is drawn on standard error, and is removed when the save has ended. If standard error is no terminal, nothing is written; in a notebook,
-a bar is shown below the cell.
+It is drawn on standard error, and is removed when the save has ended. If standard error is not a terminal, nothing is
+written; in a notebook, a bar is shown below the cell.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from shardckpt.excerpt import file_size
 from shardckpt.io.streams import in_notebook
+from shardckpt.text import file_size
 from shardckpt.training.events import (
     Progressed,
     RestoreFailed,

@@ -23,13 +23,13 @@ from shardckpt.commit.attempts import places, step_of
 from shardckpt.commit.dependants import used_beside
 from shardckpt.commit.fingerprints import recorded_fingerprint
 from shardckpt.errors import CorruptionError, FormatError, NotFoundError, OptionError, ReplacedError, ShardckptError, VersionError
-from shardckpt.excerpt import few
 from shardckpt.reading.checkpoint import Checkpoint
 from shardckpt.runs.committing import commit_places
 from shardckpt.runs.lineage import Resumed
 from shardckpt.runs.steps import list_steps, step_numbers
 from shardckpt.state.document import stored_names
 from shardckpt.state.select import selector
+from shardckpt.text import few
 from shardckpt.writing.fingerprint import fingerprint
 
 if TYPE_CHECKING:

@@ -23,11 +23,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_checkable
 
 from shardckpt.errors import MismatchError, NamesMismatchError, OptionError, ShardckptError
-from shardckpt.excerpt import excerpt
 from shardckpt.state import PerProcess
 from shardckpt.state.document import Branch, child, leaves_of
 from shardckpt.state.flatten import StateOwner
 from shardckpt.state.select import matches, may_select_below, selector
+from shardckpt.text import shorten
 from shardckpt.training.generators import Generators, inherited
 from shardckpt.training.likeness import LEFT_OUT, StoredLeaves, mirror, set_apart
 from shardckpt.training.optimizer_state.forms import keyed_by_ints
@@ -110,7 +110,7 @@ def train_state(
     if "loader" in given and not isinstance(loader, PerProcess):
         given["loader"] = PerProcess(loader)
     if rng is not True and rng is not False and rng != "exact":
-        raise OptionError(f'train_state(rng={excerpt(rng)}): give True, False or "exact".')
+        raise OptionError(f'train_state(rng={shorten(rng)}): give True, False or "exact".')
     values = {key: value for key, value in {"step": step, "metadata": metadata}.items() if value is not None}
     for key, value in more.items():
         stateful = isinstance(value.value if isinstance(value, PerProcess) else value, Stateful)
@@ -129,7 +129,7 @@ class TrainState(StateOwner):
         self._objects = {**objects, **({"rng": PerProcess(Generators())} if rng else {})}
         if local:
             if not isinstance(local, str | list | tuple) or not all(isinstance(pattern, str) for pattern in local):
-                raise OptionError(f"train_state(local={excerpt(local)}): give a name pattern, or a list of them.")
+                raise OptionError(f"train_state(local={shorten(local)}): give a name pattern, or a list of them.")
             self.is_local = self._local = _Local([local] if isinstance(local, str) else [*local])
         self._derives = rng is True
         """Whether a process without a counterpart derives its generators from process 0's."""

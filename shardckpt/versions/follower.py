@@ -13,7 +13,6 @@ from shardckpt.commit.fingerprints import recorded_fingerprint
 from shardckpt.commit.markers import is_superseded
 from shardckpt.commit.publish import published_attempt
 from shardckpt.errors import CorruptionError, NotFoundError, OptionError, UncommittedError
-from shardckpt.excerpt import file_size
 from shardckpt.format.bases import names_beside
 from shardckpt.frameworks.coordination import Coordinator, check_coordinator
 from shardckpt.io.failures import reading_takes_threads
@@ -26,6 +25,7 @@ from shardckpt.reading.restore import adaptation_of, finished, read_all, restori
 from shardckpt.runs.leases import leased
 from shardckpt.runs.steps import step_numbers, steps_named
 from shardckpt.state.names import shown
+from shardckpt.text import file_size
 from shardckpt.versions.cache import ChunkCache, chunks_of, path_between
 from shardckpt.writing.fingerprint import fingerprint_of
 

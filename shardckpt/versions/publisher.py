@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Self
 
 from shardckpt.commit.markers import SUPERSEDED, mark
 from shardckpt.errors import OptionError, ShardckptError
-from shardckpt.excerpt import excerpt
 from shardckpt.format.bases import names_beside
 from shardckpt.format.documents import utc_now
 from shardckpt.frameworks.base import dtype_of
@@ -23,6 +22,7 @@ from shardckpt.runs.job import JOB
 from shardckpt.runs.retention import Latest
 from shardckpt.runs.steps import StepInfo, check_step, list_steps, steps_named
 from shardckpt.state.select import selector
+from shardckpt.text import shorten
 from shardckpt.versions.folding import DIFFERENCES, LONGEST, bases_after_folding, fold_chain
 from shardckpt.versions.version import Published, PublishedVersion, Selection
 from shardckpt.writing.background import Saver
@@ -101,7 +101,7 @@ class Publisher:
         )
         to = None if dtype is None else dtype_of(dtype)
         if to is not None and not to.name.startswith(("float", "bfloat")):
-            raise OptionError(f"Publisher(dtype={excerpt(dtype)}): give a floating-point dtype, such as bfloat16.")
+            raise OptionError(f"Publisher(dtype={shorten(dtype)}): give a floating-point dtype, such as bfloat16.")
         self._selection = Selection(include, exclude, to)
         self._anchor_every = anchor_every
         self._coordinator = coordinator_of(coordinator, commit_timeout)

@@ -18,12 +18,12 @@ from shardckpt.convert.formats.safetensors.layout import lay_out
 from shardckpt.convert.formats.safetensors.model_files import plan_model_files
 from shardckpt.convert.options import ExportOptions, SafetensorsOptions
 from shardckpt.errors import NotFoundError, OptionError
-from shardckpt.excerpt import few
 from shardckpt.plan.views import View
 from shardckpt.reading.checkpoint import Checkpoint
 from shardckpt.reading.lazy_array import LazyArray
 from shardckpt.reading.naming.outputs import OutputTensor, identity
 from shardckpt.streaming.elements import CACHE_BYTES, OutputReader
+from shardckpt.text import few
 
 if TYPE_CHECKING:
     import os

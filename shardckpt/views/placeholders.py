@@ -303,7 +303,7 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
 
 
 def _with_memory(arguments: Any) -> list[torch.Tensor]:
-    """The tensors in some arguments that are no placeholders."""
+    """The tensors in some arguments that are not placeholders."""
     return [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor) and not isinstance(leaf, Placeholder)]
 
 

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from shardckpt.convert.options import NameOptions
 from shardckpt.errors import NamesMismatchError, OptionError
-from shardckpt.excerpt import few
 from shardckpt.format.hf_files import CONFIGS
 from shardckpt.frameworks.torch import torch_dtype
 from shardckpt.layout.dtypes import by_name
+from shardckpt.text import few
 from shardckpt.views.model_view import ModelView
 from shardckpt.views.safe_open import TensorSlice
 

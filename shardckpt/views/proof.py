@@ -12,9 +12,9 @@ import numpy as np
 
 from shardckpt.commit.fingerprints import recorded_fingerprint
 from shardckpt.errors import CorruptionError
-from shardckpt.excerpt import few
 from shardckpt.format.fingerprint import add, digest, no_sums
 from shardckpt.plan.pieces import Piece, coverage_gap
+from shardckpt.text import few
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

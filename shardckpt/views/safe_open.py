@@ -8,9 +8,9 @@ import numpy as np
 
 from shardckpt.convert.formats.safetensors.layout import DTYPES
 from shardckpt.errors import NamesMismatchError, OptionError
-from shardckpt.excerpt import excerpt
 from shardckpt.layout.dtypes import by_name
 from shardckpt.state.names import did_you_mean
+from shardckpt.text import shorten
 from shardckpt.views.model_view import ModelView
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class safe_open:  # noqa: N801  (the name in safetensors)
             NotFoundError: there is no committed checkpoint.
         """
         if framework not in _FRAMEWORKS:
-            raise OptionError(f"safe_open(framework={excerpt(framework)}): give one of {', '.join(map(repr, _FRAMEWORKS))}.")
+            raise OptionError(f"safe_open(framework={shorten(framework)}): give one of {', '.join(map(repr, _FRAMEWORKS))}.")
         self._framework = _FRAMEWORKS[framework]
         self._device = device
         self._view = ModelView(source, **options)

@@ -28,9 +28,9 @@ from vllm.transformers_utils.config import HFConfigParser, register_config_parse
 
 from shardckpt.convert.formats.safetensors.hf_configs import config_files
 from shardckpt.errors import NamesMismatchError, OptionError, ShardckptError
-from shardckpt.excerpt import few
 from shardckpt.io.status import is_file
 from shardckpt.reading.checkpoint import Checkpoint
+from shardckpt.text import few
 from shardckpt.views.model_view import ModelView
 from shardckpt.views.placeholders import Recorder
 from shardckpt.views.proof import ReadProof

@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from shardckpt import frameworks
 from shardckpt.errors import CommitError, CoordinationError, OptionError, out_of_memory, out_of_memory_is_typed
-from shardckpt.excerpt import file_size
 from shardckpt.frameworks.coordination import Coordinator, check_coordinator, coordinator_of
 from shardckpt.io.buffers import BufferPool
 from shardckpt.io.failures import saving_takes_threads
@@ -31,6 +30,7 @@ from shardckpt.io.shutdown import has_begun, start_background
 from shardckpt.io.store import Store
 from shardckpt.io.url import parse
 from shardckpt.options import DEFAULT_MEMORY_LIMIT, LEAST_MEMORY_LIMIT, checked_options, parse_bytes
+from shardckpt.text import file_size
 from shardckpt.writing.attempt import Attempt
 from shardckpt.writing.memory import AT_A_TIME, SaveMemory, Warming
 from shardckpt.writing.packed import object_buffers

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from shardckpt import frameworks
 from shardckpt.errors import ShardckptError
-from shardckpt.excerpt import file_size
 from shardckpt.io.buffers import round_up
 from shardckpt.io.cores import cores, free_memory
 from shardckpt.io.shutdown import start_background
+from shardckpt.text import file_size
 from shardckpt.writing.save import thread_bytes, writing_threads
 from shardckpt.writing.staging import Stage, late_bytes
 from shardckpt.writing.state_share import MOST_COPIES, are_own, only_kept

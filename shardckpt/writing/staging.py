@@ -35,10 +35,10 @@ import numpy as np
 
 from shardckpt import frameworks
 from shardckpt.errors import BudgetError
-from shardckpt.excerpt import file_size
 from shardckpt.io.buffers import BufferPool, round_up
 from shardckpt.io.copying import copy_all
 from shardckpt.layout.dtypes import with_plain_bools
+from shardckpt.text import file_size
 from shardckpt.writing.state_share import is_array
 
 if TYPE_CHECKING:

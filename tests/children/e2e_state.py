@@ -69,7 +69,7 @@ _REST = {
     (7,): "an int key",
     (None,): "a key that is None",
 }
-"""Everything that is no tensor."""
+"""Everything that is not a tensor."""
 TENSORS = {"/".join(map(str, path)): case for path, case in (_SHAPES | _HOST).items()}
 """Name → shape, dtype."""
 

@@ -58,7 +58,7 @@ def load(coordinator, source, place, shape):
     odd = []
 
     def compare(name, found, wanted):
-        if isinstance(wanted, dict):  # what is no tensor DCP puts back under the key's text
+        if isinstance(wanted, dict):  # what is not a tensor DCP puts back under the key's text
             found = {
                 key: {**inner, **found.pop(str(key))} if isinstance(key, int) and str(key) in found else inner
                 for key, inner in list(found.items())

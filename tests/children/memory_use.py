@@ -106,7 +106,7 @@ def restore_host(case):
         landing = Landing(tensor, DeviceSink(name, tensor.shape, tensor.dtype, boxes, found.tile))
         landing.names.append(name)
         jobs.append(RestoreJob(tensor, [landing]))
-    assert checkpoint.reader.stats.bytes_read == 0  # opens it: tables are no staging
+    assert checkpoint.reader.stats.bytes_read == 0  # opens it: tables are not staging
     pool = BufferPool(case["limit"])
 
     def fetch(batch):

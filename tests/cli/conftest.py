@@ -27,7 +27,7 @@ class Answer:
         """The one document on standard output."""
         assert self.err == ""
         assert self.out.isascii()
-        return json.loads(self.out, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+        return json.loads(self.out, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
 
 
 @pytest.fixture

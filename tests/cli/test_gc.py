@@ -14,8 +14,8 @@ from paths import DOCS
 
 import shardckpt
 from shardckpt.errors import NotFoundError, OptionError
-from shardckpt.excerpt import duration_text
 from shardckpt.options import parse_duration
+from shardckpt.text import duration_text
 
 COMMAND = Path(sys.executable).with_name("shardckpt")
 PAGE = DOCS / "json.md"

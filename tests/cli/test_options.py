@@ -12,9 +12,9 @@ from shardckpt.cli.app import app
 from shardckpt.cli.options import as_flag
 from shardckpt.convert.options import AnyExportOptions, ImportOptions
 from shardckpt.errors import AlreadyExistsError, OptionError
-from shardckpt.excerpt import Message, named
 from shardckpt.reshard.options import ReshardOptions
 from shardckpt.serve.problems import text_of
+from shardckpt.text import Message, named
 
 DECLARED = (AnyExportOptions, ImportOptions, ReshardOptions)
 ARGUMENT = re.compile(rf"(?<![\w-])(?:{'|'.join(name for declared in DECLARED for name in declared.declared())})=")

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardckpt.excerpt import count, file_size, shape_text, visible
 from shardckpt.layout.device_list import device_list
+from shardckpt.text import count, file_size, shape_text, visible
 
 
 def expand(text):

@@ -178,7 +178,7 @@ def test_chunks_of_no_tensor_are_refused_by_their_path(saved):
     path = path_of(saved, "large")
     host, files, rows = holder(saved, path)
     saved.write_table(host, files, {**rows, "else/where": rows[path][:1]})
-    saved.refuses("else/where, which is no tensor of this checkpoint")
+    saved.refuses("else/where, which is not a tensor of this checkpoint")
 
 
 @pytest.mark.parametrize("off", [-1, 1])

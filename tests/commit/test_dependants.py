@@ -162,7 +162,7 @@ def cloud(request):
 
 def test_the_second_check_reads_only_records_that_are_new_or_have_changed(cloud):
     root = Store.open(f"{cloud.place()}/{uuid.uuid4().hex}")
-    shardckpt.save(str(root), STATE)  # a checkpoint in the root itself is no neighbour
+    shardckpt.save(str(root), STATE)  # a checkpoint in the root itself is not a neighbour
     for name in ("c", *map(str, range(NEIGHBOURS))):
         shardckpt.save(str(root.sub(name)), STATE)
     named, dependants = published_attempt(root.sub("c")), Dependants(root.sub("c"))

@@ -103,7 +103,7 @@ def test_each_process_of_dcp_has_a_piece_of_its_own(jobs, tmp_path):
     assert [(p.start, p.shape) for p in tensors["square"].pieces] == [
         ((0, 0), (4, 3)), ((0, 3), (4, 2)), ((4, 0), (3, 3)), ((4, 3), (3, 2))
     ]  # fmt: skip
-    assert [p.shape for p in tensors["uneven"].pieces] == [(2,), (2,), (1,)], "an empty shard is no piece"
+    assert [p.shape for p in tensors["uneven"].pieces] == [(2,), (2,), (1,)], "an empty shard is not a piece"
     assert len(tensors["replicated"].pieces) == 1
 
 

@@ -94,5 +94,5 @@ def test_what_of_the_common_state_only_python_has_is_left_behind(tmp_path):
 
 def test_a_newest_iteration_that_is_none_is_refused(tmp_path):
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("../../etc")
-    with pytest.raises(FormatError, match=r"'\.\./\.\./etc' is no iteration"):
+    with pytest.raises(FormatError, match=r"'\.\./\.\./etc' is not an iteration"):
         from_megatron.open_foreign(parse(tmp_path), trust_pickle=True)

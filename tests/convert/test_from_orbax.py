@@ -248,13 +248,13 @@ def test_two_leaves_that_were_stored_under_one_name_are_refused(copied):
 def test_metadata_that_make_no_sense_are_refused(copied, metadata):
     path = copied("rich")
     (path / "_METADATA").write_bytes(metadata)
-    with pytest.raises(FormatError, match=r"^[^:]*/_METADATA (is no JSON: |was not written by Orbax )") as raised:
+    with pytest.raises(FormatError, match=r"^[^:]*/_METADATA (is not JSON: |was not written by Orbax )") as raised:
         opened(path)
     assert str(raised.value).count("replace it with a backup") == 1
 
 
 @pytest.mark.parametrize("file", ["_sharding", "array_metadatas/process_0"])
-@pytest.mark.parametrize(("content", "said"), [(b"{", "is no JSON: "), (b"[0]", r"was not written by Orbax \(")])
+@pytest.mark.parametrize(("content", "said"), [(b"{", "is not JSON: "), (b"[0]", r"was not written by Orbax \(")])
 def test_layouts_and_generators_that_make_no_sense_are_refused(copied, file, content, said):
     path = copied("rich")
     (path / file).parent.mkdir(exist_ok=True)

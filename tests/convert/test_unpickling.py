@@ -79,7 +79,7 @@ ATTACKS = {
     "the old way": b"(S'touch'\niposix\nsystem\n.",
     "an extension": b"\x82\x01.",
     "another file": b"P0\n.",
-    "a name that is no text": b"K\x01K\x02\x93.",
+    "a name that is not text": b"K\x01K\x02\x93.",
 }
 
 

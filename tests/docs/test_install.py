@@ -12,7 +12,7 @@ import pytest
 import yaml
 from paths import DOCS, ROOT
 
-from shardckpt.excerpt import REPOSITORY, install_command
+from shardckpt.text import REPOSITORY, install_command
 
 DOCUMENT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 EXTRAS = DOCUMENT["project"]["optional-dependencies"]

@@ -57,7 +57,7 @@ def everything():
 
 
 def definition(path):
-    """The schema's name for a file of a checkpoint; None for a file that is no record."""
+    """The schema's name for a file of a checkpoint; None for a file that is not a record."""
     if path.name == "checkpoint.json":
         return "checkpointFile"
     if path.suffix != ".json" or path.name in ("zarr.json", "sums.json", "fingerprint.json"):

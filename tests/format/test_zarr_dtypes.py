@@ -95,7 +95,7 @@ def test_a_fill_value_means_what_tensorstore_takes_it_for(tmp_path, name, fill):
 
 @pytest.mark.parametrize(("fill", "expected"), [(1, 127), (0.5, 126), (2.0**127, 254), (0, 0), ("0x07", 7), ("NaN", 255)])
 def test_a_fill_value_of_float8_e8m0fnu_means_what_the_specification_says(fill, expected):
-    # Exponent bias 127. TensorStore 0.1.86 takes numbers for bias 63 here, so it is no oracle, and we write bits.
+    # Exponent bias 127. TensorStore 0.1.86 takes numbers for bias 63 here, so it is not an oracle, and we write bits.
     element = CLASSES["float8_e8m0fnu"]().from_json_scalar(fill, zarr_format=3)
 
     assert bits(element) == expected

@@ -1,4 +1,4 @@
-"""Records that are no JSON, too deep, of another version or not what they should be are refused."""
+"""Records that are not JSON, too deep, of another version or not what they should be are refused."""
 
 import pytest
 from forgery import TRUTH, seal

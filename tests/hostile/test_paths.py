@@ -1,4 +1,4 @@
-"""No path leads out of a checkpoint, and what is no file is not waited for."""
+"""No path leads out of a checkpoint, and what is not a file is not waited for."""
 
 import contextlib
 import os

@@ -229,7 +229,7 @@ def test_a_path_object_that_gives_a_path_is_this_path(tmp_path):
         (Path("file:///data"), "a file url starts with file://, and pathlib"),
         (PathLike("adl://container/x"), "unknown scheme adl://"),
         (PathLike("gs://"), "is not a bucket name"),
-        (PathLike(b"/data", shown="data"), "is no url"),
+        (PathLike(b"/data", shown="data"), "is not a url"),
     ],
 )
 def test_a_path_object_of_an_invalid_url_is_refused(given, why):

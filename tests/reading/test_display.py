@@ -142,6 +142,6 @@ def test_a_manager_and_a_plan_say_what_they_do(checkpoint, tmp_path):
 def test_what_is_no_name_is_an_error_that_says_so(tmp_path, name):
     shardckpt.save(tmp_path / "c", {"w": np.arange(3)})
     checkpoint = shardckpt.open(tmp_path / "c")
-    with pytest.raises(OptionError, match="is no name of a tensor; give one of its names, as a str"):
+    with pytest.raises(OptionError, match="is not a name of a tensor; give one of its names, as a str"):
         _ = checkpoint[name]
     assert name not in checkpoint

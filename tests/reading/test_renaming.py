@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardckpt.errors import NamesMismatchError, OptionError
-from shardckpt.excerpt import named
 from shardckpt.reading.naming.renaming import NameTable, dotted, read_names, rename
 from shardckpt.reading.naming.substitution import parse_substitution, without_prefix
 from shardckpt.state import flatten
+from shardckpt.text import named
 
 NAMES = ["model/layers.0/w", "model/layers.1/w", "model/norm", "step"]
 
@@ -120,7 +120,7 @@ def test_any_text_is_a_substitution_or_refused(regex: str, replacement: str) -> 
         ("a/b", "as sed does"),
         ("s/a/b", "three times"),
         ("s/a/b/c/", "three times"),
-        ("s/a/b/x", "'x' is no flag"),
+        ("s/a/b/x", "'x' is not a flag"),
         ("s/(/b/", "no regular expression"),
         (r"s/a/\1/", "no group"),
         ("s/a/" + "b" * 1000 + "/", "at most 1000"),

@@ -73,7 +73,7 @@ def test_a_tagged_checkpoint_is_not_deleted(url, pin, tags, message):
 @pytest.mark.parametrize("name", ["", "-a", ".a", "a b", "a/b", "a" * 65, "é", "a\n", None])
 def test_names_have_a_form(url, name):
     for change in (pinning.tag, pinning.untag):
-        with pytest.raises(OptionError, match="is no tag; give 1 to 64"):
+        with pytest.raises(OptionError, match="is not a tag; give 1 to 64"):
             change(url, name)
 
 
@@ -228,5 +228,5 @@ def test_the_pin_of_a_damaged_checkpoint_can_be_removed_so_that_it_can_be_delete
     with pytest.raises(OptionError, match="pinned"):
         collecting.delete(url)
     assert pinning.unpin(url)
-    collecting.delete(url, grace=0)  # without a record, nothing says that its data is no save under way
+    collecting.delete(url, grace=0)  # without a record, nothing says that its data is not a save under way
     assert not url.exists()

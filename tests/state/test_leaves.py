@@ -1,4 +1,4 @@
-"""Leaves that are no tensors: everything comes back as it was, to the bit, and nothing else is believed."""
+"""Leaves that are not tensors: everything comes back as it was, to the bit, and nothing else is believed."""
 
 import enum
 import json

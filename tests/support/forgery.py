@@ -1,6 +1,6 @@
 """A checkpoint as whoever forges one would make it, and what can be done with it.
 
-Digests are no defence against such a one: who makes a checkpoint makes its digests, and so do these tests.
+Digests are not a defence against such a one: who makes a checkpoint makes its digests, and so do these tests.
 """
 
 from __future__ import annotations

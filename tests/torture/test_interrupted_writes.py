@@ -1,4 +1,4 @@
-"""A process was killed while it wrote a file: what it has left under the name of the lock is no part of the next write."""
+"""A process was killed while it wrote a file: what it has left under the name of the lock is not a part of the next write."""
 
 from __future__ import annotations
 

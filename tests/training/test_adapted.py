@@ -317,7 +317,7 @@ def test_an_optimizer_with_a_form_of_its_own_does_not_follow(tmp_path):
 
 
 class Shadow:
-    """Averaged weights that are no module."""
+    """Averaged weights that are not a module."""
 
     def __init__(self, model):
         self.weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}

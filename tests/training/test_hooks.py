@@ -149,7 +149,7 @@ def test_sharded_modules_with_hooks_hold_what_was_read_or_the_error_names_what_t
         assert "error" not in answer, answer
         for case, found in answer.items():
             kind, loads = case.split()
-            expected = said("Split" if kind == "SplitViews" else kind, loads == "True")  # a part of a DTensor is no view of it
+            expected = said("Split" if kind == "SplitViews" else kind, loads == "True")  # a part of a DTensor is not a view of it
             if expected is None:
                 assert found is True, case
             else:

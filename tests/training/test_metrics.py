@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 import shardckpt
-from shardckpt.excerpt import install_command
+from shardckpt.text import install_command
 from shardckpt.training.events import (
     Events,
     PreemptionNoticed,

@@ -205,7 +205,7 @@ def test_a_handle_tells_how_far_a_save_is(tmp_path):
 def test_what_cannot_be_saved_is_told_at_once_and_leaves_nothing(tmp_path):
     with pytest.raises(errors.LeafError, match="object, which cannot be stored"):
         shardckpt.save_async(tmp_path / "c", {"w": np.zeros(5), "f": object()})
-    with pytest.raises(errors.OptionError, match="is no SaveOptions"):
+    with pytest.raises(errors.OptionError, match="is not a SaveOptions"):
         shardckpt.save_async(tmp_path / "c", {}, options={"overwrite": True})
     assert not (tmp_path / "c").exists()
     handle = shardckpt.save_async(tmp_path / "c", state())

@@ -46,7 +46,7 @@ def test_a_save_larger_than_its_memory_limit_stays_inside_it(tmp_path, to, layou
 @pytest.mark.parametrize("compression", [None, "zstd"])
 def test_what_threads_lay_out_and_compress_is_inside_the_limit_together(tmp_path, monkeypatch, compression):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8))
-    raw = np.random.default_rng(0).integers(0, 1 << 63, (4, 1024, 2048))  # 64 MiB that are no smaller compressed
+    raw = np.random.default_rng(0).integers(0, 1 << 63, (4, 1024, 2048))  # 64 MiB that are not smaller compressed
     options = SaveOptions(memory_limit=16 * MiB, compression=compression)
     shardckpt.save(tmp_path / "first", {"w": raw}, options=options)
     tracemalloc.start()

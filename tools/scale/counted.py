@@ -72,7 +72,7 @@ class Request:
 
     @property
     def host(self) -> int | None:
-        """Host that the object belongs to; None: the object is no single host's."""
+        """Host that the object belongs to; None: it belongs to no single host."""
         parts = self.key.removesuffix(".json").split("/")
         return int(parts[1]) if parts[0] in ("hosts", "records") and len(parts) > 1 and parts[1].isdecimal() else None
 

@@ -8,7 +8,7 @@ They are counted for some hosts, evenly spread, each with caches of its own:
 3. The data, per batch: runs of neighbours in data files, joined as the reader joins them (`reading.runs`).
 
 *Together*: with `restore(cooperative=True)`, where several hosts need the same. That is cut into rounds and dealt out by the product's own
-rule (`planning.shares`); counted is the part of each round that the host reads itself. What hosts send to each other is no request.
+rule (`planning.shares`); counted is the part of each round that the host reads itself. What hosts send to each other is not a request.
 """
 
 from __future__ import annotations

@@ -25,11 +25,11 @@ def info(
     from shardckpt.cli.info import contents, tensor
     from shardckpt.cli.opening import open_checkpoint
     from shardckpt.errors import NamesMismatchError
-    from shardckpt.excerpt import Message, given
     from shardckpt.reading import documents
     from shardckpt.state.document import Tensor, Tied, ends
     from shardckpt.state.names import shown
     from shardckpt.state.select import selector, unused_patterns
+    from shardckpt.text import Message, given
 
     checkpoint = open_checkpoint(url)
     node = documents.find_node(checkpoint, name)

@@ -11,7 +11,6 @@ import re
 from typing import TYPE_CHECKING
 
 from shardckpt.cli.screen import Cell, Screen, column_widths
-from shardckpt.excerpt import count, few, file_size, shape_text, shortened, visible
 from shardckpt.format.hf_files import ENTRY
 from shardckpt.layout.placements import Placements
 from shardckpt.layout.sharding import Sharding
@@ -19,6 +18,7 @@ from shardckpt.layout.text import mesh_text, spec_text
 from shardckpt.reading.inspection.outline import number_text, outline, walk
 from shardckpt.reading.inspection.words import leaf_text, parameter_counts
 from shardckpt.state.document import Branch, Node, Tensor, Tied
+from shardckpt.text import clip, count, few, file_size, shape_text, visible
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -100,7 +100,7 @@ def _metadata_text(key: str, value: object) -> str:
         return few([visible(str(name)) for name in value], 8)
     if isinstance(value, str) and len(value) > LONGEST_WORD and _ENCODED.fullmatch(value):
         return f"{len(value):,} characters of encoded bytes"
-    return shortened(json.dumps(value), LONGEST_METADATA)
+    return clip(json.dumps(value), LONGEST_METADATA)
 
 
 def _bases(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:

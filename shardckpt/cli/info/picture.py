@@ -19,9 +19,9 @@ import numpy as np
 
 from shardckpt.cli.screen import Screen, pad
 from shardckpt.errors import ShardingError
-from shardckpt.excerpt import count, visible
 from shardckpt.layout.device_list import device_list
 from shardckpt.layout.tiles import Bins, Tiles, bins, tiles_of
+from shardckpt.text import count, visible
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

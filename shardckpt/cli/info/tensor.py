@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 from shardckpt.cli.info.picture import picture
 from shardckpt.cli.screen import Cell, Screen
-from shardckpt.excerpt import count, file_size, shape_text, visible
 from shardckpt.layout.placements import Placements
 from shardckpt.layout.sharding import Sharding
 from shardckpt.layout.text import mesh_text, op_sharding_text, spec_text
+from shardckpt.text import count, file_size, shape_text, visible
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

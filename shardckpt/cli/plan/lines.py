@@ -10,12 +10,12 @@ from shardckpt.cli.info.picture import picture
 from shardckpt.cli.screen import Cell, Screen, column_widths
 from shardckpt.cli.text import conversion_lines
 from shardckpt.errors import NamesMismatchError
-from shardckpt.excerpt import count, file_size, shortened, visible
 from shardckpt.layout.placements import Placements
 from shardckpt.layout.text import spec_text
 from shardckpt.reshard.forecast.hosts import joined
 from shardckpt.reshard.forecast.words import assumptions, factor, hosts_text, notice_text, rate_text, route, span_text, verdict
 from shardckpt.state.names import shown
+from shardckpt.text import clip, count, file_size, visible
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -115,11 +115,11 @@ def _tensor_rows(found: Forecast, doc: dict[str, Any], longest: int, *, rule_bel
     yield [Cell(text, "dim", right=2 < i < 6) for i, text in enumerate(heads)]
     for t in doc["tensors"][:MOST_TENSORS]:
         before, after = found.plan.sources[t["name"]].layout, found.plan.decisions[t["name"]].layout
-        rule = Cell(visible(shortened(t["rule"], LONGEST_RULE)), "cyan")
+        rule = Cell(visible(clip(t["rule"], LONGEST_RULE)), "cyan")
         row = [
             Cell(visible(t["name"]), "bold"),
-            Cell(shortened(spec_text(before), longest), "magenta"),
-            Cell(shortened(spec_text(after), longest), "magenta"),
+            Cell(clip(spec_text(before), longest), "magenta"),
+            Cell(clip(spec_text(after), longest), "magenta"),
             Cell(file_size(t["restore_bytes"]), right=True),
             Cell(factor(t["restore_amplification"]), right=True),
             Cell(factor(t["restore_after_amplification"]), right=True),

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from shardckpt.errors import AlreadyExistsError
-from shardckpt.excerpt import Message, named
+from shardckpt.text import Message, named
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -27,7 +27,6 @@ from shardckpt.convert.files.replacement import (
     settle,
 )
 from shardckpt.errors import AlreadyExistsError, OptionError, StorageError
-from shardckpt.excerpt import Message, file_size
 from shardckpt.io.datafile import lack_of_space
 from shardckpt.io.descriptor import OpenFile
 from shardckpt.io.failures import storage_errors
@@ -35,6 +34,7 @@ from shardckpt.io.files import DurableDirectories, sync_directory, sync_open_dir
 from shardckpt.io.locks import lock_whole
 from shardckpt.io.status import exists, is_directory, is_file, is_link
 from shardckpt.io.store import Store
+from shardckpt.text import Message, file_size
 
 if TYPE_CHECKING:
     from collections.abc import Collection

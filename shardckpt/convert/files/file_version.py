@@ -54,7 +54,7 @@ class FileVersion:
             except (FileNotFoundError, NotADirectoryError) as e:
                 raise MissingDataError(f"{self} is missing; put it back from a backup.") from e
             if not stat.S_ISREG(found.st_mode):
-                raise OSError(f"{self._path} is no file, but a directory, pipe or device")
+                raise OSError(f"{self._path} is not a file, but a directory, pipe or device")
         self._known = _version(found)
 
     def __str__(self) -> str:

@@ -16,13 +16,13 @@ from shardckpt.convert.naming.choose import read_naming
 from shardckpt.convert.naming.renamed_state import end_names
 from shardckpt.convert.naming.ties import first_names
 from shardckpt.errors import NamesMismatchError
-from shardckpt.excerpt import Message, few, given
 from shardckpt.reading.naming.renaming import dotted, rename
 from shardckpt.reshard.dtype_rules import plan_dtypes
 from shardckpt.reshard.optimizer_state import optimizer_state
 from shardckpt.state import alias_map, leaf_names, meanings
 from shardckpt.state.names import shown
 from shardckpt.state.select import unused_patterns
+from shardckpt.text import Message, few, given
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

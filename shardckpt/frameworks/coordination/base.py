@@ -323,7 +323,7 @@ def check_coordinator(coordinator: object) -> None:
         return
     kind = coordinator.__name__ if isinstance(coordinator, type) else type(coordinator).__name__
     raise OptionError(
-        f"coordinator=…: {'the class' if isinstance(coordinator, type) else 'a'} {kind} is no coordinator; give an instance of "
+        f"coordinator=…: {'the class' if isinstance(coordinator, type) else 'a'} {kind} is not a coordinator; give an instance of "
         f"shardckpt.Coordinator, such as Coordinator.current(), or nothing."
     )
 

@@ -62,9 +62,9 @@ from typing import Any, Literal
 from urllib.parse import quote
 
 from shardckpt.errors import MissingExtraError, OptionError, StorageError
-from shardckpt.excerpt import install_command
 from shardckpt.io.buckets.rate_limit import ALONE, RateLimiter, RequestShare
 from shardckpt.io.status import exists
+from shardckpt.text import install_command
 
 _EXTRAS = {
     "gs": ("google.auth", "google-auth", "gcs"),
@@ -177,7 +177,7 @@ def web_headers(origin: str) -> dict[str, str]:
     """The headers in `SHARDCKPT_HTTP_HEADERS` for an origin, such as "https://host:8443".
 
     Raises:
-        OptionError: a line is no origin and header.
+        OptionError: a line is not an origin and header.
     """
     found = {}
     for line in filter(None, map(str.strip, os.environ.get("SHARDCKPT_HTTP_HEADERS", "").splitlines())):

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, Self
 
 from shardckpt.errors import AlreadyExistsError, StorageError
-from shardckpt.excerpt import Message, named
+from shardckpt.text import Message, named
 
 if TYPE_CHECKING:
     from shardckpt.format.documents import Fields

@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from shardckpt.errors import BudgetError
-from shardckpt.excerpt import Message, file_size, mebibytes_above, named_size
 from shardckpt.io.buckets import cloud
 from shardckpt.io.buffers import BufferPool, Lease
 from shardckpt.io.failures import storage_errors
 from shardckpt.io.store import byte_view
+from shardckpt.text import Message, file_size, mebibytes_above, named_size
 
 if TYPE_CHECKING:
     from types import TracebackType

@@ -17,11 +17,11 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.errors import MissingExtraError, StorageError, UrlError
-from shardckpt.excerpt import install_command
 from shardckpt.io.buckets.bucket import ABSENT
 from shardckpt.io.failures import begin_use
 from shardckpt.io.store import Store, byte_view
 from shardckpt.io.url import FSSPEC_WRITTEN, NOT_BY_FSSPEC
+from shardckpt.text import install_command
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shardckpt.excerpt import count, file_size, shape_text, visible
 from shardckpt.layout.text import layout_text, spec_text
 from shardckpt.reading.inspection.figures import tile_grid
 from shardckpt.reading.inspection.markup import Html, el
 from shardckpt.reading.inspection.outline import number_text, outline, walk
 from shardckpt.reading.inspection.words import leaf_text, parameter_counts
 from shardckpt.state.document import Branch, Tensor, Tied
+from shardckpt.text import count, file_size, shape_text, visible
 
 if TYPE_CHECKING:
     from shardckpt.format.structure import StoredLayout

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from shardckpt.errors import ShardingError
-from shardckpt.excerpt import count, shape_text
 from shardckpt.layout.device_list import device_list
 from shardckpt.layout.placements import Placements
 from shardckpt.layout.tiles import bins, tiles_of
 from shardckpt.reading.inspection.markup import Html, Part, el
+from shardckpt.text import count, shape_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

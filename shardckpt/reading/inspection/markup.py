@@ -6,7 +6,7 @@ from contextvars import ContextVar
 from html import escape
 from typing import TYPE_CHECKING, TypeAlias
 
-from shardckpt.excerpt import visible
+from shardckpt.text import visible
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

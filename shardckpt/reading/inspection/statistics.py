@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shardckpt.errors import DtypeError, NamesMismatchError, OptionError
-from shardckpt.excerpt import Message, file_size, given, named_size
 from shardckpt.io.failures import reading_takes_threads
 from shardckpt.layout.box import Box
 from shardckpt.layout.dtypes import by_name, castable
@@ -21,6 +20,7 @@ from shardckpt.plan.pieces import batches
 from shardckpt.reading.compare_values import DEFAULT_MEMORY_LIMIT, MOST_BLOCKS, Pair, cut_pairs, read_blocks
 from shardckpt.reading.inspection.running import RunningStatistics
 from shardckpt.state.select import selector, unused_patterns
+from shardckpt.text import Message, file_size, given, named_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from shardckpt.errors import NamesMismatchError, OptionError, ShapeMismatchError
-from shardckpt.excerpt import excerpt, few
 from shardckpt.frameworks.base import whole
 from shardckpt.options import check_flag
 from shardckpt.plan.views import View
@@ -30,6 +29,7 @@ from shardckpt.state.document import Branch, Tensor, Tied, leaves_of
 from shardckpt.state.moving import End, ends_by_place, moved_tree
 from shardckpt.state.names import child_name, component_names, shown
 from shardckpt.state.select import Only, check_selection, selector
+from shardckpt.text import few, shorten
 
 if TYPE_CHECKING:
     import os
@@ -97,10 +97,10 @@ class Adaptation:
         wrong = any(not isinstance(pattern, str) or mode not in ("pad", "slice") for pattern, mode in fits)
         if wrong or not isinstance(self._fit, Mapping | None):
             raise OptionError(
-                f'fit={excerpt(self._fit)}: give patterns of names with "pad" or "slice", as in fit={{"**/embed.weight": "pad"}}.'
+                f'fit={shorten(self._fit)}: give patterns of names with "pad" or "slice", as in fit={{"**/embed.weight": "pad"}}.'
             )
         if self._fit and like is None:
-            raise OptionError(f"fit={excerpt(self._fit)}: without `like` nothing has another size; give `like`, or leave fit= out.")
+            raise OptionError(f"fit={shorten(self._fit)}: without `like` nothing has another size; give `like`, or leave fit= out.")
         self._patterns = [(pattern, selector(pattern), mode) for pattern, mode in (self._fit or {}).items()]
 
     def tensor(self, name: str) -> TensorRecord:

@@ -25,13 +25,13 @@ from importlib import resources
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from shardckpt.errors import OptionError
-from shardckpt.excerpt import excerpt
 from shardckpt.io.config_files import parse_text, read_file
 from shardckpt.reading.naming.mapping import TensorMapping
 from shardckpt.reading.naming.mapping_rule import MappingRule
 from shardckpt.reading.naming.name_pattern import NamePattern
 from shardckpt.reading.naming.part_layout import Rotary, Unfold
 from shardckpt.state.names import did_you_mean
+from shardckpt.text import shorten
 
 if TYPE_CHECKING:
     import os
@@ -65,7 +65,7 @@ def read_mapping(source: str | os.PathLike[str], values: Values | None = None) -
         if isinstance(source, str) and not source.endswith(_ENDINGS):
             listed = ", ".join(PRESETS)
             raise OptionError(
-                f"there is no mapping {excerpt(source)}{did_you_mean(source, PRESETS)}: give a TOML or YAML file, or one of {listed}."
+                f"there is no mapping {shorten(source)}{did_you_mean(source, PRESETS)}: give a TOML or YAML file, or one of {listed}."
             ) from error
         raise
 
@@ -84,7 +84,7 @@ def parse_mapping(doc: Any, where: str, values: Values | None = None) -> TensorM
     _refuse_others(doc, _TOP, where)
     own = doc.get("values", {})
     if not isinstance(own, Mapping) or not all(isinstance(key, str) and type(value) is int for key, value in own.items()):
-        raise OptionError(f"{where}: values is {excerpt(own)}; give a table of whole numbers.")
+        raise OptionError(f"{where}: values is {shorten(own)}; give a table of whole numbers.")
     rules = doc.get("map")
     if not isinstance(rules, list) or not rules:
         raise OptionError(f"{where}: there are no rules; write each as a table [[map]] with from and to.")
@@ -97,7 +97,7 @@ def _refuse_others(doc: Any, keys: tuple[str, ...], where: str) -> None:
         raise OptionError(f"{where}: expected keys ({', '.join(keys)}), found a {type(doc).__name__}.")
     for key in doc:
         if key not in keys:
-            raise OptionError(f"{where}: there is no key {excerpt(key)}{did_you_mean(str(key), keys)}; there are {', '.join(keys)}.")
+            raise OptionError(f"{where}: there is no key {shorten(key)}{did_you_mean(str(key), keys)}; there are {', '.join(keys)}.")
 
 
 class _RuleParser:
@@ -134,7 +134,7 @@ class _RuleParser:
         value = self._doc.get(key)
         listed = value if isinstance(value, list) else [value]
         if not listed or not all(isinstance(name, str) for name in listed):
-            self._refuse(f"{key} is {excerpt(value)}; give a name of tensors, or a list of them")
+            self._refuse(f"{key} is {shorten(value)}; give a name of tensors, or a list of them")
         try:
             return tuple(map(NamePattern, listed))
         except OptionError as error:
@@ -149,7 +149,7 @@ class _RuleParser:
         (key,) = given
         value = self._doc[key]
         if not isinstance(value, list):
-            self._refuse(f"{key} is {excerpt(value)}; give a list of whole numbers, one for each part")
+            self._refuse(f"{key} is {shorten(value)}; give a list of whole numbers, one for each part")
         return tuple(self._number(n, key) for n in value), key == "sizes"
 
     def _number(self, value: Any, key: str) -> int:
@@ -157,18 +157,18 @@ class _RuleParser:
         if isinstance(value, str):
             if value not in self._values:
                 self._refuse(
-                    f"{key} names {excerpt(value)}, which nothing says{did_you_mean(value, self._values)}; "
+                    f"{key} names {shorten(value)}, which nothing says{did_you_mean(value, self._values)}; "
                     f"give the model's config.json, or a table [values]"
                 )
             return self._number(self._values[value], f"{key}, {value}")
         if type(value) is not int or value < 1:
-            self._refuse(f"{key} is {excerpt(value)}; give a positive whole number, or the name of one")
+            self._refuse(f"{key} is {shorten(value)}; give a positive whole number, or the name of one")
         return value
 
     def _dimension(self, key: str) -> int | None:
         value = self._doc.get(key)
         if value is not None and type(value) is not int:
-            self._refuse(f"{key} is {excerpt(value)}; give the number of a dimension: 0 is the first, -1 the last")
+            self._refuse(f"{key} is {shorten(value)}; give the number of a dimension: 0 is the first, -1 the last")
         return value
 
     def _permutation(self, *, merges: bool) -> Any:
@@ -176,7 +176,7 @@ class _RuleParser:
         if isinstance(value, bool):
             return "reverse" if value else None
         if not isinstance(value, list) or not all(type(d) is int for d in value) or sorted(value) != list(range(len(value))):
-            self._refuse(f"transpose is {excerpt(value)}; give true, or all dimensions in their new order, such as [1, 0]")
+            self._refuse(f"transpose is {shorten(value)}; give true, or all dimensions in their new order, such as [1, 0]")
         return tuple(value) if merges else tuple(map(value.index, range(len(value))))
 
     def _rotary(self, *, merges: bool) -> Rotary | None:
@@ -185,7 +185,7 @@ class _RuleParser:
             return None
         _refuse_others(value, ("heads", "to"), f"{self._where}, rotary")
         if value.get("to") not in ("pairs", "halves"):
-            self._refuse(f'rotary: to is {excerpt(value.get("to"))}; use "pairs" or "halves"')
+            self._refuse(f'rotary: to is {shorten(value.get("to"))}; use "pairs" or "halves"')
         return Rotary(self._number(value.get("heads"), "rotary, heads"), pairs_in_whole=(value["to"] == "pairs") == merges)
 
     def _unfold(self) -> Unfold | None:
@@ -194,13 +194,13 @@ class _RuleParser:
             return None
         _refuse_others(value, ("axis", "count"), f"{self._where}, unfold")
         if type(value.get("axis")) is not int:
-            self._refuse(f"unfold: axis is {excerpt(value.get('axis'))}; give the number of a dimension")
+            self._refuse(f"unfold: axis is {shorten(value.get('axis'))}; give the number of a dimension")
         return Unfold(value["axis"], self._number(value.get("count"), "unfold, count"))
 
     def _flag(self, key: str) -> bool:
         value = self._doc.get(key, False)
         if not isinstance(value, bool):
-            self._refuse(f"{key} is {excerpt(value)}; give true or false")
+            self._refuse(f"{key} is {shorten(value)}; give true or false")
         return value
 
     def _refuse(self, problem: str) -> NoReturn:

@@ -227,7 +227,7 @@ class MappingRule:
         for what, d, needed in (("stack", self.stack, self.stack is not None), ("axis", self.axis, self.cuts)):
             if needed and d is not None and not -rank <= d < rank:
                 self._mismatch(
-                    f"{what} = {d} is no dimension of {self.whole}, which has {rank} with {shown(tensor.name)} of {tensor.shape}"
+                    f"{what} = {d} is not a dimension of {self.whole}, which has {rank} with {shown(tensor.name)} of {tensor.shape}"
                 )
             dimensions.append(d % rank if needed and d is not None else None)
         stack, axis = dimensions

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from shardckpt.errors import OptionError
-from shardckpt.excerpt import excerpt
+from shardckpt.text import shorten
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -55,7 +55,7 @@ class NamePattern:
     def __post_init__(self) -> None:
         """Refuse a pattern that is not text, and braces without a word."""
         if not isinstance(self.text, str) or not self.text:
-            raise OptionError(f"{excerpt(self.text)} is no pattern of names; give text such as 'layers.*.weight'.")
+            raise OptionError(f"{shorten(self.text)} is not a pattern of names; give text such as 'layers.*.weight'.")
         literals: list[str] = []
         keys: list[str] = []
         anything: list[bool] = []
@@ -63,7 +63,7 @@ class NamePattern:
         for found in _WILDCARD.finditer(self.text):
             key = found["word"] if found["word"] is not None else str(sum(k.isdecimal() for k in keys))
             if found["word"] is not None and not found["word"].isidentifier():
-                raise OptionError(f"{excerpt(self.text)}: {excerpt(found[0])} is no wildcard; write {{word}}, * or **.")
+                raise OptionError(f"{shorten(self.text)}: {shorten(found[0])} is not a wildcard; write {{word}}, * or **.")
             literals.append(self.text[at : found.start()])
             anything.append(found["all"] is not None)
             keys.append(key)

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from shardckpt.errors import NamesMismatchError, OptionError
-from shardckpt.excerpt import excerpt
 from shardckpt.io.config_files import read_file
 from shardckpt.state.names import did_you_mean, shown
+from shardckpt.text import shorten
 
 if TYPE_CHECKING:
     import os
@@ -45,9 +45,9 @@ def read_names(path: str | os.PathLike[str]) -> NameTable:
         raise OptionError(f"{path}: expected a table of old and new names, found a {type(doc).__name__}.")
     for old, new in doc.items():
         if isinstance(new, Mapping):
-            raise OptionError(f'{path}: {excerpt(old)} is a table; in TOML, put a name with dots in quotes: "a.b" = "c.d".')
+            raise OptionError(f'{path}: {shorten(old)} is a table; in TOML, put a name with dots in quotes: "a.b" = "c.d".')
         if not isinstance(old, str) or not (new is None or new is False or (isinstance(new, str) and new)):
-            raise OptionError(f"{path}: {excerpt(old)} = {excerpt(new)}: give a new name, or null (in TOML false) to leave it out.")
+            raise OptionError(f"{path}: {shorten(old)} = {shorten(new)}: give a new name, or null (in TOML false) to leave it out.")
     return NameTable(str(path), {old: new or None for old, new in doc.items()})
 
 

@@ -16,13 +16,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from shardckpt.errors import OptionError
-from shardckpt.excerpt import Message, excerpt, named
 from shardckpt.state.names import shown
+from shardckpt.text import Message, named, shorten
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from shardckpt.excerpt import NamedOption
+    from shardckpt.text import NamedOption
 
 LONGEST = 1000
 """Most characters of a substitution, and of a name that it is applied to: some expressions need time exponential in them."""
@@ -57,7 +57,7 @@ class Substitution:
             OptionError: the name is too long to be safe.
         """
         if len(name) > self.longest:
-            raise OptionError(Message(self.origin, f": a name of {len(name)} characters is too long for it: {excerpt(name)}."))
+            raise OptionError(Message(self.origin, f": a name of {len(name)} characters is too long for it: {shorten(name)}."))
         renamed, times = self.regex.subn(self._text, name, count=self.count)
         return renamed if times else None
 
@@ -119,17 +119,17 @@ def parse_substitution(text: object) -> Substitution:
     regex, replacement, flags = parts
     odd = [flag for flag in flags if flag not in _FLAGS or flags.count(flag) > 1]
     if odd:
-        raise OptionError(Message(origin, f": {odd[0]!r} is no flag, or is repeated; the flags are g (everywhere) and i (any case)."))
+        raise OptionError(Message(origin, f": {odd[0]!r} is not a flag, or is repeated; the flags are g (everywhere) and i (any case)."))
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # about syntax that may change in a later Python
             compiled = re.compile(regex, sum(_FLAGS[flag] for flag in flags))
     except (re.error, RecursionError, OverflowError) as error:
-        raise OptionError(Message(origin, f": {excerpt(regex)} is no regular expression: {error}.")) from error
+        raise OptionError(Message(origin, f": {shorten(regex)} is not a regular expression: {error}.")) from error
     tokens = tuple(_token(found) for found in _REPLACED.finditer(replacement))
     group = max((token for token in tokens if isinstance(token, int)), default=0)
     if group > compiled.groups:
-        raise OptionError(Message(origin, f": there is no group \\{group}: {excerpt(regex)} has {compiled.groups}."))
+        raise OptionError(Message(origin, f": there is no group \\{group}: {shorten(regex)} has {compiled.groups}."))
     return Substitution(origin, compiled, tokens, 0 if "g" in flags else 1, LONGEST)
 
 

@@ -44,12 +44,12 @@ class Program:
             program = _of_graph(exported.graph)
         else:
             raise OptionError(
-                f"batch_dims: a {type(exported).__name__} is no graph; give what torch.export.export returns, or a torch.fx.GraphModule."
+                f"batch_dims: a {type(exported).__name__} is not a graph; give what torch.export.export returns, or a torch.fx.GraphModule."
             )
         for node in program.graph.nodes:
             if node.op in {"call_method", "call_module"} or getattr(getattr(node.target, "_schema", None), "is_mutable", False):
                 raise OptionError(
-                    f"batch_dims: {node.name} ({node.target}) is no functional ATen operator, so what it does to layouts cannot be "
+                    f"batch_dims: {node.name} ({node.target}) is not a functional ATen operator, so what it does to layouts cannot be "
                     f"followed; give what torch.export.export returns, or trace with make_fx(torch.func.functionalize(…))."
                 )
             if node.op == "placeholder" and "val" not in node.meta:

@@ -63,7 +63,7 @@ class BatchSize:
         if expr is None:
             return int(size)
         if self._symbol in expr.free_symbols and self._degree(expr) != 1:
-            raise Undecided(f"the size {expr} depends on the batch and is no multiple of it")
+            raise Undecided(f"the size {expr} depends on the batch and is not a multiple of it")
         return int(self._evaluated(expr))
 
     def shape(self, sizes: Any) -> tuple[int, ...]:

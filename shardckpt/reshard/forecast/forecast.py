@@ -12,7 +12,6 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from shardckpt.commit.publish import published_attempt
-from shardckpt.excerpt import file_size, visible
 from shardckpt.io.store import Store, kind_of
 from shardckpt.io.url import parse
 from shardckpt.reading.places import read_places
@@ -23,6 +22,7 @@ from shardckpt.reshard.forecast.restore import RestoreForecast, forecast_restore
 from shardckpt.reshard.forecast.stored import ByLayout, ByTable
 from shardckpt.reshard.reuse_method import ReuseMethod, reuse_method
 from shardckpt.streaming.memory import readers
+from shardckpt.text import file_size, visible
 
 if TYPE_CHECKING:
     from shardckpt.reading.checkpoint import Checkpoint

@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from shardckpt.errors import OptionError
-from shardckpt.excerpt import Message, named
 from shardckpt.io.status import is_directory
 from shardckpt.io.store import Store
 from shardckpt.io.url import parse
 from shardckpt.layout.box import Box, BoxArray
 from shardckpt.options import parse_bytes
 from shardckpt.plan.pieces import overlaps
+from shardckpt.text import Message, named
 
 if TYPE_CHECKING:
     from shardckpt.format.structure import TensorRecord

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from shardckpt.excerpt import count, duration_text, file_size, visible
+from shardckpt.text import count, duration_text, file_size, visible
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.errors import OptionError, ShardingError
-from shardckpt.excerpt import excerpt, shortened
 from shardckpt.io.config_files import read_file
 from shardckpt.layout.partition_spec import PartitionSpec
 from shardckpt.reshard.rules.mesh_text import mesh_of
@@ -26,6 +25,7 @@ from shardckpt.reshard.rules.preset import Preset
 from shardckpt.reshard.rules.rule import Rule
 from shardckpt.reshard.rules.spec_text import parse_spec
 from shardckpt.state.names import did_you_mean
+from shardckpt.text import clip, shorten
 
 if TYPE_CHECKING:
     import os
@@ -42,7 +42,7 @@ def read_rules(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise OptionError(f"{file}: expected keys ({', '.join(_KEYS)}), found a {type(doc).__name__}.")
     for key in doc:
         if key not in _KEYS:
-            raise OptionError(f"{file}: there is no key {excerpt(key)}{did_you_mean(str(key), _KEYS)}; there are {', '.join(_KEYS)}.")
+            raise OptionError(f"{file}: there is no key {shorten(key)}{did_you_mean(str(key), _KEYS)}; there are {', '.join(_KEYS)}.")
     mesh = mesh_of(doc["mesh"], f"{file}, mesh") if doc.get("mesh") is not None else None
     rules = tuple(_rules(doc.get("rules"), file))
     try:
@@ -56,7 +56,7 @@ def _rules(value: Any, file: Path) -> Iterator[Rule]:
     if isinstance(value, Mapping):
         for number, (pattern, spec) in enumerate(value.items(), 1):
             origin = f"{file}, rule {number}"
-            yield Rule(pattern, _spec(spec, f"{origin} ({shortened(str(pattern))!r})"), origin)
+            yield Rule(pattern, _spec(spec, f"{origin} ({clip(str(pattern))!r})"), origin)
         return
     for number, text in enumerate(_listed(value), 1):
         yield Rule.parse(text, f"{file}, rule {number}")
@@ -71,7 +71,7 @@ def _spec(value: Any, where: str) -> PartitionSpec:
             return PartitionSpec(*(tuple(part) if isinstance(part, list) else part for part in value))
     except (OptionError, ShardingError) as error:
         raise OptionError(f"{where}: {error}") from error
-    raise OptionError(f'{where}: {excerpt(value)} is no partition spec; write "replicated", "(None,model)" or a list of entries.')
+    raise OptionError(f'{where}: {shorten(value)} is not a partition spec; write "replicated", "(None,model)" or a list of entries.')
 
 
 def _listed(value: Any) -> list[Any]:

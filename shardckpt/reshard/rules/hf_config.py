@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.errors import OptionError
-from shardckpt.excerpt import excerpt
 from shardckpt.io.status import is_directory
 from shardckpt.reshard.rules.preset import Heads, Preset
 from shardckpt.state.names import did_you_mean
+from shardckpt.text import shorten
 
 if TYPE_CHECKING:
     import os
@@ -39,7 +39,7 @@ def read_preset(path: str | os.PathLike[str], roles: str = "") -> Preset:
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in MODEL_TYPES:
         raise OptionError(
-            f"{file}: there is no preset for model_type {excerpt(kind)}{did_you_mean(str(kind), MODEL_TYPES)}; there are those for "
+            f"{file}: there is no preset for model_type {shorten(kind)}{did_you_mean(str(kind), MODEL_TYPES)}; there are those for "
             f"{', '.join(MODEL_TYPES)}. Choose one by its name, as in llama/fsdp+tp, or write rules."
         )
     family = MODEL_TYPES[kind]

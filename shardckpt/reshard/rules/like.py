@@ -69,7 +69,7 @@ class Like:
         if over is None:
             assert isinstance(layout, Placements)
             raise ShardingError(
-                f"{shown(name)}: its layout in {self.origin}, {layout.text}, is no partition spec and fits no other mesh; "
+                f"{shown(name)}: its layout in {self.origin}, {layout.text}, is not a partition spec and fits no other mesh; "
                 "give the tensor its own rule."
             )
         try:

@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from shardckpt.errors import OptionError, ShardingError
-from shardckpt.excerpt import excerpt, shortened
 from shardckpt.layout.hybrid_mesh import HybridMesh
 from shardckpt.layout.mesh import MAX_DEVICES, Mesh
+from shardckpt.text import clip, shorten
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -40,7 +40,7 @@ def parse_mesh(text: str) -> Mesh:
     for part in axes_text.split(","):
         axis = _AXIS.fullmatch(part)
         if axis is None:
-            raise OptionError(f"mesh {shortened(text)!r}: {excerpt(part)} is no axis; write name=size for each, as in data=2,model=4.")
+            raise OptionError(f"mesh {clip(text)!r}: {shorten(part)} is not an axis; write name=size for each, as in data=2,model=4.")
         axes.append(axis)
     names = [axis["name"] for axis in axes]
     inner = [int(axis["ici"]) for axis in axes]
@@ -49,11 +49,11 @@ def parse_mesh(text: str) -> Mesh:
             return Mesh(inner, names, list(_ids(text, ids_text)) if at else None)
         if at:
             raise OptionError(
-                f"mesh {shortened(text)!r}: a mesh of slices (AxB) has ids from 0 in order; leave out the ids (@…) or the slices (x…)."
+                f"mesh {clip(text)!r}: a mesh of slices (AxB) has ids from 0 in order; leave out the ids (@…) or the slices (x…)."
             )
         return HybridMesh(inner, [int(axis["dcn"] or 1) for axis in axes], names)
     except ShardingError as error:
-        raise ShardingError(f"mesh {shortened(text)!r}: {error}") from error
+        raise ShardingError(f"mesh {clip(text)!r}: {error}") from error
 
 
 def mesh_of(value: object, where: str) -> Mesh:
@@ -65,7 +65,7 @@ def mesh_of(value: object, where: str) -> Mesh:
     if isinstance(value, Mapping):
         value = ",".join(f"{axis}={size}" for axis, size in value.items())
     if not isinstance(value, str):
-        raise OptionError(f'{where}: {excerpt(value)} is no mesh; write "data=2,model=4", or a table of axis and size.')
+        raise OptionError(f'{where}: {shorten(value)} is not a mesh; write "data=2,model=4", or a table of axis and size.')
     try:
         return parse_mesh(value)
     except (OptionError, ShardingError) as error:
@@ -77,9 +77,9 @@ def _ids(text: str, ids_text: str) -> Iterator[int]:
     for part in ids_text.split(","):
         run = _IDS.fullmatch(part)
         if run is None:
-            raise OptionError(f"mesh {shortened(text)!r}: {excerpt(part)} is no device id; write numbers and ranges, as in @0-3,7,6.")
+            raise OptionError(f"mesh {clip(text)!r}: {shorten(part)} is not a device id; write numbers and ranges, as in @0-3,7,6.")
         ids = range(int(run["first"]), int(run["last"] or run["first"]) + 1)
         count += len(ids)
         if not ids or count > MAX_DEVICES:
-            raise OptionError(f"mesh {shortened(text)!r}: {excerpt(part)} is no range of device ids, or the mesh has too many.")
+            raise OptionError(f"mesh {clip(text)!r}: {shorten(part)} is not a range of device ids, or the mesh has too many.")
         yield from ids

@@ -20,11 +20,11 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from shardckpt.errors import OptionError, ShardingError
-from shardckpt.excerpt import excerpt
 from shardckpt.layout.partition_spec import PartitionSpec
 from shardckpt.reshard.rules.families import FAMILIES
 from shardckpt.reshard.rules.rule import Rule, Units
 from shardckpt.state.names import did_you_mean
+from shardckpt.text import shorten
 
 if TYPE_CHECKING:
     from shardckpt.layout.mesh import Mesh
@@ -74,7 +74,7 @@ class Preset:
         """Refuse unknown families and roles."""
         if self.family not in FAMILIES:
             raise OptionError(
-                f"preset {excerpt(str(self))}: there is no family {excerpt(self.family)}{did_you_mean(str(self.family), FAMILIES)}; "
+                f"preset {shorten(str(self))}: there is no family {shorten(self.family)}{did_you_mean(str(self.family), FAMILIES)}; "
                 f"there are {', '.join(FAMILIES)}, each as it is or followed by /fsdp, /tp, /ep or several of them (/fsdp+tp)."
             )
         names = [role for role, _ in self.roles]
@@ -82,7 +82,7 @@ class Preset:
             if role not in _AXES or names.count(role) > 1:
                 problem = "appears twice" if role in _AXES else "is unknown"
                 raise OptionError(
-                    f"preset {excerpt(str(self))}: the role {excerpt(role)} {problem}; the roles are {', '.join(_AXES)}, joined by +, and "
+                    f"preset {shorten(str(self))}: the role {shorten(role)} {problem}; the roles are {', '.join(_AXES)}, joined by +, and "
                     f"each may name its axis, as in {self.family}/fsdp=data+tp."
                 )
 
@@ -94,7 +94,7 @@ class Preset:
             OptionError: the text is not a preset.
         """
         if not isinstance(text, str):
-            raise OptionError(f"preset {excerpt(text)}: give text such as 'llama/fsdp+tp'.")
+            raise OptionError(f"preset {shorten(text)}: give text such as 'llama/fsdp+tp'.")
         family, slash, roles = text.strip().partition("/")
         pairs = [role.partition("=") for role in roles.split("+")] if slash else []
         return cls(family, tuple((role.strip(), axis.strip()) for role, _, axis in pairs), heads)

@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from shardckpt.errors import OptionError, ShardingError
-from shardckpt.excerpt import excerpt, shortened
 from shardckpt.layout.partition_spec import PartitionSpec
 from shardckpt.reshard.rules.spec_text import format_spec, parse_spec
 from shardckpt.state.glob import compile_glob
 from shardckpt.state.names import did_you_mean
+from shardckpt.text import clip, shorten
 
 if TYPE_CHECKING:
     from shardckpt.layout.mesh import Mesh
@@ -64,7 +64,7 @@ class Rule:
         pattern: object = self.pattern
         spec: object = self.spec
         if not isinstance(pattern, str) or not pattern:
-            raise OptionError(f"{self._where}{excerpt(pattern)} is no pattern of names; give text such as '**/layers.*.w1'.")
+            raise OptionError(f"{self._where}{shorten(pattern)} is not a pattern of names; give text such as '**/layers.*.w1'.")
         if not isinstance(spec, PartitionSpec):
             raise OptionError(f"{self._where}{pattern!r} has a {type(spec).__name__}; give a shardckpt.PartitionSpec.")
         try:
@@ -80,7 +80,9 @@ class Rule:
             OptionError: the text is not a rule; the message names `origin`.
         """
         if not isinstance(text, str) or "=" not in text:
-            raise OptionError(f"{origin or 'rule'}: {excerpt(text)} is no rule; write pattern=spec, as in '**/layers.*.w1=(None,model)'.")
+            raise OptionError(
+                f"{origin or 'rule'}: {shorten(text)} is not a rule; write pattern=spec, such as '**/layers.*.w1=(None,model)'."
+            )
         at = text.find("=")
         first = text.rfind("=") if text.rstrip().endswith("replicated") else text.rfind("=(") if "=(" in text else at
         mistake: OptionError | None = None
@@ -125,4 +127,4 @@ class Rule:
 
 
 def _title(text: str, origin: str) -> str:
-    return f"{origin} ({shortened(text)!r})" if origin else f"rule {shortened(text)!r}"
+    return f"{origin} ({clip(text)!r})" if origin else f"rule {clip(text)!r}"

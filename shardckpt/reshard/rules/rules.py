@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from shardckpt.errors import NamesMismatchError, OptionError
-from shardckpt.excerpt import Message, excerpt, named
 from shardckpt.layout.mesh import Mesh
 from shardckpt.reshard.rules.decisions import decide, meaning
 from shardckpt.reshard.rules.explain import explanation
@@ -32,6 +31,7 @@ from shardckpt.reshard.rules.pattern import match
 from shardckpt.reshard.rules.preset import Preset
 from shardckpt.reshard.rules.rule import Rule
 from shardckpt.state.names import did_you_mean, nearest, shown
+from shardckpt.text import Message, named, shorten
 
 if TYPE_CHECKING:
     import os
@@ -76,11 +76,11 @@ class Rules:
         object.__setattr__(self, "entries", tuple(self.entries))
         for entry in self.entries:
             if not isinstance(entry, Entry):
-                raise OptionError(f"Rules: {excerpt(entry)} is no rule; use Rules.parse(['pattern=spec', …]).")
+                raise OptionError(f"Rules: {shorten(entry)} is not a rule; use Rules.parse(['pattern=spec', …]).")
         if self.unmatched not in ("replicate", "error"):
             raise OptionError(f'Rules(unmatched={self.unmatched!r}): use "replicate" or "error".')
         if self.mesh is not None and not isinstance(self.mesh, Mesh):
-            raise OptionError(f"Rules(mesh={excerpt(self.mesh)}): give a shardckpt.Mesh, or use parse_mesh on text.")
+            raise OptionError(f"Rules(mesh={shorten(self.mesh)}): give a shardckpt.Mesh, or use parse_mesh on text.")
 
     @classmethod
     def parse(
@@ -296,7 +296,7 @@ def combined_rules(
         OptionError, ShardingError: a source is invalid; or a preset is chosen twice, by name and by a configuration.
     """
     if preset is not None and hf_config is not None:
-        both = f"The preset {excerpt(preset)} and the configuration {excerpt(hf_config)}, which chooses a preset, both decide the same "
+        both = f"The preset {shorten(preset)} and the configuration {shorten(hf_config)}, which chooses a preset, both decide the same "
         raise OptionError(Message(both, "tensors; give one of ", named("preset"), " and ", named("hf_config"), "."))
     found = [Rules.parse(texts)] if texts else []
     found += [Rules.from_file(file)] if file is not None else []

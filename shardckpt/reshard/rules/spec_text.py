@@ -15,8 +15,8 @@ import re
 from typing import TYPE_CHECKING
 
 from shardckpt.errors import OptionError, ShardingError
-from shardckpt.excerpt import excerpt
 from shardckpt.layout.partition_spec import PartitionSpec
+from shardckpt.text import shorten
 
 if TYPE_CHECKING:
     from shardckpt.layout.partition_spec import Axis, SpecPart
@@ -64,14 +64,14 @@ def parse_spec(text: str) -> PartitionSpec:
         return PartitionSpec()
     head = _HEAD.match(text)
     if head is None:
-        raise OptionError(f"{excerpt(text)} is no partition spec; {_FORM}.")
+        raise OptionError(f"{shorten(text)} is not a partition spec; {_FORM}.")
     parts, end = _parts(text, head.end(), nested=False)
     if text[end:].strip():
         raise _unexpected(text, end)
     try:
         return PartitionSpec(*parts)
     except ShardingError as error:
-        raise OptionError(f"{excerpt(text)}: {error}") from error
+        raise OptionError(f"{shorten(text)}: {error}") from error
 
 
 def _parts(text: str, at: int, *, nested: bool) -> tuple[list[SpecPart], int]:
@@ -87,7 +87,7 @@ def _parts(text: str, at: int, *, nested: bool) -> tuple[list[SpecPart], int]:
         if token["mark"] == "(" and not nested:
             axes, at = _parts(text, token.end() - 1, nested=True)
             if None in axes:
-                raise OptionError(f"{excerpt(text)}: None inside a tuple of axes, which cut one dimension together; leave it out.")
+                raise OptionError(f"{shorten(text)}: None inside a tuple of axes, which cut one dimension together; leave it out.")
             parts.append(tuple(axis for axis in axes if isinstance(axis, str | int)))
         elif token["mark"]:
             raise _unexpected(text, token.start("mark"))
@@ -110,11 +110,11 @@ def _entry(text: str, token: re.Match[str]) -> Axis | None:
     try:
         return str(json.loads(quoted)) if quoted[0] == '"' else quoted[1:-1]
     except ValueError:
-        raise OptionError(f"{excerpt(text)}: {excerpt(quoted)} is no quoted name; escapes are those of JSON.") from None
+        raise OptionError(f"{shorten(text)}: {shorten(quoted)} is not a quoted name; escapes are those of JSON.") from None
 
 
 def _unexpected(text: str, at: int) -> OptionError:
     rest = text[at:].lstrip()
-    found = f"found {excerpt(rest[:12])}" if rest else "it ends"
+    found = f"found {shorten(rest[:12])}" if rest else "it ends"
     where = len(text) - len(rest) + 1
-    return OptionError(f"{excerpt(text)}: at character {where} {found}, where an axis, None, a comma or a bracket is expected; {_FORM}.")
+    return OptionError(f"{shorten(text)}: at character {where} {found}, where an axis, None, a comma or a bracket is expected; {_FORM}.")

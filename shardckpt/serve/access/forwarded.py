@@ -11,7 +11,7 @@ from ipaddress import ip_address, ip_network
 from typing import TYPE_CHECKING
 
 from shardckpt.errors import OptionError
-from shardckpt.excerpt import excerpt
+from shardckpt.text import shorten
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -34,7 +34,7 @@ class Proxies:
         try:
             self._networks = [ip_network(one, strict=False) for one in trusted]
         except ValueError as e:
-            raise OptionError(f"--trusted-proxy: {excerpt(str(e))}; give an address or a network, as in 10.0.0.7 or 10.0.0.0/24.") from e
+            raise OptionError(f"--trusted-proxy: {shorten(str(e))}; give an address or a network, as in 10.0.0.7 or 10.0.0.0/24.") from e
         self._unix_socket = unix_socket
 
     def apply(self, scope: Scope) -> str | None:

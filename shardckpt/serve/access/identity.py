@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from shardckpt.errors import OptionError
-from shardckpt.excerpt import excerpt
+from shardckpt.text import shorten
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -110,7 +110,7 @@ def parse_rights(texts: Iterator[str] | list[str]) -> dict[str, str]:
         right = _RIGHT.fullmatch(text)
         if right is None:
             raise OptionError(
-                f"right {excerpt(text)}: give {', '.join(SCOPES)} for every root, or NAME=SCOPE for one, as in llama=operate."
+                f"right {shorten(text)}: give {', '.join(SCOPES)} for every root, or NAME=SCOPE for one, as in llama=operate."
             )
         name = right[1] or EVERY
         found[name] = max(found.get(name, right[2]), right[2], key=SCOPES.index)

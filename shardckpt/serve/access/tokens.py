@@ -22,10 +22,10 @@ from ipaddress import IPv6Address, ip_address
 from typing import TYPE_CHECKING
 
 from shardckpt.errors import OptionError, ShardckptError, StorageError
-from shardckpt.excerpt import excerpt
 from shardckpt.io.status import exists
 from shardckpt.options import parse_duration
 from shardckpt.serve.access.identity import Identity, parse_rights
+from shardckpt.text import shorten
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -173,12 +173,12 @@ def add_token(file: Path, name: str, *rights: str, expires: str | None = None) -
         end = dt.datetime.now(dt.UTC) + dt.timedelta(seconds=parse_duration(expires, "--expires"))
         line += f" {end.isoformat(timespec='seconds')}"
     if not _LINE.fullmatch(line):
-        raise OptionError(f"name {excerpt(name)}: names have letters, digits, dots and dashes.")
+        raise OptionError(f"name {shorten(name)}: names have letters, digits, dots and dashes.")
     try:
         new = not exists(file)
         with os.fdopen(os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644), "a", encoding="utf-8") as out:
             if new:
-                os.fchmod(out.fileno(), 0o644)  # a service that runs as another user reads it; digests are no secret
+                os.fchmod(out.fileno(), 0o644)  # a service that runs as another user reads it; digests are not secret
             out.write(f"{line}\n")
     except OSError as e:
         raise StorageError(f"the token file {file} cannot be written ({e.strerror}).") from e

@@ -11,7 +11,6 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response, StreamingResponse
 
 from shardckpt.errors import NotFoundError, OptionError
-from shardckpt.excerpt import excerpt
 from shardckpt.serve import health
 from shardckpt.serve.access.identity import UNKNOWN, WHO
 from shardckpt.serve.catalogue import MOST_ROWS
@@ -20,6 +19,7 @@ from shardckpt.serve.jobs.rows import STATES
 from shardckpt.serve.openapi import Endpoint, Parameter
 from shardckpt.serve.pool import on_thread
 from shardckpt.serve.problems import DocumentResponse
+from shardckpt.text import shorten
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -99,7 +99,7 @@ def job_number(text: str) -> int:
         NotFoundError: it is none.
     """
     if not _NUMBER.fullmatch(text):
-        raise NotFoundError(f"there is no job {excerpt(text)}.")
+        raise NotFoundError(f"there is no job {shorten(text)}.")
     return int(text)
 
 
@@ -111,7 +111,7 @@ def operation_of(name: str) -> Operation:
     """
     found = OPERATIONS.get(name)
     if found is None:
-        raise NotFoundError(f"there is no operation {excerpt(name)}; there are {', '.join(OPERATIONS)}.")
+        raise NotFoundError(f"there is no operation {shorten(name)}; there are {', '.join(OPERATIONS)}.")
     return found
 
 

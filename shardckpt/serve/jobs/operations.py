@@ -18,7 +18,6 @@ from shardckpt.convert.export import export_safetensors
 from shardckpt.convert.importing import import_checkpoint
 from shardckpt.convert.options import ImportOptions, SafetensorsOptions
 from shardckpt.errors import AlreadyExistsError, CorruptionError, FormatError, NotFoundError, OptionError, ReplacedError, VersionError
-from shardckpt.excerpt import excerpt
 from shardckpt.io.status import is_file
 from shardckpt.io.store import Store
 from shardckpt.options import Options, parse_duration
@@ -32,6 +31,7 @@ from shardckpt.serve.jobs.retention import RetentionRules
 from shardckpt.serve.jobs.verification import verify_checkpoint, verify_unreadable
 from shardckpt.serve.openapi import Parameter, parameters
 from shardckpt.serve.roots import DEPTH
+from shardckpt.text import shorten
 from shardckpt.views.model_view import ModelView
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class Operation:
         names = [parameter.name for parameter in self.parameters]
         odd = next((name for name in given if name not in names), None)
         if odd is not None:
-            raise OptionError(f"{self.name} has no parameter {excerpt(odd)}; there are {', '.join(names)}.")
+            raise OptionError(f"{self.name} has no parameter {shorten(odd)}; there are {', '.join(names)}.")
         return {parameter.name: parameter.of_json(given) for parameter in self.parameters}
 
     def needs(self, arguments: Mapping[str, Any]) -> str:
@@ -95,7 +95,7 @@ class Operation:
         subject, to = self.idents(arguments)
         place = roots.locate(subject)
         if "checkpoint" in arguments and not Store.open(place).exists(RECORD):
-            raise NotFoundError(f"{excerpt(subject)}: there is no checkpoint.")
+            raise NotFoundError(f"{shorten(subject)}: there is no checkpoint.")
         if to is not None:
             destination(roots, to, checkpoint=self.name != "export")
         return subject, to
@@ -132,21 +132,21 @@ def destination(roots: Roots, ident: str, *, checkpoint: bool = True) -> Locatio
     parts = ident.split("/")
     if any(map(is_attempt_name, parts[1:])):
         raise OptionError(
-            f"to={excerpt(ident)}: a name in it is like that of a save's own directory, which is never listed; choose another."
+            f"to={shorten(ident)}: a name in it is like that of a save's own directory, which is never listed; choose another."
         )
     if checkpoint and len(parts) > DEPTH:
-        raise OptionError(f"to={excerpt(ident)}: checkpoints below {DEPTH} names are never listed; choose a shorter place.")
+        raise OptionError(f"to={shorten(ident)}: checkpoints below {DEPTH} names are never listed; choose a shorter place.")
     if len(parts) < 2:
-        raise OptionError(f"to={excerpt(ident)}: give a place below a root, as in {excerpt(ident)}/NAME.")
+        raise OptionError(f"to={shorten(ident)}: give a place below a root, as in {shorten(ident)}/NAME.")
     for n in range(1, len(parts)):
         above = "/".join(parts[:n])
         found = roots.locate(above)
         if found.local_path is not None and is_file(found.local_path):
-            raise OptionError(f"to={excerpt(ident)}: {above} is a file; give a place outside of it.")
+            raise OptionError(f"to={shorten(ident)}: {above} is a file; give a place outside of it.")
         if Store.open(found).exists(RECORD):
-            raise OptionError(f"to={excerpt(ident)}: it lies in the checkpoint {above}; give a place outside of it.")
+            raise OptionError(f"to={shorten(ident)}: it lies in the checkpoint {above}; give a place outside of it.")
     if Store.open(roots.locate("/".join(parts[:-1]))).exists(ended.ENDED):
-        raise OptionError(f"to={excerpt(ident)}: its run is marked as ended; `reopen` the run, or choose another place.")
+        raise OptionError(f"to={shorten(ident)}: its run is marked as ended; `reopen` the run, or choose another place.")
     _check_free(place, ident, checkpoint=checkpoint)
     return place
 
@@ -155,18 +155,18 @@ def _check_free(place: Location, ident: str, *, checkpoint: bool) -> None:
     """Check that what is at a place may be there; raises OptionError."""
     if place.local_path is not None and is_file(place.local_path):
         if checkpoint:
-            raise OptionError(f"to={excerpt(ident)}: a file is there; choose another place.")
+            raise OptionError(f"to={shorten(ident)}: a file is there; choose another place.")
         return
     store = Store.open(place)
     children = store.list_children()
     if RECORD in children and not checkpoint:
-        raise OptionError(f"to={excerpt(ident)}: a checkpoint is there; an export needs another place.")
+        raise OptionError(f"to={shorten(ident)}: a checkpoint is there; an export needs another place.")
     attempts = {f"{name}/" for name in find_attempts(store, children)}
     if checkpoint and RECORD not in children and any(name.endswith("/") and name not in attempts for name in children):
-        raise OptionError(f"to={excerpt(ident)}: it has other directories in it, as a run has; give a place below it, or another place.")
+        raise OptionError(f"to={shorten(ident)}: it has other directories in it, as a run has; give a place below it, or another place.")
     protected = protection(store, None)
     if protected:
-        raise OptionError(f"to={excerpt(ident)}: the checkpoint there is {protected}, and is not replaced; choose another place.")
+        raise OptionError(f"to={shorten(ident)}: the checkpoint there is {protected}, and is not replaced; choose another place.")
 
 
 def verify(work: Work, checkpoint: str) -> dict[str, Any]:
@@ -279,7 +279,7 @@ def retain(work: Work, run: str, apply: int | None, expected: Mapping[str, str] 
     work.roots.only_ident(run)
     rule = None if path is None else RetentionRules.read(path).rule_for(run)
     if rule is None:
-        raise OptionError(f"no rule of --keep is for {excerpt(run)}, so nothing of it is deleted.")
+        raise OptionError(f"no rule of --keep is for {shorten(run)}, so nothing of it is deleted.")
     report = retention.retain(Store.open(work.roots.locate(run)), rule, expected, work.progress)
     steps = [{"name": one.name, "attempt": one.attempt, "bytes": one.nbytes} for one in report.deleted]
     return {"dry": expected is None, "applied": apply, "steps": steps, "bytes": report.nbytes, "left": dict(report.left)}

@@ -17,7 +17,6 @@ from shardckpt.commit.attempts import step_of
 from shardckpt.commit.markers import Protection
 from shardckpt.commit.publish import RECORD
 from shardckpt.errors import CommitError, FormatError, NotFoundError, OptionError, StorageError
-from shardckpt.excerpt import excerpt, few
 from shardckpt.format.bases import BESIDE
 from shardckpt.io.ages import idle_seconds
 from shardckpt.options import parse_duration
@@ -29,6 +28,7 @@ from shardckpt.runs.measured import METRICS, decode_metrics
 from shardckpt.runs.retention import Best, EveryKth, KeepAnyOf, Latest, Retention, SavedStep, Younger, any_of
 from shardckpt.runs.steps import StepInfo
 from shardckpt.state.glob import Glob, compile_glob
+from shardckpt.text import few, shorten
 
 if TYPE_CHECKING:
     import os
@@ -259,13 +259,13 @@ def _entry(entry: Any) -> tuple[Glob, Retention]:
         rules.append(EveryKth(entry["every"]))
     if "younger" in entry:
         if not isinstance(entry["younger"], str):
-            raise OptionError(f'younger={excerpt(entry["younger"])}: give text such as "7d".')
+            raise OptionError(f'younger={shorten(entry["younger"])}: give text such as "7d".')
         rules.append(Younger(parse_duration(entry["younger"], "younger")))
     if "best" in entry:
         best = entry["best"]
         if not isinstance(best, dict) or not {"metric"} <= best.keys() <= {"metric", "n", "mode"}:
-            raise OptionError(f'best={excerpt(best)}: write {{ metric = "loss", n = 2, mode = "min" }}; n and mode may be left out.')
+            raise OptionError(f'best={shorten(best)}: write {{ metric = "loss", n = 2, mode = "min" }}; n and mode may be left out.')
         rules.append(Best(best.get("n", 1), best["metric"], best.get("mode", "min")))
     if not rules:
-        raise OptionError(f"it keeps nothing of the runs {excerpt(pattern)}; give latest, every, younger or best.")
+        raise OptionError(f"it keeps nothing of the runs {shorten(pattern)}; give latest, every, younger or best.")
     return compile_glob(pattern), any_of(*rules)

@@ -32,7 +32,7 @@ _PROGRESS_SECONDS = 0.2
 
 def main(lock: str) -> int:
     """Run one job; return the exit status."""
-    out, sys.stdout = sys.stdout, sys.stderr  # what libraries print is no message
+    out, sys.stdout = sys.stdout, sys.stderr  # what libraries print is not a message
     line = sys.stdin.buffer.readline()
     if not line.endswith(b"\n"):
         return 1

@@ -5,9 +5,9 @@ from __future__ import annotations
 import secrets
 from typing import TYPE_CHECKING, Any
 
-from shardckpt.excerpt import visible
 from shardckpt.serve.pages.markup import Html, Part, el
 from shardckpt.serve.pages.plan import section
+from shardckpt.text import visible
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from shardckpt.serve.pages.frame import Viewer
 
 KEY, CONFIRM = "key", "confirm"
-"""Names of fields that are no parameters of the operation."""
+"""Names of fields that are not parameters of the operation."""
 
 
 def actions_section(ident: str, attempt: str, entry: Mapping[str, Any], viewer: Viewer) -> Html | None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from shardckpt.excerpt import count, file_size
 from shardckpt.reading.inspection.figures import svg
 from shardckpt.serve.pages.frame import address
 from shardckpt.serve.pages.markup import Html, el
+from shardckpt.text import count, file_size
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

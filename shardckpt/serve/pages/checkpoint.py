@@ -7,7 +7,6 @@ from math import inf, prod
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
-from shardckpt.excerpt import count, file_size, shape_text
 from shardckpt.layout.text import layout_text, spec_text
 from shardckpt.reading.inspection.figures import tile_grid
 from shardckpt.reading.inspection.outline import number_text, outline
@@ -18,6 +17,7 @@ from shardckpt.serve.pages.frame import Viewer, address, crumbs, facts, frame, l
 from shardckpt.serve.pages.markup import Html, data, el
 from shardckpt.serve.pages.plan import section
 from shardckpt.state.document import Branch, Tensor, Tied, leaves_of
+from shardckpt.text import count, file_size, shape_text
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

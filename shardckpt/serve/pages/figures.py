@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from shardckpt.excerpt import count, file_size
 from shardckpt.reading.inspection.figures import COLORS, svg
 from shardckpt.reshard.forecast.hosts import joined
 from shardckpt.reshard.forecast.words import hosts_text
 from shardckpt.serve.pages.markup import Html, el
+from shardckpt.text import count, file_size
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from shardckpt.excerpt import count, duration_text, file_size
 from shardckpt.serve.pages.actions import again_form, cancel_form, choice
 from shardckpt.serve.pages.frame import Viewer, facts, frame, link, more, table, when
 from shardckpt.serve.pages.markup import Html, Part, data, el
 from shardckpt.serve.pages.plan import section
+from shardckpt.text import count, duration_text, file_size
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from shardckpt.excerpt import count, file_size
 from shardckpt.serve.pages.actions import job_form
 from shardckpt.serve.pages.frame import facts, table, when
 from shardckpt.serve.pages.markup import Html, Part, data, el
 from shardckpt.serve.pages.plan import section
+from shardckpt.text import count, file_size
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

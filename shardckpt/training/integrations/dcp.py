@@ -276,7 +276,7 @@ class StorageReader(_StorageReader):  # type: ignore[misc]  # torch is not follo
         held = getattr(planner, "state_dict", {}).get(name)
         if isinstance(held, torch.Tensor):
             raise StructureMismatchError(
-                f"{shown(name)} is no tensor in {contents.checkpoint.location}, but a {type(held).__qualname__} in the state to load; "
+                f"{shown(name)} is not a tensor in {contents.checkpoint.location}, but a {type(held).__qualname__} in the state to load; "
                 f"put a plain value there, or leave it out."
             )
         if isinstance(value, DcpOwned):

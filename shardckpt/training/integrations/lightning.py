@@ -74,7 +74,7 @@ class ShardckptIO(CheckpointIO):
             asynchronous: whether training goes on while a checkpoint is written; otherwise it waits for the commit.
 
         Raises:
-            OptionError: `options` is no `SaveOptions`.
+            OptionError: `options` is not a `SaveOptions`.
         """
         self._options = SaveOptions(overwrite=True) if options is None else checked_options(options)
         self._asynchronous = asynchronous
@@ -111,7 +111,7 @@ class ShardckptIO(CheckpointIO):
         """Lightning's dict, with tensors on the CPU or on `map_location`.
 
         Raises:
-            OptionError: a `map_location` that is no device.
+            OptionError: a `map_location` that is not a device.
             NotFoundError, CorruptionError: as in `shardckpt.restore`.
             ShardckptError: the previous save failed in the background.
         """

@@ -12,11 +12,11 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from shardckpt.errors import StructureMismatchError
-from shardckpt.excerpt import few
 from shardckpt.plan.views import View
 from shardckpt.reading.naming.outputs import OutputTensor
 from shardckpt.state.document import Branch, Small, Tensor, Tied
 from shardckpt.state.names import child_name, shown
+from shardckpt.text import few
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

@@ -36,5 +36,5 @@ def test_what_is_no_coordinator_is_refused_by_kind(given, named):
         lambda: shardckpt.save("memory://x", {"w": 1}, coordinator=given),
         lambda: shardckpt.restore("memory://x", coordinator=given),
     ):
-        with pytest.raises(OptionError, match=f"coordinator=…: {named} is no coordinator; give an instance"):
+        with pytest.raises(OptionError, match=f"coordinator=…: {named} is not a coordinator; give an instance"):
             call()

@@ -70,13 +70,13 @@ def test_an_empty_file_has_no_rules(tmp_path):
         ("a.yaml", "- a", OptionError, "expected keys .*, found a list"),
         ("a.toml", "rule = []", OptionError, "there is no key 'rule' .did you mean 'rules'.*; there are mesh, unmatched, preset, rules"),
         ("a.toml", "rules = ['a=(b']", OptionError, r"a.toml, rule 1 .'a=\(b'.: .* at character 3 it ends"),
-        ("a.toml", "rules = [3]", OptionError, "a.toml, rule 1: 3 is no rule"),
-        ("a.toml", "[rules]\na = 3", OptionError, r"a.toml, rule 1 \('a'\): 3 is no partition spec"),
+        ("a.toml", "rules = [3]", OptionError, "a.toml, rule 1: 3 is not a rule"),
+        ("a.toml", "[rules]\na = 3", OptionError, r"a.toml, rule 1 \('a'\): 3 is not a partition spec"),
         ("a.yaml", "rules: {a: [no]}", OptionError, r"a.yaml, rule 1 \('a'\): .*entry 0 holds False"),
         ("a.yaml", "rules: {a: [[[x]]]}", OptionError, "tuples cannot be nested"),
-        ("a.yaml", "rules: {1: replicated}", OptionError, "a.yaml, rule 1: 1 is no pattern of names"),
-        ("a.toml", "mesh = 3", OptionError, "a.toml, mesh: 3 is no mesh"),
-        ("a.toml", "mesh = {data = 'x'}", OptionError, "a.toml, mesh: .*'data=x' is no axis"),
+        ("a.yaml", "rules: {1: replicated}", OptionError, "a.yaml, rule 1: 1 is not a pattern of names"),
+        ("a.toml", "mesh = 3", OptionError, "a.toml, mesh: 3 is not a mesh"),
+        ("a.toml", "mesh = {data = 'x'}", OptionError, "a.toml, mesh: .*'data=x' is not an axis"),
         ("a.toml", "mesh = {data = 0}", ShardingError, "a.toml, mesh: mesh 'data=0'"),
         ("a.toml", "unmatched = 'ignore'", OptionError, 'a.toml: .*use "replicate" or "error"'),
         ("a.toml", "preset = 'lama'", OptionError, "a.toml: preset 'lama': there is no family 'lama' .did you mean 'llama'"),
@@ -104,7 +104,7 @@ def test_a_mistake_that_shows_later_names_the_file_as_well(tmp_path):
 
 def test_entries_are_checked():
     assert Rules([Rule("a", PartitionSpec()), Preset("t5")]).entries[1].family == "t5"
-    with pytest.raises(OptionError, match=r"Rules: 'a=replicated' is no rule; use Rules.parse"):
+    with pytest.raises(OptionError, match=r"Rules: 'a=replicated' is not a rule; use Rules.parse"):
         Rules(["a=replicated"])
     with pytest.raises(OptionError, match=r"give a shardckpt.Mesh"):
         Rules(mesh=(2, 4))

@@ -82,7 +82,7 @@ def test_layouts_without_axes_are_copied_as_they_are_or_by_an_equivalent_spec():
     assert Rules((like,)).decide("text", (8, 3)).layout is by_text
     other = parse_mesh("tp=4,dp=2")
     assert rules.decide("nested", (8, 3), other).layout == Sharding(other, PartitionSpec(("tp", "dp"), None))
-    with pytest.raises(ShardingError, match=r"'nested': .*_S\(0,2\) over dp=2, S\(0\) over tp=2, is no partition spec"):
+    with pytest.raises(ShardingError, match=r"'nested': .*_S\(0,2\) over dp=2, S\(0\) over tp=2, is not a partition spec"):
         rules.decide("nested", (5, 3), other)
     with pytest.raises(ShardingError, match=r"'text': .*over 4 devices"):
         rules.decide("text", (8, 3), other)

@@ -66,7 +66,7 @@ def test_specs_are_written_as_people_write_them(text, parts):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("model", "'model' is no partition spec; write replicated, or one entry per dimension"),
+        ("model", "'model' is not a partition spec; write replicated, or one entry per dimension"),
         ("(None,model", "at character 12 it ends, where"),
         ("(None model)", "at character 7 found 'model.'"),
         ("(None,,model)", "at character 7 found ',model.'"),
@@ -74,7 +74,7 @@ def test_specs_are_written_as_people_write_them(text, parts):
         ("((a,(b)))", "at character 5 found '.b"),
         ("((a,None))", "None inside a tuple of axes"),
         ("(a,a)", "axis 'a' appears more than once"),
-        ('("\\q")', "is no quoted name; escapes are those of JSON"),
+        ('("\\q")', "is not a quoted name; escapes are those of JSON"),
     ],
 )
 def test_what_is_no_spec_is_refused_with_its_place(text, message):
@@ -85,12 +85,12 @@ def test_what_is_no_spec_is_refused_with_its_place(text, message):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("w1", "'w1' is no rule; write pattern=spec"),
-        ("=(model)", "'' is no pattern of names"),
+        ("w1", "'w1' is not a rule; write pattern=spec"),
+        ("=(model)", "'' is not a pattern of names"),
         ("[z-a]=(model)", r"^here: '\[z-a\]' is not a pattern of names: bad character range"),
         ("a=b=(mo del)", r"here .'a=b=\(mo del\)'.: .* at character 5 found 'del\)'"),
-        ("a=replicate", "'replicate' is no partition spec"),
-        (7, "7 is no rule"),
+        ("a=replicate", "'replicate' is not a partition spec"),
+        (7, "7 is not a rule"),
     ],
 )
 def test_what_is_no_rule_is_refused_with_its_place(text, message):
@@ -142,14 +142,14 @@ def test_a_mesh_read_from_its_axes_and_ids_is_the_mesh(axes, random):
 @pytest.mark.parametrize(
     ("text", "kind", "message"),
     [
-        ("", OptionError, "'' is no axis; write name=size for each"),
-        ("data=2,model", OptionError, "'model' is no axis"),
-        ("data=-2", OptionError, "'data=-2' is no axis"),
+        ("", OptionError, "'' is not an axis; write name=size for each"),
+        ("data=2,model", OptionError, "'model' is not an axis"),
+        ("data=-2", OptionError, "'data=-2' is not an axis"),
         ("data=0", ShardingError, "mesh 'data=0': .*must be at least 1"),
         ("data=2,data=2", ShardingError, "axis name 'data' is used more than once"),
         ("data=2@0", ShardingError, "1 device ids for shape"),
-        ("data=2@a", OptionError, "'a' is no device id"),
-        ("data=2@1-0", OptionError, "'1-0' is no range of device ids"),
+        ("data=2@a", OptionError, "'a' is not a device id"),
+        ("data=2@1-0", OptionError, "'1-0' is not a range of device ids"),
         ("data=2@0-99999999999", OptionError, "or the mesh has too many"),
         ("data=99999999", ShardingError, "at most"),
         ("data=2x2@0-3", OptionError, "a mesh of slices .AxB. has ids from 0"),

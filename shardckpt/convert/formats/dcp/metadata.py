@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 from shardckpt.convert.formats.torch.objects import TABLE, Dtype
 from shardckpt.convert.formats.torch.unpickling import Instance, unpickle
 from shardckpt.errors import FormatError
-from shardckpt.excerpt import excerpt, shortened
 from shardckpt.format.documents import LARGEST_DIMENSION
+from shardckpt.text import clip, shorten
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -118,7 +118,7 @@ def parse_metadata(data: bytes, where: str) -> DcpMetadata:
     try:
         return _metadata(root)
     except (TypeError, ValueError, KeyError, AttributeError) as e:
-        said = shortened(str(e), 300)
+        said = clip(str(e), 300)
         raise FormatError(f"{where}: this is not metadata of torch.distributed.checkpoint ({said}); replace it with a backup.") from e
 
 
@@ -213,11 +213,11 @@ def _text(value: object) -> str:
 
 def _extents(value: object) -> tuple[int, ...]:
     if type(value) is not tuple or not all(type(n) is int and 0 <= n <= LARGEST_DIMENSION for n in value):
-        raise ValueError(f"{excerpt(value)} is neither a shape nor an offset")
+        raise ValueError(f"{shorten(value)} is neither a shape nor an offset")
     return value
 
 
 def _path(path: object) -> tuple[str | int, ...]:
     if type(path) is not tuple or not path or not all(type(key) in (str, int) for key in path):
-        raise TypeError(f"{excerpt(path)} is not a path to a leaf")
+        raise TypeError(f"{shorten(path)} is not a path to a leaf")
     return path

@@ -21,10 +21,10 @@ from shardckpt.convert.placed import PlacedTensor, place_tensors
 from shardckpt.convert.span import Span, StoredRun
 from shardckpt.convert.strided import read_box, run_of
 from shardckpt.errors import FormatError, MissingDataError
-from shardckpt.excerpt import excerpt
 from shardckpt.io.store import Store
 from shardckpt.io.threads import map_on_threads
 from shardckpt.state.names import shown
+from shardckpt.text import shorten
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -104,12 +104,12 @@ def _open(store: Store, name: str) -> tuple[FileVersion, dict[str, _Shard]]:
         said = json.loads(header.metadata[_SAID])
         starts = {tensor: tuple(said[tensor]["saved_offsets"]) for tensor in header.tensors}
     except (KeyError, TypeError, ValueError, RecursionError) as e:
-        raise FormatError(f"{version}: its header has no {_SAID} that says where each part begins ({excerpt(str(e))}).") from e
+        raise FormatError(f"{version}: its header has no {_SAID} that says where each part begins ({shorten(str(e))}).") from e
     shards = {}
     for tensor, stored in header.tensors.items():
         start, shape = starts[tensor], stored.shape
         if len(start) != len(shape) or not all(type(n) is int and n >= 0 for n in start):
-            raise FormatError(f"{version}: {shown(tensor)} of shape {shape} cannot begin at {excerpt(start)}; the file is damaged.")
+            raise FormatError(f"{version}: {shown(tensor)} of shape {shape} cannot begin at {shorten(start)}; the file is damaged.")
         strides = [1] * len(shape)
         for d in reversed(range(len(shape) - 1)):
             strides[d] = strides[d + 1] * max(1, shape[d + 1])

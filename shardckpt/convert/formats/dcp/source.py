@@ -35,13 +35,13 @@ from shardckpt.convert.plain_values import LEFT, plain
 from shardckpt.convert.span import Span
 from shardckpt.convert.strided import read_box, run_of, strided_chunks
 from shardckpt.errors import CorruptionError, DtypeError, FormatError, OptionError
-from shardckpt.excerpt import Message, excerpt, few, named
 from shardckpt.io.files import LARGEST_WHOLE
 from shardckpt.io.status import is_directory
 from shardckpt.io.store import Store
 from shardckpt.io.threads import map_on_threads
 from shardckpt.layout.dtypes import by_name
 from shardckpt.state.names import shown
+from shardckpt.text import Message, few, named, shorten
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -172,7 +172,7 @@ def _refuse_transformed(items: Sequence[tuple[str, DcpItem]], store: Store) -> N
     for name, item in items:
         if item.transforms:
             raise FormatError(
-                f"{store.path_of(item.file)}: {shown(name)} was written with the extensions {excerpt(list(item.transforms))}, which "
+                f"{store.path_of(item.file)}: {shown(name)} was written with the extensions {shorten(list(item.transforms))}, which "
                 f"cannot be read here. Load it with DCP and save it again without extensions."
             )
 

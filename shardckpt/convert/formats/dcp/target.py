@@ -33,7 +33,6 @@ from shardckpt.convert.small_leaves import check_text_keys, describe_losses, fin
 from shardckpt.convert.state_writer import StateWriter
 from shardckpt.convert.tree_back import check_tree
 from shardckpt.errors import MissingDataError, NamesMismatchError, StructureMismatchError
-from shardckpt.excerpt import Message, excerpt, named
 from shardckpt.io.failures import storage_errors
 from shardckpt.io.files import sync_directory
 from shardckpt.io.threads import call_aside
@@ -42,6 +41,7 @@ from shardckpt.plan.grids import SMALLEST, block_shape, one_grid
 from shardckpt.state import unflatten
 from shardckpt.state.document import Branch, Tensor, Tied, leaves_of
 from shardckpt.state.names import shown
+from shardckpt.text import Message, named, shorten
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -163,7 +163,7 @@ class DcpDirectory(StateWriter):
         for path in _items_of_lists(state, ()):
             if path[:-1] in entered and path not in stored:
                 reason = (
-                    f"{self._where}: {excerpt('.'.join(map(str, path)))} is an empty dict in a list: DCP does not store it, and then "
+                    f"{self._where}: {shorten('.'.join(map(str, path)))} is an empty dict in a list: DCP does not store it, and then "
                     f"cannot read the other items of the list. Leave the list out with "
                 )
                 raise StructureMismatchError(Message(reason, named("exclude"), "."))

@@ -25,9 +25,9 @@ from shardckpt.convert.placed import place_tensors
 from shardckpt.convert.plain_values import LEFT, plain
 from shardckpt.convert.span import LoadedFile, Span
 from shardckpt.errors import FormatError
-from shardckpt.excerpt import excerpt
 from shardckpt.io.store import Store
 from shardckpt.state.names import shown
+from shardckpt.text import shorten
 
 if TYPE_CHECKING:
     from shardckpt.convert.foreign import Foreign
@@ -78,7 +78,7 @@ def open_foreign(location: Location, *, trust_pickle: bool = False) -> Foreign:
         raise FormatError(f"{location}: there is no {CONFIG} that says which format of Megatron-Core it is; give the directory of a step.")
     if backend != "torch_dist":
         raise FormatError(
-            f"{store.path_of(CONFIG)}: its backend is {excerpt(backend)}; only torch_dist is read. Convert it with Megatron-Core."
+            f"{store.path_of(CONFIG)}: its backend is {shorten(backend)}; only torch_dist is read. Convert it with Megatron-Core."
         )
     state = read_state(store, trust_pickle=trust_pickle)
     notes.extend(state.notes)
@@ -139,4 +139,4 @@ def _newest(location: Location) -> Location:
         return location.join(f"iter_{int(text):07d}")
     if text == "release":
         return location.join(text)
-    raise FormatError(f"{store.path_of(NEWEST)}: {excerpt(text)} is no iteration; give the checkpoint's own directory.")
+    raise FormatError(f"{store.path_of(NEWEST)}: {shorten(text)} is not an iteration; give the checkpoint's own directory.")

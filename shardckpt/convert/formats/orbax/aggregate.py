@@ -14,7 +14,7 @@ import numpy as np
 
 from shardckpt.convert.formats.orbax.metadata import Leaf
 from shardckpt.errors import FormatError, MissingExtraError
-from shardckpt.excerpt import excerpt, install_command
+from shardckpt.text import install_command, shorten
 
 _PLACEHOLDERS = ("PLACEHOLDER://", "AGGREGATED://")
 _ARRAY, _COMPLEX, _SCALAR = 1, 2, 3
@@ -50,7 +50,7 @@ def read_aggregate(data: bytes, where: str) -> object:
     try:
         return _unpacked(msgpack.unpackb(data, ext_hook=extension, strict_map_key=False))
     except (LookupError, RecursionError, TypeError, ValueError, msgpack.UnpackException) as e:
-        raise FormatError(f"{where} is not a tree in msgpack ({excerpt(str(e))}); replace it with a backup.") from e
+        raise FormatError(f"{where} is not a tree in msgpack ({shorten(str(e))}); replace it with a backup.") from e
 
 
 def _unpacked(node: Any) -> object:
@@ -60,7 +60,7 @@ def _unpacked(node: Any) -> object:
             shape, parts = ([found[str(i)] for i in range(len(found))] for found in (node["shape"], node["chunks"]))
             flat = np.concatenate(parts)
             if flat.size != prod(shape):
-                raise ValueError(f"an array of shape {excerpt(shape)} has {flat.size} elements")
+                raise ValueError(f"an array of shape {shorten(shape)} has {flat.size} elements")
             return flat.reshape(shape)
         return {key: _unpacked(child) for key, child in node.items()}
     if isinstance(node, list):

@@ -32,7 +32,6 @@ import numpy as np
 
 from shardckpt.convert.small_leaves import check_text_keys, find_unsupported
 from shardckpt.errors import DtypeError, FormatError, NamesMismatchError, StructureMismatchError
-from shardckpt.excerpt import Message, named
 from shardckpt.format.documents import check_key
 from shardckpt.layout.dtypes import of_numpy
 from shardckpt.layout.placements import Placements
@@ -40,6 +39,7 @@ from shardckpt.layout.sharding import Sharding
 from shardckpt.state.document import Branch, Small, Tensor, Tied, leaves_of
 from shardckpt.state.names import shown
 from shardckpt.state.unflatten import decode_leaf
+from shardckpt.text import Message, named
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

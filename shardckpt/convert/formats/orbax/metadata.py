@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.errors import FormatError, ShardingError
-from shardckpt.excerpt import excerpt
 from shardckpt.layout.mesh import Mesh
 from shardckpt.layout.partition_spec import PartitionSpec
 from shardckpt.layout.sharding import Sharding
 from shardckpt.state.document import MAX_DEPTH
+from shardckpt.text import shorten
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -50,7 +50,7 @@ class Leaf:
         keys = [(key["key"], key["key_type"]) for key in entry["key_metadata"]]
         kind = entry["value_metadata"]["value_type"]
         if not all(type(key) is str and which in {_SEQUENCE, _DICT} for key, which in keys) or type(kind) is not str:
-            raise ValueError(f"the leaf {excerpt(entry)} has keys or a type that Orbax does not write")
+            raise ValueError(f"the leaf {shorten(entry)} has keys or a type that Orbax does not write")
         if len(keys) > MAX_DEPTH:
             raise ValueError(f"a leaf in {len(keys)} containers, at most {MAX_DEPTH} are expected")
         path = tuple(key for key, _ in keys)
@@ -95,7 +95,7 @@ def _naming_malformed(where: str) -> Iterator[None]:
     except FormatError:
         raise
     except _MALFORMED as e:
-        raise FormatError(f"{where} was not written by Orbax ({excerpt(str(e))}); replace it with a backup.") from e
+        raise FormatError(f"{where} was not written by Orbax ({shorten(str(e))}); replace it with a backup.") from e
 
 
 def parse_json(data: bytes | str, where: str) -> Any:
@@ -107,7 +107,7 @@ def parse_json(data: bytes | str, where: str) -> Any:
     try:
         return json.loads(data)
     except (ValueError, RecursionError) as e:
-        raise FormatError(f"{where} is no JSON: {excerpt(str(e))}; replace it with a backup.") from e
+        raise FormatError(f"{where} is not JSON: {shorten(str(e))}; replace it with a backup.") from e
 
 
 def _tree(leaves: list[Leaf], path: Path, tuples: frozenset[Path]) -> object:

@@ -20,12 +20,12 @@ from shardckpt.convert.foreign import ForeignPart, ForeignTensor
 from shardckpt.convert.formats.orbax.aggregate import read_aggregate
 from shardckpt.convert.formats.orbax.metadata import Leaf, Metadata, key_generators, parse_json, shardings
 from shardckpt.errors import FormatError, MissingDataError, ShardingError, UncommittedError
-from shardckpt.excerpt import excerpt
 from shardckpt.io.foreign_arrays import open_arrays
 from shardckpt.io.threads import map_on_threads
 from shardckpt.layout import dtypes
 from shardckpt.layout.box import Box
 from shardckpt.state.names import shown
+from shardckpt.text import shorten
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -192,7 +192,7 @@ def _strings(place: Store, names: Iterable[str]) -> dict[str, object]:
         for key in name.split("/"):
             text = text.get(key.replace("~1", "/").replace("~0", "~")) if isinstance(text, dict) else None
         if not isinstance(text, str):
-            raise MissingDataError(f"{where}: expected a text at {shown(name)}, found {excerpt(text)}; replace it with a backup.")
+            raise MissingDataError(f"{where}: expected a text at {shown(name)}, found {shorten(text)}; replace it with a backup.")
         found[name] = text
     return found
 

@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from shardckpt.convert.strict_json import parse_json
 from shardckpt.errors import DtypeError, FormatError
-from shardckpt.excerpt import excerpt
 from shardckpt.format.documents import LARGEST_DIMENSION, MOST_DIMENSIONS
 from shardckpt.layout.dtypes import by_name
 from shardckpt.state.names import shown
+from shardckpt.text import shorten
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -117,7 +117,7 @@ def parse_header(raw: bytes, where: str) -> Header:
         raise FormatError(f"{where}: expected a JSON object as header, found a {type(doc).__name__}; the file is damaged.")
     metadata = doc.pop(_METADATA, None) or {}
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise FormatError(f"{where}: {_METADATA} in its header must map texts to texts, found {excerpt(metadata)}; the file is damaged.")
+        raise FormatError(f"{where}: {_METADATA} in its header must map texts to texts, found {shorten(metadata)}; the file is damaged.")
     begin = LENGTH_BYTES + len(raw)
     tensors = {name: _tensor(name, entry, begin, where) for name, entry in doc.items()}
     at = begin
@@ -130,16 +130,16 @@ def parse_header(raw: bytes, where: str) -> Header:
 
 def _tensor(name: str, entry: Any, begin: int, where: str) -> HeaderTensor:
     if not isinstance(entry, dict) or not entry.keys() >= _FIELDS:
-        _fail(where, name, f"{excerpt(entry)} does not give dtype, shape and data_offsets")
+        _fail(where, name, f"{shorten(entry)} does not give dtype, shape and data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in _DTYPES:
         if dtype in _PACKED:
             raise DtypeError(f"{where}: {shown(name)} has dtype {dtype}, with several elements per byte; store it as bytes (U8).")
-        _fail(where, name, f"its dtype {excerpt(dtype)} is none of {', '.join(_DTYPES)}")
+        _fail(where, name, f"its dtype {shorten(dtype)} is none of {', '.join(_DTYPES)}")
     if not _are_sizes(shape) or len(shape) > MOST_DIMENSIONS:
-        _fail(where, name, f"its shape {excerpt(shape)} is no list of at most {MOST_DIMENSIONS} lengths")
+        _fail(where, name, f"its shape {shorten(shape)} is not a list of at most {MOST_DIMENSIONS} lengths")
     if not _are_sizes(offsets) or len(offsets) != 2:
-        _fail(where, name, f"its data_offsets {excerpt(offsets)} are no first byte and one past the last")
+        _fail(where, name, f"its data_offsets {shorten(offsets)} are not a first byte and one past the last")
     found = HeaderTensor(by_name(_DTYPES[dtype]), tuple(shape), begin + offsets[0])
     if prod(max(n, 1) for n in shape) * found.dtype.itemsize > LARGEST_DIMENSION:
         _fail(where, name, f"its shape {shape} has more bytes than can be addressed")

@@ -70,7 +70,7 @@ def _read(path: Path) -> bytes:
     except OSError as error:
         raise OptionError(f"{path}: the file cannot be read: {error}.") from error
     if len(data) > LARGEST_FILE:
-        raise OptionError(f"{path}: it has more than {LARGEST_FILE:,} bytes, so it is no tokenizer; move it elsewhere.")
+        raise OptionError(f"{path}: it has more than {LARGEST_FILE:,} bytes, so it is not a tokenizer; move it elsewhere.")
     return data
 
 

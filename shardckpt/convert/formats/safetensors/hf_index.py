@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from shardckpt.errors import FormatError, MissingDataError, OptionError
-from shardckpt.excerpt import Message, few, named
 from shardckpt.options import parse_bytes
+from shardckpt.text import Message, few, named
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -20,9 +20,9 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from shardckpt.errors import DtypeError, NamesMismatchError, OptionError
-from shardckpt.excerpt import Message, excerpt, named
 from shardckpt.layout.dtypes import by_name, castable
 from shardckpt.state.names import shown
+from shardckpt.text import Message, named, shorten
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -122,7 +122,7 @@ def check_metadata(metadata: object) -> dict[str, str]:
     """
     found = {} if metadata is None else metadata
     if not isinstance(found, Mapping) or not all(isinstance(text, str) and _is_unicode(text) for pair in found.items() for text in pair):
-        raise OptionError(f"metadata={excerpt(metadata)}: safetensors metadata maps texts to texts; give a dict of str to str.")
+        raise OptionError(f"metadata={shorten(metadata)}: safetensors metadata maps texts to texts; give a dict of str to str.")
     return dict(sorted(found.items()))
 
 

@@ -38,7 +38,7 @@ class ModelFiles:
 
     @property
     def small(self) -> dict[str, bytes]:
-        """Name → contents of all files that are no weights."""
+        """Name → contents of all files that are not weights."""
         return {**self.configs, **({} if self.index is None else {INDEX: self.index})}
 
 

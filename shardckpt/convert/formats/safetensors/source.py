@@ -24,11 +24,11 @@ from shardckpt.convert.formats.safetensors.hf_index import note_of_part, parts_o
 from shardckpt.convert.span import Span, StoredRun
 from shardckpt.convert.strict_json import is_json, parse_json
 from shardckpt.errors import CorruptionError, FormatError, OptionError
-from shardckpt.excerpt import excerpt, few
 from shardckpt.format.hf_files import BYTES, CONFIGS, LARGEST_FILE, as_metadata
 from shardckpt.io.store import Store
 from shardckpt.io.threads import map_on_threads
 from shardckpt.state.names import component_names, shown
+from shardckpt.text import few, shorten
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -156,7 +156,7 @@ class SafetensorsFiles:
             nbytes = header_bytes(version.read(0, LENGTH_BYTES).tobytes(), where)
             raw = version.read(LENGTH_BYTES, LENGTH_BYTES + nbytes)
         except CorruptionError as e:
-            raise FormatError(f"{where}: it ends before its header does; it is no safetensors file, or is cut off.") from e
+            raise FormatError(f"{where}: it ends before its header does; it is not a safetensors file, or is cut off.") from e
         header = parse_header(raw.tobytes(), where)
         version.require_length(header.nbytes)
         return version, header
@@ -208,7 +208,7 @@ def _weight_map(index: FileVersion) -> Mapping[str, str]:
         raise FormatError(f"{where} has no weight_map from tensors to files; it is not an index of safetensors files.")
     for file in set(found.values()):
         if "/" in file or not file.endswith(SUFFIX):
-            raise FormatError(f"{where}: {excerpt(file)} is not the name of a {SUFFIX} file in the same directory.")
+            raise FormatError(f"{where}: {shorten(file)} is not the name of a {SUFFIX} file in the same directory.")
     return found
 
 

@@ -18,11 +18,11 @@ from shardckpt.convert.placed import place_tensors
 from shardckpt.convert.span import Span
 from shardckpt.convert.strict_json import parse_json
 from shardckpt.errors import FormatError, NotFoundError
-from shardckpt.excerpt import excerpt
 from shardckpt.io.status import is_directory
 from shardckpt.io.store import Store
 from shardckpt.io.threads import map_on_threads
 from shardckpt.state.names import shown
+from shardckpt.text import shorten
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -152,7 +152,7 @@ def _weight_map(index: FileVersion) -> Mapping[str, str]:
         weight_map: Mapping[str, str] = doc["weight_map"]
         beside = all(isinstance(key, str) and key and "/" not in key for key in weight_map.values())
     except (AttributeError, KeyError, TypeError, ValueError) as e:
-        raise FormatError(f"{index} is no index of split files ({excerpt(str(e))}); get a new copy of it.") from e
+        raise FormatError(f"{index} is not an index of split files ({shorten(str(e))}); get a new copy of it.") from e
     if not beside:
         raise FormatError(f"{index} names files outside its directory; get a new copy of it.")
     return weight_map

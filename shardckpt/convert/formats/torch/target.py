@@ -34,7 +34,6 @@ from shardckpt.convert.small_leaves import describe_losses, find_unsupported
 from shardckpt.convert.span import find_runs
 from shardckpt.convert.state_writer import StateWriter
 from shardckpt.errors import BudgetError, DtypeError, MissingDataError, MissingExtraError
-from shardckpt.excerpt import install_command
 from shardckpt.io.buffers import gather_write
 from shardckpt.io.failures import storage_errors
 from shardckpt.io.store import byte_view
@@ -42,6 +41,7 @@ from shardckpt.state import unflatten
 from shardckpt.state.document import Tensor, Tied, leaves_of
 from shardckpt.state.names import shown
 from shardckpt.streaming.stream import read_once_blocks
+from shardckpt.text import install_command
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

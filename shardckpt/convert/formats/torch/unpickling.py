@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
 from shardckpt.errors import FormatError
-from shardckpt.excerpt import excerpt, shortened
+from shardckpt.text import clip, shorten
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Mapping
@@ -94,7 +94,7 @@ def unpickle(
         return machine.run()
     except _RefusedNameError as e:
         raise FormatError(
-            f"{where}: this pickle names {excerpt(e.args[0])}, which does not belong in such a file. A pickle can run code when "
+            f"{where}: this pickle names {shorten(e.args[0])}, which does not belong in such a file. A pickle can run code when "
             f"Python loads it; nothing of this one was run. Ask the author of the file."
         ) from None
     except FormatError:
@@ -102,7 +102,7 @@ def unpickle(
     except (_EndedError, struct.error, IndexError) as e:
         raise FormatError(f"{where}: this pickle ends at byte {len(data)}, before its end; replace the file with a backup.") from e
     except (TypeError, ValueError, KeyError, AttributeError, OverflowError, RecursionError, LookupError) as e:
-        said = shortened(str(e) or type(e).__name__)
+        said = clip(str(e) or type(e).__name__)
         raise FormatError(f"{where}: this pickle is invalid at byte {machine.at} ({said}); replace the file with a backup.") from e
 
 
@@ -214,7 +214,7 @@ class _Machine:
 
     def name(self, module: object, name: object) -> None:
         if type(module) is not str or type(name) is not str:
-            raise TypeError("a name is no text")
+            raise TypeError("a name is not text")
         text = f"{module}.{name}"
         if self.only is not None and text not in self.only:
             raise _RefusedNameError(text)
@@ -223,7 +223,7 @@ class _Machine:
     def call(self) -> None:
         arguments, function = self.pop(), self.pop()
         if type(arguments) is not tuple:
-            raise TypeError("arguments are no tuple")
+            raise TypeError("arguments are not a tuple")
         if type(function) is Build:
             self.stack.append(function.function(*arguments))
         elif type(function) is Name:
@@ -244,7 +244,7 @@ class _Machine:
     def call_with_keywords(self) -> None:
         keywords, arguments = self.pop(), self.pop()
         if type(arguments) is not tuple:
-            raise TypeError("arguments are no tuple")
+            raise TypeError("arguments are not a tuple")
         self.stack.append((*arguments, keywords))
         self.call()
 

@@ -19,8 +19,8 @@ from shardckpt.convert.formats.torch.source import beginning, span_of
 from shardckpt.convert.formats.torch.states import open_state_file, state_in
 from shardckpt.convert.placed import place_pickled, place_tensors
 from shardckpt.errors import FormatError, MissingDataError, NotFoundError
-from shardckpt.excerpt import excerpt
 from shardckpt.io.threads import map_on_threads
+from shardckpt.text import shorten
 
 if TYPE_CHECKING:
     from shardckpt.convert.foreign import Foreign
@@ -76,7 +76,7 @@ def _referred(reference: Instance, tensors: dict[str, TorchFile], file: FileVers
     """The tensor of a reference."""
     number = reference.state.get("tid") if isinstance(reference.state, dict) else None
     if type(number) is not int or number < 0:
-        raise FormatError(f"is a reference to the tensor {excerpt(number)}, which is no number")
+        raise FormatError(f"is a reference to the tensor {shorten(number)}, which is not a number")
     key = f"{folder}tensor_{number}.pt"
     if key not in tensors:
         raise MissingDataError(f"{file} refers to {file.store.path_of(key)}, which is missing; put it back from a backup.")

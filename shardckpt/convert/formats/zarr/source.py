@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 from shardckpt.convert.files.file_version import FileVersion, identity_of
 from shardckpt.convert.foreign import ForeignPart, ForeignTensor, structure_of, tensors_of
 from shardckpt.errors import DtypeError, FormatError, NotFoundError
-from shardckpt.excerpt import excerpt
 from shardckpt.io.foreign_arrays import open_arrays
 from shardckpt.io.status import is_directory
 from shardckpt.io.store import Store
 from shardckpt.layout.dtypes import by_name
 from shardckpt.state.names import natural_key
+from shardckpt.text import shorten
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -106,7 +106,7 @@ class _Members:
         listed = self.consolidated(root, version)
         if listed is not None:
             for path, document in listed.items():
-                self.add(path, document, f"{self.place}: {excerpt(path)}", version)
+                self.add(path, document, f"{self.place}: {shorten(path)}", version)
             return
         groups = [""]
         while groups:
@@ -139,7 +139,7 @@ class _Members:
         try:
             found = json.loads(file.read_whole(_LARGEST_DOCUMENT))
         except (ValueError, RecursionError) as e:
-            raise FormatError(f"{file} is not JSON ({excerpt(str(e))}); replace it with a backup.") from e
+            raise FormatError(f"{file} is not JSON ({shorten(str(e))}); replace it with a backup.") from e
         if not isinstance(found, dict):
             raise FormatError(f"{file} is not a JSON object; replace it with a backup.")
         return found
@@ -160,12 +160,12 @@ class _Members:
         if kind == "group":
             return True
         if kind != "array":
-            raise FormatError(f"{where} describes neither a group nor an array, but {excerpt(kind)}; replace it with a backup.")
+            raise FormatError(f"{where} describes neither a group nor an array, but {shorten(kind)}; replace it with a backup.")
         dtype = document.get("data_type" if version == 3 else "dtype")
         if _is_numeric(dtype):
             self.arrays[path] = "zarr3" if version == 3 else "zarr"
         else:
-            self.notes.append(f"left behind: {path or 'the array'}, whose elements are {excerpt(dtype)}, not numbers")
+            self.notes.append(f"left behind: {path or 'the array'}, whose elements are {shorten(dtype)}, not numbers")
         return False
 
 
@@ -228,8 +228,8 @@ def _nested(arrays: Mapping[str, ForeignArray], where: str) -> object:
         for group in groups:
             at = at.setdefault(group, {})
             if not isinstance(at, dict):
-                raise FormatError(f"{where}: {excerpt(path)} lies in an array, not in a group; replace its metadata with a backup.")
+                raise FormatError(f"{where}: {shorten(path)} lies in an array, not in a group; replace its metadata with a backup.")
         if last in at:
-            raise FormatError(f"{where}: {excerpt(path)} is an array and a group; replace its metadata with a backup.")
+            raise FormatError(f"{where}: {shorten(path)} is an array and a group; replace its metadata with a backup.")
         at[last] = tensor
     return root

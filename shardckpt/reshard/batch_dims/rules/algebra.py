@@ -62,7 +62,7 @@ def _with_partial(partial: Partial, terms: Sequence[Known], place: tuple[int, in
     if place is not None or any(term not in (partial, neutral) for term in terms):
         raise Undecided(f"{_listed(terms)} are combined: what is partial must be reduced before")
     if partial.reduction != "sum" and sum(isinstance(term, Partial) for term in terms) > 1:
-        raise Undecided(f"the sum of two {partial} is no {partial}: reduce them before")
+        raise Undecided(f"the sum of two {partial} is not a {partial}: reduce them before")
     return partial
 
 

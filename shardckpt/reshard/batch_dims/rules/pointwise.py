@@ -113,7 +113,7 @@ def _quotient(call: Call) -> Result:
         return pointwise(call)
     above, below = operands(call, [call["self"], call["other"]])
     if isinstance(below, Partial):
-        raise Undecided(f"it divides by {shown(call['other'])}, which is {below}: the quotient of sums is no sum of quotients")
+        raise Undecided(f"it divides by {shown(call['other'])}, which is {below}: the quotient of sums is not a sum of quotients")
     inverse = Replicate(-below.power) if isinstance(below, Replicate) else Shard(below.dim, below.outer, -below.power)
     return multiplied([above, inverse])
 

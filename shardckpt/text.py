@@ -17,23 +17,23 @@ _SHORT.maxtuple = _SHORT.maxlist = _SHORT.maxdict = _SHORT.maxset = 8
 _SHORT.maxstring = _SHORT.maxlong = _SHORT.maxother = 60
 
 
-def excerpt(value: object, limit: int = 120) -> str:
+def shorten(value: object, limit: int = 120) -> str:
     """The value's repr, truncated to `limit` characters.
 
-    >>> excerpt(list(range(100)))
+    >>> shorten(list(range(100)))
     '[0, 1, 2, 3, 4, 5, 6, 7, ...]'
     """
     try:
         text = _SHORT.repr(value)
     except (ValueError, RecursionError):  # Python does not print integers of more than 4,300 digits
         text = f"a {type(value).__name__}"
-    return shortened(text, limit)
+    return clip(text, limit)
 
 
-def shortened(text: str, limit: int = 120) -> str:
+def clip(text: str, limit: int = 120) -> str:
     """The text, truncated to `limit` characters.
 
-    >>> shortened("a long story", 7)
+    >>> clip("a long story", 7)
     'a long…'
     """
     return text if len(text) <= limit else text[: limit - 1] + "…"
@@ -46,7 +46,7 @@ def few(names: Sequence[str], most: int = 5) -> str:
     'a, b and 2 more'
     """
     more = f" and {len(names) - most} more" if len(names) > most else ""
-    return f"{', '.join(shortened(name) for name in names[:most])}{more}"
+    return f"{', '.join(clip(name) for name in names[:most])}{more}"
 
 
 def numbered(what: str, numbers: Sequence[int]) -> str:
@@ -93,7 +93,7 @@ def named(field: str, *value: object) -> NamedOption:
     if one is ...:
         return NamedOption(field, "…")
     several = isinstance(one, list | tuple) and all(isinstance(text, str) for text in one)
-    texts = [one] if isinstance(one, str) else list(one) if several and isinstance(one, Sequence) else [excerpt(one)]
+    texts = [one] if isinstance(one, str) else list(one) if several and isinstance(one, Sequence) else [shorten(one)]
     if one is True:
         texts = []
     elif isinstance(one, Mapping):
@@ -101,7 +101,7 @@ def named(field: str, *value: object) -> NamedOption:
     elif isinstance(one, tuple) and not several:  # worker 0 of 8
         texts = ["/".join(map(str, one))]
     most = _SHORT.maxlist
-    return NamedOption(field, excerpt(one), (*map(shortened, texts[:most]), *["…"] * (len(texts) > most)))
+    return NamedOption(field, shorten(one), (*map(clip, texts[:most]), *["…"] * (len(texts) > most)))
 
 
 def named_size(field: str, nbytes: int) -> NamedOption:
