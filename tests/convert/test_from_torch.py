@@ -447,7 +447,7 @@ def test_split_files_are_one_state(split):
         ({"a": "pytorch_model-00002-of-00002.bin"}, FormatError, "'a' should be in"),
         ({"a": "gone.bin"}, MissingDataError, r"gone\.bin is missing"),
         ({"a": "../state.pt"}, FormatError, "files outside its directory"),
-        (["a"], FormatError, "no index of split files"),
+        (["a"], FormatError, "not an index of split files"),
         ({"a": 3}, FormatError, "files outside its directory"),
     ],
 )

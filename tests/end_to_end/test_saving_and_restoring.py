@@ -515,5 +515,5 @@ def test_reading_takes_a_name_and_a_box(tmp_path):
         with pytest.raises(errors.OptionError, match=r"^w: .* give shardckpt\.Box\(\("):
             checkpoint.read("w", box)
     for name in (5, None, ["w"], b"w"):
-        with pytest.raises(errors.OptionError, match="no name of a tensor"):
+        with pytest.raises(errors.OptionError, match="not a name of a tensor"):
             checkpoint.read(name)

@@ -191,7 +191,7 @@ def test_a_dtype_can_be_said_in_every_framework_s_way(dtype):
     assert Target(dtype=dtype) == Target(dtype="float8_e5m2")
 
 
-@pytest.mark.parametrize(("fields", "words"), [({"shape": (2, -1)}, "shape"), ({"shape": 3}, "shape"), ({"dtype": 3}, "no dtype")])
+@pytest.mark.parametrize(("fields", "words"), [({"shape": (2, -1)}, "shape"), ({"shape": 3}, "shape"), ({"dtype": 3}, "not a dtype")])
 def test_a_target_that_cannot_be_is_refused(fields, words):
     with pytest.raises(OptionError, match=words):
         Target(**fields)

@@ -93,8 +93,8 @@ def test_a_tensor_that_cannot_be_or_that_nobody_wrote(of_three_hosts, hosts, ent
     ("name", "data", "why"),
     [
         ("scalar", base64.b64encode(bytes(9)).decode(), "9 bytes of elements of 'scalar'"),
-        ("scalar", "@@@@", "no base64"),
-        ("scalar", 7, "no base64"),
+        ("scalar", "@@@@", "not base64"),
+        ("scalar", 7, "not base64"),
         ("scalar", base64.b64encode(bytes(8)).decode(), "'scalar': this small plain tensor has other elements"),
         ("even", base64.b64encode(bytes(64 * 48 * 4)).decode(), "more than one host wrote"),
         ("x" * 100_000, "", "which no tensor of that name has"),

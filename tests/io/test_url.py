@@ -181,9 +181,9 @@ def test_of_s3_bucket_names_we_take_those_that_aws_documents(name):
         ("a\\b", "backslash"),
         ("/data/x.__lock", "lock files"),
         ("\udcff", "UTF-8"),
-        (b"/data", "no url"),
-        (7, "no url"),
-        (None, "no url"),
+        (b"/data", "not a url"),
+        (7, "not a url"),
+        (None, "not a url"),
     ],
 )
 def test_an_invalid_url_is_refused_with_the_reason(url, why):

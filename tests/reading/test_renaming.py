@@ -121,7 +121,7 @@ def test_any_text_is_a_substitution_or_refused(regex: str, replacement: str) -> 
         ("s/a/b", "three times"),
         ("s/a/b/c/", "three times"),
         ("s/a/b/x", "'x' is not a flag"),
-        ("s/(/b/", "no regular expression"),
+        ("s/(/b/", "not a regular expression"),
         (r"s/a/\1/", "no group"),
         ("s/a/" + "b" * 1000 + "/", "at most 1000"),
     ],

@@ -45,7 +45,7 @@ def test_what_cannot_be_is_said(statistics):
         batch_dims(program, {"x": 2})
     with pytest.raises(OptionError, match="all batch dimensions need one size"):
         batch_dims(program, {"x": 0, "y": 1})
-    with pytest.raises(OptionError, match="no graph"):
+    with pytest.raises(OptionError, match="not a graph"):
         batch_dims(torch.nn.Linear(1, 1))
     with pytest.raises(NamesMismatchError, match="no tensor 'z'"):
         statistics.explain("z")
