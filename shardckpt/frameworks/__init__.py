@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from shardckpt.frameworks.base import Array, Placer, Sink, Source
     from shardckpt.frameworks.cuda import DeviceCopies
+    from shardckpt.frameworks.snapshots import Snapshot
     from shardckpt.layout.dtypes import DType
     from shardckpt.state.document import Composite
 
@@ -44,8 +45,10 @@ __all__ = [
     "placers",
     "reduce_partial",
     "settle",
+    "snapshot",
     "source",
     "sources",
+    "sum_on_device",
     "target",
     "warm",
 ]
@@ -267,6 +270,17 @@ def on_devices(sources: Mapping[str, Source], *, overlap: bool) -> tuple[Mapping
     (copier,) = copiers
     left, copies = copier.of(there, overlap=overlap)
     return {**sources, **left}, copies
+
+
+def sum_on_device(elements: Any) -> Callable[[Array], bool]:
+    """Have a device sum elements that were left there; return a function that compares a copy in host memory with the sum."""
+    return _module("torch_snapshots").QueuedSum(elements.tensor).equals  # type: ignore[attr-defined, no-any-return]
+
+
+def snapshot(comparer: str) -> Snapshot:
+    """A copy on a device that has no elements yet, for the `comparer` of a source."""
+    module: Any = _module(f"{comparer}_snapshots")
+    return module.make()  # type: ignore[no-any-return]
 
 
 def warm(sources: Iterable[Source]) -> None:

@@ -78,8 +78,19 @@ class Source(Protocol):
         """Whether fetched arrays are copies that nobody else holds: one per box, each alone in its memory."""
 
     @property
+    def resident(self) -> bool:
+        """Whether fetched arrays get their elements later, when the save writes them: they are kept until then, and not copied."""
+
+    @property
     def copier(self) -> type | None:
         """The class that copies its elements straight from their device, if they are left there; None: they are fetched."""
+
+    @property
+    def comparer(self) -> str | None:
+        """The framework whose module keeps and compares copies of its boxes on their device; None: there is none for such a tensor."""
+
+    def on_device(self) -> Sequence[Any]:
+        """For each box its elements, as the `comparer` takes them."""
 
     @classmethod
     def fetch(cls, sources: Sequence[Self], wanted: Sequence[Sequence[int]]) -> list[list[Array]]:
@@ -200,6 +211,16 @@ class HostSource:
 
     __slots__ = ()
     copier: ClassVar[None] = None
+    resident: ClassVar[bool] = False
+
+    @property
+    def comparer(self) -> str | None:
+        """None: nothing is compared on devices."""
+        return None
+
+    def on_device(self) -> Sequence[Any]:
+        """Raise: without a `comparer` nobody asks."""
+        raise NotImplementedError
 
 
 class PlainSink:

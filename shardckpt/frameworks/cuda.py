@@ -92,6 +92,16 @@ class CudaSource:
     lazy: bool = False
     """Whether `fetch` leaves the elements on the device, as `DeviceArray`s for `DeviceCopies`."""
     private: bool = False
+    resident: bool = False
+
+    @property
+    def comparer(self) -> str | None:
+        """As in `Source`."""
+        return self.of.comparer
+
+    def on_device(self) -> Sequence[Any]:
+        """As in `Source`."""
+        return self.views
 
     @property
     def copier(self) -> type:

@@ -279,6 +279,13 @@ class _DTensorSource(HostSource):
         """Bytes of a copy if the tensor is not on the host, or has a pending conjugation or negation; else 0."""
         return 0 if is_host_memory(self.local) else int(self.boxes.sizes().sum()) * self.dtype.itemsize
 
+    @property
+    def comparer(self) -> str | None:
+        return None if self.dtype.numpy.kind == "c" else "torch"
+
+    def on_device(self) -> Sequence[Any]:
+        return [self.local.detach()[_inside(place)] for place in map(self.held.places.__getitem__, range(len(self.boxes)))]
+
     @classmethod
     def fetch(cls, sources: Sequence[_DTensorSource], wanted: Sequence[Sequence[int]]) -> list[list[Array]]:
         return [

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
+from math import prod
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
@@ -127,6 +128,17 @@ class _JaxSource(HostSource):
         if not self.packed and all(on_host(device) for device in self.shards.devices):
             return 0
         return int(self.boxes.sizes().sum()) * self.dtype.itemsize
+
+    @property
+    def comparer(self) -> str | None:
+        if self.packed or self.dtype.numpy.kind == "c" or prod(self.shards.tile) * self.dtype.itemsize >= 1 << 31:
+            return None  # positions are 32-bit numbers
+        return "jax"
+
+    def on_device(self) -> Sequence[Any]:
+        _check_alive(self.name, self.array)
+        held = {shard.device.id: shard.data for shard in self.array.addressable_shards}
+        return [held[holder] for holder in self.shards.holders]
 
     @classmethod
     def fetch(cls, sources: Sequence[_JaxSource], wanted: Sequence[Sequence[int]]) -> list[list[Array]]:

@@ -73,6 +73,15 @@ class TensorSource(HostSource):
         """Bytes of a copy if the tensor is not on the host, or has a pending conjugation or negation; else 0."""
         return 0 if self.on_host else prod(self.shape) * self.dtype.itemsize
 
+    @property
+    def comparer(self) -> str | None:
+        """None for complex numbers."""
+        return None if self.dtype.numpy.kind == "c" else "torch"
+
+    def on_device(self) -> Sequence[Any]:
+        """The tensor."""
+        return [self.tensor] * len(self.boxes)
+
     @classmethod
     def fetch(cls, sources: Sequence[TensorSource], wanted: Sequence[Sequence[int]]) -> list[list[Array]]:
         """Views of tensors on the CPU, copies of all others."""

@@ -32,7 +32,7 @@ import torch_xla.distributed.spmd as xs
 import torch_xla.runtime as xr
 from torch_xla import _XLAC
 
-from shardckpt.errors import DtypeError, LeafError, ShardingError
+from shardckpt.errors import DtypeError, LeafError, OptionError, ShardingError
 from shardckpt.frameworks.base import Array, HostSource, PlainSink, Sink, Source, Target, whole
 from shardckpt.frameworks.torch import array_of, dtype_of_tensor, tensor_of
 from shardckpt.frameworks.xla_layout import (
@@ -146,6 +146,13 @@ class _XlaSource(HostSource):
     def private(self) -> bool:
         """False for results of `_xla_get_cpu_tensors`, which may be the host tensor that a leaf was made from, and for padded shards."""
         return self.shards is not None and bool((self.boxes.sizes() == prod(self.shards.tile)).all())
+
+    @property
+    def comparer(self) -> str | None:
+        raise OptionError(
+            f"{shown(self.name)}: torch_xla runs no program on one shard of a tensor, so nothing is compared there; publish with "
+            f'snapshot="host".'
+        )
 
     @classmethod
     def fetch(cls, sources: Sequence[_XlaSource], wanted: Sequence[Sequence[int]]) -> list[list[Array]]:

@@ -22,13 +22,12 @@ if TYPE_CHECKING:
     from shardckpt.layout.sharding import Layout
 
 
-@dataclass(frozen=True, slots=True)
-class ConvertedSource(HostSource):
-    """A tensor to save in another dtype."""
+class Converted:
+    """The properties that a source for another dtype has from the tensor's own source."""
 
+    __slots__ = ()
     of: Source
     """The tensor as it is."""
-    dtype: DType
 
     @property
     def name(self) -> str:
@@ -59,6 +58,14 @@ class ConvertedSource(HostSource):
     def own_pieces(self) -> bool:
         """See `Source`."""
         return self.of.own_pieces
+
+
+@dataclass(frozen=True, slots=True)
+class ConvertedSource(Converted, HostSource):
+    """A tensor to save in another dtype."""
+
+    of: Source
+    dtype: DType
 
     @property
     def staged_bytes(self) -> int:

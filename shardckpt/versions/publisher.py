@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from hashlib import sha256
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from shardckpt.commit.markers import SUPERSEDED, mark
 from shardckpt.errors import OptionError, ShardckptError
@@ -23,6 +23,7 @@ from shardckpt.runs.retention import Latest
 from shardckpt.runs.steps import StepInfo, check_step, list_steps, steps_named
 from shardckpt.state.select import selector
 from shardckpt.text import shorten
+from shardckpt.versions.device import DeviceShare
 from shardckpt.versions.folding import DIFFERENCES, LONGEST, bases_after_folding, fold_chain
 from shardckpt.versions.version import Published, PublishedVersion, Selection
 from shardckpt.writing.background import Saver
@@ -49,7 +50,8 @@ class Publisher:
     Each version is a checkpoint like any other. In a job of several processes, each creates a publisher at the same point of the program
     and publishes the same steps, each with its own part of the state; nothing is gathered, and no collective is called.
 
-    A process keeps a copy of its share of the last version in host memory, in the published dtype: the differences are made from it.
+    A process keeps a copy of its share of the last version in host memory, in the published dtype: the differences are made from it. With
+    `snapshot="device"` it keeps two, and its devices have one more.
     """
 
     def __init__(
@@ -62,6 +64,8 @@ class Publisher:
         dtype: object = None,
         include: Only | None = None,
         exclude: Only | None = None,
+        snapshot: Literal["device", "host"] = "host",
+        proof: bool = True,
         memory_limit: int | str = DEFAULT_MEMORY_LIMIT,
         commit_timeout: float = 600.0,
         coordinator: Coordinator | None = None,
@@ -78,6 +82,11 @@ class Publisher:
                 rounded to the nearest before they are compared.
             include: name patterns of what is published; None: everything.
             exclude: name patterns of what is left out.
+            snapshot: "host" copies this process's share to host memory for each version, and compares it there. "device" keeps the last
+                version on the devices, too: they compare, and transfer what differs. It takes as much of their memory as the share. Not for
+                torch_xla.
+            proof: whether to compare the copies that are written with the tensors in their own memory. A tensor that changed meanwhile, or
+                a copy that missed a change, fails the version.
             memory_limit: bytes of host memory for staging, beside the copy of the last version.
             commit_timeout: as in `SaveOptions`.
             coordinator: connects the processes of the job; by default detected once.
@@ -93,6 +102,8 @@ class Publisher:
             bases_after_folding(anchor_every, catch_up)
         check_coordinator(coordinator)
         selector(include), selector(exclude)
+        if snapshot not in ("device", "host"):
+            raise OptionError(f'Publisher(snapshot={snapshot!r}): use "device" or "host".')
         if keep is not None:
             check_whole(keep, "Publisher(keep")
         self._root = Store.open(parse(url))
@@ -108,6 +119,8 @@ class Publisher:
         self._leads = self._coordinator.world.process == 0
         self._saver = Saver(memory_limit=self._options.budget, coordinator=self._coordinator)
         self._kept = KeptChunks()
+        self._proof = proof
+        self._share = DeviceShare(proof=proof) if snapshot == "device" else None
         self._rule = None if keep is None else Latest(keep)
         self._cleaner = Cleaner(self._root, self._rule, grace=2 * commit_timeout, deleted=lambda _step: None)
         made = self._coordinator.notes.setdefault("publishers", Counter())
@@ -159,6 +172,9 @@ class Publisher:
             f"{self._key}/{self._calls}",
             self._kept,
             self._selection,
+            number=self._calls,
+            share=self._share,
+            proof=self._proof,
             before=before,
             decide=self._decide,
             settle=self._settle,
@@ -206,6 +222,8 @@ class Publisher:
         finally:
             self._saver.close()
             self._kept.forget()
+            if self._share is not None:
+                self._share.forget()
         if failed is not None:
             raise failed
 

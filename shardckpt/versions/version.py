@@ -23,6 +23,7 @@ from shardckpt.frameworks.coordination import WaitNotice
 from shardckpt.layout.dtypes import castable
 from shardckpt.state.select import matches, select
 from shardckpt.versions.converted import ConvertedSource
+from shardckpt.versions.device import DeviceSource, comparable
 from shardckpt.writing.kept import SkippedError
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from shardckpt.layout.dtypes import DType
     from shardckpt.state.flatten import Flat
     from shardckpt.state.select import Only
+    from shardckpt.versions.device import DeviceShare
     from shardckpt.writing.background import SaveHandle
     from shardckpt.writing.kept import KeptChunks
 
@@ -129,6 +131,9 @@ class PublishedVersion:
         kept: KeptChunks,
         selection: Selection,
         *,
+        number: int,
+        share: DeviceShare | None,
+        proof: bool,
         before: PublishedVersion | None,
         decide: Callable[[int, PublishedVersion | None], Published | None],
         settle: Callable[[Published], None],
@@ -142,6 +147,9 @@ class PublishedVersion:
             key: names the call of `publish`, alike on all processes.
             kept: the elements that this process wrote last.
             selection: what is published.
+            number: number of the call of `publish`.
+            share: the copies on this process's devices; None: tensors are staged in host memory.
+            proof: see `VersionToWrite`.
             before: the version of the call before.
             decide: called on process 0 with the step and the last version before that was not skipped, which has ended; returns the base,
                 None for an anchor.
@@ -151,6 +159,7 @@ class PublishedVersion:
         self.step = step
         self.kept = kept
         self.selection = selection
+        self.proof = proof
         self.outcome: Published | None = None
         """The version when it is published; on process 0 only."""
         self.handle: SaveHandle | None = None
@@ -158,6 +167,8 @@ class PublishedVersion:
         """The version that this one differs from."""
         self._root = root
         self._key = key
+        self._number = number
+        self._share = share
         self._before = before
         self._decide = decide
         self._settle = settle
@@ -202,7 +213,15 @@ class PublishedVersion:
 
     def converted(self, sources: dict[str, Source]) -> dict[str, Source]:
         """See `VersionToWrite`."""
-        return self.selection.converted(sources)
+        converted = self.selection.converted(sources)
+        if self._share is None:
+            return converted
+        return {
+            name: DeviceSource(source, converted[name].dtype, self._share, self._number)
+            if comparable(source, converted[name].dtype)
+            else converted[name]
+            for name, source in sources.items()
+        }
 
     def await_turn(self, place: Store, coordinator: Coordinator) -> None:
         """See `VersionToWrite`."""
@@ -216,6 +235,8 @@ class PublishedVersion:
 
     def begin(self, structure: Structure, place: Store, attempt: str) -> Structure:
         """See `VersionToWrite`."""
+        if self._share is not None:
+            self._share.arrive(self._number)
         if self.base is None:
             self.kept.begin(attempt, ())
             return structure
@@ -256,6 +277,8 @@ class PublishedVersion:
             if coordinator.world.processes > 1:
                 coordinator.announce(self._key, said)
         if "skipped" in said:
+            if self._share is not None:
+                self._share.skip(self._number)
             raise SkippedError(f"{where}: this version is skipped, because a later one was published while it waited.")
         if "failed" in said:
             raise CommitError(f"{where}: process 0 could not begin this version: {said['failed']} Nothing was published.")

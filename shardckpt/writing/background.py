@@ -180,6 +180,7 @@ class _Save:
         self._before_publish = before_publish or (lambda: None)
         self._progress = progress or (lambda _done, _total: None)
         self._stage = Stage(pool, self._start)
+        self._stage.proves = attempt.version is not None and attempt.version.proof
         self._thread: threading.Thread | None = None
         self._writes = threading.Event()
         """Set when this process has begun to write, or has ended without writing."""

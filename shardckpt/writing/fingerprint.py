@@ -59,7 +59,7 @@ def fingerprint_of(tensors: Mapping[str, Any], coordinator: Coordinator, *, loca
     sums = StateSums(plan.tensors.values())
     with closing(read_to_host(plan, sources, MOST_COPIES)) as batches:
         for batch in batches:
-            for block, elements, _ in batch:
+            for block, elements, *_ in batch:
                 sums.add_box(block.piece, block.box.start, elements)
     if world.process == COMMITTER:
         for name, data in small_elements(plan, sources).items():

@@ -35,6 +35,8 @@ class VersionToWrite(Protocol):
     """
 
     kept: KeptChunks
+    proof: bool
+    """Whether the staged copies are compared with the tensors that they were made of."""
 
     def selected(self, flat: Flat) -> Flat:
         """The part of a state to write."""

@@ -86,7 +86,8 @@ class SaveMemory:
             "writing": in_flight + threads * each,
             "late": late_bytes(share) + (0 if share.replicas is None else share.replicas.late_bytes()),
         }
-        blocks = [pair for name, some in plan.blocks.items() for pair in zip(some, are_own(some, sources[name]), strict=True)]
+        fetched = {name: some for name, some in plan.blocks.items() if not sources[name].resident}
+        blocks = [pair for name, some in fetched.items() for pair in zip(some, are_own(some, sources[name]), strict=True)]
         return cls(blocks, room, kept, in_flight, threads, sizes)
 
     @property

@@ -69,7 +69,7 @@ class ReplicaChecksums:
         def summed(key: tuple[str, tuple[int, ...], int]) -> int:
             name, _, box = key
             ((array,),) = frameworks.fetch([sources[name]], [[box]])
-            return _checksum(array if wholly else array[grid(array.shape)])
+            return checksum(array if wholly else array[grid(array.shape)])
 
         several = wholly and not any(sources[name].staged_bytes for name, *_ in now)
         for (name, holders, _), crc in zip(now, map_on_threads(summed, now) if several else map(summed, now), strict=True):
@@ -102,7 +102,7 @@ class ReplicaChecksums:
         if self._arrival is not None:
             self._arrival.wait()
             for (name, holders, *_), array in zip(self._late, self._arrays, strict=True):
-                self._add(name, holders, _checksum(array))
+                self._add(name, holders, checksum(array))
             self._late, self._arrays, self._arrival = [], [], None
         return self._found
 
@@ -133,7 +133,7 @@ def _shape_of_sample(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(len(range(n)[part]) for n, part in zip(shape, grid(shape), strict=True))
 
 
-def _checksum(array: NDArray[Any]) -> int:
+def checksum(array: NDArray[Any]) -> int:
     """CRC-32C of an array's elements in C order; an array with gaps is made contiguous part by part."""
     crc = 0
     for part in _parts(array):

@@ -164,7 +164,7 @@ def _write(attempt: Attempt, share: StateShare) -> None:
 
 def _append(writer: HostWriter, batch: Iterable[BlockElements], at_a_time: int) -> None:
     """Write a batch. No reference to it is left: its memory is free for the next one."""
-    writer.append(writer.portions_of([(block, elements) for block, elements, _ in batch], at_a_time))
+    writer.append(writer.portions_of([(block, elements) for block, elements, *_ in batch], at_a_time))
 
 
 def _is_short(plan: SavePlan) -> bool:

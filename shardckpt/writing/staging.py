@@ -34,11 +34,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shardckpt import frameworks
-from shardckpt.errors import BudgetError
+from shardckpt.errors import BudgetError, CorruptionError
 from shardckpt.io.buffers import BufferPool, round_up
 from shardckpt.io.copying import copy_all
+from shardckpt.io.threads import map_on_threads
 from shardckpt.layout.dtypes import with_plain_bools
 from shardckpt.text import file_size
+from shardckpt.writing.replicas import checksum
 from shardckpt.writing.state_share import is_array
 
 if TYPE_CHECKING:
@@ -70,6 +72,8 @@ class _Part:
     blocks: list[tuple[Block, NDArray[np.generic]]] = field(default_factory=list)
     arrivals: list[Arrival] = field(default_factory=list)
     """The copies from devices that must arrive before the memory is read or reused."""
+    proofs: list[tuple[NDArray[np.generic], Callable[[NDArray[np.generic]], bool]]] = field(default_factory=list)
+    """Copies, and functions that say whether they have the elements of their tensors."""
     portions: int = 1
     """Portions that are drawn but not yet written, plus one while more may be drawn."""
 
@@ -117,6 +121,8 @@ class Stage:
         """Seconds that the thread that saves has waited for the pool, or for a free part."""
         self.started = False
         """Whether the writing thread was started."""
+        self.proves = False
+        """Whether copies are compared with the tensors that they are made of, before they are written."""
         self.copies: DeviceCopies | None = None
         """Copies elements that are on devices; None: none are."""
         self.late: NDArray[np.uint8] = np.empty(0, np.uint8)
@@ -239,8 +245,8 @@ class Stage:
             BaseException: the error of the writing thread.
         """
         copies: list[tuple[NDArray[np.generic], NDArray[np.generic]]] = []
-        for block, elements, own in batch:
-            keep = own and not self.streamed
+        for block, elements, own, resident in batch:
+            keep = resident or (own and not self.streamed)
             room = 0 if keep else round_up(elements.nbytes)
             if self._filling is None or self._filling.memory.nbytes - self._filling.used < room:
                 self._copy(copies)
@@ -262,8 +268,11 @@ class Stage:
         if self.copies is not None and copies:
             assert self._filling is not None
             self._filling.arrivals.append(self.copies.copy(pair for pair in copies if not is_array(pair[1])))
-            copies = [pair for pair in copies if is_array(pair[1])]
-        copy_all(copies)
+        if self.proves and copies:
+            assert self._filling is not None
+            proofs = map_on_threads(_proof_of, [elements for _, elements in copies])
+            self._filling.proofs += zip([copy for copy, _ in copies], proofs, strict=True)
+        copy_all([pair for pair in copies if is_array(pair[1])])
 
     def close(self) -> None:
         """Finish the copying side: everything is copied, or its copy is queued."""
@@ -331,6 +340,8 @@ class Stage:
         while (part := self._next()) is not None:
             for arrival in part.arrivals:
                 arrival.wait()
+            if part.proofs:
+                self._prove(part)
             if self.copies is not None and not self.streamed:  # all are in this part
                 self.copies.check()
             for portion in writer.portions_of(part.blocks, at_a_time, partial(free, part)):
@@ -339,6 +350,22 @@ class Stage:
             self._count_portions(part, -1)
         if self.copies is not None:
             self.copies.check()
+
+    def _prove(self, part: _Part) -> None:
+        """Compare copies with their tensors.
+
+        Raises:
+            CorruptionError: names the tensor.
+        """
+        equal = map_on_threads(lambda proof: proof[1](proof[0]), part.proofs)
+        wrong = next((copy for (copy, _), is_equal in zip(part.proofs, equal, strict=True) if not is_equal), None)
+        part.proofs.clear()
+        if wrong is not None:
+            path = next(block.piece.path for block, elements in part.blocks if elements is wrong)
+            raise CorruptionError(
+                f"{path}: the copy to be saved has other elements than the tensor has: the tensor changed while it was copied, or the copy "
+                f"is damaged. Nothing was published; save again, and change no tensor before the call has returned."
+            )
 
     def _count_portions(self, part: _Part, more: int) -> None:
         """Count the portions of a part; when all are written, the part is free."""
@@ -382,3 +409,11 @@ class Stage:
         if lease is not None:
             arrived = self.copies is None or self.copies.drain()
             lease.give_back(keep=arrived and not self._interrupted)
+
+
+def _proof_of(elements: Any) -> Callable[[NDArray[np.generic]], bool]:
+    """A function that says whether a copy has these elements, wherever they are. A device sums its own: the host does not wait for that."""
+    if is_array(elements):
+        total = checksum(elements)
+        return lambda copy: checksum(copy) == total
+    return frameworks.sum_on_device(elements)

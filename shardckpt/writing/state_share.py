@@ -121,7 +121,9 @@ class BlockElements(NamedTuple):
     elements: NDArray[np.generic]
     """An array; or a `DeviceArray`, as far as tensors are left on their devices."""
     own: bool
-    """Whether the elements are in memory that they share with nothing else."""
+    """Whether the elements are in memory that they share with nothing else, or that stays as it is until they are written."""
+    resident: bool = False
+    """Whether the elements arrive later (`Source.resident`): they must not be read before they are written."""
 
 
 def is_array(elements: object) -> bool:
@@ -130,7 +132,12 @@ def is_array(elements: object) -> bool:
 
 
 def are_own(blocks: Sequence[Block], source: Source) -> list[bool]:
-    """For each block of a source, whether it will be fetched into memory of its own: a complete box of a source that makes copies."""
+    """For each block of a source, whether it will be fetched into memory of its own: a complete box of a source that makes copies.
+
+    So are all blocks of a source that keeps its elements itself until they are written.
+    """
+    if source.resident:
+        return [True] * len(blocks)
     if not source.private:
         return [False] * len(blocks)
     sizes = source.boxes.sizes().tolist()
@@ -189,7 +196,7 @@ def _arrived(plan: SavePlan, sources: Mapping[str, Source], copies: DeviceCopies
         for batch in batches(blocks, lambda item: (round_up(item.elements.nbytes),), (room,)):
             lease, landed = pool.take(room), list[BlockElements]()
             pairs: list[tuple[Array, Any]] = []
-            for block, elements, own in batch:
+            for block, elements, own, _ in batch:
                 array: Array = elements
                 if not is_array(elements):
                     array = lease.array(elements.shape, elements.dtype)
@@ -231,7 +238,7 @@ def _cut(
         for block, own in zip(blocks, are_own(blocks, source), strict=True):
             array = of_box[block.held]
             if block.nbytes == array.nbytes <= most:  # the complete box, which needs no index
-                yield BlockElements(block, array, own)
+                yield BlockElements(block, array, own, source.resident)
                 continue
             for part in smaller(block, most):
-                yield BlockElements(part, array[part.inside], own)
+                yield BlockElements(part, array[part.inside], own, source.resident)

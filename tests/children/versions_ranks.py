@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import shardckpt
+from shardckpt.versions import device
 
 SHAPES = {"w": (64, 48), "v": (48, 64), "b": (5,)}
 PLACEMENTS = {"rows": [Shard(0)], "columns": [Shard(1)], "replicated": [Replicate()]}
@@ -36,10 +37,11 @@ def full(leaf):
     return leaf.full_tensor() if isinstance(leaf, DTensor) else leaf
 
 
-def publish(coordinator, url, placement, steps, fail=None, process=1, anchor_every=5):
-    """Publish steps; a process fails at one of them."""
+def publish(coordinator, url, placement, steps, fail=None, process=1, anchor_every=5, snapshot="host"):
+    """Publish steps; a process fails at one of them. With `snapshot="device"` all but the smallest tensor are compared there."""
     join(coordinator)
-    publisher = shardckpt.Publisher(url, anchor_every=anchor_every, commit_timeout=20, dtype="bfloat16")
+    device.LEAST_BYTES = 1000
+    publisher = shardckpt.Publisher(url, anchor_every=anchor_every, commit_timeout=20, dtype="bfloat16", snapshot=snapshot)
     errors = []
     for step in steps:
         state = laid_out(weights(step), placement)

@@ -7,6 +7,7 @@ import json
 import sys
 
 import numpy as np
+import pytest
 import torch
 import torch_xla
 import torch_xla.debug.metrics as met
@@ -16,6 +17,7 @@ from torch import nn
 from torch_xla import _XLAC
 
 import shardckpt
+from shardckpt.versions import device
 
 xr.use_spmd()
 URL = sys.argv[1]
@@ -74,6 +76,10 @@ def main():
                         "layout": _XLAC._get_xla_sharding_spec(state["0.weight"]) == layouts[shape],
                     }
                 )
+    device.LEAST_BYTES = 0
+    refused = pytest.raises(shardckpt.errors.OptionError, match=r'torch_xla runs no program on one shard of a tensor.*snapshot="host"')
+    with shardckpt.Publisher(URL + "-device", snapshot="device") as publisher, refused:
+        publisher.publish(0, trained.state_dict())
     print(json.dumps(found))
 
 

@@ -52,6 +52,21 @@ def test_versions_of_two_ranks_are_followed_on_other_meshes(ranks, tmp_path):
         assert answers == [expected] * count
 
 
+@pytest.mark.parametrize("placement", ["rows", "columns", "replicated"])
+def test_shards_of_two_ranks_are_compared_on_their_devices(ranks, tmp_path, placement):
+    assert ranks("publish", 2, tmp_path, placement, list(range(7)), None, 1, 5, "device") == [[], []]
+    assert published(tmp_path) == {step: step not in (0, 5) for step in range(7)}
+    check(tmp_path, range(7))
+
+
+@pytest.mark.parametrize("process", [0, 1])
+def test_a_rank_that_fails_leaves_the_others_copies_on_devices_good(ranks, tmp_path, process):
+    answers = ranks("publish", 2, tmp_path, "rows", [0, 1, 2, 3, 4], 2, process, 5, "device")
+    assert answers[process] == [[2, "LeafError"]]
+    assert answers[1 - process] == [[2, "CommitError"]]
+    check(tmp_path, [0, 1, 3, 4])
+
+
 def test_versions_of_two_ranks_are_folded_by_process_0_and_followed(ranks, tmp_path):
     assert ranks("publish", 2, tmp_path, "rows", list(range(12)), None, 1, 64) == [[], []]
     records = {step: shardckpt.open(tmp_path / str(step)).record for step in range(12)}

@@ -108,7 +108,7 @@ def test_a_batch_is_fetched_by_the_thread_that_asks_for_it_and_used_by_any(monke
     for batch in read(plan_save(sources, SaveOptions(), World()), sources, 0):
         assert fetched == [threading.current_thread()]
         with ThreadPoolExecutor(1) as other:
-            ((_, elements, _),) = other.submit(list, batch).result()
+            ((_, elements, *_),) = other.submit(list, batch).result()
         assert elements.tolist() == [*range(12)]
     assert len(fetched) == 1
 
