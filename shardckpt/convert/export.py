@@ -13,7 +13,7 @@ from shardckpt.convert.formats.safetensors.hf_configs import without_others
 from shardckpt.convert.formats.safetensors.hf_index import INDEX, is_of_a_model
 from shardckpt.convert.formats.safetensors.model_files import plan_model_files
 from shardckpt.convert.formats.safetensors.target import write_safetensors
-from shardckpt.convert.options import SafetensorsOptions, StateOptions, ToOptions
+from shardckpt.convert.options import DeltaOptions, SafetensorsOptions, StateOptions, ToOptions
 from shardckpt.convert.whole_state import FORMATS, write_state
 from shardckpt.errors import AlreadyExistsError, OptionError, leaves_out_with, out_of_memory_is_typed
 from shardckpt.io.failures import reading_takes_threads
@@ -30,11 +30,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from shardckpt.convert.files.destination import Destination
+    from shardckpt.convert.formats.canonical_delta.target import WrittenVersion
     from shardckpt.convert.options import Patterns, Ties
     from shardckpt.io.url import Location
     from shardckpt.reading.naming.mapping import TensorMapping
     from shardckpt.reshard.dtype_rules import ConvertedSubtree
 
+DELTA = "canonical-delta"
+"""The format of directories of differences (`formats.canonical_delta`)."""
 _SUFFIX = ".safetensors"
 _TORCH_FILES = {".pt", ".pth", ".bin", ".ckpt"}
 _OTHER_FILES = {".npz", ".npy", ".gguf", ".h5", ".hdf5", ".onnx"}
@@ -88,7 +91,7 @@ def export(  # noqa: D417  (the other arguments are documented where they are de
     src: str | os.PathLike[str],
     dst: str | os.PathLike[str],
     *,
-    to: Literal["safetensors", "torch", "dcp", "orbax"] = "safetensors",
+    to: Literal["safetensors", "torch", "dcp", "orbax", "canonical-delta"] = "safetensors",
     dtype: str | Mapping[str, str] | None = None,
     include: Patterns = None,
     exclude: Patterns = None,
@@ -107,15 +110,17 @@ def export(  # noqa: D417  (the other arguments are documented where they are de
     Args:
         src: path or url of the checkpoint.
         dst: the destination. For safetensors, see `export_safetensors`; for torch, a file on a local disk; for dcp and orbax, a
-            directory on a local disk.
+            directory on a local disk; for canonical-delta, a directory as for safetensors, and `src` is the place of all versions of a
+            `Publisher`.
         options: the other arguments are fields of `AnyExportOptions`.
-        choices: further arguments of `export_safetensors`, for `to="safetensors"` only.
+        choices: further arguments of `export_safetensors`, for `to="safetensors"` and canonical-delta only; for the latter also the
+            other fields of `DeltaOptions`.
 
     Returns:
         The report.
 
     Raises:
-        NotFoundError: there is no committed checkpoint at `src`.
+        NotFoundError: there is no committed checkpoint at `src`, or no such version.
         AlreadyExistsError: `dst` exists, and `overwrite` is not set.
         OptionError: an option is invalid.
         NamesMismatchError: nothing is selected; or two tensors would get the same name.
@@ -127,14 +132,18 @@ def export(  # noqa: D417  (the other arguments are documented where they are de
         MissingExtraError: a package that the format needs is not installed.
     """
     given = locals()
-    if to == "safetensors":
+    if to in {"safetensors", DELTA}:
         if optimizer is not None:
             advice = " is only for torch, dcp and orbax: no optimizer can load its state from safetensors; leave it out."
             raise OptionError(Message(named("optimizer", ...), advice))
         common = {name: given[name] for name in StateOptions.declared() if name != "optimizer"}
+        if to == DELTA:
+            return _export_deltas(src, dst, DeltaOptions(**common, **choices))
+        _refuse_options_of_versions(choices)
         return export_safetensors(src, dst, **common, **choices)
     if to not in FORMATS:
-        raise OptionError(Message(named("to", to), f": give {', '.join(map(repr, ('safetensors', *FORMATS)))}."))
+        raise OptionError(Message(named("to", to), f": give {', '.join(map(repr, ('safetensors', *FORMATS, DELTA)))}."))
+    _refuse_options_of_versions(choices)
     if choices:
         without = Message(named("to", to), " does not have the option ", named(min(choices)))
         raise OptionError(Message(without, ", which is only for safetensors; leave it out."))
@@ -155,6 +164,39 @@ def export(  # noqa: D417  (the other arguments are documented where they are de
         notes=written.notes,
         seconds=time.monotonic() - began,
         conversions=written.conversions,
+    )
+
+
+def _refuse_options_of_versions(choices: Mapping[str, object]) -> None:
+    for name, value in choices.items():
+        if name in DeltaOptions.declared() and name not in SafetensorsOptions.declared():
+            raise OptionError(Message(named(name, value), " is only for ", named("to", DELTA), "; leave it out."))
+
+
+def _export_deltas(src: str | os.PathLike[str], dst: str | os.PathLike[str], options: DeltaOptions) -> ExportReport:
+    """The versions of a publisher, each as a directory; with `follow`, this does not return."""
+    from shardckpt.convert.formats.canonical_delta.target import write_deltas
+
+    def full(checkpoint: Checkpoint, place: Location) -> ExportReport:
+        return _write_safetensors(checkpoint, place, options.part(SafetensorsOptions, overwrite=False))
+
+    began, location = time.monotonic(), parse(dst)
+    versions: list[WrittenVersion] = []
+    with reading_takes_threads(src):
+        for version in write_deltas(parse(src), location, options, full):
+            if options.on_version is not None:
+                options.on_version(version)
+            versions = [*([] if options.follow else versions), version]
+    return ExportReport(
+        url=str(location),
+        files=tuple(version.url.rpartition("/")[2] for version in versions),
+        tensors=sum(version.tensors for version in versions),
+        nbytes=sum(version.nbytes for version in versions),
+        read_bytes=sum(version.read_bytes for version in versions),
+        written_bytes=sum(version.written_bytes for version in versions),
+        resumed_bytes=0,
+        notes=() if versions else ("No version is newer than the last one there.",),
+        seconds=time.monotonic() - began,
     )
 
 

@@ -170,6 +170,39 @@ class SafetensorsOptions(ExportOptions, NameOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
+class DeltaOptions(SafetensorsOptions):
+    """Options of an export to canonical-delta."""
+
+    since: int | None = option(
+        "For canonical-delta: the step of the version that receivers start from; it becomes version 0.",
+        kind="integer",
+        least=0,
+        metavar="STEP",
+    )
+    follow: bool = option("For canonical-delta: wait for further versions, and write each, until the program is interrupted.", False)
+    delta_encoding: str = option(
+        "For canonical-delta: xor, or overwrite (positions and new bytes).", "xor", metavar="ENCODING", choices=("xor", "overwrite")
+    )
+    checksum_format: str = option(
+        "For canonical-delta: digest of each tensor. adler32 needs no package.",
+        "adler32",
+        metavar="DIGEST",
+        choices=("adler32", "xxh3-128", "blake3"),
+    )
+    on_version: Callable[[Any], None] | None = option("Called with each `WrittenVersion` when its directory is complete.", kind="python")
+
+    def __post_init__(self) -> None:
+        """Check everything that needs no files."""
+        super().__post_init__()
+        since: Any = self.since
+        if isinstance(since, bool) or not isinstance(since, int) or since < 0:
+            advice = ": give the step of the version that receivers start from, for canonical-delta."
+            raise OptionError(Message(named("since", since), advice))
+        if self.ties == "copies":
+            raise OptionError(Message(named("ties", "copies"), ": receivers have tied tensors once; leave it out, for canonical-delta."))
+
+
+@dataclass(frozen=True, kw_only=True)
 class StateOptions(ExportOptions, SelectionOptions):
     """Options of an export to a format that holds states."""
 
@@ -192,15 +225,16 @@ class StateOptions(ExportOptions, SelectionOptions):
 class ToOptions(Options):
     """The option that chooses a format."""
 
-    to: Literal["safetensors", "torch", "dcp", "orbax"] = option(
-        "Format to write: safetensors, which holds tensors; torch, dcp or orbax, which hold the state with its containers and values.",
+    to: Literal["safetensors", "torch", "dcp", "orbax", "canonical-delta"] = option(
+        "Format to write: safetensors, which holds tensors; torch, dcp or orbax, which hold the state with its containers and values; "
+        "canonical-delta, a directory for each version of a publisher.",
         "safetensors",
         metavar="FORMAT",
     )
 
 
 @dataclass(frozen=True, kw_only=True)
-class AnyExportOptions(StateOptions, SafetensorsOptions, ToOptions):
+class AnyExportOptions(StateOptions, DeltaOptions, ToOptions):
     """All options of `export`, including those for only one format."""
 
 

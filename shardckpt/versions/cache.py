@@ -66,9 +66,9 @@ class Needed(NamedTuple):
         return int(np.prod(self.piece.chunks, dtype=np.int64)) * self.dtype.itemsize
 
 
-def chunks_of(jobs: Iterable[RestoreJob]) -> list[Needed]:
-    """The chunks that restore jobs need, each once."""
-    chunks = RequestedChunks.of_boxes([request for job in jobs for request in _requests(job)])
+def chunks_of(requests: Iterable[Request]) -> list[Needed]:
+    """The chunks that requests need, each once."""
+    chunks = RequestedChunks.of_boxes([*requests])
     edges = np.searchsorted(chunks.part, np.arange(len(chunks.parts) + 1))
     needed: dict[str, Needed] = {}
     for i, array in enumerate(chunks.parts):
@@ -80,8 +80,8 @@ def chunks_of(jobs: Iterable[RestoreJob]) -> list[Needed]:
     return [*needed.values()]
 
 
-def _requests(job: RestoreJob) -> list[Request]:
-    """Requests of a job, for buffers without memory."""
+def requests_of(job: RestoreJob) -> list[Request]:
+    """Requests of a restore job, for buffers without memory."""
     lent = [landing for landing in job.landings if not landing.buffers]
     for landing in lent:
         nothing = np.zeros((), landing.sink.dtype.numpy)
@@ -114,6 +114,8 @@ class ChunkCache:
         """The version, as `Base.contents`; "": not known, or an update has failed."""
         self.attempt = ""
         """The version's attempt; "": none, or an update has failed."""
+        self.read_bytes = 0
+        """Stored bytes that updates have read."""
         self._chunks: Chunks = {}
         self._forms: dict[str, tuple[Piece, np.dtype[np.generic]]] = {}
         """Array path → the array and dtype that its chunks are of."""
@@ -177,12 +179,15 @@ class ChunkCache:
 
         reader = open_reader(place, record, memory=memory)
         reader.read_stored(requests, take)
+        self.read_bytes += reader.stats.bytes_read
         return changed
 
     def _read_missing(self, checkpoint: Checkpoint, needed: Sequence[Needed]) -> set[str]:
         """Read the chunks that are not here, with all of their elements."""
         lacking = [one.part(lambda key: key not in self._chunks) for one in needed]
+        before = checkpoint.stats.bytes_read
         self._chunks |= read_chunks(checkpoint, lacking)
+        self.read_bytes += checkpoint.stats.bytes_read - before
         return {one.name for one in lacking if len(one.positions)}
 
     def reader(self, checkpoint: Checkpoint, needed: Sequence[Needed]) -> ChunkReader:

@@ -26,12 +26,12 @@ from shardckpt.runs.leases import leased
 from shardckpt.runs.steps import step_numbers, steps_named
 from shardckpt.state.names import shown
 from shardckpt.text import file_size
-from shardckpt.versions.cache import ChunkCache, chunks_of, path_between
+from shardckpt.versions.cache import ChunkCache, chunks_of, path_between, requests_of
 from shardckpt.writing.fingerprint import fingerprint_of
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import AsyncIterator, Iterator, Sequence
+    from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
     from types import TracebackType
 
@@ -68,8 +68,12 @@ class Follower:
         cast: bool = False,
         memory_limit: int | str = DEFAULT_MEMORY_LIMIT,
         coordinator: Coordinator | None = None,
+        given: Mapping[int, str] | None = None,
     ) -> None:
-        """Nothing is read yet; for the arguments see `follow`."""
+        """Nothing is read yet; for the arguments see `follow`.
+
+        With `mode="each"`, versions in `given` are not given again: step → attempt, before it was folded.
+        """
         check_coordinator(coordinator)
         if mode not in ("newest", "each"):
             raise OptionError(f'follow(mode={mode!r}): use "newest" or "each".')
@@ -95,7 +99,7 @@ class Follower:
         self._names = (rename, mapping)
         self._seen: tuple[int, str] | None = None
         """Step and attempt, before it was folded, of the version given last."""
-        self._given: dict[int, str] = {}
+        self._given = dict(given or {})
         """Step → attempt, before it was folded, of the versions given so far that are still there; only if each is given."""
         self._closed = False
 
@@ -106,6 +110,11 @@ class Follower:
         if adaptation is not None:
             adaptation.begin(checkpoint, self.like, self._options["only"])
         return restoring(checkpoint, checkpoint.parsed_tree, self.like, adaptation, **self._options)
+
+    def needed(self, checkpoint: Checkpoint) -> list[Needed]:
+        """The chunks of a version that this process needs."""
+        jobs, _ = next(self.planned(checkpoint))
+        return chunks_of(request for job in jobs for request in requests_of(job))
 
     def poll(self) -> FollowedVersion | None:
         """The next version; None if there is none now. All processes of an engine call it, and get the same one.
@@ -119,13 +128,20 @@ class Follower:
         found = self._next() if alone else self.coordinator.agree("followed version", self._next)
         if found is None:
             return None
-        step, went_back = found
         try:
-            checkpoint = Checkpoint(self.root.sub(str(step)).location)
+            return self.at(found[0], went_back=found[1])
         except (NotFoundError, UncommittedError):  # deleted since the listing
             if alone:
                 return None
             raise
+
+    def at(self, step: int, *, went_back: bool = False) -> FollowedVersion:
+        """The version of a step; `poll` continues from there.
+
+        Raises:
+            NotFoundError, UncommittedError: it is not there.
+        """
+        checkpoint = Checkpoint(self.root.sub(str(step)).location)
         self._seen = step, unfolded(checkpoint.record.attempt)
         if self._mode == "each":
             self._given[step] = self._seen[1]
@@ -230,8 +246,7 @@ class FollowedVersion:
         failed: Exception | None = None
         try:
             with self._lease(), reading_takes_threads(self.checkpoint.location):
-                jobs, _ = next(follower.planned(self.checkpoint))
-                self._needed = chunks_of(jobs)
+                self._needed = follower.needed(self.checkpoint)
                 path = path_between(follower.cache.contents, self.checkpoint, MOST_VERSIONS)
                 self.changed = frozenset(follower.cache.update(self.checkpoint, path, self._needed, _READING))
                 follower.stale |= self.changed
@@ -263,13 +278,12 @@ class FollowedVersion:
             OptionError: the version is not prepared, or a later one is.
         """
         follower = self._follower
-        if self._needed is None or follower.cache.attempt != self.checkpoint.record.attempt:
-            raise OptionError(f"{self.checkpoint.location}: this version is not prepared; call prepare() first.")
+        reading = self.reading()
         steps = follower.planned(self.checkpoint)
         jobs, in_place = next(steps)
         stale = [any(stored.name in follower.stale for stored in job.stored) or not self._has(job) for job in jobs]
         due = [job for job, is_stale in zip(jobs, stale, strict=True) if is_stale or not follower.fills]
-        with self.checkpoint.reading_from(follower.cache.reader(self.checkpoint, self._needed)):
+        with reading:
             restored = read_all(self.checkpoint, due, follower.limit, in_place=in_place)
         follower.leaves |= restored
         known = {name for job in jobs for landing in job.landings for name in landing.names}
@@ -280,6 +294,17 @@ class FollowedVersion:
         follower.stale.clear()
         follower.applied, self._jobs = self, jobs
         return state
+
+    def reading(self) -> AbstractContextManager[None]:
+        """A context in which `checkpoint` reads the prepared elements from memory, for one thread.
+
+        Raises:
+            OptionError: the version is not prepared, or a later one is.
+        """
+        cache = self._follower.cache
+        if self._needed is None or cache.attempt != self.checkpoint.record.attempt:
+            raise OptionError(f"{self.checkpoint.location}: this version is not prepared; call prepare() first.")
+        return self.checkpoint.reading_from(cache.reader(self.checkpoint, self._needed))
 
     def prove(self) -> list[str]:
         """Compare the tensors' elements with the fingerprint that the publisher recorded; return the names that are proved.

@@ -1,0 +1,392 @@
+"""Versions of a publisher, written as directories that stock receivers apply to a model's files (slime, ModelExpress).
+
+    weight_v000000/   the full model: model.safetensors, or several files and an index, as `export_safetensors` writes them
+    weight_v000001/   model-00001.safetensors …     the tensors that differ from those of version 0
+                      model.safetensors.index.json  written last: without it, the directory is no version yet
+
+Each entry of a delta's file is U8: one zstd frame. It holds `new XOR old` of all bytes of the tensor; or, as `overwrite`, a u32 count,
+so many u32 positions of bytes, and the new bytes. The header's metadata has a hexadecimal digest of each tensor's new bytes. Versions
+are consecutive, whatever the steps are; `shardckpt.json` in each directory names its step, so that a later call continues.
+
+One copy of the model's stored chunks is held in memory (`versions.cache`), and one of the tensors as written. Of each version only the
+differences are read.
+
+The format: `update_weight_from_disk_delta.py` in https://github.com/THUDM/slime, `modelexpress_rl` in ai-dynamo/modelexpress.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+import zlib
+from dataclasses import dataclass
+from hashlib import sha256
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from shardckpt.commit.attempts import unfolded
+from shardckpt.commit.publish import published_attempt
+from shardckpt.convert.formats.safetensors.hf_index import INDEX
+from shardckpt.convert.naming.apply import outputs_of
+from shardckpt.errors import (
+    AlreadyExistsError,
+    FormatError,
+    MissingExtraError,
+    NotFoundError,
+    OptionError,
+    ReplacedError,
+    StructureMismatchError,
+)
+from shardckpt.format.hf_files import CONFIG
+from shardckpt.format.zarr_arrays import compress
+from shardckpt.io.store import Store
+from shardckpt.io.threads import map_on_threads
+from shardckpt.layout.box import Box
+from shardckpt.plan.pieces import batches
+from shardckpt.reading.checkpoint import Checkpoint
+from shardckpt.runs.steps import step_numbers
+from shardckpt.state.names import shown
+from shardckpt.streaming.elements import OutputReader
+from shardckpt.text import Message, few, named
+from shardckpt.versions.follower import Follower
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from numpy.typing import NDArray
+
+    from shardckpt.convert.options import DeltaOptions
+    from shardckpt.io.url import Location
+    from shardckpt.reading.naming.outputs import OutputTensor
+    from shardckpt.versions.follower import FollowedVersion
+
+    Bytes = NDArray[np.uint8]
+
+_NOTE = "shardckpt.json"
+"""The file of a version's directory that names its step and contents; receivers ignore it."""
+_VERSION = re.compile(r"weight_v(\d{6})/")
+_LARGEST = 1 << 32
+"""Bytes of a tensor from which on positions of `overwrite` do not fit into 32 bits."""
+_FILE_BYTES = 1 << 30
+"""Bytes of compressed tensors from which on a version gets another file."""
+_PAUSE = 0.5
+"""Seconds between two looks for a new version."""
+_ELSEWHERE = "; write to another directory."
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenVersion:
+    """A directory that was written."""
+
+    url: str
+    version: int
+    step: int
+    tensors: int
+    """Number of the tensors in it."""
+    nbytes: int
+    """Bytes of these tensors' elements."""
+    written_bytes: int
+    """Bytes of its files."""
+    read_bytes: int
+    """Stored bytes that were read for it."""
+
+    def to_json(self) -> dict[str, Any]:
+        """The version as JSON."""
+        return {"url": self.url, "version": self.version, "step": self.step, "tensors": self.tensors, "bytes": self.nbytes} | {
+            "read_bytes": self.read_bytes,
+            "written_bytes": self.written_bytes,
+        }
+
+
+def write_deltas(
+    src: Location, dst: Location, options: DeltaOptions, full: Callable[[Checkpoint, Location], Any]
+) -> Iterator[WrittenVersion]:
+    """Write a directory for each version of a publisher; yield each as soon as it is complete.
+
+    Args:
+        src: the place of all versions of a `Publisher`.
+        dst: the directory of the directories.
+        options: with `since`, and `follow`: then the iterator waits for further versions, and does not end.
+        full: writes a checkpoint as the files of a model, and returns the report.
+
+    Raises:
+        NotFoundError: there is no version `since`, or the one is gone that the last directory was written from.
+        OptionError, NamesMismatchError, ShapeMismatchError, DtypeError, DtypeMismatchError: as in `export_safetensors`.
+        StructureMismatchError: a version's tensors are not those of version 0.
+        AlreadyExistsError: another process writes there; or the directory was begun with another version.
+        CorruptionError, FormatError, ReplacedError, StorageError: a version could not be read, or not be written.
+        MissingExtraError: the package of a checksum is not installed.
+    """
+    since, root, writer = options.since, Store.open(src), _Writer(Store.open(dst), options)
+    assert since is not None, "the options have checked it"
+    number = writer.last()
+    if number is None:
+        number, first, place = 0, _version(root, since), writer.place(0)
+        older = [step for step in step_numbers(root) if step < since]
+        attempts = map_on_threads(lambda step: published_attempt(root.sub(str(step))), older)
+        before = {str(step): unfolded(attempt) for step, attempt in zip(older, attempts, strict=True) if attempt}
+        writer.note(0, first, since, forms=_forms(_outputs(first, options)), before=before)
+        report = full(first, place.location)
+        yield WrittenVersion(str(place), 0, since, report.tensors, report.nbytes, report.written_bytes, report.read_bytes)
+    begun = writer.noted(0)
+    if begun["step"] != since:
+        there = f"{dst}: version 0 there is step {begun['step']}; continue with "
+        raise AlreadyExistsError(Message(there, named("since", begun["step"]), ", or write to another directory."))
+    notes = [begun, *map_on_threads(writer.noted, range(1, number + 1))]
+    current = _Current(root, options, notes)
+    held = current.begin(notes[-1], str(writer.place(number)))
+    while True:
+        version = current.next()
+        if version is not None:
+            number += 1
+            yield writer.write(number, version, current.outputs(version), held, current.new_bytes())
+        elif options.follow:
+            time.sleep(_PAUSE)
+        else:
+            return
+
+
+def _version(root: Store, step: int) -> Checkpoint:
+    try:
+        return Checkpoint(root.sub(str(step)).location)
+    except NotFoundError as e:
+        there = step_numbers(root)
+        found = f"there are {few([*map(str, there[-5:])])}, the newest last" if there else "there are no versions"
+        raise NotFoundError(Message(f"{root}: there is no version {step} (", named("since", step), f"); {found}.")) from e
+
+
+def _contents(checkpoint: Checkpoint) -> str:
+    """Identifies the elements of a version; folding does not change it."""
+    fingerprint = checkpoint.record.fingerprint
+    return unfolded(checkpoint.record.attempt) if fingerprint is None else fingerprint.sha256
+
+
+def _outputs(checkpoint: Checkpoint, options: DeltaOptions) -> tuple[OutputTensor, ...]:
+    config = checkpoint.metadata.get(CONFIG)
+    return outputs_of(checkpoint.record.structure, options, str(checkpoint.location), config=config).tensors
+
+
+def _forms(outputs: Iterable[OutputTensor]) -> str:
+    """A digest of names, dtypes and shapes."""
+    return sha256(json.dumps(sorted((one.name, one.dtype.name, one.shape) for one in outputs)).encode()).hexdigest()
+
+
+class _Current:
+    """The version that was written last, and those that come."""
+
+    def __init__(self, root: Store, options: DeltaOptions, notes: list[dict[str, Any]]) -> None:
+        self._root, self._options, self._begun = root, options, notes[0]
+        self._sources: set[str] = set()
+        """Stored names of the tensors that are written."""
+        given = {int(step): attempt for step, attempt in notes[0]["before"].items()} | {note["step"]: note["attempt"] for note in notes}
+        self._follower = Follower(str(root.location), None, mode="each", only=self._sources.__contains__, given=given)
+        self._read_bytes = 0
+
+    def begin(self, last: dict[str, Any], written: str) -> dict[str, Bytes]:
+        """Read the version that was written last, to the directory `written`; return its tensors."""
+        try:
+            version = self._follower.at(last["step"])
+        except NotFoundError as e:
+            raise NotFoundError(f"{self._root}: version {last['step']} is gone, and {written} was written from it{_ELSEWHERE}") from e
+        if _contents(version.checkpoint) != last["contents"]:
+            raise ReplacedError(f"{self._root}: version {last['step']} was replaced, and {written} was written from it{_ELSEWHERE}")
+        outputs = self._checked(version.checkpoint)
+        self._sources.update(view.tensor for output in outputs for view in output.sources)
+        version.prepare()
+        held = {output.name: np.empty(output.nbytes, np.uint8) for output in outputs}
+        with version.reading():
+            _read(version.checkpoint, [(output, held[output.name]) for output in outputs])
+        return held
+
+    def next(self) -> FollowedVersion | None:
+        """The next version, prepared."""
+        version = self._follower.poll()
+        return None if version is None else version.prepare()
+
+    def new_bytes(self) -> int:
+        """Stored bytes read since the last call."""
+        before, self._read_bytes = self._read_bytes, self._follower.cache.read_bytes
+        return self._read_bytes - before
+
+    def outputs(self, version: FollowedVersion) -> list[OutputTensor]:
+        """The outputs of a version that may differ from those before."""
+        outputs = self._checked(version.checkpoint)
+        return [output for output in outputs if any(view.tensor in version.changed for view in output.sources)]
+
+    def _checked(self, checkpoint: Checkpoint) -> tuple[OutputTensor, ...]:
+        outputs = _outputs(checkpoint, self._options)
+        if _forms(outputs) != self._begun["forms"]:
+            raise StructureMismatchError(
+                f"{checkpoint.location}: names, shapes or dtypes of its tensors are not those of version 0 (step {self._begun['step']}), "
+                f"and receivers only change bytes. Use the options of the first call, or write to another directory."
+            )
+        return outputs
+
+
+def _read(checkpoint: Checkpoint, wanted: Iterable[tuple[OutputTensor, Bytes]]) -> None:
+    """Read complete outputs into memory."""
+    found = [(output, memory) for output, memory in wanted if output.nbytes]
+    reader = OutputReader(checkpoint, [output for output, _ in found])
+    reader.read_boxes(
+        [(i, Box.full(output.shape), memory.view(output.dtype.numpy).reshape(output.shape)) for i, (output, memory) in enumerate(found)]
+    )
+
+
+class _Writer:
+    """The directories of versions."""
+
+    def __init__(self, root: Store, options: DeltaOptions) -> None:
+        self._root, self._options, self._digest = root, options, _digest(options.checksum_format)
+
+    def place(self, number: int) -> Store:
+        """The directory of a version."""
+        return self._root.sub(f"weight_v{number:06d}")
+
+    def last(self) -> int | None:
+        """The number of the newest complete version; None: there is none. With `overwrite`, all versions are deleted first."""
+        numbers = sorted(int(match[1]) for name in self._root.list_children() if (match := _VERSION.fullmatch(name)))
+        if self._options.overwrite:
+            for number in reversed(numbers):
+                self.place(number).delete_prefix()
+            return None
+        complete = [number for number in numbers if self._is_complete(number)]
+        if not complete:
+            return None
+        if complete != [*range(len(complete))]:
+            gap = next(i for i, number in enumerate(complete) if i != number)
+            raise FormatError(f"{self._root}: version {gap} is missing before version {complete[-1]}{_ELSEWHERE}")
+        return complete[-1]
+
+    def _is_complete(self, number: int) -> bool:
+        there = {*self.place(number).list_children()}
+        return _NOTE in there and (INDEX in there or (number == 0 and "model.safetensors" in there))
+
+    def note(self, number: int, checkpoint: Checkpoint, step: int, **more: Any) -> int:
+        """Write the file that names the step of a version; return its bytes."""
+        attempt = unfolded(checkpoint.record.attempt)
+        note = {"step": step, "attempt": attempt, "contents": _contents(checkpoint), "source": str(checkpoint.location), **more}
+        data = json.dumps(note).encode()
+        self.place(number).write(_NOTE, data)
+        return len(data)
+
+    def noted(self, number: int) -> dict[str, Any]:
+        """Read what `note` wrote."""
+        place = self.place(number)
+        try:
+            note: dict[str, Any] = dict(json.loads(place.read(_NOTE)))
+        except (ValueError, TypeError):
+            note = {}
+        if not note.keys() >= {"step", "attempt", "contents", *({"forms", "before"} if number == 0 else ())}:
+            raise FormatError(f"{place}/{_NOTE} is damaged{_ELSEWHERE}")
+        return note
+
+    def write(
+        self, number: int, version: FollowedVersion, outputs: list[OutputTensor], held: dict[str, Bytes], read_bytes: int
+    ) -> WrittenVersion:
+        """Write the tensors that differ from those before, and put them in their place.
+
+        Args:
+            number: of the version.
+            version: the version, prepared.
+            outputs: those of its outputs that may differ.
+            held: all tensors of the version before; this one's afterwards.
+            read_bytes: stored bytes that were read for it.
+        """
+        options, place = self._options, self.place(number)
+        if place.exists(INDEX):
+            raise AlreadyExistsError(f"{place} is complete, and this process has not written it; let one process write there.")
+        place.delete_prefix()  # what a killed call left
+        files, nbytes = _Files(place), 0
+        for batch in batches(outputs, lambda output: (output.nbytes,), (options.budget // 4,)):
+            new = {output.name: np.empty(output.nbytes, np.uint8) for output in batch}
+            with version.reading():
+                _read(version.checkpoint, [(output, new[output.name]) for output in batch])
+            encoded = map_on_threads(lambda output: self._encoded(output, new[output.name], held[output.name]), batch)  # noqa: B023
+            for output, entry in zip(batch, encoded, strict=True):
+                if entry is not None:
+                    files.add(output.name, *entry)
+                    nbytes += output.nbytes
+            held |= new
+        files.flush()
+        written = files.nbytes + self.note(number, version.checkpoint, version.step)
+        index = {
+            "metadata": {
+                "version": f"{number:06d}",
+                "base_version": f"{number - 1:06d}",
+                "delta_encoding": options.delta_encoding,
+                "compression_format": "zstd",
+                "checksum_format": options.checksum_format,
+            },
+            "weight_map": files.weight_map,
+        }
+        data = json.dumps(index, indent=1).encode()
+        if not place.create(INDEX, data):
+            raise AlreadyExistsError(f"{place}: another process has written it meanwhile; let one process write there.")
+        return WrittenVersion(str(place), number, version.step, len(files.weight_map), nbytes, written + len(data), read_bytes)
+
+    def _encoded(self, output: OutputTensor, new: Bytes, old: Bytes) -> tuple[bytes, str] | None:
+        """The entry of a tensor and the digest of its new bytes; None if nothing differs."""
+        difference = new ^ old
+        if not difference.any():
+            return None
+        if self._options.delta_encoding == "overwrite":
+            if output.nbytes >= _LARGEST:
+                advice = " has 4 GiB or more, and positions have 32 bits; use "
+                raise OptionError(Message(f"{shown(output.name)}{advice}", named("delta_encoding", "xor"), "."))
+            at = np.flatnonzero(difference).astype("<u4")
+            difference = np.concatenate([np.array([len(at)], "<u4").view(np.uint8), at.view(np.uint8), new[at]])
+        return compress(difference), self._digest(new)
+
+
+class _Files:
+    """The files of one version."""
+
+    def __init__(self, place: Store) -> None:
+        self._place = place
+        self.weight_map: dict[str, str] = {}
+        """Tensor → file."""
+        self.nbytes = 0
+        """Bytes written."""
+        self._entries: dict[str, tuple[bytes, str]] = {}
+        self._held = 0
+
+    def add(self, name: str, frame: bytes, digest: str) -> None:
+        """Add a tensor; write a file if there are enough."""
+        self._entries[name] = frame, digest
+        self._held += len(frame)
+        if self._held >= _FILE_BYTES:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write a file with the tensors that are in none yet."""
+        if not self._entries:
+            return
+        name, at = f"model-{len({*self.weight_map.values()}) + 1:05d}.safetensors", 0
+        header: dict[str, Any] = {"__metadata__": {key: digest for key, (_, digest) in self._entries.items()}}
+        for key, (frame, _) in self._entries.items():
+            header[key] = {"dtype": "U8", "shape": [len(frame)], "data_offsets": [at, at + len(frame)]}
+            at += len(frame)
+            self.weight_map[key] = name
+        text = json.dumps(header, ensure_ascii=False).encode()
+        text += b" " * (-len(text) % 8)
+        data = b"".join([len(text).to_bytes(8, "little"), text, *(frame for frame, _ in self._entries.values())])
+        self._place.write(name, data)
+        self.nbytes += len(data)
+        self._entries.clear()
+        self._held = 0
+
+
+def _digest(checksum_format: str) -> Callable[[Bytes], str]:
+    """The function that makes a tensor's digest."""
+    if checksum_format == "adler32":
+        return lambda data: f"{zlib.adler32(data.data):08x}"
+    module, name = {"xxh3-128": ("xxhash", "xxh3_128"), "blake3": ("blake3", "blake3")}[checksum_format]
+    try:
+        made = getattr(__import__(module), name)
+    except ImportError as e:
+        raise MissingExtraError(
+            Message(named("checksum_format", checksum_format), f" needs the package {module}: pip install {module}; or use adler32.")
+        ) from e
+    return lambda data: str(made(data).hexdigest())

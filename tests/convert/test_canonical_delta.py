@@ -1,0 +1,275 @@
+"""Versions of a publisher as directories of differences, applied by a reader that is written from the format's rules alone."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import time
+import zlib
+from itertools import pairwise
+
+import ml_dtypes
+import numpy as np
+import pytest
+import xxhash
+import zstandard
+from blake3 import blake3
+
+import shardckpt
+from shardckpt.errors import AlreadyExistsError, NotFoundError, OptionError, ReplacedError, StructureMismatchError
+
+NAMED = {"include": "model/**", "strip_prefix": "model."}
+DIGESTS = {
+    "adler32": lambda data: f"{zlib.adler32(data):08x}",
+    "xxh3-128": lambda data: xxhash.xxh3_128(data).hexdigest(),
+    "blake3": lambda data: blake3(data).hexdigest(),
+}
+
+
+# --- the reader
+
+
+def entries(file):
+    """The entries of a safetensors file, and its metadata."""
+    data = file.read_bytes()
+    (length,) = struct.unpack("<Q", data[:8])
+    header, at = json.loads(data[8 : 8 + length]), 8 + length
+    texts = header.pop("__metadata__", {})
+    return {name: (one, data[at + one["data_offsets"][0] : at + one["data_offsets"][1]]) for name, one in header.items()}, texts
+
+
+def base(root):
+    """The tensors of version 0, as bytes."""
+    tensors = {}
+    for file in (root / "weight_v000000").glob("*.safetensors"):
+        tensors |= {name: bytearray(data) for name, (_, data) in entries(file)[0].items()}
+    return tensors
+
+
+def apply(root, number, tensors):
+    """Bring tensors from the version before to this one; return the names that changed."""
+    place = root / f"weight_v{number:06d}"
+    index = json.loads((place / "model.safetensors.index.json").read_text())
+    said = index["metadata"]
+    assert said["compression_format"] == "zstd"
+    assert (said["version"], said["base_version"]) == (f"{number:06d}", f"{number - 1:06d}")
+    files = {name: {*entries(place / name)[0]} for name in {*index["weight_map"].values()}}
+    assert {file.name for file in place.glob("*.safetensors")} == {*files}
+    assert {tensor: name for name, held in files.items() for tensor in held} == index["weight_map"]
+    for name in files:
+        found, digests = entries(place / name)
+        assert digests.keys() == found.keys()
+        for tensor, (one, frame) in found.items():
+            assert (one["dtype"], one["shape"]) == ("U8", [len(frame)])
+            old = np.frombuffer(tensors[tensor], np.uint8)
+            with zstandard.ZstdDecompressor().stream_reader(frame, read_across_frames=False) as reader:
+                plain = np.frombuffer(reader.read(8 * old.nbytes + 8), np.uint8)
+            if said["delta_encoding"] == "xor":
+                assert plain.nbytes == old.nbytes
+                old ^= plain
+            else:
+                (count,) = plain[:4].view("<u4")
+                old[plain[4 : 4 + 4 * count].view("<u4")] = plain[4 + 4 * count :]
+            assert DIGESTS[said["checksum_format"]](bytes(old)) == digests[tensor]
+    return {*index["weight_map"]}
+
+
+# --- the versions
+
+
+def changed(array, rng, count=9):
+    copy = array.copy()
+    flat = copy.reshape(-1).view(np.uint8)
+    flat[rng.choice(flat.size, min(count, flat.size), replace=False)] ^= np.uint8(3)
+    return copy
+
+
+class Training:
+    """A state of which some tensors change in each step."""
+
+    def __init__(self, url, **options):
+        self.rng = np.random.default_rng(0)
+        embedding = self.rng.standard_normal((96, 40)).astype(ml_dtypes.bfloat16)
+        self.model = {
+            "embed.weight": embedding,
+            "head.weight": embedding,  # tied
+            "w": self.rng.standard_normal((70, 333)).astype(np.float32),
+            "bias": self.rng.standard_normal(7).astype(np.float32),
+            "frozen": np.arange(10),
+            "nothing": np.zeros((0, 3), np.float32),
+        }
+        self.publisher = shardckpt.Publisher(url, anchor_every=4, **options)
+
+    def publish(self, step, names=("embed.weight", "w")):
+        for name in names:
+            self.model[name] = changed(self.model[name], self.rng)
+        self.model["head.weight"] = self.model["embed.weight"]
+        self.publisher.publish(step, {"model": self.model, "optimizer": {"m": np.full(5, step)}, "step": step})
+        self.publisher.wait()
+
+
+@pytest.fixture
+def training(tmp_path):
+    made = Training(tmp_path / "policy")
+    with made.publisher:
+        for step in (30, 40, 41):
+            made.publish(step)
+        made.publish(50, ["bias"])
+        made.publish(51, [])
+        made.publish(60, ["w", "bias"])
+        yield made
+
+
+def plain(tmp_path, step, **options):
+    """The bytes of each tensor in the plain export of a version."""
+    where = tmp_path / f"plain-{step}" / "model.safetensors"
+    if not where.exists():
+        shardckpt.export_safetensors(tmp_path / "policy" / str(step), where, **options)
+    return {name: data for name, (_, data) in entries(where)[0].items()}
+
+
+def check(tmp_path, out, steps, **options):
+    """The reader gets each version's tensors from its directory, which has those tensors alone that changed."""
+    tensors = base(out)
+    assert tensors == plain(tmp_path, steps[0], **options)
+    for number, (before, step) in enumerate(pairwise(steps), 1):
+        old, new = plain(tmp_path, before, **options), plain(tmp_path, step, **options)
+        assert apply(out, number, tensors) == {name for name in new if new[name] != old[name]}
+        assert tensors == new
+    assert len([*out.iterdir()]) == len(steps)
+
+
+@pytest.mark.parametrize("encoding", ["xor", "overwrite"])
+@pytest.mark.parametrize("digest", [*DIGESTS])
+def test_a_reader_of_the_format_gets_each_version(training, tmp_path, encoding, digest):
+    options = {"delta_encoding": encoding, "checksum_format": digest}
+    report = shardckpt.export(tmp_path / "policy", tmp_path / "out", to="canonical-delta", since=40, **NAMED, **options)
+    assert report.files == tuple(f"weight_v{number:06d}" for number in range(5))
+    check(tmp_path, tmp_path / "out", [40, 41, 50, 51, 60], **NAMED)
+    assert json.loads((tmp_path / "out/weight_v000003/model.safetensors.index.json").read_text())["weight_map"] == {}
+
+
+def test_tensors_that_are_renamed_and_converted_are_those_of_the_plain_export(training, tmp_path):
+    (tmp_path / "map.toml").write_text('[[map]]\nfrom = "w"\nto = "wt"\ntranspose = true\n')
+    options = {**NAMED, "mapping": tmp_path / "map.toml", "dtype": {"x.bias": "float16"}, "rename": "s/^frozen$/ice/", "add_prefix": "x."}
+    shardckpt.export(tmp_path / "policy", tmp_path / "out", to="canonical-delta", since=30, **options)
+    check(tmp_path, tmp_path / "out", [30, 40, 41, 50, 51, 60], **options)
+
+
+def test_a_later_call_continues_and_reads_differences_alone(training, tmp_path):
+    out = tmp_path / "out"
+    options = {"to": "canonical-delta", "since": 40, **NAMED}
+    shardckpt.export(tmp_path / "policy", out, **options)
+    assert shardckpt.export(tmp_path / "policy", out, **options).files == ()
+    seen = []
+    training.publish(61)
+    assert shardckpt.export(tmp_path / "policy", out, **options, on_version=seen.append).files == ("weight_v000005",)
+    check(tmp_path, out, [40, 41, 50, 51, 60, 61], **NAMED)
+    assert [(one.version, one.step, one.tensors) for one in seen] == [(5, 61, 2)]
+
+
+def test_what_a_killed_export_left_is_no_version_and_is_replaced(training, tmp_path):
+    out = tmp_path / "out"
+    options = {"to": "canonical-delta", "since": 40, **NAMED}
+    shardckpt.export(tmp_path / "policy", out, **options)
+    (out / "weight_v000004/model.safetensors.index.json").unlink()
+    shutil.copy(out / "weight_v000001/model-00001.safetensors", out / "weight_v000004/model-00007.safetensors")
+    assert shardckpt.export(tmp_path / "policy", out, **options).files == ("weight_v000004",)
+    check(tmp_path, out, [40, 41, 50, 51, 60], **NAMED)
+
+
+def test_a_process_that_follows_and_is_killed_again_and_again_leaves_a_chain(training, tmp_path):
+    """Killed by SIGKILL at any instant, then started again with the same command."""
+    out = tmp_path / "out"
+    command = [sys.executable, "-m", "shardckpt", "export", str(tmp_path / "policy"), str(out), "--to", "canonical-delta", "--since", "40"]
+    command += ["--include", "model/**", "--strip-prefix", "model.", "--follow"]
+    steps = [40, 41, 50, 51, 60]
+    for step in range(70, 78):
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        training.publish(step)
+        steps.append(step)
+        time.sleep(float(training.rng.uniform(1.2, 2.5)))
+        process.kill()
+        assert process.communicate() is not None
+        assert process.returncode == -signal.SIGKILL
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    last = out / f"weight_v{len(steps) - 1:06d}/model.safetensors.index.json"
+    deadline = time.monotonic() + 60
+    while not last.exists():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=30)
+    assert process.returncode == 130, said
+    assert "run the same command again to continue" in said
+    check(tmp_path, out, steps, **NAMED)
+
+
+def test_training_that_goes_back_is_one_more_version(training, tmp_path):
+    out = tmp_path / "out"
+    options = {"to": "canonical-delta", "since": 40, **NAMED}
+    shardckpt.export(tmp_path / "policy", out, **options)
+    before = plain(tmp_path, 60, **NAMED)
+    training.publish(50)
+    report = shardckpt.export(tmp_path / "policy", out, **options)
+    assert report.files == ("weight_v000005",)
+    tensors = {name: bytearray(data) for name, data in before.items()}
+    apply(out, 5, tensors)
+    shutil.rmtree(tmp_path / "plain-50", ignore_errors=True)
+    assert tensors == plain(tmp_path, 50, **NAMED)
+
+
+def test_a_bucket_gets_the_same_directories(training, tmp_path, store):
+    """On each kind of storage that takes safetensors files."""
+    url = str(store)
+    if url.startswith("memory"):
+        pytest.skip("a model's files are not written to memory://")
+    options = {"to": "canonical-delta", "since": 40, **NAMED}
+    shardckpt.export(tmp_path / "policy", url, **options)
+    shardckpt.export(tmp_path / "policy", tmp_path / "out", **options)
+    for file in sorted((tmp_path / "out").glob("weight_v*/*")):
+        key = f"{file.parent.name}/{file.name}"
+        assert store.read(key) == file.read_bytes(), key
+
+
+def test_what_receivers_could_not_apply_is_refused(training, tmp_path):
+    options = {"to": "canonical-delta", "since": 40, **NAMED}
+    policy, out = tmp_path / "policy", tmp_path / "out"
+    shardckpt.export(policy, out, **options)
+    for more, error, message in [
+        ({"since": 99}, NotFoundError, r"there is no version 99 .*the newest last"),
+        ({"since": None}, OptionError, "since=None: give the step"),
+        ({"since": 30}, AlreadyExistsError, "version 0 there is step 40; continue with since=40"),
+        ({"ties": "copies"}, OptionError, "receivers have tied tensors once"),
+        ({"delta_encoding": "add"}, OptionError, 'use "xor" or "overwrite"'),
+        ({"dtype": "float16"}, StructureMismatchError, r"are not those of version 0 \(step 40\)"),
+        ({"optimizer": "flat"}, OptionError, "is only for torch, dcp and orbax"),
+    ]:
+        target = tmp_path / "new" if more == {"since": 99} else out
+        with pytest.raises(error, match=message):
+            shardckpt.export(policy, target, **(options | more))
+    with pytest.raises(OptionError, match="since=40 is only for to='canonical-delta'"):
+        shardckpt.export(policy / "40", tmp_path / "f.safetensors", since=40)
+    training.model["w"] = training.model["w"][:3]
+    training.publish(61)
+    with pytest.raises(StructureMismatchError, match="receivers only change bytes"):
+        shardckpt.export(policy, out, **options)
+    shutil.rmtree(policy / "60")
+    with pytest.raises(NotFoundError, match=r"version 60 is gone, and .*weight_v000004 was written from it"):
+        shardckpt.export(policy, out, **options)
+    assert len([*out.iterdir()]) == 5
+
+
+def test_a_version_that_was_replaced_is_no_base(training, tmp_path):
+    options = {"to": "canonical-delta", "since": 40, **NAMED}
+    shardckpt.export(tmp_path / "policy", tmp_path / "out", **options)
+    training.publish(60)
+    with pytest.raises(ReplacedError, match=r"version 60 was replaced, and .*weight_v000004 was written from it"):
+        shardckpt.export(tmp_path / "policy", tmp_path / "out", **options)
+    shardckpt.export(tmp_path / "policy", tmp_path / "out", **options, overwrite=True)
+    check(tmp_path, tmp_path / "out", [40, 41, 50, 51, 60], **NAMED)
