@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from shardckpt.convert.files.local_files import LocalFiles
 from shardckpt.convert.files.object_files import ObjectFiles, begun
+from shardckpt.convert.formats.safetensors.adapter_files import PeftOptions, plan_adapter_files
 from shardckpt.convert.formats.safetensors.hf_configs import without_others
 from shardckpt.convert.formats.safetensors.hf_index import INDEX, is_of_a_model
 from shardckpt.convert.formats.safetensors.model_files import plan_model_files
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
     from shardckpt.convert.files.destination import Destination
     from shardckpt.convert.formats.canonical_delta.target import WrittenVersion
+    from shardckpt.convert.formats.safetensors.model_files import ModelFiles
     from shardckpt.convert.options import Patterns, Ties
     from shardckpt.io.url import Location
     from shardckpt.reading.naming.mapping import TensorMapping
@@ -91,7 +93,7 @@ def export(  # noqa: D417  (the other arguments are documented where they are de
     src: str | os.PathLike[str],
     dst: str | os.PathLike[str],
     *,
-    to: Literal["safetensors", "torch", "dcp", "orbax", "canonical-delta"] = "safetensors",
+    to: Literal["safetensors", "peft", "torch", "dcp", "orbax", "canonical-delta"] = "safetensors",
     dtype: str | Mapping[str, str] | None = None,
     include: Patterns = None,
     exclude: Patterns = None,
@@ -109,9 +111,9 @@ def export(  # noqa: D417  (the other arguments are documented where they are de
 
     Args:
         src: path or url of the checkpoint.
-        dst: the destination. For safetensors, see `export_safetensors`; for torch, a file on a local disk; for dcp and orbax, a
-            directory on a local disk; for canonical-delta, a directory as for safetensors, and `src` is the place of all versions of a
-            `Publisher`.
+        dst: the destination. For safetensors, see `export_safetensors`; for peft, a directory; for torch, a file on a local disk; for
+            dcp and orbax, a directory on a local disk; for canonical-delta, a directory as for safetensors, and `src` is the place of all
+            versions of a `Publisher`.
         options: the other arguments are fields of `AnyExportOptions`.
         choices: further arguments of `export_safetensors`, for `to="safetensors"` and canonical-delta only; for the latter also the
             other fields of `DeltaOptions`.
@@ -132,21 +134,25 @@ def export(  # noqa: D417  (the other arguments are documented where they are de
         MissingExtraError: a package that the format needs is not installed.
     """
     given = locals()
-    if to in {"safetensors", DELTA}:
+    if to != DELTA:
+        _refuse_options_of_versions(choices)
+    if to in {"safetensors", "peft", DELTA}:
         if optimizer is not None:
             advice = " is only for torch, dcp and orbax: no optimizer can load its state from safetensors; leave it out."
             raise OptionError(Message(named("optimizer", ...), advice))
         common = {name: given[name] for name in StateOptions.declared() if name != "optimizer"}
         if to == DELTA:
             return _export_deltas(src, dst, DeltaOptions(**common, **choices))
-        _refuse_options_of_versions(choices)
-        return export_safetensors(src, dst, **common, **choices)
-    if to not in FORMATS:
-        raise OptionError(Message(named("to", to), f": give {', '.join(map(repr, ('safetensors', *FORMATS, DELTA)))}."))
-    _refuse_options_of_versions(choices)
+        if to == "safetensors":
+            return export_safetensors(src, dst, **common, **choices)
+    elif to not in FORMATS:
+        raise OptionError(Message(named("to", to), f": give {', '.join(map(repr, ('safetensors', 'peft', *FORMATS, DELTA)))}."))
     if choices:
         without = Message(named("to", to), " does not have the option ", named(min(choices)))
         raise OptionError(Message(without, ", which is only for safetensors; leave it out."))
+    if to == "peft":
+        with reading_takes_threads(src):
+            return _write_safetensors(Checkpoint(src), parse(dst), PeftOptions(**common), plan=plan_adapter_files)
     began = time.monotonic()
     options = StateOptions.of(given)
     checkpoint, location = Checkpoint(src), parse(dst)
@@ -274,12 +280,16 @@ def _refuse_file_of_others(location: Location) -> None:
         )
 
 
-def _write_safetensors(checkpoint: Checkpoint, location: Location, options: SafetensorsOptions) -> ExportReport:
+def _write_safetensors(
+    checkpoint: Checkpoint, location: Location, options: SafetensorsOptions, *, plan: Callable[..., ModelFiles] = plan_model_files
+) -> ExportReport:
     began = time.monotonic()
     _refuse_file_of_others(location)
     _refuse_within(location, checkpoint)
     directory, single = _place(location, split_up=options.max_shard_size is not None)
-    model = plan_model_files(
+    if single is not None and plan is plan_adapter_files:
+        raise OptionError(f"{location}: an adapter of PEFT has several files; give a directory for them, not the name of one.")
+    model = plan(
         checkpoint.record.structure,
         checkpoint.metadata,
         options,

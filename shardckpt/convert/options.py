@@ -225,9 +225,9 @@ class StateOptions(ExportOptions, SelectionOptions):
 class ToOptions(Options):
     """The option that chooses a format."""
 
-    to: Literal["safetensors", "torch", "dcp", "orbax", "canonical-delta"] = option(
-        "Format to write: safetensors, which holds tensors; torch, dcp or orbax, which hold the state with its containers and values; "
-        "canonical-delta, a directory for each version of a publisher.",
+    to: Literal["safetensors", "peft", "torch", "dcp", "orbax", "canonical-delta"] = option(
+        "Format to write: safetensors, which holds tensors; peft, the files of an adapter that was trained with ShardckptCallback; torch, "
+        "dcp or orbax, which hold the state with its containers and values; canonical-delta, a directory for each version of a publisher.",
         "safetensors",
         metavar="FORMAT",
     )

@@ -7,7 +7,7 @@ import zlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
 CONFIG = "config.json"
 """The model's configuration."""
@@ -23,9 +23,39 @@ LARGEST_FILE = 64 << 20
 """Most bytes of such a file."""
 ENTRY = "hf_files"
 """The metadata entry: name → contents, compressed by zlib, in Base64."""
+ADAPTERS = "peft"
+"""The metadata entry of PEFT's adapters: adapter → `config`, the contents of its `adapter_config.json`, and `keys`."""
 
 
 def as_metadata(contents: Mapping[str, bytes]) -> dict[str, Any]:
     """Metadata that keeps files byte by byte; empty if there are none."""
     packed = {name: base64.b64encode(zlib.compress(data, 9)).decode() for name, data in contents.items()}
     return {ENTRY: packed} if packed else {}
+
+
+def adapter_keys(names: Iterable[str], adapter: str, adapters: Iterable[str], exceptions: Mapping[str, str | None]) -> dict[str, str]:
+    """The keys in PEFT's own file of the tensors of one adapter, by their names in the model.
+
+    Args:
+        names: names of the stored tensors, as in the PEFT model's `state_dict`.
+        adapter: the name of the adapter.
+        adapters: the names of all adapters of the model.
+        exceptions: the entry `keys` of the metadata: name → key, or None for a tensor that PEFT does not save, for the names for which
+            the rule is wrong. The rule: the adapter's name is removed from the name, and tensors of other adapters are not the adapter's.
+    """
+    others = {*adapters} - {adapter}
+    found = {}
+    for name in names:
+        parts = name.split(".")
+        key: str | None
+        if name in exceptions:
+            key = exceptions[name]
+        elif others.intersection(parts):
+            key = None
+        else:
+            if adapter in parts:
+                del parts[len(parts) - 1 - parts[::-1].index(adapter)]
+            key = ".".join(parts)
+        if key is not None:
+            found[name] = key
+    return found

@@ -43,7 +43,7 @@ from shardckpt.training.likeness import LEFT_OUT, mirror, renamed
 from shardckpt.writing.save_plan import SMALL_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
     from shardckpt.reading.naming.adapt import Adaptation
     from shardckpt.state.document import Node
@@ -76,13 +76,20 @@ class NamedModule:
 
     turn: ClassVar[int] = 0
 
-    def __init__(self, key: str, module: torch.nn.Module, is_local: Callable[[str], bool] | None = None) -> None:
+    def __init__(
+        self,
+        key: str,
+        module: torch.nn.Module,
+        is_local: Callable[[str], bool] | None = None,
+        left_out: Collection[str] = (),
+    ) -> None:
         """Find the names.
 
         Args:
             key: the name that the module is saved under.
             module: any module, wrapped or not.
             is_local: whether each process has its own value under a name.
+            left_out: names of tensors that are neither collected nor restored.
 
         Raises:
             LeafError: it is wrapped in the first version of FSDP, whose parameters are not the model's tensors; or wrappers give
@@ -117,12 +124,14 @@ class NamedModule:
         self._keys: dict[str, str] = {}
         """Key in the module's own `state_dict` of each name."""
         for path in (path for path in self._held if path not in inside):
-            other = self._keys.setdefault(self._name(path), path)
+            other = self._keys.setdefault(self.name_of(path), path)
             if other != path:
                 raise LeafError(
-                    f"{shown(key)}: {other!r} and {path!r} are both called {self._name(path)!r} without the wrappers of the "
+                    f"{shown(key)}: {other!r} and {path!r} are both called {self.name_of(path)!r} without the wrappers of the "
                     f"module; rename one of them, or give train_state the wrapped module instead."
                 )
+        for name in left_out:
+            self._keys.pop(name, None)
 
     def collect(self) -> dict[str, Any]:
         """The module's own tensors and the other entries of its `state_dict`, by name."""
@@ -150,12 +159,22 @@ class NamedModule:
                 few(names),
             )
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of all entries, including buffers that other processes save."""
+        return tuple(self._keys)
+
+    def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """Each Parameter with its name; one that has several names occurs several times."""
+        for prefix, part in _parts(self.module):
+            for name, parameter in part.named_parameters(recurse=False):
+                yield prefix + name, parameter
+
     def parameter_names(self) -> dict[int, str]:
         """Each Parameter's name, by its id; the first name where it has several."""
         names: dict[int, str] = {}
-        for prefix, part in _parts(self.module):
-            for name, parameter in part.named_parameters(recurse=False):
-                names.setdefault(id(parameter), prefix + name)
+        for name, parameter in self.named_parameters():
+            names.setdefault(id(parameter), name)
         return names
 
     def earlier_parameter_names(self) -> dict[str, str]:
@@ -281,14 +300,14 @@ class NamedModule:
             result: the result of `load_state_dict`; a class may return nothing.
         """
         names = {id(tensor): name for name, tensor in own.items()}
-        missing = [names.get(id(_at(self.module, key)), self._name(key)) for key in getattr(result, "missing_keys", ())]
+        missing = [names.get(id(_at(self.module, key)), self.name_of(key)) for key in getattr(result, "missing_keys", ())]
         lost = [name for name in missing if name in unwritten or name not in own]
         silent = unwritten.difference(missing)  # the module's class accepts that, or writes in its own manner
         ignored = set(getattr(result, "unexpected_keys", ()))
         memory = {_storage(tensor) for tensor in own.values()}
         doubtful = [key for key, value in loaded.items() if (silent or key in ignored) and _storage(value) not in memory]
         after = self.module.state_dict() if doubtful else {}
-        wrong = [self._name(key) for key in doubtful if not _is_same(after.get(key), loaded[key])]
+        wrong = [self.name_of(key) for key in doubtful if not _is_same(after.get(key), loaded[key])]
         if not lost and not wrong:
             return
         if not silent:
@@ -306,7 +325,7 @@ class NamedModule:
             f"strict=False to go on without them."
         )
 
-    def _name(self, key: str) -> str:
+    def name_of(self, key: str) -> str:
         """The name of a key of the module's own `state_dict`: without wrappers."""
         at: Any = self.module
         kept = []

@@ -15,6 +15,7 @@ This module is imported only for programs that have torch.
 from __future__ import annotations
 
 import re
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -28,7 +29,7 @@ from shardckpt.training.optimizers import NamedOptimizer
 from shardckpt.training.schedulers import NamedScheduler
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Collection, Iterable, Mapping
 
     from shardckpt.reading.naming.adapt import Adaptation
     from shardckpt.state.document import Node
@@ -41,16 +42,19 @@ _KEYS, _VALUES = "keys of pairs", "values of pairs"
 
 
 def of_torch(
-    objects: Mapping[str, Any], is_local: Callable[[str], bool] | None = None
+    objects: Mapping[str, Any],
+    is_local: Callable[[str], bool] | None = None,
+    left_out: Mapping[str, Collection[str]] = MappingProxyType({}),
 ) -> dict[str, NamedModule | NamedOptimizer | OwnFormOptimizer | NamedScheduler]:
     """The torch objects among some objects, with their names, by the same keys.
 
-    Schedulers of optimizers that are not given, or have a form of their own, are left out.
+    Schedulers of optimizers that are not given, or have a form of their own, are left out. `left_out` has names of a module's tensors
+    that are neither collected nor restored, by the key of the module.
 
     Raises:
         LeafError: a module or optimizer whose tensors have no names.
     """
-    modules = {key: NamedModule(key, of, is_local) for key, of in objects.items() if isinstance(of, torch.nn.Module)}
+    modules = {key: NamedModule(key, of, is_local, left_out.get(key, ())) for key, of in objects.items() if isinstance(of, torch.nn.Module)}
     names: dict[int, str] = {}
     earlier: dict[str, str] = {}
     for key, module in modules.items():

@@ -33,7 +33,7 @@ from shardckpt.training.likeness import LEFT_OUT, StoredLeaves, mirror, set_apar
 from shardckpt.training.optimizer_state.forms import keyed_by_ints
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from shardckpt.format.structure import TensorRecord
     from shardckpt.layout.world import World
@@ -133,6 +133,7 @@ class TrainState(StateOwner):
             self.is_local = self._local = _Local([local] if isinstance(local, str) else [*local])
         self._derives = rng is True
         """Whether a process without a counterpart derives its generators from process 0's."""
+        self._left_out: dict[str, Collection[str]] = {}
         self.values = dict(values)
         """Values that are stored unchanged and replaced by a restore: `step`, `metadata`, and other given values."""
 
@@ -157,6 +158,15 @@ class TrainState(StateOwner):
     @metadata.setter
     def metadata(self, metadata: Mapping[str, Any]) -> None:
         self.values["metadata"] = metadata
+
+    def leave_out(self, key: str, names: Collection[str]) -> None:
+        """Neither save nor restore tensors of a module: frozen weights that the program itself loads before each restore.
+
+        Args:
+            key: the keyword of the module.
+            names: names of its tensors, without the keyword.
+        """
+        self._left_out[key] = names
 
     def state_dict(self) -> dict[str, Any]:
         """The state as plain containers, for saving. Its tensors are the objects' own.
@@ -267,7 +277,7 @@ class TrainState(StateOwner):
             from shardckpt.training.of_torch import data_axis, of_torch
 
             known_axis = data_axis(self._objects.values())
-            parts.update(of_torch(self._objects, self.is_local))
+            parts.update(of_torch(self._objects, self.is_local, self._left_out))
         for key, of in self._objects.items():
             if isinstance(of, PerProcess):
                 choose = _chosen(world) if isinstance(of.value, Generators) and self._derives and world else of.choose

@@ -63,7 +63,7 @@ class Watch(TrainerCallback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def made(ranks, directory, steps, preemption=None, kind=Trainer, processing_class=None, **arguments):
+def made(ranks, directory, steps, preemption=None, kind=Trainer, processing_class=None, adapted=lambda model: model, **arguments):
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
@@ -76,7 +76,7 @@ def made(ranks, directory, steps, preemption=None, kind=Trainer, processing_clas
         tie_word_embeddings=True,
     )
     callback = ShardckptCallback(Path(directory, "run"), preemption=preemption)
-    Path(directory, "trainer").mkdir(exist_ok=True)
+    Path(directory, "trainer").mkdir(parents=True, exist_ok=True)
     chosen = {
         "output_dir": str(Path(directory, "trainer")),
         "max_steps": steps,
@@ -94,7 +94,7 @@ def made(ranks, directory, steps, preemption=None, kind=Trainer, processing_clas
     }
     watch = Watch(None, callback)
     trainer = kind(
-        LlamaForCausalLM(config),
+        adapted(LlamaForCausalLM(config)),
         TrainingArguments(**chosen),
         train_dataset=Tokens(),
         eval_dataset=Tokens(),

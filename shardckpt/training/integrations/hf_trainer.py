@@ -23,6 +23,9 @@ Resuming
 2. When the model is on its devices and the optimizer exists, the callback restores everything in place.
 3. The generators are restored once more where the Trainer does the same: after the batches are skipped.
 
+PEFT's models (LoRA, QLoRA, …): the parameters that are trained are saved, and not the base model. Load the base model again before
+`resume`; a fingerprint proves that it is the same ([peft_adapters](peft_adapters.py)). `shardckpt export --to peft` writes PEFT's files.
+
 A `CheckpointManager` does the work, so that any number of processes may resume; see it for errors.
 """
 
@@ -49,6 +52,7 @@ from shardckpt.options import SaveOptions
 from shardckpt.runs.retention import Best, any_of
 from shardckpt.state import PerProcess
 from shardckpt.training.generators import Generators
+from shardckpt.training.integrations.peft_adapters import adapters_of, check_base
 from shardckpt.training.manager import CheckpointManager
 from shardckpt.training.state import train_state
 
@@ -59,6 +63,7 @@ if TYPE_CHECKING:
     from transformers import Trainer, TrainerControl, TrainingArguments
 
     from shardckpt.runs.retention import Retention
+    from shardckpt.training.integrations.peft_adapters import Adapters
     from shardckpt.training.state import TrainState
 
 __all__ = ["ShardckptCallback"]
@@ -105,6 +110,10 @@ class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         """The Trainer whose training is running."""
         self._seen: int | None = None
         """The last step that `_save` has decided about."""
+        self._adapters: Adapters | None = None
+        """PEFT's adapters of the model that is trained; None: the whole model is saved."""
+        self._base: dict[str, Any] | None = None
+        """Name and fingerprint of the base model below the adapters."""
 
     def resume(self, trainer: Trainer) -> str | None:
         """Have a Trainer that has not begun resume from the latest step.
@@ -167,7 +176,8 @@ class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         self._own.load_state_dict(first.state["trainer"].value)
         trainer.create_optimizer_and_scheduler(self._own.state["max_steps"])
         parts = {"model": trainer.model, "optimizer": trainer.optimizer, "lr_scheduler": trainer.lr_scheduler}
-        manager.restore(self._state(parts), first.step, fallback=False)
+        self._find_adapters(trainer)
+        self._restore(manager, parts, first.step)
         self._own.restore_scaler(trainer)
         trainer.state = TrainerState(**copy.deepcopy(self._own.state))
         trainer._save_checkpoint(trainer.model, None)  # noqa: SLF001
@@ -229,6 +239,7 @@ class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
             raise OptionError("TrainingArguments(deepspeed=…): DeepSpeed needs the Trainer's own checkpoints; leave out one of the two.")
         self._running = self._trainer or _trainer_of(self)
         manager = self._managed(self._running)
+        self._find_adapters(self._running)
         self._due, self._seen, self._best = False, self._resumed, state.best_metric
         if args.save_strategy == SaveStrategy.BEST:
             self._saves_best, args.save_strategy = args, SaveStrategy.NO
@@ -240,7 +251,7 @@ class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
                 f"resume() chose step {self._resumed}, but the Trainer begins at step {state.global_step}; pass its result: "
                 f"trainer.train(resume_from_checkpoint=callback.resume(trainer))."
             )
-        manager.restore(self._state(kwargs), self._resumed, fallback=False)  # the Trainer has counted to this step already
+        self._restore(manager, kwargs, self._resumed)
         self._own.restore_scaler(self._running)
         self._generators = Generators().state_dict()
         self._resumed = None
@@ -309,8 +320,34 @@ class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         Args:
             kwargs: the keyword arguments that the Trainer passes to callbacks.
         """
-        own = PerProcess(self._own, choose=_first)
-        return train_state(model=kwargs["model"], optimizer=kwargs["optimizer"], scheduler=kwargs["lr_scheduler"], trainer=own)
+        more: dict[str, Any] = {} if self._adapters is None else {"base_model": self._base}
+        more["trainer"] = PerProcess(self._own, choose=_first)
+        state = train_state(model=kwargs["model"], optimizer=kwargs["optimizer"], scheduler=kwargs["lr_scheduler"], **more)
+        if self._adapters is not None:
+            state.leave_out("model", self._adapters.base)
+        return state
+
+    def _find_adapters(self, trainer: Trainer) -> None:
+        self._adapters = adapters_of(_unwrapped(trainer))
+        self._base = None if self._adapters is None else self._adapters.fingerprint(self._options.get("coordinator"))
+
+    def _restore(self, manager: CheckpointManager, kwargs: Mapping[str, Any], step: int) -> None:
+        """Restore a step completely; of a PEFT model the adapters, if the base model is the same.
+
+        Raises:
+            MismatchError: the base model is another one.
+            ShardckptError: as `CheckpointManager.restore` does.
+        """
+        adapters = self._adapters
+        if adapters is not None and not self._own.adapters_alone:  # a release before 0.3 saved the base model, too
+            self._adapters = None
+        elif adapters is not None and self._base is not None:
+            found = manager.restore(None, step, only="base_model/**", fallback=False)
+            assert found is not None, "the step was found before"
+            check_base(self._base, found.state["base_model"], manager.url(step))
+        manager.restore(self._state(kwargs), step, fallback=False)  # the Trainer has counted to this step already
+        if adapters is not None and self._adapters is None:
+            self._adapters, self._base = adapters, adapters.fingerprint(self._options.get("coordinator"))
 
     def _load_best(self, manager: CheckpointManager, rule: Best, state: TrainerState, kwargs: Mapping[str, Any]) -> None:
         """Restore the weights of the best saved step, if a step was saved with the metric."""
@@ -333,7 +370,7 @@ class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
             self._best, state.best_global_step, due = state.best_metric, step, True
         if due or manager.should_save(step):
             trainer.store_flos()
-            self._own.take(trainer, between_epochs)
+            self._own.take(trainer, between_epochs, adapters_alone=self._adapters is not None)
             manager.save(step, self._state(kwargs), self._metrics, force=True)
         control.should_training_stop |= manager.reached_preemption
 
@@ -355,8 +392,10 @@ class _TrainerValues:
         """The state of the gradient scaler of fp16; None: there is none, or an earlier release saved."""
         self.arguments: dict[str, Any] = {}
         """The `TrainingArguments`, as JSON."""
+        self.adapters_alone = False
+        """Whether the base model below PEFT's adapters was left out."""
 
-    def take(self, trainer: Trainer, between_epochs: bool) -> None:
+    def take(self, trainer: Trainer, between_epochs: bool, *, adapters_alone: bool) -> None:
         """Take the values of a Trainer, as its own checkpoints do."""
         callbacks: dict[str, list[Any]] = {}
         for callback in (*trainer.callback_handler.callbacks, trainer.control):
@@ -364,7 +403,7 @@ class _TrainerValues:
                 callbacks.setdefault(type(callback).__name__, []).append(callback.state())
         of_callbacks = {name: states[0] if len(states) == 1 else states for name, states in callbacks.items()}
         self.state = {**dataclasses.asdict(trainer.state), "stateful_callbacks": of_callbacks}
-        self.between_epochs = between_epochs
+        self.between_epochs, self.adapters_alone = between_epochs, adapters_alone
         scaler = getattr(trainer.accelerator, "scaler", None)
         self.scaler = None if scaler is None else scaler.state_dict()
         self.arguments = json.loads(trainer.args.to_json_string())
@@ -378,11 +417,13 @@ class _TrainerValues:
             _log.warning("only the %s has a gradient scaler; it is not restored.", "Trainer" if self.scaler is None else "checkpoint")
 
     def state_dict(self) -> dict[str, Any]:
-        return {"state": self.state, "between_epochs": self.between_epochs, "scaler": self.scaler, "arguments": self.arguments}
+        more = {"adapters_alone": True} if self.adapters_alone else {}
+        return {"state": self.state, "between_epochs": self.between_epochs, "scaler": self.scaler, "arguments": self.arguments, **more}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.state, self.between_epochs = state["state"], state["between_epochs"]
         self.scaler, self.arguments = state.get("scaler"), state.get("arguments", {})
+        self.adapters_alone = state.get("adapters_alone", False)
 
 
 def _trainer_of(callback: ShardckptCallback) -> Trainer:
@@ -400,7 +441,8 @@ def _model_files(trainer: Trainer) -> dict[str, Any]:
     """The files that the Trainer writes beside the weights for inference, as metadata."""
     collator = getattr(trainer, "data_collator", None)
     processing = getattr(trainer, "processing_class", None) or getattr(collator, "tokenizer", None)
-    model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
+    model = _unwrapped(trainer)
+    adapters = adapters_of(model)
     sources = (getattr(model, "config", None), getattr(model, "generation_config", None), processing)
     with TemporaryDirectory(prefix="shardckpt-") as directory:
         for source in sources:
@@ -415,7 +457,13 @@ def _model_files(trainer: Trainer) -> dict[str, Any]:
         except ValueError:
             _log.warning("%s has NaN or infinity, which JSON has not; it is not saved.", name)
             del documents[name]
-    return {**documents, **as_metadata({name: files[name] for name in BYTES if name in files})}
+    own = {} if adapters is None else adapters.metadata()
+    return {**documents, **own, **as_metadata({name: files[name] for name in BYTES if name in files})}
+
+
+def _unwrapped(trainer: Trainer) -> Any:
+    """The model without wrappers."""
+    return trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
 
 
 def _best_of(args: TrainingArguments) -> Best:
