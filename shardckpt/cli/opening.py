@@ -20,8 +20,15 @@ def open_checkpoint(url: str) -> Checkpoint:
     """
     from shardckpt.cli.server import located
     from shardckpt.convert.opening import open as opened
+    from shardckpt.errors import NotFoundError
 
-    return opened(located(url))
+    place = located(url)
+    try:
+        return opened(place)
+    except NotFoundError as e:
+        if place != url:
+            raise NotFoundError(f"{url}: the service has no such checkpoint, or your token may not read its root.") from e
+        raise
 
 
 @contextmanager

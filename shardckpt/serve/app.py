@@ -132,7 +132,8 @@ async def _readyz(service: Service, _request: Request) -> Response:
     ready, gone = service.scanner.complete.is_set(), service.scanner.watch.vanished
     known = sorted(only_readable(gone))
     said = "".join(f"root {name} has vanished\n" for name in known)
-    said += "a root has vanished\n" if len(known) < len(gone) else ""
+    others = len(gone) - len(known)
+    said += f"{others} other root{'s have' if others > 1 else ' has'} vanished\n" if others else ""
     return PlainTextResponse(f"ready\n{said}" if ready else "the roots are being scanned\n", 200 if ready else 503)
 
 

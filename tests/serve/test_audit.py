@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import defaultdict
 from pathlib import Path
 
 import numpy as np
@@ -80,18 +81,18 @@ def test_without_the_audit_log_writes_are_refused_and_reads_go_on(place):
     log = top / "logs" / "audit.jsonl"
     with serving(("lab", top / "lab"), token_file=top / "tokens", state=top / "state", audit_log=log) as service:
         runner = service.upkeep.runner
-        runner._not_before[1] = time.monotonic() + 600
-        assert post(service, tokens["bob"], "pin", checkpoint="lab/a/1").status == 202  # waits
+        runner._not_before = defaultdict(lambda: time.monotonic() + 600)
+        number = post(service, tokens["bob"], "pin", checkpoint="lab/a/1").json["number"]  # waits
         log.unlink()
         log.mkdir()  # nothing can be written there
-        runner._not_before.clear()
+        runner._not_before = {}
         reply = post(service, tokens["bob"], "pin", checkpoint="lab/a/2")
         assert (reply.status, reply.json["code"]) == (503, "audit")
         headers = {"Authorization": f"Bearer {tokens['bob']}"}
-        assert [one["number"] for one in service.get("/v1/jobs", **headers)["jobs"]] == [1]
-        service.wait_until(lambda: service.get("/v1/jobs/1", **headers)["waits_for"] == "the audit log cannot be written")
+        assert [one["number"] for one in service.get("/v1/jobs", **headers)["jobs"]] == [number]
+        service.wait_until(lambda: service.get(f"/v1/jobs/{number}", **headers)["waits_for"] == "the audit log cannot be written")
         log.rmdir()
-        service.wait_until(lambda: service.get("/v1/jobs/1", **headers)["state"] == "done")
+        service.wait_until(lambda: service.get(f"/v1/jobs/{number}", **headers)["state"] == "done")
     with pytest.raises(StorageError, match="audit log"):
         AuditLog(top / "nowhere" / "audit")
 

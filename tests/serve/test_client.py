@@ -87,6 +87,6 @@ def test_commands_read_through_a_service(service, runs):
     assert run(*at, "fingerprint", "lab/llama/10").split()[0] == run("fingerprint", runs / "llama" / "10").split()[0]
     assert "reshard" in run(*at, "plan", "lab/llama/10", "--mesh", "model=2", "--rule", "model/head=(model)", "--rate", "1GiB")
     assert "did you mean" in run(*at, "info", "lab/llama/10", "model/haed", status=5)
-    assert "no checkpoint" in run(*at, "info", "lab/none", status=3)
+    assert "the service has no such checkpoint, or your token may not read its root" in run(*at, "info", "lab/none", status=3)
     assert "there is no run 'nope'; `shardckpt --server" in run(*at, "ls", "nope", status=3)
     assert "/raw/ID" in run(*at, "rm", "lab/llama/10", status=2)

@@ -336,10 +336,11 @@ def test_a_journal_on_a_full_disk_refuses_jobs_and_gets_over(tmp_path):
 def test_a_damaged_journal_is_told_and_a_lost_catalogue_does_no_harm(tmp_path):
     save_run(tmp_path / "runs" / "llama", (10,))
     with operated(tmp_path, ("lab", tmp_path / "runs")) as lab:
-        assert lab.done("pin", checkpoint="lab/llama/10")["pinned"]
+        done = lab.run("pin", checkpoint="lab/llama/10")
+        assert done["result"]["pinned"]
     (tmp_path / "state" / "catalogue.sqlite").unlink()
     with operated(tmp_path, ("lab", tmp_path / "runs")) as lab:
-        assert lab.job(1)["state"] == "done"
+        assert lab.job(done["number"])["state"] == "done"
         assert lab.ask("/v1/checkpoints/lab/llama/10").json["entry"]["pinned"]
     (tmp_path / "state" / "journal.sqlite").write_bytes(b"nothing" * 1000)
     options = ServeOptions(roots=(f"lab={tmp_path / 'runs'}",), state=tmp_path / "state")
@@ -362,6 +363,23 @@ def test_the_journal_keeps_a_bounded_number_of_jobs(tmp_path, monkeypatch):
         found.add("pin", {}, {}, subject="a/b", destination=None, who="ann", key=None)
     assert 150 <= len(found.jobs(limit=1000)) <= 250
     assert found.counts()["queued"] == 50
+    found.close()
+
+
+def test_numbers_of_jobs_tell_nothing_of_other_jobs(tmp_path, monkeypatch):
+    found = Journal(tmp_path)
+
+    def add():
+        return found.add("pin", {}, {}, subject="a/b", destination=None, who="ann", key=None)[0].number
+
+    now = time.time()
+    monkeypatch.setattr(journal.time, "time", lambda: now)
+    first = add()
+    assert add() == first + 1
+    monkeypatch.setattr(journal.time, "time", lambda: now + 3600)
+    assert add() == first + 360_000  # an hour later, whatever others have done
+    monkeypatch.setattr(journal.time, "time", lambda: 0.0)  # a clock that was set back
+    assert add() == first + 360_001
     found.close()
 
 

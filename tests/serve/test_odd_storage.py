@@ -105,7 +105,7 @@ def test_a_root_that_vanishes_keeps_its_rows_and_nothing_is_written_there(tmp_pa
         assert found == {"mnt/a/1": True, "mnt/a/2": True, "other/b/1": False}
         ready = lab.ask("/readyz")
         assert (ready.status, b"root mnt has vanished" in ready.body) == (200, True)
-        assert lab.service.ask("/readyz").body == b"ready\na root has vanished\n"  # strangers learn no names
+        assert lab.service.ask("/readyz").body == b"ready\n1 other root has vanished\n"  # strangers learn no names
         lab.service.wait_until(lambda: metric(lab.service, "vanished_roots", Authorization=f"Bearer {lab.tokens['read']}") == [1.0])
         for page in ("/ui/runs", "/ui/health", "/ui/run/mnt/a"):
             assert b"Root mnt: it has vanished" in lab.ask(page).body, page

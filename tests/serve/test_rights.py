@@ -7,7 +7,10 @@ import itertools
 import json
 import re
 import time
+from collections import defaultdict
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from http.client import IncompleteRead
 from urllib.parse import urlencode
 
 import numpy as np
@@ -19,10 +22,10 @@ from shardckpt import SaveOptions
 from shardckpt.errors import OptionError
 from shardckpt.runs.pinning import tag
 from shardckpt.serve import api
-from shardckpt.serve.access import identity
+from shardckpt.serve.access import guard, identity
 from shardckpt.serve.access import tokens as tokens_module
 from shardckpt.serve.access.tokens import add_token
-from shardckpt.serve.jobs import journal
+from shardckpt.serve.jobs import endpoints, journal
 from shardckpt.serve.jobs.operations import OPERATIONS
 from shardckpt.serve.roots import Roots
 
@@ -383,6 +386,37 @@ def test_a_token_ends_at_its_time_with_its_sessions(tmp_path, monkeypatch):
             file.write_text("\n".join([f"{lines[0]} {text}", *lines[1:]]) + "\n")
             assert service.ask("/v1/runs", Authorization=f"Bearer {short}").status == (200 if "2099" in text else 401)
             assert f"bad_token_lines {bad}.0" in service.ask("/metrics", Authorization=f"Bearer {long}").body.decode()
+
+
+@pytest.mark.parametrize("ends", ["revoked", "other rights"])
+def test_what_is_still_sent_ends_with_the_token(tmp_path, monkeypatch, ends):
+    monkeypatch.setattr(guard, "_RECHECK_SECONDS", 0.1)
+    monkeypatch.setattr(endpoints, "_KEEPALIVE_SECONDS", 0.2)
+    shardckpt.save(tmp_path / "lab" / "run" / "1", {"w": np.ones(2)})
+    large = tmp_path / "lab" / "run" / "tokenizer.json"
+    large.write_bytes(b" " * (40 << 20))
+    file = tmp_path / "tokens"
+    ann, bob = add_token(file, "ann", "lab=operate"), add_token(file, "bob", "lab=operate")
+    with serving(("lab", tmp_path / "lab"), token_file=file, state=tmp_path / "state") as service, ExitStack() as stack:
+        service.upkeep.runner._not_before = defaultdict(lambda: time.monotonic() + 600)
+        headers = {"Authorization": f"Bearer {bob}", "Content-Type": "application/json"}
+        number = service.ask("/v1/jobs/verify", "POST", '{"checkpoint": "lab/run/1"}', **headers).json["number"]
+        events, download = stack.enter_context(closing(service.connect())), stack.enter_context(closing(service.connect()))
+        events.request("GET", f"/v1/jobs/{number}/events", headers={"Authorization": f"Bearer {ann}"})
+        told = events.getresponse()
+        assert told.readline() == b"event: job\n"
+        download.request("GET", "/lab/run/resolve/main/tokenizer.json", headers={"Authorization": f"Bearer {ann}"})
+        body = download.getresponse()
+        assert body.status == 200, body.read()
+        body.read(1 << 20)
+        lines = file.read_text().splitlines()
+        file.write_text("\n".join(lines[1:] if ends == "revoked" else [lines[0].replace("operate", "admin"), lines[1]]) + "\n")
+        time.sleep(0.3)
+        with pytest.raises(IncompleteRead):
+            body.read()
+        with pytest.raises(IncompleteRead):
+            told.read()
+        assert service.ask("/v1/runs", **headers).status == 200
 
 
 @pytest.mark.parametrize("line", ["ann lab=rule", "ann lab=read,", "ann =read", "ann a/b=read", "group: read", "group:a,b read"])

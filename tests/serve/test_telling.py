@@ -52,19 +52,25 @@ def test_a_full_state_disk_takes_no_tries_of_a_job(tmp_path):
 def test_damaged_rows_of_the_journal_hide_no_others(tmp_path):
     save_run(tmp_path / "runs" / "a", (1,))
     with operated(tmp_path, ("lab", tmp_path / "runs")) as lab:
-        for _ in range(3):
-            lab.done("verify", checkpoint="lab/a/1")
-        lab.done("pin", checkpoint="lab/a/1")
+        first, second, third = (lab.run("verify", checkpoint="lab/a/1")["number"] for _ in range(3))
+        fourth = lab.run("pin", checkpoint="lab/a/1")["number"]
     with sqlite3.connect(tmp_path / "state" / "journal.sqlite") as db:
-        db.execute("UPDATE jobs SET arguments = '{', operation = 'unheard-of' WHERE number = 1")
-        db.execute("UPDATE jobs SET result = '[1]', who = CAST(x'ff41' AS TEXT) WHERE number = 2")
-        db.execute("UPDATE jobs SET arguments = 'nonsense', state = 'queued' WHERE number = 3")
-        db.execute("UPDATE verifications SET damage = '[5]' WHERE number = 1")
+        db.execute("UPDATE jobs SET arguments = '{', operation = 'unheard-of' WHERE number = ?", (first,))
+        db.execute("UPDATE jobs SET result = '[1]', who = CAST(x'ff41' AS TEXT) WHERE number = ?", (second,))
+        db.execute("UPDATE jobs SET arguments = 'nonsense', state = 'queued' WHERE number = ?", (third,))
+        db.execute("UPDATE verifications SET damage = '[5]' WHERE number = (SELECT min(number) FROM verifications)")
     with operated(tmp_path, ("lab", tmp_path / "runs")) as lab:
-        assert lab.wait(3)["state"] == "failed"
+        assert lab.wait(third)["state"] == "failed"
         listed = {one["number"]: one["error"] for one in lab.ask("/v1/jobs").json["jobs"]}
-        assert {number: error and error["code"] for number, error in listed.items()} == {1: "corrupt", 2: "corrupt", 3: "corrupt", 4: None}
-        pages = ["/ui/jobs", "/ui/checkpoint/lab/a/1", "/ui/health", "/v1/verifications", *(f"/ui/job/{number}" for number in range(1, 5))]
+        damaged = dict.fromkeys((first, second, third), "corrupt")
+        assert {number: error and error["code"] for number, error in listed.items()} == damaged | {fourth: None}
+        pages = [
+            "/ui/jobs",
+            "/ui/checkpoint/lab/a/1",
+            "/ui/health",
+            "/v1/verifications",
+            *(f"/ui/job/{number}" for number in (first, second, third, fourth)),
+        ]
         assert {path: lab.ask(path).status for path in pages} == dict.fromkeys(pages, 200)
 
 
@@ -75,7 +81,9 @@ def test_damage_is_red_and_not_the_gateways(tmp_path):
         found = lab.run("verify", checkpoint="lab/a/2")
         assert (found["state"], found["found_damage"]) == ("done", True)
         for path in ("/ui/jobs", f"/ui/job/{found['number']}"):
-            assert b'<span class="state mark-unreadable" data-job="1">done, found damage</span>' in lab.ask(path).body, path
+            assert (
+                f'<span class="state mark-unreadable" data-job="{found["number"]}">done, found damage</span>'.encode() in lab.ask(path).body
+            ), path
         reply = lab.ask("/v1/diff?a=lab/a/1&b=lab/a/2")
         assert (reply.status, reply.json["code"], reply.json["title"]) == (422, "corrupt", "Damaged")
         page = lab.ask("/ui/diff?a=lab/a/1&b=lab/a/2")

@@ -28,6 +28,8 @@ from shardckpt.serve.problems import problem
 from shardckpt.serve.sources import ANSWERS, NO_MEMORY, PIECE, RETRY, STREAMED, send_seconds
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from starlette.responses import Response
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -48,6 +50,8 @@ _ID = re.compile(r"[A-Za-z0-9._-]{1,64}", re.ASCII)
 _PROCESS, _numbers = secrets.token_hex(4), count()
 """Request ids are made of these, without a system call, after which other threads would have the interpreter first."""
 _LARGEST_BODY, _BODY_SECONDS = 64 << 10, 10.0
+_RECHECK_SECONDS = 2.0
+"""Seconds after which a response that is still sent looks again whether its user may have it."""
 _LARGE = 64 << 10
 """Bytes from which on a body takes memory of those that all answers share."""
 _CHALLENGE = {"WWW-Authenticate": 'Bearer realm="shardckpt"'}
@@ -112,12 +116,16 @@ class Guard:
         try:
             refused, who = self._admit(request, forwarded=prefix is not None)
             scope["state"]["identity"] = who
+            answer.holds = lambda: self._admit(request, forwarded=prefix is not None)[1] == who
             notes = begin_request(who or NOBODY)
             writes = request.method not in ("GET", "HEAD") and request.scope["path"] not in _SESSIONS
             if refused is None and writes:
                 refused = self._announce(request, answer, who)
             await (self._app if refused is None else refused)(scope, _Limited(request, receive), answer)
         except Exception:  # a bug, the token file, or a storage that fails while a body is sent
+            if answer.revoked:
+                log.warning("%s %s ended: the rights of its user have changed (%s)", request.method, _path(request), answer.ident)
+                return  # the server closes the connection
             log.exception("%s %s failed (%s)", request.method, _path(request), answer.ident)
             if not answer.status:
                 await failed(request)(scope, receive, answer)
@@ -228,7 +236,10 @@ class _Answer:
     def __init__(self, send: Send, ident: str) -> None:
         self._send, self.ident = send, ident
         self.status = self.sent = 0
-        self.complete = self._refused = False
+        self.complete = self._refused = self.revoked = False
+        self.holds: Callable[[], bool] = lambda: True
+        """Whether the user of the request has the rights that it began with."""
+        self._checked = time.monotonic()
         self._held = 0
         """Bytes of memory for the body."""
 
@@ -246,6 +257,7 @@ class _Answer:
             there = {name for name, _ in headers}
             message = {**message, "headers": headers + [one for one in _DEFAULTS if one[0] not in there]}
         elif message["type"] == "http.response.body":
+            self._check()
             if self._held:
                 await self._send_in_pieces(message)
                 return
@@ -257,6 +269,14 @@ class _Answer:
         """Give the memory back."""
         ANSWERS.give_back(self._held)
         self._held = 0
+
+    def _check(self) -> None:
+        """Raise OSError, as for a client that has gone, if the token has been revoked, has expired or has other rights now."""
+        if self.status and time.monotonic() > self._checked + _RECHECK_SECONDS:
+            self._checked = time.monotonic()
+            self.revoked = not self.holds()
+            if self.revoked:
+                raise PermissionError("the rights of the user have changed")
 
     def _take(self, nbytes: int) -> bool:
         taken = ANSWERS.take(nbytes)
@@ -277,6 +297,7 @@ class _Answer:
         body, more = memoryview(message.get("body", b"")), message.get("more_body", False)
         async with asyncio.timeout(send_seconds(len(body))):
             for at in range(0, len(body) or 1, PIECE):
+                self._check()
                 part = body[at : at + PIECE]
                 goes_on = more or at + PIECE < len(body)
                 await self._send({"type": "http.response.body", "body": part, "more_body": goes_on})

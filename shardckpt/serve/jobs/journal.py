@@ -2,6 +2,7 @@
 
 A row of a job is durable before the job starts, and its outcome is durable before a client can see it. A job that is `running` when the
 service starts was interrupted, and is queued again. The order of jobs is that of their numbers; no decision depends on their times.
+A number comes from the clock, so it does not tell a user how many jobs others have started.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import json
 import os
 import sqlite3
 import threading
+import time
 from dataclasses import fields, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -19,10 +21,10 @@ from shardckpt.format.documents import utc_now
 from shardckpt.io.failures import storage_errors
 from shardckpt.io.locks import seems_at
 from shardckpt.serve.access.identity import WHO, readable
-from shardckpt.serve.jobs.rows import DAMAGED_ROW, JobRow, Verification
+from shardckpt.serve.jobs.rows import JobRow, Verification, job_of, verification_of
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Iterator, Mapping, Sequence
+    from collections.abc import Container, Mapping, Sequence
     from pathlib import Path
 
     from shardckpt.serve.jobs.rows import JobState
@@ -31,7 +33,13 @@ MOST_QUEUED = 1000
 """Most jobs that wait."""
 _MOST_JOBS, _MOST_VERIFICATIONS = 20_000, 20
 """Most ended jobs, and most verifications of a checkpoint, that are kept; older ones are deleted."""
-_PRUNE_EVERY, _MOST_NOTICES = 100, 1000
+_PRUNE = (
+    "DELETE FROM jobs WHERE state IN ('done', 'failed', 'cancelled') "
+    "AND number <= (SELECT number FROM jobs ORDER BY number DESC LIMIT 1 OFFSET ?)"
+)
+_PRUNE_EVERY, _MOST_NOTICES, _BATCH = 100, 1000, 500
+_EPOCH = 1_767_225_600
+"""Start of 2026. Numbers of rows are hundredths of a second since then."""
 _VERSION = 1
 _COMPLETE = "ended IS NOT NULL AND (error IS NULL OR damaged > 0)"
 """Verifications that have read everything, or found damage before they could not go on."""
@@ -80,6 +88,7 @@ class Journal:
         self.keeps_notices = False
         """Whether somebody reads notices."""
         self._progress: dict[int, tuple[int, int]] = {}
+        self._added = 0
         try:
             self._db = sqlite3.connect(self._path, check_same_thread=False)
             self._db.text_factory = lambda data: data.decode("utf-8", "backslashreplace")
@@ -161,13 +170,15 @@ class Journal:
                 return found, False
             if self._all("SELECT count(*) FROM jobs WHERE state = 'queued'", ())[0][0] >= MOST_QUEUED:
                 raise OptionError(f"{MOST_QUEUED:,} jobs wait already; wait for some, or cancel some.")
-            number = self._write(
-                "INSERT INTO jobs (operation, asked, arguments, subject, destination, who, key, state, created, roots) "
-                "VALUES (?,?,?,?,?,?,?,'queued',?,?)",
-                (operation, _sorted(asked), json.dumps(arguments), subject, destination, who, key, utc_now(), _text(WHO.get().roots)),
+            number, roots = self._next("jobs"), _text(WHO.get().roots)
+            self._write(
+                "INSERT INTO jobs (number, operation, asked, arguments, subject, destination, who, key, state, created, roots) "
+                "VALUES (?,?,?,?,?,?,?,?,'queued',?,?)",
+                (number, operation, _sorted(asked), json.dumps(arguments), subject, destination, who, key, utc_now(), roots),
             )
-            if number % _PRUNE_EVERY == 0:
-                self._write("DELETE FROM jobs WHERE state IN ('done', 'failed', 'cancelled') AND number <= ?", (number - _MOST_JOBS,))
+            self._added += 1
+            if self._added % _PRUNE_EVERY == 0:
+                self._write(_PRUNE, (_MOST_JOBS,))
             self.changed.notify_all()
             return self.job(number), True
 
@@ -288,21 +299,23 @@ class Journal:
     def begin_verification(self, ident: str, attempt: str, job: int | None) -> Verification:
         """Begin a verification of an attempt, by a scrub or a job. Raises StorageError."""
         with self._lock:
-            number = self._write("INSERT INTO verifications (id, attempt, begun, job) VALUES (?,?,?,?)", (ident, attempt, utc_now(), job))
+            number = self._next("verifications")
+            begin = "INSERT INTO verifications (number, id, attempt, begun, job) VALUES (?,?,?,?,?)"
+            self._write(begin, (number, ident, attempt, utc_now(), job))
             kept = "SELECT number FROM verifications WHERE id = ? ORDER BY number DESC LIMIT ?"
             last = f"SELECT max(number) FROM verifications WHERE id = ? AND {_COMPLETE}"  # noqa: S608
             self._write(
                 f"DELETE FROM verifications WHERE id = ? AND number NOT IN ({kept}) AND number NOT IN ({last})",  # noqa: S608
                 (ident, ident, _MOST_VERIFICATIONS, ident),
             )
-            return _verification(self._all(f"SELECT {_VERIFICATION} FROM verifications WHERE number = ?", (number,))[0])  # noqa: S608
+            return verification_of(self._all(f"SELECT {_VERIFICATION} FROM verifications WHERE number = ?", (number,))[0])  # noqa: S608
 
     def unfinished_verification(self, ident: str, job: int | None) -> Verification | None:
         """The verification that a scrub, or a job, has begun and not ended. Raises StorageError."""
         where = "WHERE id = ? AND job IS ? AND ended IS NULL ORDER BY number DESC LIMIT 1"
         with self._lock:
             rows = self._all(f"SELECT {_VERIFICATION} FROM verifications {where}", (ident, job))  # noqa: S608
-        return _verification(rows[0]) if rows else None
+        return verification_of(rows[0]) if rows else None
 
     def update_verification(self, one: Verification, *, over: bool = False, notice: Mapping[str, Any] | None = None) -> Verification:
         """Write the progress of a verification, or its end and a notice about it, which is durable with it. Raises StorageError."""
@@ -319,7 +332,7 @@ class Journal:
         where, values = (f"{mine} AND id = ?", (*names, ident)) if ident is not None else (mine, (*names,))
         with self._lock:
             rows = self._all(f"SELECT {_VERIFICATION} FROM verifications WHERE {where} ORDER BY number DESC LIMIT ?", (*values, limit))  # noqa: S608
-        return [_verification(row) for row in rows]
+        return [verification_of(row) for row in rows]
 
     def latest_verifications(self, idents: Sequence[str] | None = None) -> dict[str, Verification]:
         """By id, the latest verification that has read everything, or found damage. Raises StorageError."""
@@ -330,20 +343,32 @@ class Journal:
                 f"(SELECT max(number) FROM verifications WHERE {_COMPLETE} {where} GROUP BY id)",
                 tuple(idents or ()),
             )
-        return {one.id: one for one in map(_verification, rows)}
+        return {one.id: one for one in map(verification_of, rows)}
 
-    def verified(self, known: Container[str]) -> dict[str, tuple[str, str]]:
-        """By id of known checkpoints: attempt of the latest verification, and its end if it has read everything. Raises StorageError."""
-        last = f"SELECT max(number) FROM verifications WHERE {_COMPLETE} GROUP BY id"  # noqa: S608
-        sql = f"SELECT id, attempt, iif(error IS NULL, ended, '') FROM verifications WHERE number IN ({last})"  # noqa: S608
-        with self._lock:
-            return {ident: (attempt, ended) for ident, attempt, ended in self._each(sql) if ident in known}
+    def verified(self, known: Sequence[str]) -> dict[str, tuple[str, str]]:
+        """By id of known checkpoints: attempt of the latest verification, and its end if it has read everything. Raises StorageError.
+
+        Other calls go on meanwhile: a journal may have a million verifications.
+        """
+        found: dict[str, tuple[str, str]] = {}
+        for first in range(0, len(known), _BATCH):
+            some = known[first : first + _BATCH]
+            last = f"SELECT max(number) FROM verifications WHERE {_COMPLETE} AND id IN ({','.join('?' * len(some))}) GROUP BY id"  # noqa: S608
+            sql = f"SELECT id, attempt, iif(error IS NULL, ended, '') FROM verifications WHERE number IN ({last})"  # noqa: S608
+            with self._lock:
+                found |= {ident: (attempt, ended) for ident, attempt, ended in self._all(sql, some)}
+        return found
 
     def verified_besides(self, known: Container[str], most: int) -> set[str]:
         """Ids of other checkpoints than the known ones that verifications are of, at most so many. Raises StorageError."""
-        with self._lock:
-            idents = (ident for (ident,) in self._each("SELECT DISTINCT id FROM verifications") if ident not in known)
-            return set(islice(idents, most))
+        found: set[str] = set()
+        sql = "SELECT DISTINCT id FROM verifications WHERE id > ? ORDER BY id LIMIT ?"
+        ids = [""]
+        while ids and len(found) < most:
+            with self._lock:
+                ids = [ident for (ident,) in self._all(sql, (ids[-1], _BATCH))]
+            found.update(islice((ident for ident in ids if ident not in known), most - len(found)))
+        return found
 
     def forget_verifications(self, idents: Sequence[str]) -> None:
         """Forget all verifications of some checkpoints. Raises StorageError."""
@@ -357,7 +382,7 @@ class Journal:
         sql = f"SELECT {_VERIFICATION} {found} AND number = ({later})"
         with self._lock:
             rows = self._all(sql, ())
-        return {one.id: one for one in map(_verification, rows)}
+        return {one.id: one for one in map(verification_of, rows)}
 
     # --- notices for the webhook
 
@@ -411,13 +436,6 @@ class Journal:
 
     # ---
 
-    def _each(self, sql: str) -> Iterator[Any]:
-        """Rows one after another, for what does not fit into memory."""
-        try:
-            yield from self._db.execute(sql)
-        except sqlite3.Error as e:
-            raise StorageError(f"the journal {self._path.name} cannot be read now ({e}).") from e
-
     def _all(self, sql: str, values: Sequence[Any]) -> list[Any]:
         try:
             return self._db.execute(sql, values).fetchall()
@@ -446,17 +464,15 @@ class Journal:
         except sqlite3.Error as e:
             raise StorageError(f"the journal {self._path.name} cannot be written ({e}); nothing was changed. Is the disk full?") from e
 
+    def _next(self, table: str) -> int:
+        """Number of a new row: that of the time, or the next one after the last."""
+        last = self._all("SELECT seq FROM sqlite_sequence WHERE name = ?", (table,))
+        return max(int((time.time() - _EPOCH) * 100), last[0][0] + 1 if last else 1)
+
     def _job(self, row: Sequence[Any]) -> JobRow:
-        found = dict(zip(JobRow.__slots__, row, strict=True))
-        if found["number"] in self._progress:
-            found["done"], found["total"] = self._progress[found["number"]]
-        kinds = {"arguments": dict, "result": dict, "error": dict, "roots": list}
-        for name, kind in kinds.items():
-            found[name] = _parsed(found[name], {} if name == "arguments" else None, kind)
-            if found[name] is _DAMAGED:
-                damaged: dict[str, Any] = {"arguments": {}, "result": None, "error": DAMAGED_ROW, "roots": []}
-                return JobRow(**found | damaged | {"cancelling": bool(found["cancelling"])})
-        return JobRow(**found | {"cancelling": bool(found["cancelling"])})
+        found = job_of(row)
+        done, total = self._progress.get(found.number, (found.done, found.total))
+        return replace(found, done=done, total=total)
 
 
 def _readable() -> tuple[str, list[str]]:
@@ -465,32 +481,9 @@ def _readable() -> tuple[str, list[str]]:
     return f"{subject} AND {destination}", [*names, *others]
 
 
-_DAMAGED = object()
-
-
-def _parsed(text: str | None, nothing: Any, kind: type) -> Any:
-    """A JSON object or array of a row; `_DAMAGED` if it is not one."""
-    if text is None:
-        return nothing
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
-        return _DAMAGED
-    return found if isinstance(found, kind) else _DAMAGED
-
-
 def _sorted(asked: Mapping[str, Any]) -> str:
     return json.dumps(asked, sort_keys=True)
 
 
 def _text(value: Any) -> str | None:
     return None if value is None else json.dumps(value)
-
-
-def _verification(row: Sequence[Any]) -> Verification:
-    found = dict(zip(Verification.__slots__, row, strict=True))
-    try:
-        damage = [{name: one[name] for name in ("file", "tensor", "box", "reason")} for one in json.loads(found["damage"])]
-    except (ValueError, TypeError, KeyError, RecursionError):  # the row is damaged
-        damage = []
-    return Verification(**found | {"damage": damage})

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 JobState = Literal["queued", "running", "done", "failed", "cancelled"]
 STATES: tuple[str, ...] = get_args(JobState)
@@ -82,3 +86,40 @@ class Verification:
     def to_json(self) -> dict[str, Any]:
         """The verification as JSON."""
         return {name: getattr(self, name) for name in self.__slots__} | {"ok": self.ok}
+
+
+_DAMAGED = object()
+
+
+def job_of(row: Sequence[Any]) -> JobRow:
+    """A job of a row; a damaged row is a job with an error."""
+    found = dict(zip(JobRow.__slots__, row, strict=True))
+    found["cancelling"] = bool(found["cancelling"])
+    kinds = {"arguments": dict, "result": dict, "error": dict, "roots": list}
+    for name, kind in kinds.items():
+        found[name] = _parsed(found[name], {} if name == "arguments" else None, kind)
+        if found[name] is _DAMAGED:
+            damaged: dict[str, Any] = {"arguments": {}, "result": None, "error": DAMAGED_ROW, "roots": []}
+            return JobRow(**found | damaged)
+    return JobRow(**found)
+
+
+def verification_of(row: Sequence[Any]) -> Verification:
+    """A verification of a row; of a damaged row without its list of damage."""
+    found = dict(zip(Verification.__slots__, row, strict=True))
+    try:
+        damage = [{name: one[name] for name in ("file", "tensor", "box", "reason")} for one in json.loads(found["damage"])]
+    except (ValueError, TypeError, KeyError, RecursionError):
+        damage = []
+    return Verification(**found | {"damage": damage})
+
+
+def _parsed(text: str | None, nothing: Any, kind: type) -> Any:
+    """A JSON object or array of a row; `_DAMAGED` if it is not one."""
+    if text is None:
+        return nothing
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return _DAMAGED
+    return found if isinstance(found, kind) else _DAMAGED

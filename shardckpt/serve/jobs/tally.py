@@ -82,7 +82,7 @@ class Tally(BackgroundWork):
         """Count now, by root. Raises StorageError."""
         begun, complete = time.monotonic(), self._scanner.complete.is_set()
         entries = self._catalogue.committed()
-        verified = self._journal.verified({one["id"] for one in entries})
+        verified = self._journal.verified([one["id"] for one in entries])
         self.due = self._due(entries, verified)
         due, none = set(self.due), [0] * len(fields(Counts))
         counts: dict[str, list[int]] = {}

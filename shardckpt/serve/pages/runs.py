@@ -225,7 +225,7 @@ def _row(one: dict[str, Any], before: str | None, metrics: Sequence[str], best: 
         "–" if one["tensors"] is None else data("tensors", one["tensors"], f"{one['tensors']:,}"),
         "–" if one["stored_bytes"] is None else data("stored_bytes", one["stored_bytes"], file_size(one["stored_bytes"])),
         *("–" if v is None else v if isinstance(v, str) else data("metric", v, f"{v:.6g}") for v in values),
-        el("span", state, el("strong", f"best {', '.join(best)}") if best else None, el("small", one["reason"] or "")),
+        el("span", state, " ", el("strong", f"best {', '.join(best)}") if best else None, el("small", one["reason"] or "")),
         "" if before is None else _compare(before, one["id"]),
     ]
 

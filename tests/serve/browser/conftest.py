@@ -53,12 +53,14 @@ def upkeep(tmp_path_factory):
     damage = [
         {"file": f"d/{i}", "tensor": f"model/{name}", "box": "[0:128, 0:64]", "reason": "crc32c differs"} for i, name in enumerate(EVIL)
     ]
+    numbers = []
     for step, found in ((100, 0), (300, len(EVIL)), (400, 0)):
         ident = f"lab/llama/{step}"
         job = None
         if step != 100:
             asked = {"checkpoint": ident}
             job = journal.add("verify", asked, asked, subject=ident, destination=None, who=EVIL[1], key=None)[0].number
+            numbers.append(job)
         begun = journal.begin_verification(ident, shardckpt.open(top / ident).record.attempt, job)
         over = replace(begun, chunks=96, total=96, bytes=1 << 30, damaged=found, damage=damage[:found])
         journal.update_verification(over, over=True)
@@ -71,10 +73,12 @@ def upkeep(tmp_path_factory):
         {"checkpoint": "lab/llama/100", "to": "lab/x"},
     ):
         job = journal.add("copy", asked, asked, subject=asked["checkpoint"], destination=asked["to"], who="ann", key=None)[0].number
+        numbers.append(job)
         journal.begin(job)
         journal.note_progress(job, 37, 100)
         journal.end(job, "failed", error={"code": "storage", "message": f"cannot write {EVIL[0]}."})
     journal.close()
     token = add_token(top / "tokens", "ann", "admin")
     with serving(("lab", top / "lab"), token_file=top / "tokens", state=top / "state") as service:
+        service.jobs = numbers
         yield service, token

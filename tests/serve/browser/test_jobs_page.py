@@ -11,8 +11,8 @@ PAGES = {
     "jobs": "/ui/jobs",
     "failed jobs": "/ui/jobs?state=failed",
     "no jobs": "/ui/jobs?subject=lab/none",
-    "verified": "/ui/job/1",
-    "failed": "/ui/job/3",
+    "verified": "/ui/job/FIRST",
+    "failed": "/ui/job/THIRD",
     "health": "/ui/health",
     "damaged": "/ui/checkpoint/lab/llama/300",
     "unreadable": "/ui/checkpoint/lab/llama/500",
@@ -33,7 +33,8 @@ def at(chromium, upkeep):
         page.type(token)
         page.press("Enter")
         page.wait_for(f"location.pathname === '/ui/runs' && {LOADED}")
-    return lambda path, **options: chromium.page(service.url + path, **options)
+    first, _, third, *_ = map(str, service.jobs)
+    return lambda path, **options: chromium.page(service.url + path.replace("FIRST", first).replace("THIRD", third), **options)
 
 
 def fill(page, form, **fields):
