@@ -13,6 +13,8 @@ from shardckpt.errors import ShardckptError
 from shardckpt.text import visible
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from shardckpt.serve.roots import Roots
 
 STATUS = {
@@ -46,14 +48,32 @@ _TITLES = {"corrupt": "Damaged", "missing-data": "Incomplete", "format": "Unread
 """Titles for what HTTP has no words."""
 _CODES = {400: "option", 404: "not-found", 405: "method", 413: "memory"}
 LONGEST = 2000
+_PART = 500
+"""Most entries of a list that are encoded at a time."""
 
 
 class DocumentResponse(JSONResponse):
     """A JSON document in ASCII: names of tensors may have lone surrogates, which UTF-8 has not."""
 
     def render(self, content: object) -> bytes:
-        """The document as bytes."""
-        return json.dumps(content, allow_nan=False, separators=(",", ":")).encode("ascii")
+        """The document as bytes. A long list is encoded in parts: no other thread runs while `json` encodes one."""
+        if not isinstance(content, dict) or all(len(one) <= _PART for one in content.values() if isinstance(one, list)):
+            return _encoded(content)
+        fields = (_encoded(str(name)) + b":" + b"".join(_list_parts(one)) for name, one in content.items())
+        return b"{" + b",".join(fields) + b"}"
+
+
+def _encoded(content: object) -> bytes:
+    return json.dumps(content, allow_nan=False, separators=(",", ":")).encode("ascii")
+
+
+def _list_parts(content: object) -> Iterator[bytes]:
+    if not isinstance(content, list) or len(content) <= _PART:
+        yield _encoded(content)
+        return
+    for first in range(0, len(content), _PART):
+        yield (b"," if first else b"[") + _encoded(content[first : first + _PART])[1:-1]
+    yield b"]"
 
 
 def problem(status: int, code: str, detail: str, headers: dict[str, str] | None = None) -> JSONResponse:

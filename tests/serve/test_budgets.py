@@ -1,5 +1,6 @@
 """Budgets of memory, descriptors and work: floods of requests take no more, and are told to come again."""
 
+import json
 import shutil
 import sqlite3
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +16,7 @@ import shardckpt
 from shardckpt.reading.checkpoint import Checkpoint
 from shardckpt.serve import sources
 from shardckpt.serve.opened import OpenCheckpoints
+from shardckpt.serve.problems import DocumentResponse
 
 
 def test_clients_that_do_not_read_take_a_bounded_amount_of_memory(tmp_path):
@@ -165,3 +167,10 @@ def test_no_request_counts_the_whole_journal_where_that_is_slow(tmp_path, monkey
         tally._thread.join()
         assert lab.ask(path).status == 200
         assert counted == []
+
+
+@pytest.mark.parametrize("count", [0, 1, 500, 501, 1000, 1001])
+def test_a_long_list_is_encoded_in_parts_as_in_one(count):
+    document = {"names": [{"name": f"\ud800{i}"} for i in range(count)], "complete": True, "deep": {"list": [[]]}}
+    found = DocumentResponse(document).body
+    assert found == json.dumps(document, separators=(",", ":")).encode()

@@ -137,7 +137,7 @@ def test_retention_deletes_what_a_dry_run_has_listed_of_an_ended_run(tmp_path):
     save_run(tmp_path / "runs" / "a", (1, 2, 3, 4, 5))  # the loss falls: 1 is the best by "max"
     (tmp_path / "rules.toml").write_text(RULES)
     with operated(tmp_path, ("lab", tmp_path / "runs"), keep=tmp_path / "rules.toml") as lab:
-        lab.done("pin", checkpoint="lab/a/3")
+        pinned = lab.run("pin", checkpoint="lab/a/3")["number"]
         dry = lab.run("retain", run="lab/a")
         assert dry["result"]["dry"]
         assert [one["name"] for one in dry["result"]["steps"]] == ["2", "4"]
@@ -147,7 +147,7 @@ def test_retention_deletes_what_a_dry_run_has_listed_of_an_ended_run(tmp_path):
         refused = lab.run("retain", run="lab/a", apply=dry["number"])
         assert "not marked as ended" in refused["error"]["message"]
         assert lab.post("retain", run="lab/a", apply=999).status == 404
-        assert "apply=" in lab.post("retain", run="lab/a", apply=1).json["detail"]
+        assert "apply=" in lab.post("retain", run="lab/a", apply=pinned).json["detail"]
         assert lab.done("end", run="lab/a") == {"ended": True}
         lab.done("tag", checkpoint="lab/a/4", tag="released")
         result = lab.done("retain", run="lab/a", apply=dry["number"])
