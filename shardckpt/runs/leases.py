@@ -9,21 +9,25 @@ Rules of retention and collections ask for leases before they delete. A deletion
 from __future__ import annotations
 
 import logging
+import re
 import secrets
 import socket
 import threading
+import time
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardckpt.commit.markers import read_sealed
-from shardckpt.errors import FormatError, ShardckptError
+from shardckpt.errors import FormatError, ShardckptError, StorageError
 from shardckpt.format.documents import seal
-from shardckpt.io.ages import idle_seconds
+from shardckpt.io.ages import idle_seconds, last_written
 from shardckpt.io.threads import map_on_threads
+from shardckpt.runs.announcing import VARIABLE, ask
+from shardckpt.text import shorten
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
+    from collections.abc import Collection, Iterator, Mapping
 
     from shardckpt.io.store import Store
 
@@ -33,47 +37,125 @@ SECONDS = 600.0
 """Time that a lease lasts after it was written, by the storage's clock."""
 _LONG_AGO = 24 * 3600.0
 """Seconds after which a lease is removed."""
+_MOST_STEPS, _LONGEST_NAME = 1000, 255
+_ID = re.compile(r"[0-9a-f]{16}", re.ASCII)
 _log = logging.getLogger("shardckpt")
+
+
+class ReaderLease:
+    """A reader's lease, which lasts until `close`. Between its reads it holds no steps, and says that the reader is there."""
+
+    def __init__(self, root: Store, service: str | None = None) -> None:
+        """Write nothing yet.
+
+        Args:
+            root: the place of all steps.
+            service: url of a service that is asked to write the lease, where this process cannot; None: there is none.
+        """
+        self._root = root
+        self._service = service
+        self._id = secrets.token_hex(8)
+        self._document: dict[str, Any] = {"steps": [], "holder": socket.gethostname(), "version": None}
+        self._writes = root.writable
+        """Whether this process writes it, and not the service."""
+        self._over = threading.Event()
+        self._renewing: threading.Thread | None = None
+
+    @contextmanager
+    def holding(self, steps: Collection[int], version: int | None = None) -> Iterator[bool]:
+        """Hold steps while the block lasts; yield whether the lease could be written.
+
+        Args:
+            steps: the steps.
+            version: the step that the reader will have after the block.
+        """
+        self._document = self._document | {"steps": sorted(steps)}
+        held = self._began()
+        if not held:
+            yield False
+            return
+        before = self._document["version"]
+        try:
+            yield True
+            before = version
+        finally:
+            self._document = self._document | {"steps": [], "version": before}
+            with suppress(ShardckptError):  # the steps are held for some minutes more
+                self._write()
+
+    def close(self) -> None:
+        """Remove the lease."""
+        if self._renewing is not None:
+            self._over.set()
+            self._renewing.join()
+            self._renewing = None
+            with suppress(ShardckptError):  # it ends by itself
+                if self._writes:
+                    self._root.delete(f"{LEASES}{self._id}.json")
+                else:
+                    self._asked(None)
+
+    def _began(self) -> bool:
+        """Write the lease; return whether that was possible."""
+        try:
+            try:
+                self._write()
+            except ShardckptError:
+                if not self._writes or self._service is None:
+                    raise
+                self._writes = False
+                self._write()
+        except ShardckptError as e:
+            if str(self._root) not in _refused:
+                _refused.add(str(self._root))
+                _log.warning(
+                    "%s: no lease can be written there, so what this process reads may be pruned while it reads: %s", self._root.location, e
+                )
+            return False
+        if self._renewing is None:
+            self._renewing = threading.Thread(target=self._renew, name="shardckpt-lease", daemon=True)
+            self._renewing.start()
+        return True
+
+    def _write(self) -> None:
+        if self._writes:
+            self._root.write(f"{LEASES}{self._id}.json", seal(self._document))
+        elif self._service is None:
+            raise StorageError(f"{self._root.location} is read only, and {VARIABLE} names no service that could write a lease.")
+        else:
+            self._asked(self._document)
+
+    def _asked(self, document: dict[str, Any] | None) -> None:
+        """Have the service write the lease; or remove it."""
+        assert self._service is not None
+        ask(self._service, "/v1/leases", {"url": str(self._root.location), "id": self._id, "lease": document})
+
+    def _renew(self) -> None:
+        while not self._over.wait(SECONDS / 3):
+            with suppress(ShardckptError):  # the lease still lasts, and is written again
+                self._write()
 
 
 @contextmanager
 def leased(root: Store, steps: Collection[int]) -> Iterator[bool]:
-    """Hold a lease on steps while the block lasts; yield whether it could be written.
-
-    Args:
-        root: the place of all steps.
-        steps: the steps.
-    """
-    key = f"{LEASES}{secrets.token_hex(8)}.json"
-    over = threading.Event()
-
-    data = seal({"steps": sorted(steps), "holder": socket.gethostname()})
-
-    def write() -> None:
-        root.write(key, data)
-
-    def renew() -> None:
-        while not over.wait(SECONDS / 3):
-            with suppress(ShardckptError):  # the lease still lasts, and is written again
-                write()
-
+    """Hold a lease on steps while the block lasts; yield whether it could be written."""
+    lease = ReaderLease(root)
     try:
-        write()
-    except ShardckptError as e:
-        if str(root) not in _refused:
-            _refused.add(str(root))
-            _log.warning("%s: no lease can be written there, so what this process reads may be pruned while it reads: %s", root.location, e)
-        yield False
-        return
-    renewing = threading.Thread(target=renew, name="shardckpt-lease", daemon=True)
-    renewing.start()
-    try:
-        yield True
+        with lease.holding(steps) as held:
+            yield held
     finally:
-        over.set()
-        renewing.join()
-        with suppress(ShardckptError):  # it ends by itself
-            root.delete(key)
+        lease.close()
+
+
+class HeldLease(NamedTuple):
+    """A lease that lasts."""
+
+    holder: str
+    """Name of the reader's host."""
+    version: int | None
+    """The step that the reader has; None: it has none yet."""
+    steps: tuple[int, ...]
+    """The steps that it reads."""
 
 
 _refused: set[str] = set()
@@ -86,18 +168,61 @@ def leased_steps(root: Store) -> frozenset[int]:
     Raises:
         StorageError: the storage failed.
     """
-    keys = [f"{LEASES}{name}" for name in root.list_children(LEASES) if name.endswith(".json")]
+    keys = _keys(root)
     idle = idle_seconds(root, keys) if keys else {}
     for key, seconds in idle.items():
         if seconds is not None and seconds > _LONG_AGO:
             root.delete(key)
-    held = [key for key, seconds in idle.items() if seconds is None or seconds < SECONDS]
-    return frozenset(step for steps in map_on_threads(partial(_steps_of, root), held) for step in steps)
+    return frozenset(step for lease in _lasting(root, idle) for step in lease.steps)
 
 
-def _steps_of(root: Store, key: str) -> Collection[int]:
+def held_leases(root: Store) -> list[HeldLease]:
+    """The leases that last by this machine's clock, to show them; nothing is written.
+
+    Raises:
+        StorageError: the storage failed.
+    """
+    now, written = time.time(), {key: last_written(root, key) for key in _keys(root)}
+    return _lasting(root, {key: None if then is None else now - then for key, then in written.items()})
+
+
+def _keys(root: Store) -> list[str]:
+    return [f"{LEASES}{name}" for name in root.list_children(LEASES) if name.endswith(".json")]
+
+
+def _lasting(root: Store, idle: Mapping[str, float | None]) -> list[HeldLease]:
+    lasting = [key for key, seconds in idle.items() if seconds is None or seconds < SECONDS]
+    return [lease for lease in map_on_threads(partial(_read, root), lasting) if lease is not None]
+
+
+def write_lease(root: Store, ident: str, document: object) -> None:
+    """Write a lease for a reader that cannot, or remove it (None).
+
+    Raises:
+        FormatError: the id or the document is not that of a lease.
+        StorageError: it cannot be written.
+    """
+    if not _ID.fullmatch(ident):
+        raise FormatError(f"{shorten(ident)} is not the id of a lease; it has 16 hexadecimal digits.")
+    key = f"{LEASES}{ident}.json"
+    if document is None:
+        root.delete(key)
+        return
+    found: dict[str, Any] = document if isinstance(document, dict) else {}
+    steps, holder, version = found.get("steps"), found.get("holder"), found.get("version")
+    whole = isinstance(steps, list) and len(steps) <= _MOST_STEPS and all(type(step) is int for step in steps)
+    if not (whole and isinstance(holder, str) and len(holder) <= _LONGEST_NAME and (version is None or type(version) is int)):
+        raise FormatError(f'a lease is {{"steps": […], "holder": "host", "version": 7}}, with at most {_MOST_STEPS} steps.')
+    root.write(key, seal({"steps": steps, "holder": holder, "version": version}))
+
+
+def _read(root: Store, key: str) -> HeldLease | None:
     try:
         found = read_sealed(root, key)
-        return () if found is None else [step for step in found.sequence("steps") if type(step) is int]
+        if found is None:
+            return None
+        steps = tuple(step for step in found.sequence("steps") if type(step) is int)
+        holder, version = found.doc.get("holder"), found.doc.get("version")
+        return HeldLease(str(holder or ""), version if type(version) is int else None, steps)
     except FormatError:
-        return ()  # no lease of ours
+        return None  # no lease of ours

@@ -27,6 +27,7 @@ from shardckpt.serve.openapi import Endpoint, Parameter, document, posted
 from shardckpt.serve.pool import on_thread
 from shardckpt.serve.problems import DocumentResponse
 from shardckpt.serve.sources import ByteSource, SourceResponse
+from shardckpt.serve.versions import following
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
@@ -61,6 +62,8 @@ def application(service: Service, options: ServeOptions) -> Guard:
         Route("/metrics", _of_service(service, _metrics)),
         Route("/v1/openapi.json", _of_service(service, _openapi)),
         Route("/v1/announcements", _of_service(service, _announce), methods=["POST"]),
+        Route("/v1/versions", _of_service(service, following.events)),
+        Route("/v1/leases", _of_service(service, following.lease), methods=["POST"]),
         Route("/v1/jobs/{operation}", _of_service(service, jobs.start), methods=["POST"]),
         Route("/v1/jobs/{job}/cancel", _of_service(service, jobs.cancel), methods=["POST"]),
         Route("/v1/jobs/{job}/events", _of_service(service, jobs.events)),
@@ -159,6 +162,7 @@ async def _metrics(service: Service, _request: Request) -> Response:
 
 async def _openapi(service: Service, _request: Request) -> Response:
     posts: dict[str, tuple[Any, Any]] = {"/v1/announcements": (_announce, _ANNOUNCED), "/v1/jobs/{job}/cancel": (jobs.cancel, None)}
+    posts["/v1/leases"] = following.lease, following.LEASE
     posts |= {f"/v1/jobs/{one.name}": (one.run, one.parameters) for one in OPERATIONS.values()}
     endpoints = [*api.ENDPOINTS, *jobs.ENDPOINTS, *files.ENDPOINTS]
     described = {path: posted(path, *one) for path, one in posts.items()}
@@ -177,4 +181,5 @@ async def _announce(service: Service, request: Request) -> Response:
         ident = None
     if ident is not None:
         service.scanner.announce(ident)
+        following.announce(service, ident)
     return DocumentResponse({"id": ident}, 202)

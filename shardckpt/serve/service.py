@@ -23,6 +23,8 @@ from shardckpt.serve.scanner import Scanner
 from shardckpt.text import shorten
 
 if TYPE_CHECKING:
+    import asyncio
+
     from shardckpt.serve.options import ServeOptions
 
 
@@ -54,6 +56,10 @@ class Service:
                 raise
         self.streams: Counter[str] = Counter()
         """Clients that follow jobs, by user."""
+        self.listening: dict[str, list[asyncio.Event]] = {}
+        """Those who wait for versions, by the id of the run."""
+        self.listeners: Counter[str] = Counter()
+        """Their number, by user."""
         self.closing = threading.Event()
         """Set when the service is about to end, so that streams end."""
 

@@ -19,7 +19,7 @@ from shardckpt.reading.naming.mapping_file import PRESETS
 from shardckpt.runs.ended import ended
 from shardckpt.serve import api, forms
 from shardckpt.serve.access.guard import LOGIN
-from shardckpt.serve.catalogue import MOST_ROWS
+from shardckpt.serve.catalogue import MOST_ROWS, CheckpointQuery
 from shardckpt.serve.forms import PageSession, html, refused, viewer_of
 from shardckpt.serve.health import damaged_checkpoints, health, verifications
 from shardckpt.serve.jobs import endpoints
@@ -38,6 +38,8 @@ from shardckpt.serve.pages.runs import RUN_ORDERS, run_page, run_state, runs_pag
 from shardckpt.serve.pool import on_thread
 from shardckpt.serve.problems import text_of
 from shardckpt.serve.rhythm import COMMITS
+from shardckpt.serve.versions.following import began, readers
+from shardckpt.serve.versions.page import MOST_SHOWN, versions_section
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
@@ -139,7 +141,9 @@ def _run(service: Service, request: Request, viewer: Viewer) -> str:
     )
     recent = service.catalogue.recent(run, COMMITS)
     state = run_state(recent, ended=run in service.scanner.ended)
-    return run_page(run, doc["checkpoints"], sums, doc["next"], asked, state, viewer, _retention(service, run, viewer))
+    newest = service.catalogue.checkpoints(CheckpointQuery(run=run, state="committed", descending=True, limit=MOST_SHOWN))[0]
+    sections = [versions_section(newest, began(service, newest), readers(service, run)), *_retention(service, run, viewer)]
+    return run_page(run, doc["checkpoints"], sums, doc["next"], asked, state, viewer, sections)
 
 
 def _retention(service: Service, run: str, viewer: Viewer) -> list[Html | None]:

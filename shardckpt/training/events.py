@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from shardckpt.io.streams import in_notebook, is_open, is_terminal
 from shardckpt.options import check_flag
+from shardckpt.runs.announcing import Announcer, server
 from shardckpt.text import file_size
 
 if TYPE_CHECKING:
@@ -273,6 +274,15 @@ Event = (
 """Every kind of event that a callback receives."""
 Callback = Callable[[Event], object]
 """A function that receives events; its return value is ignored."""
+
+
+def announcer() -> Callback | None:
+    """A callback that announces committed steps to the service; None: the environment names no service."""
+    service = server()
+    if service is None:
+        return None
+    announcing = Announcer(service)
+    return lambda event: announcing.announce(event.url) if isinstance(event, SaveCommitted) else None
 
 
 class Events:

@@ -26,7 +26,6 @@ from shardckpt.runs.rollback import ROLLBACK
 from shardckpt.runs.steps import check_step
 from shardckpt.text import shorten, visible
 from shardckpt.training import events
-from shardckpt.training.announcing import announcer
 from shardckpt.training.background import Background, noted_on
 from shardckpt.training.decisions import LEADER, Decisions
 from shardckpt.training.policies import EveryCall, Policy, any_of, as_policy
@@ -160,7 +159,7 @@ class CheckpointManager(RunSteps):
         note_local_processes(coordinator.world.sharing)
         self._leads = coordinator.world.process == LEADER
         self._line = events.progress_line(self._progress, alone=self._leads)
-        self._events = events.Events(self._on_event, self._line, announcer(leads=self._leads))
+        self._events = events.Events(self._on_event, self._line, events.announcer() if self._leads else None)
         self._background = Background(self._root, coordinator, self.options, self._rule, self._events)
         self._lineage = self._background.lineage
         _managers[coordinator.run_id] += 1

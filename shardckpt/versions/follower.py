@@ -22,7 +22,8 @@ from shardckpt.options import DEFAULT_MEMORY_LIMIT, LEAST_MEMORY_LIMIT, parse_by
 from shardckpt.reading.checkpoint import Checkpoint
 from shardckpt.reading.locate import MadeTensor
 from shardckpt.reading.restore import adaptation_of, finished, read_all, restoring
-from shardckpt.runs.leases import leased
+from shardckpt.runs.announcing import Listener, server
+from shardckpt.runs.leases import ReaderLease
 from shardckpt.runs.steps import step_numbers, steps_named
 from shardckpt.state.names import shown
 from shardckpt.text import file_size
@@ -46,6 +47,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger("shardckpt")
 _FIRST_LOOK, _LAST_LOOK = 0.05, 2.0
 """Seconds between two looks for a new version: least and most; the pause doubles."""
+_LOOK_BESIDE_EVENTS = 10.0
+"""Most seconds between two looks while a service tells of versions."""
 MOST_VERSIONS = 64
 """Most versions whose differences are applied one after another; to go further, all elements are read."""
 _READING = 256 << 20
@@ -102,6 +105,11 @@ class Follower:
         self._given = dict(given or {})
         """Step → attempt, before it was folded, of the versions given so far that are still there; only if each is given."""
         self._closed = False
+        self._leads = self.coordinator.world.process == 0
+        service = server() if self._leads else None
+        self._listener = None if service is None else Listener(service, str(self.root.location))
+        self._lease = ReaderLease(self.root, service) if self._leads else None
+        self._pause = _FIRST_LOOK
 
     def planned(self, checkpoint: Checkpoint) -> Restoring:
         """The restore of a version into the leaves."""
@@ -178,31 +186,45 @@ class Follower:
 
     def __iter__(self) -> Iterator[FollowedVersion]:
         """Each next version, as soon as it is there; waits for ever."""
-        pause = _FIRST_LOOK
         while not self._closed:
-            version = self.poll()
+            version = self._look()
             if version is not None:
-                pause = _FIRST_LOOK
                 yield version
-                continue
-            time.sleep(pause)
-            pause = min(2 * pause, _LAST_LOOK)
 
     async def __aiter__(self) -> AsyncIterator[FollowedVersion]:
         """As `__iter__`, while other tasks run."""
-        pause = _FIRST_LOOK
         while not self._closed:
-            version = await asyncio.to_thread(self.poll)
+            version = await asyncio.to_thread(self._look)
             if version is not None:
-                pause = _FIRST_LOOK
                 yield version
-                continue
-            await asyncio.sleep(pause)
-            pause = min(2 * pause, _LAST_LOOK)
+
+    def _look(self) -> FollowedVersion | None:
+        """Poll; if there is no version, wait for the next look. The other processes wait for process 0, in `poll`."""
+        version = self.poll()
+        if version is not None:
+            self._pause = _FIRST_LOOK
+        elif self._listener is not None:
+            last = _LOOK_BESIDE_EVENTS if self._listener.connected else _LAST_LOOK
+            self._pause = _FIRST_LOOK if self._listener.wait(self._pause) else min(2 * self._pause, last)
+        elif self._leads:
+            time.sleep(self._pause)
+            self._pause = min(2 * self._pause, _LAST_LOOK)
+        return version
+
+    def holding(self, version: FollowedVersion) -> AbstractContextManager[object]:
+        """A lease on all versions that one needs, held by process 0, so that they are not pruned meanwhile."""
+        if self._lease is None:
+            return nullcontext()
+        chain = version.checkpoint.record.structure.chain
+        return self._lease.holding({version.step, *steps_named(names_beside(chain))}, version.step)
 
     def close(self) -> None:
-        """End the iteration, and free the memory."""
+        """End the iteration, give the lease up, and free the memory."""
         self._closed = True
+        if self._listener is not None:
+            self._listener.close()
+        if self._lease is not None:
+            self._lease.close()
         self.cache.forget()
 
     def __enter__(self) -> Self:
@@ -245,7 +267,7 @@ class FollowedVersion:
         follower = self._follower
         failed: Exception | None = None
         try:
-            with self._lease(), reading_takes_threads(self.checkpoint.location):
+            with follower.holding(self), reading_takes_threads(self.checkpoint.location):
                 self._needed = follower.needed(self.checkpoint)
                 path = path_between(follower.cache.contents, self.checkpoint, MOST_VERSIONS)
                 self.changed = frozenset(follower.cache.update(self.checkpoint, path, self._needed, _READING))
@@ -261,13 +283,6 @@ class FollowedVersion:
         if failed is not None:
             raise failed
         return self
-
-    def _lease(self) -> AbstractContextManager[object]:
-        """A lease on all versions that this one needs, held by process 0, so that they are not pruned meanwhile."""
-        root = self._follower.root
-        if self._follower.coordinator.world.process or not root.writable:
-            return nullcontext()
-        return leased(root, {self.step, *steps_named(names_beside(self.checkpoint.record.structure.chain))})
 
     def apply(self) -> Any:
         """Copy what has changed from host memory to the tensors; return the state, as `shardckpt.restore` does.

@@ -17,6 +17,7 @@ from shardckpt.io.failures import check_fork
 from shardckpt.io.store import Store
 from shardckpt.io.url import parse
 from shardckpt.options import DEFAULT_MEMORY_LIMIT, SaveOptions, check_whole
+from shardckpt.runs.announcing import Announcer, server
 from shardckpt.runs.cleaning import Cleaner
 from shardckpt.runs.job import JOB
 from shardckpt.runs.retention import Latest
@@ -128,6 +129,7 @@ class Publisher:
         made[name] += 1
         self._key = f"version/{sha256(name.encode()).hexdigest()[:12]}/{made[name]}"
         """Names this publisher, alike on all processes."""
+        self._announcer = Announcer(service) if self._leads and (service := server()) else None
         self._calls = 0
         self._catch_up = catch_up
         self._folded = set[int]()
@@ -290,6 +292,8 @@ class Publisher:
     def _settle(self, published: Published) -> None:
         """Delete the versions that are no longer kept, and fold one that is due."""
         self._last = published
+        if self._announcer is not None:
+            self._announcer.announce(str(self._root.location.join(str(published.step))))
         bases = frozenset(steps_named(names_beside(published.chain)))
         self._cleaner.clean(StepInfo(published.step, "committed", published.attempt, utc_now(), bases=bases))
         if not published.chain:

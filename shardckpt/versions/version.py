@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Self
 from shardckpt.commit.base_places import base_record, base_url, may_differ
 from shardckpt.errors import CommitError, NamesMismatchError, ShardckptError
 from shardckpt.format.bases import Base
+from shardckpt.format.documents import utc_now
 from shardckpt.frameworks.coordination import WaitNotice
 from shardckpt.layout.dtypes import castable
 from shardckpt.state.select import matches, select
@@ -29,8 +30,7 @@ from shardckpt.writing.kept import SkippedError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from shardckpt.format.record import CheckpointRecord
-    from shardckpt.format.structure import Structure
+    from shardckpt.format.record import CheckpointRecord, Contents
     from shardckpt.frameworks.base import Source
     from shardckpt.frameworks.coordination import Coordinator
     from shardckpt.io.store import Store
@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     from shardckpt.writing.background import SaveHandle
     from shardckpt.writing.kept import KeptChunks
 
+PUBLISHED = "published"
+"""Key of the metadata of a version: an object with `began`, the time at which process 0 began it."""
 _LOOK = 0.01
 """Seconds between two looks for the end of the version before, or for the decision of process 0."""
 
@@ -174,6 +176,8 @@ class PublishedVersion:
         self._settle = settle
         self._timeout = timeout
         self._changed = threading.Condition()
+        self._began = ""
+        """Time at which process 0 began it."""
         self._skip = False
         self._started = False
 
@@ -233,13 +237,15 @@ class PublishedVersion:
                 time.sleep(_LOOK)
             before = before.before
 
-    def begin(self, structure: Structure, place: Store, attempt: str) -> Structure:
+    def begin(self, contents: Contents, place: Store, attempt: str) -> Contents:
         """See `VersionToWrite`."""
+        structure = contents.structure
+        contents = replace(contents, metadata={**contents.metadata, PUBLISHED: {"began": self._began}})
         if self._share is not None:
             self._share.arrive(self._number)
         if self.base is None:
             self.kept.begin(attempt, ())
-            return structure
+            return contents
         if self.kept.attempt != self.base.attempt:
             self.kept.forget()  # they are of another version
         chain = self.base.chain_from(self._root, self.step)
@@ -251,7 +257,7 @@ class PublishedVersion:
                 tensors[name] = replace(tensor, difference=True)
                 differing.update(piece.path for piece in {*tensor.pieces}.intersection(before.pieces))
         self.kept.begin(attempt, differing)
-        return replace(structure, tensors=tensors, chain=chain)
+        return replace(contents, structure=replace(structure, tensors=tensors, chain=chain))
 
     def published(self, record: CheckpointRecord) -> None:
         """See `VersionToWrite`."""
@@ -282,6 +288,7 @@ class PublishedVersion:
             raise SkippedError(f"{where}: this version is skipped, because a later one was published while it waited.")
         if "failed" in said:
             raise CommitError(f"{where}: process 0 could not begin this version: {said['failed']} Nothing was published.")
+        self._began = said["began"]
         return None if said["base"] is None else Published.from_json(said["base"])
 
     def _decide_now(self) -> dict[str, Any]:
@@ -299,7 +306,7 @@ class PublishedVersion:
                 return {"skipped": True}
             self._started = True
         base = self._decide(self.step, before)
-        return {"base": None if base is None else base.to_json()}
+        return {"base": None if base is None else base.to_json(), "began": utc_now()}
 
     def _heard(self, coordinator: Coordinator, where: str) -> dict[str, Any]:
         began, notice = time.monotonic(), WaitNotice(where)

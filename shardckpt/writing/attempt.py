@@ -194,8 +194,8 @@ class Attempt:
         kept = None
         if self.version is not None:
             kept = self.version.kept
-            structure = self.version.begin(contents.structure, self.store, self.name)
-            contents, compression = replace(contents, structure=structure), "difference" if structure.chain else compression
+            contents = self.version.begin(contents, self.store, self.name)
+            compression = "difference" if contents.structure.chain else compression
         wait_seconds = 0.0 if self.commits or store.near or not store.shared else _PLACEHOLDER
         self.prior = hold_place(store, prior, overwrite=self.options.overwrite, wait_seconds=wait_seconds)
         self._wrote = True

@@ -13,8 +13,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from shardckpt.format.record import CheckpointRecord
-    from shardckpt.format.structure import Structure
+    from shardckpt.format.record import CheckpointRecord, Contents
     from shardckpt.frameworks.base import Source
     from shardckpt.frameworks.coordination import Coordinator
     from shardckpt.io.store import Store
@@ -52,11 +51,11 @@ class VersionToWrite(Protocol):
             coordinator: connects the processes.
         """
 
-    def begin(self, structure: Structure, place: Store, attempt: str) -> Structure:
-        """The structure of this process's state, with the chain that its chunks differ from; without a chain they have all elements.
+    def begin(self, contents: Contents, place: Store, attempt: str) -> Contents:
+        """The contents of this process's state, with the chain that its chunks differ from; without a chain they have all elements.
 
         Args:
-            structure: without a chain.
+            contents: without a chain.
             place: the checkpoint's place.
             attempt: name of the attempt.
         """

@@ -85,8 +85,17 @@ EMPTY_FOR_STRANGERS = [
     "/v1/verifications?checkpoint={id}",
     "/ui/jobs?subject={id}",
 ]
+OF_RUNS = {"/v1/versions"}
+"""Routes that a place is given to; `test_following` has their rights."""
 OF_JOBS = {"/v1/jobs/{job}": "/v1/jobs/{job}", "/v1/jobs/{job}/events": "/v1/jobs/{job}/events", "/ui/job/{job}": "/ui/job/{job}"}
-WRITES = {"/v1/announcements", "/v1/jobs/{operation}", "/v1/jobs/{job}/cancel", "/ui/jobs/{operation}", "/ui/job/{job}/cancel"}
+WRITES = {
+    "/v1/announcements",
+    "/v1/leases",
+    "/v1/jobs/{operation}",
+    "/v1/jobs/{job}/cancel",
+    "/ui/jobs/{operation}",
+    "/ui/job/{job}/cancel",
+}
 NEEDS = {
     "verify": ("operate", {"checkpoint": "{id}"}),
     "pin": ("operate", {"checkpoint": "{id}"}),
@@ -178,7 +187,7 @@ def team(tmp_path_factory):
 
 
 def test_every_route_endpoint_and_operation_has_declared_rights(team):
-    declared = FREE | LISTS.keys() | PLACES.keys() | OF_JOBS.keys() | WRITES
+    declared = FREE | LISTS.keys() | PLACES.keys() | OF_JOBS.keys() | OF_RUNS | WRITES
     assert {route.path for route in team.service.routes} == declared
     assert api.OF_CHECKPOINT.keys() == OF_CHECKPOINT.keys()
     assert {name.partition(" ")[0] for name in NEEDS} == OPERATIONS.keys()

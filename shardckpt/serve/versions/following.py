@@ -1,0 +1,144 @@
+"""The endpoints of followers of versions: events as soon as a version is announced, and leases for readers that cannot write.
+
+A `Publisher` and a `CheckpointManager` announce what they commit (`runs.announcing`). A follower then looks at the storage itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from starlette.exceptions import HTTPException
+from starlette.responses import Response, StreamingResponse
+
+from shardckpt.errors import NotFoundError, OptionError, ShardckptError, UrlError
+from shardckpt.io.store import Store
+from shardckpt.io.threads import map_on_threads
+from shardckpt.io.url import parse
+from shardckpt.runs.leases import held_leases, write_lease
+from shardckpt.serve.access.identity import UNKNOWN, WHO, may_read
+from shardckpt.serve.openapi import Parameter
+from shardckpt.serve.pool import on_thread
+from shardckpt.serve.problems import DocumentResponse
+from shardckpt.text import shorten
+from shardckpt.versions.version import PUBLISHED
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterator, Sequence
+
+    from starlette.requests import Request
+
+    from shardckpt.runs.leases import HeldLease
+    from shardckpt.serve.service import Service
+
+LEASE = (
+    Parameter(name="url", about="Place of the versions.", required=True, example="gs://bucket/policy"),
+    Parameter(name="id", about="Id of the lease: 16 hexadecimal digits that the reader has drawn.", required=True),
+    Parameter(name="lease", about="The lease as JSON, with steps, holder and version; null removes it.", required=True),
+)
+_POLL, _STREAM_SECONDS, _KEEPALIVE_SECONDS = 0.25, 300.0, 10.0
+"""A stream of events ends after some minutes; the client asks again."""
+_MOST_STREAMS = 1024
+"""Most followers that listen; others look at the storage from time to time."""
+
+
+def run_at(service: Service, url: Any) -> str:
+    """The id of the run at a place that a follower names.
+
+    Raises:
+        OptionError: it is not a place.
+        NotFoundError: it is outside of the roots that the user may read.
+    """
+    try:
+        ident = service.roots.ident(parse(url))
+    except (UrlError, TypeError) as e:
+        raise OptionError(f"url={shorten(url)} is not the place of a run.") from e
+    if ident is None or not may_read(ident):
+        raise NotFoundError("there is no run of that url here.")
+    return ident
+
+
+def announce(service: Service, ident: str) -> None:
+    """Tell those who listen to the run of a checkpoint."""
+    for news in service.listening.get(ident.rpartition("/")[0], ()):
+        news.set()
+
+
+async def events(service: Service, request: Request) -> Response:
+    """Follow a run: an event `version` whenever a checkpoint of it is announced."""
+    run = run_at(service, request.query_params.get("url"))
+    mine = sum(who == WHO.get().name for who in service.listeners.elements()) if WHO.get().name != UNKNOWN else 0
+    if service.listeners.total() >= _MOST_STREAMS or mine >= _MOST_STREAMS // 2:
+        raise HTTPException(503, "too many clients follow runs; look at the storage from time to time.", {"Retry-After": "60"})
+    headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+    return StreamingResponse(_follow(service, run), headers=headers, media_type="text/event-stream")
+
+
+async def _follow(service: Service, run: str) -> AsyncIterator[bytes]:
+    clock = asyncio.get_running_loop().time
+    end, sent = clock() + _STREAM_SECONDS, clock()
+    with _listening(service, run) as news:
+        yield b": listening\n\n"
+        while clock() < end and not service.closing.is_set():
+            try:
+                await asyncio.wait_for(news.wait(), _POLL)
+            except TimeoutError:
+                if clock() >= sent + _KEEPALIVE_SECONDS:
+                    sent = clock()
+                    yield b": still there\n\n"
+                continue
+            news.clear()
+            sent = clock()
+            yield f"event: version\ndata: {json.dumps({'run': run})}\n\n".encode()
+
+
+@contextmanager
+def _listening(service: Service, run: str) -> Iterator[asyncio.Event]:
+    news, who = asyncio.Event(), WHO.get().name
+    service.listening.setdefault(run, []).append(news)
+    service.listeners[who] += 1
+    try:
+        yield news
+    finally:
+        service.listeners[who] -= 1
+        service.listening[run].remove(news)
+        if not service.listening[run]:
+            del service.listening[run]
+
+
+async def lease(service: Service, request: Request) -> Response:
+    """Write the lease of a reader, `{"url": …, "id": …, "lease": …}`, or remove it."""
+    if service.upkeep is None:
+        raise HTTPException(403, "this service only reads; for leases it is started with --state DIR and --token-file FILE.")
+    try:
+        said = await request.json()
+        url, ident, document = said["url"], str(said["id"]), said["lease"]
+    except (ValueError, KeyError, TypeError, RecursionError) as e:
+        raise OptionError('a lease is a JSON document {"url": "gs://bucket/policy", "id": "…", "lease": {"steps": [7], …}}.') from e
+    run = run_at(service, url)
+    await on_thread(write_lease, Store.open(service.roots.locate(run)), ident, document)
+    return DocumentResponse({"id": ident}, 202)
+
+
+def readers(service: Service, run: str) -> list[HeldLease]:
+    """The readers of a run that hold leases, or none where these cannot be read."""
+    try:
+        return held_leases(Store.open(service.roots.locate(run)))
+    except ShardckptError:
+        return []
+
+
+def began(service: Service, entries: Sequence[dict[str, Any]]) -> dict[str, str | None]:
+    """The times at which versions were begun, by their ids; None for checkpoints that no `Publisher` made."""
+    return dict(zip((one["id"] for one in entries), map_on_threads(partial(_began, service), entries), strict=True))
+
+
+def _began(service: Service, entry: dict[str, Any]) -> str | None:
+    try:
+        said = service.opened.get(entry["id"]).checkpoint.metadata.get(PUBLISHED)
+    except ShardckptError:
+        return None
+    return str(said.get("began")) if isinstance(said, dict) else None

@@ -1,0 +1,75 @@
+"""The part of a run's page about its versions: what each has cost, and who has which."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from shardckpt.serve.pages.frame import link, span, table
+from shardckpt.serve.pages.markup import Html, data, el
+from shardckpt.serve.pages.plan import section
+from shardckpt.serve.rhythm import time_of
+from shardckpt.text import count, file_size
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from shardckpt.runs.leases import HeldLease
+
+MOST_SHOWN = 20
+_HEADS = (
+    *(("Version", False), ("Differs from", False), ("Stored", True), ("Of all bytes", True), ("Time to publish", True)),
+    ("Followed by", False),
+)
+
+
+def versions_section(entries: Sequence[dict[str, Any]], began: Mapping[str, str | None], readers: Sequence[HeldLease]) -> Html | None:
+    """The newest versions; None of a run that has no differences and no readers.
+
+    Args:
+        entries: checkpoints of the run, the newest first, as lists have them.
+        began: times at which the versions were begun, by their ids.
+        readers: the leases of its readers.
+    """
+    shown = [one for one in entries if not one["superseded"]]
+    if not readers and not any(began.values()):
+        return None
+    rows = [_row(one, began.get(one["id"]), readers) for one in shown]
+    have = {one["step"] for one in shown}
+    others = sum(one.version not in have for one in readers)
+    note = f"{count(others, 'reader')} with an older version, or with none yet." if others else ""
+    listed = table(_HEADS, rows, caption=count(len(rows), "version"), ident="versions")
+    told = el("p", "A reader is there while its lease lasts: until it closes, or for ten minutes after it died. ", note, class_="quiet")
+    return section("Versions", listed, told)
+
+
+def _base(one: dict[str, Any]) -> str | None:
+    """Name of the version that one differs from, if that lies beside it; None: it has all of its elements."""
+    return one["bases"][0].rstrip("/").rpartition("/")[2] if one["bases"] else None
+
+
+def _row(one: dict[str, Any], began: str | None, readers: Sequence[HeldLease]) -> list[Any]:
+    stored, nbytes, base = one["stored_bytes"], one["bytes"], _base(one)
+    share = stored / nbytes if stored is not None and nbytes else None
+    seconds = publishing_seconds(began, one["created"])
+    holders: dict[str, int] = {}
+    for reader in readers:
+        if reader.version == one["step"]:
+            holders[reader.holder] = holders.get(reader.holder, 0) + 1
+    return [
+        link("checkpoint", one["id"], one["name"]),
+        "– (all elements)" if base is None else base,
+        "–" if stored is None else data("stored_bytes", stored, file_size(stored)),
+        "–" if share is None else data("share", f"{share:.6f}", f"{share:.2%}"),
+        "–" if seconds is None else data("seconds", f"{seconds:g}", span(seconds)),
+        ", ".join(name if n == 1 else f"{name} ×{n}" for name, n in sorted(holders.items())) or "–",
+    ]
+
+
+def publishing_seconds(began: str | None, committed: str | None) -> float | None:
+    """Seconds from one time to the other; None: one of them is not known.
+
+    >>> publishing_seconds("2026-01-01T00:00:00+00:00", "2026-01-01T00:00:07+00:00")
+    7.0
+    """
+    first, last = time_of(began), time_of(committed)
+    return None if first is None or last is None else max(0.0, (last - first).total_seconds())
