@@ -84,7 +84,8 @@ PATHS = {
     "commit.collecting.delete", "commit.committing.commit", "reshard.batch_dims", "reshard.execute.reshard", "reshard.rules",
     "reshard.rules.parse_mesh", "training.events", "training.generators.Generators", "training.integrations.dcp.StorageReader",
     "training.integrations.dcp.StorageWriter", "training.integrations.hf_trainer.ShardckptCallback",
-    "training.integrations.lightning.ShardckptIO", "training.metrics", "training.policies", "training.retention",
+    "training.integrations.lightning.ShardckptIO", "training.integrations.orbax.OrbaxCheckpointer",
+    "training.integrations.orbax.OrbaxCheckpointManager", "training.metrics", "training.policies", "training.retention",
     "versions.follower.FollowedVersion", "versions.follower.Follower", "views.model_view.safetensors_view",
 }  # fmt: skip
 """Paths in `shardckpt` that users were told to import. They stay, wherever the code moves."""

@@ -1,0 +1,190 @@
+"""Orbax's policies, options and `args` as those of shardckpt; what is not supported is refused by name."""
+
+from __future__ import annotations
+
+import dataclasses
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, Any, Literal
+
+import jax
+import orbax.checkpoint as ocp
+from orbax.checkpoint import v1
+
+from shardckpt.errors import OptionError
+from shardckpt.runs.retention import Retention, SavedStep
+from shardckpt.training.policies import AtSteps, Continuous, OnPreemption, Policy, any_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+DEFAULT = "default"
+"""The name of the item that a CheckpointManager saves without `args.Composite`."""
+_saving, _keeping = v1.training.save_decision_policies, v1.training.preservation_policies
+_SAVED = (ocp.args.StandardSave, ocp.args.PyTreeSave, ocp.args.ArraySave, ocp.args.JsonSave, ocp.args.JaxRandomKeySave)
+_RESTORED = (
+    *(ocp.args.StandardRestore, ocp.args.PyTreeRestore, ocp.args.ArrayRestore, ocp.args.JsonRestore),
+    ocp.args.JaxRandomKeyRestore,
+)
+_USED = frozenset(
+    {"save_interval_steps", "save_on_steps", "save_decision_policy", "max_to_keep", "keep_period", "keep_time_interval", "best_fn"}
+    | {"best_mode", "keep_checkpoints_without_metrics", "preservation_policy", "enable_async_checkpointing", "read_only"}
+)
+_NOT_NEEDED = frozenset(
+    {"create", "cleanup_tmp_directories", "enable_background_delete", "num_deletion_threads", "save_root_metadata", "async_options"}
+    | {"file_options", "single_host_load_and_broadcast", "lightweight_initialize", "enable_per_process_directory_creation"}
+    | {"enable_should_save_is_saving_in_progress_check", "multiprocessing_options", "atomicity_options"}
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Multiples(Policy):
+    """Orbax's FixedIntervalPolicy: exactly the multiples, and step 0."""
+
+    n: int
+
+    def due(self, step: int, previous: int | None) -> bool:
+        return step != previous and step % self.n == 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _First(Policy):
+    """Orbax's InitialSavePolicy: the first step of a run without checkpoints."""
+
+    steps: Callable[[], list[int]]
+
+    def due(self, step: int, previous: int | None) -> bool:
+        del step
+        return previous is None and not self.steps()
+
+
+def policy_of(given: Any, steps: Callable[[], list[int]]) -> Policy:  # noqa: PLR0911  (a return for each kind)
+    """The policy of shardckpt that saves the same steps."""
+    match given:
+        case Policy():
+            return given
+        case _saving.FixedIntervalPolicy(interval=n):
+            return _Multiples(n)
+        case _saving.SpecificStepsPolicy(steps=steps):
+            return AtSteps(steps)
+        case _saving.InitialSavePolicy():
+            return _First(steps)
+        case _saving.ContinuousCheckpointingPolicy(minimum_interval_secs=None):
+            return Continuous()
+        case _saving.PreemptionCheckpointingPolicy():
+            return OnPreemption()
+        case _saving.AnySavePolicy(policies=policies):
+            return any_of(*(policy_of(one, steps) for one in policies))
+    raise OptionError(f"save_decision_policy: {given!r:.200} is not supported; give a policy of shardckpt.training.policies in its place.")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class KeptByOrbax(Retention):
+    """A preservation policy of Orbax."""
+
+    policy: Any
+
+    def kept(self, steps: Sequence[SavedStep]) -> set[int]:
+        """The steps that the policy preserves."""
+        now = datetime.now(UTC)
+        infos = [_Info(one.step, now - timedelta(seconds=one.age), dict(one.metrics) or None) for one in steps]
+        keeps = self.policy.should_preserve(infos, context=_keeping.PreservationContext())
+        return {one.step for one, keep in zip(steps, keeps, strict=True) if keep}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Info:
+    """A step, as Orbax's policies see it."""
+
+    step: int
+    time: datetime
+    metrics: dict[str, float] | None
+
+
+def without_placeholders(abstract: Any) -> Any:
+    """An abstract state without placeholders.
+
+    Raises:
+        OptionError: Orbax's placeholder (`...`) is in it.
+    """
+    if any(leaf is ... for leaf in jax.tree.leaves(abstract)):
+        raise OptionError("the abstract state has placeholders (...); leave these entries out of it, and give only the rest.")
+    return abstract
+
+
+def retention_of(given: ocp.CheckpointManagerOptions) -> Retention | None:
+    """The rule of Orbax's options: those of any of them are kept."""
+    if given.preservation_policy is not None:
+        return KeptByOrbax(given.preservation_policy)
+    if given.max_to_keep is None:
+        return None
+    rules: list[Any] = []
+    if given.best_fn is None:
+        rules.append(_keeping.LatestN(given.max_to_keep))
+    else:
+        without = given.keep_checkpoints_without_metrics
+        reverse = given.best_mode == "min"
+        rules.append(
+            _keeping.BestN(get_metric_fn=given.best_fn, reverse=reverse, n=given.max_to_keep, keep_checkpoints_without_metrics=without)
+        )
+    if given.keep_period is not None:
+        rules.append(_keeping.EveryNSteps(given.keep_period))
+    if given.keep_time_interval is not None:
+        rules.append(_keeping.EveryNSeconds(interval_secs=int(given.keep_time_interval.total_seconds())))
+    return KeptByOrbax(_keeping.AnyPreservationPolicy(rules))
+
+
+def items_of(args: Any) -> dict[str, Any]:
+    """The `args` of each item, by its name."""
+    return dict(args.items()) if isinstance(args, ocp.args.Composite) else {DEFAULT: args}
+
+
+def _refused(name: str, args: Any, verb: Literal["save", "restore"]) -> OptionError:
+    return OptionError(
+        f"{verb}(args=…): {name!r} is a {type(args).__name__}, which is not supported; give Standard, PyTree, Array, Json or JaxRandomKey."
+    )
+
+
+def saved_value(name: str, args: Any) -> Any:
+    """The value to save under a name."""
+    if not isinstance(args, _SAVED):
+        raise _refused(name, args, "save")
+    if getattr(args, "save_args", None) is not None:
+        raise OptionError(f"save(args=…): {name!r} has save_args, which are not supported; give save_options=shardckpt.SaveOptions(…).")
+    return args.item
+
+
+def restore_target(name: str, args: Any) -> Any:
+    """The abstract value to restore under a name; None: as stored."""
+    if not isinstance(args, _RESTORED):
+        raise _refused(name, args, "restore")
+    odd = [key for key in ("transforms", "legacy_transform_fn", "partial_restore") if getattr(args, key, None)]
+    if odd:
+        raise OptionError(f"restore(args=…): {name!r} has {odd[0]}, which is not supported; see shardckpt.restore(rename=…, only=…).")
+    item, restore_args = without_placeholders(getattr(args, "item", None)), getattr(args, "restore_args", None)
+    if restore_args is None:
+        return item
+    if item is None:
+        raise OptionError(f"restore(args=…): {name!r} has restore_args without an item; give the abstract state as the item.")
+
+    def placed(leaf: Any, of: Any) -> Any:
+        sharding = getattr(of, "sharding", None)
+        if sharding is None and getattr(of, "mesh", None) is not None:
+            sharding = jax.sharding.NamedSharding(of.mesh, of.mesh_axes)
+        return leaf if sharding is None else jax.ShapeDtypeStruct(leaf.shape, of.dtype or leaf.dtype, sharding=sharding)
+
+    return jax.tree.map(placed, item, restore_args)
+
+
+def check_options(given: ocp.CheckpointManagerOptions) -> None:
+    """Raise OptionError if an option is given that is not supported."""
+    plain = ocp.CheckpointManagerOptions()
+    for field in dataclasses.fields(given):
+        if field.name not in _USED | _NOT_NEEDED and getattr(given, field.name) != getattr(plain, field.name):
+            raise OptionError(f"CheckpointManagerOptions({field.name}=…) is not supported; leave it out.")
+
+
+def decision_of(given: ocp.CheckpointManagerOptions) -> Any:
+    """The policy of Orbax's options; without one the multiples of an interval, given steps, and before the job is stopped."""
+    if given.save_decision_policy is not None:
+        return given.save_decision_policy
+    return any_of(_Multiples(given.save_interval_steps), AtSteps(given.save_on_steps or ()), OnPreemption())

@@ -1,0 +1,156 @@
+"""Orbax 0.12.8's programs with shardckpt's managers in the place of Orbax's: the same losses and kept steps, also on another mesh."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from datetime import timedelta
+
+import pytest
+from paths import CHILDREN, DOCS
+
+import shardckpt
+from shardckpt.errors import NotFoundError, OptionError
+
+STEPS, SAVED, DIES = 11, 6, 8
+
+
+def program(who, api, place, mesh, dies_at=0):
+    arguments = [sys.executable, CHILDREN / "integration_orbax.py", who, api, place, json.dumps(mesh), str(STEPS), str(dies_at)]
+    done = subprocess.run([str(one) for one in arguments], capture_output=True, text=True, timeout=100)
+    if dies_at:
+        assert done.returncode == -9, done.stderr[-3000:]
+        return None
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("api", ["v0", "v1"])
+def test_a_killed_training_resumes_on_another_mesh_with_the_losses_of_orbax(tmp_path, api):
+    whole = program("orbax", api, tmp_path / "theirs", [4, 2])
+    program("shardckpt", api, tmp_path / "ours", [4, 2], DIES)
+    found = program("shardckpt", api, tmp_path / "ours", [2, 4])
+    assert found["first"] == SAVED + 1
+    assert found["losses"] == {step: value for step, value in whole["losses"].items() if int(step) > SAVED}
+    assert found["kept"] == whole["kept"] == [6, 9]
+    assert found["shards"] == 8
+    assert shardckpt.open(tmp_path / "ours" / "9").verify().ok
+
+
+@pytest.fixture
+def ours():
+    pytest.importorskip("jax")
+    from shardckpt.training.integrations import orbax
+
+    return orbax
+
+
+@pytest.fixture
+def ocp():
+    import orbax.checkpoint
+
+    return orbax.checkpoint
+
+
+def test_single_items_metrics_and_the_best_step(tmp_path, ours, ocp):
+    import numpy as np
+
+    options = ocp.CheckpointManagerOptions(max_to_keep=2, best_fn=lambda metrics: metrics["loss"], best_mode="min")
+    with ours.OrbaxCheckpointManager(tmp_path, options=options) as manager:
+        for step, loss in enumerate([3.0, 1.0, 2.0, 4.0]):
+            assert manager.save(
+                step, args=ocp.args.StandardSave({"w": np.full(3, step)}), metrics={"loss": loss}, custom_metadata={"n": step}
+            )
+        manager.wait_until_finished()
+        assert manager.all_steps() == [1, 2, 3]  # the latest step always stays
+        assert (manager.best_step(), manager.metrics(2)) == (1, {"loss": 2.0})
+        assert manager.item_metadata(2)["w"].shape == (3,)
+        assert (manager.restore(2)["w"] == 2).all()
+        assert manager.latest_step() == 2  # training goes on from there
+
+
+def test_states_by_name_and_their_metadata(tmp_path, ours):
+    import numpy as np
+
+    with ours.OrbaxCheckpointer(tmp_path) as manager:
+        saved = manager.save_checkpointables(0, {"model": {"w": np.ones(2)}, "other": {"n": 5}}, custom_metadata={"a": 1}, metrics={"l": 2})
+        assert saved
+        assert manager.load_checkpointables(0, {"other": None}) == {"other": {"n": 5}}
+        found = manager.checkpointables_metadata()
+        assert (found.step, found.custom_metadata, found.metrics) == (0, {"a": 1}, {"l": 2.0})
+        assert found.metadata["model"]["w"].shape == (2,)
+        assert manager.delete(0)
+        assert manager.latest is None
+        assert not manager.delete(0, missing_ok=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        ({"step_prefix": "s"}, "step_prefix"),
+        ({"should_save_fn": lambda _step, _last: True}, "should_save_fn"),
+        ({"todelete_subdir": "d"}, "todelete_subdir"),
+    ],
+)
+def test_options_that_are_not_supported_are_refused_by_name(tmp_path, ours, ocp, options, word):
+    with pytest.raises(OptionError, match=word):
+        ours.OrbaxCheckpointManager(tmp_path, options=ocp.CheckpointManagerOptions(**options))
+
+
+def test_what_else_is_not_supported_is_refused_by_name(tmp_path, ours, ocp):
+    import numpy as np
+    from orbax.checkpoint import v1
+
+    manager = ours.OrbaxCheckpointManager(tmp_path / "a")
+    for args, word in [
+        (ocp.args.NumpyRandomKeySave(()), "NumpyRandomKeySaveArgs"),
+        (ocp.args.PyTreeSave({"w": 1}, save_args={"w": ocp.SaveArgs()}), "save_args"),
+    ]:
+        with pytest.raises(OptionError, match=word):
+            manager.save(0, args=args)
+    manager.save(0, args=ocp.args.StandardSave({"w": np.ones(1)}))
+    with pytest.raises(OptionError, match="placeholders"):
+        manager.restore(0, args=ocp.args.StandardRestore({"w": ...}))
+    with pytest.raises(OptionError, match=r"CheckpointManager\.metadata"):
+        manager.metadata(0)
+    with pytest.raises(NotFoundError, match="has no 'model'"):
+        manager.restore(0, args=ocp.args.Composite(model=ocp.args.JsonRestore()))
+    manager.close()
+    with pytest.raises(OptionError, match="minimum_interval_secs"):
+        ours.OrbaxCheckpointer(
+            tmp_path, save_decision_policy=v1.training.save_decision_policies.ContinuousCheckpointingPolicy(minimum_interval_secs=5)
+        )
+    with pytest.raises(OptionError, match="logger"):
+        ours.OrbaxCheckpointer(tmp_path, logger=None)
+    with ours.OrbaxCheckpointer(tmp_path / "b") as other:
+        with pytest.raises(OptionError, match="overwrite"):
+            other.save(0, {"w": np.ones(1)}, overwrite=True)
+        with pytest.raises(OptionError, match=r"Checkpointer\.load_async"):
+            other.load_async(0)
+        with pytest.raises(NotFoundError, match="no checkpoint"):
+            other.load()
+
+
+def test_a_step_is_kept_by_the_time_of_its_commit(tmp_path, ours, ocp):
+    import numpy as np
+
+    options = ocp.CheckpointManagerOptions(max_to_keep=1, keep_time_interval=timedelta(hours=1))
+    with ours.OrbaxCheckpointManager(tmp_path, options=options) as manager:
+        for step in range(4):
+            manager.save(step, args=ocp.args.StandardSave({"w": np.ones(1)}))
+        manager.wait_until_finished()
+        assert manager.all_steps() == [0, 3]
+
+
+def test_the_program_of_the_page_runs(tmp_path):
+    section = (DOCS / "integrations.md").read_text().split("## Orbax's managers")[1]
+    (block,) = re.findall(r"^```python\n(.*?)^```", section.split("\n## ")[0], re.MULTILINE | re.DOTALL)
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", block], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert shardckpt.CheckpointManager(tmp_path / "runs" / "v1").all_steps() == [2, 4, 6]
