@@ -13,6 +13,7 @@ from shardckpt.cli.help import EXAMPLES, HINTS, server_first
 from shardckpt.cli.info import command as info
 from shardckpt.cli.plan import command as plan
 from shardckpt.cli.project import project_url
+from shardckpt.cli.screen import write_text
 from shardckpt.cli.server import choose_server
 
 if TYPE_CHECKING:
@@ -23,6 +24,13 @@ class _Documented:
     """Mixin for help that ends with examples, and with the address of the documentation."""
 
     name: str | None
+
+    def get_help_option(self, ctx: Any) -> Any:
+        """The option `--help`; an output that cannot be written is an error as with all commands."""
+        option = super().get_help_option(ctx)  # type: ignore[misc]
+        if option is not None:
+            option.callback = _show_help
+        return option
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
         """Write the command's examples and epilog, if any, and the address."""
@@ -36,6 +44,12 @@ class _Documented:
         if url is not None:
             formatter.write_paragraph()
             formatter.write_text(f"Documentation: {url}")
+
+
+def _show_help(ctx: Any, _option: object, wanted: bool) -> None:
+    if wanted and not ctx.resilient_parsing:
+        write_text(f"{ctx.get_help()}\n")
+        ctx.exit()
 
 
 class _Command(_Documented, TyperCommand):
@@ -105,7 +119,7 @@ def _version(wanted: bool) -> None:
         from shardckpt._version import __version__
         from shardckpt.io.extension import ENGINE
 
-        print(f"shardckpt {__version__} ({'with' if ENGINE == 'C' else 'without'} its C extension)")
+        write_text(f"shardckpt {__version__} ({'with' if ENGINE == 'C' else 'without'} its C extension)\n")
         raise typer.Exit
 
 
@@ -127,7 +141,7 @@ def root(
     del version
     choose_server(server, context.invoked_subcommand)
     if context.invoked_subcommand is None:
-        print(context.get_help())
+        write_text(f"{context.get_help()}\n")
 
 
 _COMMANDS: dict[str, Callable[..., None]] = {

@@ -86,8 +86,8 @@ class Screen:
     def show(self, lines: Iterable[str]) -> None:
         """Write painted lines, and flush."""
         for line in lines:
-            _write((line.translate(_ASCII).encode("ascii", "backslashreplace").decode() if self._ascii else line) + "\n")
-        _write("", flush=True)
+            write_text((line.translate(_ASCII).encode("ascii", "backslashreplace").decode() if self._ascii else line) + "\n")
+        write_text("", flush=True)
 
     def rows(self, rows: Iterable[Sequence[Cell]], widths: Sequence[int], gap: int = 2) -> Iterator[str]:
         """Rows of cells in columns of these widths; the cells after a too long one start on a new line."""
@@ -139,7 +139,7 @@ def pad(text: str, width: int) -> str:
 
 def write_json(document: dict[str, Any]) -> None:
     """Write the JSON document of a command, in ASCII: on one line for a program, indented on a terminal."""
-    _write(json.dumps(document, indent=2 if is_terminal(sys.stdout) else None, allow_nan=False) + "\n")
+    write_text(json.dumps(document, indent=2 if is_terminal(sys.stdout) else None, allow_nan=False) + "\n")
 
 
 @contextmanager
@@ -195,7 +195,13 @@ def _style(style: str) -> Style:
     return Style.parse(style)
 
 
-def _write(text: str, *, flush: bool = False) -> None:
+def write_text(text: str, *, flush: bool = False) -> None:
+    """Write to standard output.
+
+    Raises:
+        ReaderGoneError: its reader has closed it.
+        OutputError: it cannot be written.
+    """
     try:
         sys.stdout.write(text)
         if flush:

@@ -127,12 +127,19 @@ def assemble(place: Store, said: Mapping[FileReference, Contents] | None = None)
     Raises:
         CommitError: records contradict each other, or a chunk was written by no host or by several.
     """
+    with place.names_later():
+        record = _assemble(place, said or {})
+        place.sync_names()
+    return record
+
+
+def _assemble(place: Store, said: Mapping[FileReference, Contents]) -> CheckpointRecord:
     hosts, references = _host_records(place)
     if (records := place.local_path("records")) is not None:
         with storage_errors("write", records):
             sync_directory(records)  # a host may have been killed, or be at work, between naming its record and making the name durable
     first = hosts[0]
-    parts = _contents(place, hosts, said or {})
+    parts = _contents(place, hosts, said)
     contents = Contents.union(parts)
     structure = contents.structure
     if len(hosts) > 1:

@@ -22,9 +22,9 @@ import tensorstore as ts
 from shardckpt.errors import CommitError, FormatError
 from shardckpt.format.zarr_arrays import PLAIN_ROOT, encode_document, group_json, parent_groups, plain_key
 from shardckpt.io import ocdbt
+from shardckpt.io.contexts import shared_context, with_new_keys
 from shardckpt.io.failures import storage_errors
 from shardckpt.io.files import LARGEST_WHOLE
-from shardckpt.io.store import Store, shared_context, with_new_keys
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from shardckpt.io.ocdbt import Place, Version
+    from shardckpt.io.store import Store
     from shardckpt.io.url import Location
 
 _MOST_INSIDE = 1 << 20

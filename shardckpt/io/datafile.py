@@ -25,7 +25,6 @@ from shardckpt.io import extension
 from shardckpt.io.buffers import MOST_VECTORS, after
 from shardckpt.io.descriptor import OpenFile
 from shardckpt.io.failures import storage_errors
-from shardckpt.io.files import sync_directory
 from shardckpt.io.store import Data, byte_view
 from shardckpt.text import file_size
 
@@ -142,17 +141,18 @@ def create_data_file(store: Store, key: str, buffer: NDArray[np.uint8] | None = 
         return _ObjectDataFile(store, key, np.empty(0, np.uint8) if buffer is None else buffer)
     store.make_parents(key)
     if draft is None:
-        return _LocalDataFile(path)
+        return _LocalDataFile(store, path)
     store.make_parents(draft)
     written = store.local_path(draft)
     assert written is not None
-    return _LocalDataFile(written, path)
+    return _LocalDataFile(store, written, path)
 
 
 class _LocalDataFile:
     """A file on this machine."""
 
-    def __init__(self, path: Path, final: Path | None = None) -> None:
+    def __init__(self, store: Store, path: Path, final: Path | None = None) -> None:
+        self._store = store
         self._path = path
         self._final = path if final is None else final
         self._size = self._begun = 0
@@ -211,7 +211,7 @@ class _LocalDataFile:
                 self.abandon()
             if self._final != self._path:
                 self._path.replace(self._final)
-            sync_directory(self._final.parent)
+            self._store.sync_name(self._final)
 
     def interrupt(self) -> None:
         pass

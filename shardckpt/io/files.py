@@ -21,7 +21,7 @@ import os
 import secrets
 import stat
 import time
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from weakref import WeakSet
@@ -91,13 +91,16 @@ def generation_of(data: bytes | None) -> bytes:
     return _ABSENT if data is None else hashlib.sha256(data).hexdigest().encode()
 
 
-def replace(path: Path, data: bytes | bytearray | memoryview, generation: bytes | None) -> bool:
+def replace(
+    path: Path, data: bytes | bytearray | memoryview, generation: bytes | None, directories: DurableDirectories | None = None
+) -> bool:
     """Write a file, or replace it, in an existing directory; durable when this returns.
 
     Args:
         path: the file.
         data: its bytes.
         generation: write only if the file still has this generation; None: write always.
+        directories: what makes the file's name durable, at once or later; None: it is made durable at once.
 
     Returns:
         Whether it was written; False if the file has another generation.
@@ -121,7 +124,10 @@ def replace(path: Path, data: bytes | bytearray | memoryview, generation: bytes 
                 raise FileNotFoundError(errno.ENOENT, "its directory was removed while it was written", str(path))
             lock.path.rename(path)
             renamed = True
-            sync_directory(path.parent)
+            if directories is None:
+                sync_directory(path.parent)
+            else:
+                directories.sync(path.parent)
             return True
         finally:
             _release(lock, delete=not renamed)
@@ -213,12 +219,56 @@ _unsynced: set[int] = set()
 
 
 class DurableDirectories:
-    """Creates directories durably, and remembers which are durable."""
+    """Creates directories durably, and remembers which are durable.
+
+    Many new names can be made durable together: within `later`, a directory is synced once, when `sync_all` is called, however many
+    files and directories are created in it. A file system with a journal then writes it once, and not once per name.
+    """
 
     def __init__(self, top: Path) -> None:
         """Begin at `top`: directories from there down are synced even if they exist, as another process may just have created them."""
         self._top = top
         self._synced: set[Path] = set()
+        self._later: dict[Path, bool] | None = None
+        """Directories to sync in `sync_all`, and whether this process may sync them; None: they are synced at once."""
+
+    @contextmanager
+    def later(self) -> Iterator[None]:
+        """Put syncing off until `sync_all` is called in the block. After an error, what is used again is synced again."""
+        assert self._later is None
+        self._later = {}
+        try:
+            yield
+        finally:
+            if self._later is not None:
+                self._later = None
+                self._synced.clear()
+
+    def sync_all(self) -> None:
+        """Make all names durable that were created since `later`; from now on they are made durable at once."""
+        if self._later is not None:
+            for directory, may_fail in self._later.items():
+                self._sync(directory, may_fail=may_fail)
+            self._later = None
+
+    def sync(self, directory: Path, *, may_fail: bool = False) -> None:
+        """Make the names in a directory durable, or note it for `sync_all`; `may_fail` if this process may lack the right to do it."""
+        if self._later is None:
+            self._sync(directory, may_fail=may_fail)
+        else:
+            self._later[directory] = may_fail and self._later.get(directory, True)
+
+    def _sync(self, directory: Path, *, may_fail: bool) -> None:
+        try:
+            sync_directory(directory)
+        except PermissionError:
+            if not may_fail:
+                raise
+
+    def forget(self, top: Path) -> None:
+        """A directory and everything below it was removed."""
+        for directory in [one for one in self._later or () if one.is_relative_to(top)]:
+            del (self._later or {})[directory]
 
     def make(self, path: Path) -> None:
         """Create a directory and its parents, if they are missing."""
@@ -230,11 +280,7 @@ class DurableDirectories:
             self.make(path.parent)
         existed = is_directory(path)
         path.mkdir(exist_ok=True)
-        try:
-            sync_directory(path.parent)
-        except PermissionError:  # a directory that only others may list, above one of our own
-            if not existed:
-                raise
+        self.sync(path.parent, may_fail=existed)  # a directory that only others may list, above one of our own
         self._synced.add(path)
 
 

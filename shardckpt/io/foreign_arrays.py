@@ -21,9 +21,9 @@ import tensorstore as ts
 
 from shardckpt.errors import BudgetError, CorruptionError, DtypeError, FormatError, MissingDataError
 from shardckpt.format.documents import LARGEST_DIMENSION, check_key
+from shardckpt.io.contexts import shared_context
 from shardckpt.io.cores import free_memory
 from shardckpt.io.failures import storage_errors
-from shardckpt.io.store import shared_context
 from shardckpt.layout import dtypes
 from shardckpt.state.names import shown
 from shardckpt.text import file_size

@@ -17,12 +17,9 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections import deque
-from contextlib import contextmanager
-from functools import cache, lru_cache, wraps
+from contextlib import contextmanager, nullcontext
 from importlib import import_module
-from itertools import count
-from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import tensorstore as ts
@@ -30,7 +27,7 @@ from numpy.typing import NDArray
 
 from shardckpt.errors import CorruptionError, MissingDataError, StorageError
 from shardckpt.format.documents import check_key
-from shardckpt.io.buckets import cloud
+from shardckpt.io.contexts import shared_context
 from shardckpt.io.failures import begin_use, storage_errors
 from shardckpt.io.requests import Upload
 from shardckpt.io.url import Location, parse, store_class
@@ -39,52 +36,14 @@ if TYPE_CHECKING:
     import builtins
     import os
     from collections.abc import Callable, Iterable, Iterator, Sequence
+    from contextlib import AbstractContextManager
     from pathlib import Path
 
     from shardckpt.io.buckets.retry import Retry
 
 
-P = ParamSpec("P")
-T = TypeVar("T")
-_contexts = count()
-_stamps: deque[object] = deque(maxlen=1)
-"""The stamp of the newest context for buckets."""
 Data = bytes | bytearray | memoryview | NDArray[np.uint8]
 """Contiguous bytes of any kind."""
-
-
-def shared_context(location: Location) -> ts.Context:
-    """The TensorStore context of this process for a location. In buckets, other settings, or keys that were rotated, make a new one."""
-    return _common_context() if location.bucket is None else _context(cloud.context_stamp())
-
-
-@lru_cache(maxsize=4)
-def _context(stamp: object) -> ts.Context:
-    _stamps.append(stamp)
-    return ts.Context(cloud.context(next(_contexts)))
-
-
-@cache
-def _common_context() -> ts.Context:
-    return ts.Context()
-
-
-def with_new_keys(operation: Callable[P, T]) -> Callable[P, T]:
-    """Repeat an operation of TensorStore that failed, if the keys for S3 were rotated meanwhile.
-
-    It gets the same arguments again, so none may be an iterator, which would be used up.
-    """
-
-    @wraps(operation)
-    def run(*args: P.args, **kwargs: P.kwargs) -> T:
-        try:
-            return operation(*args, **kwargs)
-        except StorageError:
-            if not _stamps or cloud.context_stamp() == _stamps[-1]:
-                raise
-            return operation(*args, **kwargs)
-
-    return run
 
 
 def kind_of(location: Location) -> type[Store]:
@@ -334,6 +293,16 @@ class Store(ABC):
         check_key(key, self)
         with storage_errors("delete", self.path_of(key)):
             return self._remove(key, generation)
+
+    def names_later(self) -> AbstractContextManager[None]:
+        """On a disk: in the block, names of new files become durable only with `sync_names`, which syncs each directory once."""
+        return nullcontext()
+
+    def sync_names(self) -> None:  # noqa: B027  (only a disk has directories)
+        """Make all names durable that `names_later` has put off, and later names at once; of all stores made with `sub`, too."""
+
+    def sync_name(self, path: Path) -> None:  # noqa: B027  (only a disk has directories)
+        """Make the name of a file durable, or note it for `sync_names`."""
 
     def remove_empty(self) -> None:  # noqa: B027  (only a disk has directories)
         """On disk: remove the location's directory if it is empty. Object stores have no directories."""

@@ -92,7 +92,8 @@ def unused_patterns(only: Only | None, names: Sequence[str], empty: Sequence[str
     if isinstance(only, str) or callable(only):
         return None
     places = [*names, *(f"{name}/" for name in empty)]
-    return [pattern for pattern in only if not any(map(selector(pattern), places))] or None
+    known = set(places)
+    return [one for one in only if not (any(map(selector(one), places)) if is_glob(one) else one in known)] or None
 
 
 def check_selection(only: Only | None, tree: Tree, where: str, *, option: str = "only", each: bool = True) -> None:

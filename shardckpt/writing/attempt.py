@@ -197,34 +197,37 @@ class Attempt:
             contents = self.version.begin(contents, self.store, self.name)
             compression = "difference" if contents.structure.chain else compression
         wait_seconds = 0.0 if self.commits or store.near or not store.shared else _PLACEHOLDER
-        self.prior = hold_place(store, prior, overwrite=self.options.overwrite, wait_seconds=wait_seconds)
-        self._wrote = True
-        self._look_at_storage(wait=True)
-        writer = HostWriter(
-            place,
-            self.name,
-            self.world.process,
-            layout=self.options.layout,
-            compression=compression,
-            memory_limit=memory,
-            threads=threads,
-            summed=contents.structure.tensors.values() if self.options.fingerprint else None,
-            kept=kept,
-        )
-        try:
-            if not self.alone and self.commits:
-                described = writer.describe(contents)  # early, so that the others find the same contents written already
-                if self._storage is not None and not self._storage.proven:
-                    self._storage.announce(self.name, described.key)
-            yield writer
-            checksums = None if replicas is None else replicas.complete()
-            self.record = writer.finish(contents, hosts=self.world.processes, prior=self.prior.digest, values=values, replicas=checksums)
-            self._durable = True
-        except BaseException:
-            writer.abort()
-            raise
-        finally:
-            self._vouches = writer.vouches
+        with store.names_later():
+            self.prior = hold_place(store, prior, overwrite=self.options.overwrite, wait_seconds=wait_seconds)
+            self._wrote = True
+            self._look_at_storage(wait=True)
+            writer = HostWriter(
+                place,
+                self.name,
+                self.world.process,
+                layout=self.options.layout,
+                compression=compression,
+                memory_limit=memory,
+                threads=threads,
+                summed=contents.structure.tensors.values() if self.options.fingerprint else None,
+                kept=kept,
+            )
+            try:
+                if not self.alone and self.commits:
+                    described = writer.describe(contents)  # early, so that the others find the same contents written already
+                    if self._storage is not None and not self._storage.proven:
+                        self._storage.announce(self.name, described.key)
+                yield writer
+                checksums = None if replicas is None else replicas.complete()
+                self.record = writer.finish(
+                    contents, hosts=self.world.processes, prior=self.prior.digest, values=values, replicas=checksums
+                )
+                self._durable = True
+            except BaseException:
+                writer.abort()
+                raise
+            finally:
+                self._vouches = writer.vouches
         if self.alone:
             self._said[self.record.files.contents] = contents
 

@@ -279,6 +279,8 @@ class HostWriter:
             chunks=len(order),
             stored_bytes=int(extents.length.sum()),
         )
+        self._place.make_parents(record.key)
+        self._place.sync_names()
         return record, table
 
     def _write_sums(self) -> FileReference | None:

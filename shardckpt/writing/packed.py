@@ -34,9 +34,10 @@ from shardckpt.commit.index import index_values
 from shardckpt.errors import CommitError, ShardckptError
 from shardckpt.io import ocdbt
 from shardckpt.io.buffers import KeptBuffers
+from shardckpt.io.contexts import shared_context, with_new_keys
 from shardckpt.io.datafile import BlocksOut, DataFile, create_data_file
 from shardckpt.io.failures import storage_errors
-from shardckpt.io.store import Store, byte_view, shared_context, with_new_keys
+from shardckpt.io.store import Store, byte_view
 from shardckpt.io.threads import map_on_threads
 
 if TYPE_CHECKING:

@@ -37,8 +37,9 @@ from shardckpt.plan.chunks import Floor, chunking, even_runs, smallest_chunk
 from shardckpt.plan.pieces import Piece, count_chunks
 from shardckpt.plan.writers import Part, deal
 from shardckpt.state.document import local_branches, parse
+from shardckpt.state.glob import is_glob
 from shardckpt.state.names import array_path, piece_path, shown
-from shardckpt.state.select import matches
+from shardckpt.state.select import matches, selector, unused_patterns
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
@@ -217,14 +218,11 @@ def skipped_names(names: Iterable[str], patterns: Iterable[str]) -> frozenset[st
     Raises:
         OptionError: a pattern that matches no tensor.
     """
-    found: set[str] = set()
-    names = [*names]
-    for pattern in patterns:
-        fitting = [name for name in names if matches(pattern, name)]
-        if not fitting:
-            raise OptionError(f"skip: {pattern!r} matches no tensor; patterns are matched with whole names.")
-        found.update(fitting)
-    return frozenset(found)
+    names, patterns = [*names], [*patterns]
+    unused = unused_patterns(patterns, names)
+    if isinstance(unused, list) and unused:
+        raise OptionError(f"skip: {unused[0]!r} matches no tensor; patterns are matched with whole names.")
+    return frozenset(filter(selector(patterns), names))
 
 
 def tensor_records(
@@ -332,8 +330,12 @@ def _layouts(sources: Mapping[str, Source], shardings: Mapping[str, Layout]) -> 
     layouts: list[StoredLayout | None] = []
     used: set[str] = set()
     shadowed: dict[str, str] = {}
+    order = {pattern: number for number, pattern in enumerate(shardings)}
+    globs = {pattern: selector(pattern) for pattern in shardings if is_glob(pattern)}
     for name, source in sources.items():
-        fitting = [pattern for pattern in shardings if matches(pattern, name)] if source.layout is None else []
+        fitting = [pattern for pattern, selects in globs.items() if selects(name)] if source.layout is None else []
+        if name in order and name not in globs and source.layout is None:
+            fitting = sorted([*fitting, name], key=order.__getitem__)
         used.update(fitting[:1])
         for pattern in fitting[1:]:
             shadowed[pattern] = fitting[0]

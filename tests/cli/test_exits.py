@@ -154,7 +154,9 @@ def test_a_command_advises_its_own_options_only(run, tmp_path, monkeypatch, comm
     assert all(option in helped for option in advised)
 
 
-@pytest.mark.parametrize("args", [["info", "{c}"], ["stats", "{c}"], ["ls", "{c}", "--json"]])
+@pytest.mark.parametrize(
+    "args", [["info", "{c}"], ["stats", "{c}"], ["ls", "{c}", "--json"], ["--help"], ["info", "--help"], ["--version"]]
+)
 def test_output_that_cannot_be_written_is_an_error_of_the_storage(tmp_path, args):
     shardckpt.save(tmp_path / "c", {"w": np.arange(5.0)})
     command = [sys.executable, "-m", "shardckpt", *(arg.format(c=tmp_path / "c") for arg in args)]

@@ -19,7 +19,8 @@ from shardckpt.errors import CommitError, MissingDataError, StorageError
 from shardckpt.format.zarr_arrays import array_json, chunk_key, encode_document
 from shardckpt.io import ocdbt
 from shardckpt.io import store as store_module
-from shardckpt.io.store import Store, shared_context
+from shardckpt.io.contexts import shared_context
+from shardckpt.io.store import Store
 from shardckpt.layout.dtypes import DTYPES, of_numpy
 from shardckpt.writing.packed import PackedWriter
 from shardckpt.writing.plain import PlainWriter

@@ -17,7 +17,7 @@ from placeholders import undo_commit
 
 import shardckpt
 from shardckpt import Mesh, OpSharding, PartitionSpec, SaveOptions, Sharding, Target, errors
-from shardckpt.io.store import shared_context
+from shardckpt.io.contexts import shared_context
 from shardckpt.runs.collecting import collect
 
 LAYOUTS = ["packed", "zarr"]

@@ -17,7 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardckpt.errors import CommitError, StorageError
-from shardckpt.io.store import Store, shared_context
+from shardckpt.io.contexts import shared_context
+from shardckpt.io.store import Store
 from shardckpt.writing.packed import PackedWriter
 
 chunks = st.dictionaries(st.text("abc/12", min_size=1, max_size=8), st.binary(min_size=1, max_size=40), max_size=30)

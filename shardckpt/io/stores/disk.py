@@ -17,6 +17,7 @@ from shardckpt.io.store import Store, byte_view
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from contextlib import AbstractContextManager
     from pathlib import Path
 
     from shardckpt.io.buckets.retry import Retry
@@ -69,6 +70,19 @@ class DiskStore(Store):
         with storage_errors("make a directory for", path):
             self._directories.make(path.parent)
 
+    def names_later(self) -> AbstractContextManager[None]:
+        """See `Store`."""
+        return self._directories.later()
+
+    def sync_names(self) -> None:
+        """See `Store`."""
+        with storage_errors("write", self._top):
+            self._directories.sync_all()
+
+    def sync_name(self, path: Path) -> None:
+        """See `Store`."""
+        self._directories.sync(path.parent)
+
     def _file(self, key: str) -> Path:
         """Note the use of the storage, and return the key's path."""
         begin_use(self.location)
@@ -96,7 +110,7 @@ class DiskStore(Store):
         del retry
         path = self._file(key)
         self.make_parents(key)
-        return files.replace(path, byte_view(data), generation)
+        return files.replace(path, byte_view(data), generation, self._directories)
 
     def _delete(self, key: str) -> None:
         files.delete(self._file(key))
@@ -106,6 +120,7 @@ class DiskStore(Store):
 
     def _delete_below(self, prefix: str) -> None:
         remove_tree(self.local_path(prefix))
+        self._directories.forget(self.local_path(prefix))
 
     def _list(self, prefix: str) -> Iterator[str]:
         return (name for name, _ in files.below(self._file(""), prefix))

@@ -13,8 +13,9 @@ from werkzeug.serving import WSGIRequestHandler, make_server
 
 import shardckpt
 from shardckpt.errors import StorageError
+from shardckpt.io.contexts import with_new_keys
 from shardckpt.io.failures import storage_errors
-from shardckpt.io.store import Store, with_new_keys
+from shardckpt.io.store import Store
 
 _EXPIRED = b"<Error><Code>ExpiredToken</Code><Message>The provided token has expired.</Message></Error>"
 

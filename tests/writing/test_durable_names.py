@@ -1,0 +1,113 @@
+"""Names of files and directories are durable before the checkpoint is published, and each directory is synced few times."""
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import shardckpt
+from shardckpt.errors import StorageError
+
+STATE = {f"w{i}": np.full((8, 8), i, np.float32) for i in range(10)}
+OPTIONS = {
+    "packed": {},
+    "compressed": {"compression": "zstd"},
+    "an object per chunk": {"layout": "zarr"},
+    "with a fingerprint": {"fingerprint": True},
+}
+
+
+class Disk:
+    """Names that are not synced, and files whose bytes are not: a crash would take them."""
+
+    def __init__(self, monkeypatch):
+        self.names, self.files, self.syncs = set(), set(), []
+        self.lost_at_record, self.lost_at_publication = None, None
+        made, opened, renamed, replaced, synced = os.mkdir, os.open, os.rename, os.replace, os.fsync
+
+        def mkdir(path, *args, **kwargs):
+            made(path, *args, **kwargs)
+            self.names.add(Path(path))
+
+        def open_(path, flags, *args, **kwargs):
+            is_new = flags & os.O_CREAT and not Path(path).exists()
+            fd = opened(path, flags, *args, **kwargs)
+            if is_new:
+                self.names.add(Path(path))
+                self.files.add(Path(path))
+            return fd
+
+        def moved(move):
+            def to(source, target, *args, **kwargs):
+                source, target = Path(source), Path(target)
+                if target.parent.name == "records":
+                    self.lost_at_record = self.lost(but=source)
+                if target.name == "checkpoint.json":
+                    self.lost_at_publication = self.lost(but=source)  # of the first one, that only holds the place, nothing is asked
+                move(source, target, *args, **kwargs)
+                self.names -= {source}
+                self.names.add(target)
+                if source in self.files:
+                    self.files -= {source}
+                    self.files.add(target)
+
+            return to
+
+        def fsync(fd):
+            path = Path(f"/proc/self/fd/{fd}").readlink()
+            synced(fd)
+            self.syncs.append(path)
+            self.names = {name for name in self.names if name.parent != path}
+            self.files -= {path}
+
+        for name, function in {"mkdir": mkdir, "open": open_, "rename": moved(renamed), "replace": moved(replaced), "fsync": fsync}.items():
+            monkeypatch.setattr(os, name, function)
+
+    def lost(self, but=None):
+        """Names and files that a crash would take now, except the file that is being renamed."""
+        return sorted(str(path) for path in (self.names | self.files) if path != but and path.exists())
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("save", ["save", "save_async"])
+def test_everything_is_durable_before_the_hosts_record_and_before_the_publication(tmp_path, monkeypatch, options, save):
+    disk = Disk(monkeypatch)
+    handle = getattr(shardckpt, save)(tmp_path / "a" / "b" / "c", STATE, options=shardckpt.SaveOptions(**options))
+    if save == "save_async":
+        handle.wait()
+    assert disk.lost_at_record == []
+    assert disk.lost_at_publication == []
+    assert disk.lost() == []
+
+
+def test_ten_small_tensors_take_few_syncs(tmp_path, monkeypatch):
+    shardckpt.save(tmp_path / "first", STATE)
+    disk = Disk(monkeypatch)
+    shardckpt.save(tmp_path / "c", STATE)
+    assert len(disk.syncs) <= 24
+
+
+def test_an_object_per_chunk_takes_one_sync_each_and_few_per_directory(tmp_path, monkeypatch):
+    disk = Disk(monkeypatch)
+    shardckpt.save(tmp_path / "c", {"w": np.zeros((4, 1024, 1024), np.float32)}, options=shardckpt.SaveOptions(layout="zarr"))
+    files = sum(path.is_file() for path in (tmp_path / "c").rglob("*"))
+    directories = sum(path.is_dir() for path in tmp_path.rglob("*"))
+    assert len(disk.syncs) <= files + 2 * directories
+
+
+def test_names_that_cannot_be_synced_are_not_vouched_for(tmp_path, monkeypatch):
+    synced = os.fsync
+
+    def fsync(fd):
+        if Path(f"/proc/self/fd/{fd}").readlink().name == "hosts":
+            raise OSError(5, "Input/output error")
+        synced(fd)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fsync)
+        with pytest.raises(StorageError, match="Input/output error"):
+            shardckpt.save(tmp_path / "c", STATE)
+    assert [*(tmp_path / "c").rglob("records/*")] == []
+    shardckpt.save(tmp_path / "c", STATE)
+    np.testing.assert_array_equal(shardckpt.restore(tmp_path / "c")["w3"], STATE["w3"])
