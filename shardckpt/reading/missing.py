@@ -8,16 +8,31 @@ from typing import TYPE_CHECKING
 
 from shardckpt.commit.attempts import is_attempt, step_of
 from shardckpt.commit.publish import RECORD, published_attempt
-from shardckpt.errors import NotFoundError, ShardckptError, UncommittedError
+from shardckpt.errors import NotFoundError, ShardckptError, StorageError, UncommittedError
 from shardckpt.io.store import Store
 from shardckpt.state import names as naming
 from shardckpt.text import few
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from shardckpt.format.record import Tombstone
 
 _NEAREST = 4
 """Most steps that are named in place of a missing one."""
+_OTHERS = {
+    ".metadata": "one of torch.distributed.checkpoint (DCP)",
+    "_CHECKPOINT_METADATA": "one of Orbax",
+    "_METADATA": "one of Orbax",
+    ".safetensors": "one of safetensors",
+    ".pt": "a torch file",
+    ".pth": "a torch file",
+    ".bin": "a torch file",
+    ".ckpt": "a torch file",
+    "zarr.json": "a zarr group",
+    ".zgroup": "a zarr group",
+}
+"""Names, or their ends, that checkpoints of other formats have."""
 _MOST_LOOKS = 16
 """Most directories that are looked at for them."""
 
@@ -27,7 +42,14 @@ def no_checkpoint(store: Store, found: Tombstone | None) -> ShardckptError:
 
     NotFoundError names the nearest checkpoints; UncommittedError says that a save began there and did not finish.
     """
-    children = [child.removesuffix("/") for child in store.list_children() if child.endswith("/")]
+    try:
+        names = store.list_children()
+    except StorageError:  # a file
+        other = _other_format([store.location.name])
+        if other is None:
+            raise
+        return _foreign(store, other)
+    children = [child.removesuffix("/") for child in names if child.endswith("/")]
     if found is not None and not found.begun:
         return NotFoundError(f"{store}: the checkpoint was deleted ({found.reason}).")
     if any(is_attempt(store, child) for child in children):
@@ -37,6 +59,8 @@ def no_checkpoint(store: Store, found: Tombstone | None) -> ShardckptError:
     inside = [child for child in children if store.exists(f"{child}/{RECORD}")]
     if inside:
         return NotFoundError(f"{store}: no checkpoint there; did you mean {store}/{max(inside, key=naming.natural_key)}?")
+    if other := _other_format(names):
+        return _foreign(store, other)
     beside = _steps_beside(store)
     return NotFoundError(f"{store}: no checkpoint there{f'; the nearest steps are {few(beside)}' if beside else ''}.")
 
@@ -53,3 +77,15 @@ def _steps_beside(store: Store) -> list[str]:
         found = islice((other for other in nearest if published_attempt(root.sub(str(other))) is not None), _NEAREST)
         return [str(other) for other in sorted(found)]
     return []
+
+
+def _other_format(names: Iterable[str]) -> str | None:
+    """The format of another program, by the names of files; None: not known."""
+    return next((what for end, what in _OTHERS.items() for name in names if name.endswith(end)), None)
+
+
+def _foreign(store: Store, what: str) -> ShardckptError:
+    return NotFoundError(
+        f"{store}: no checkpoint of shardckpt there, but {what}: shardckpt.open reads it where it lies, and `shardckpt import` makes a "
+        "checkpoint of it that restores onto any mesh."
+    )

@@ -1,4 +1,4 @@
-"""The code in the README, docs/index.md, docs/frameworks.md and docs/meshes.md runs as it stands, from top to bottom."""
+"""The code in the README and in pages of docs/ runs as it stands, from top to bottom."""
 
 import os
 import re
@@ -12,7 +12,9 @@ from paths import ROOT
 
 import shardckpt
 
-README, INDEX, FRAMEWORKS, MESHES = (ROOT / name for name in ("README.md", "docs/index.md", "docs/frameworks.md", "docs/meshes.md"))
+README, INDEX, FRAMEWORKS, MESHES, WALKS = (
+    ROOT / name for name in ("README.md", "docs/index.md", "docs/frameworks.md", "docs/meshes.md", "docs/walkthroughs.md")
+)
 LINES = 220
 
 PYTHON = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -45,6 +47,7 @@ def test_the_readme_is_short():
         pytest.param(INDEX, 2, id="index"),
         pytest.param(FRAMEWORKS, 3, id="frameworks", marks=pytest.mark.slow),
         pytest.param(MESHES, 1, id="meshes", marks=pytest.mark.slow),
+        pytest.param(WALKS, 2, id="walkthroughs"),
     ],
 )
 def test_the_code_of_each_section_can_be_pasted_into_a_fresh_interpreter(tmp_path, document, sections):

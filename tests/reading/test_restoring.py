@@ -1,15 +1,19 @@
 """Restoring refuses what it cannot do right, before it reads, and says what is left behind where reading fails."""
 
 import itertools
+import warnings
 from dataclasses import dataclass
 
 import ml_dtypes
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.numpy import save_file
 
 import shardckpt
 from shardckpt import SaveOptions, Target, errors
+from shardckpt.errors import NotFoundError
 from shardckpt.frameworks.base import PlainSink, whole
 from shardckpt.layout.dtypes import DType, by_name
 from shardckpt.reading import restore as restoring
@@ -186,3 +190,17 @@ def test_memory_that_a_leaf_adopts_is_never_lent_again(placed):
     state, sinks = placed(adopts=True)
     assert all(np.array_equal(sink.buffer, state[name]) for name, sink in sinks.items())
     assert not any(sink.buffer.ctypes.data % 64 for sink in sinks.values()), "or JAX would have to copy it"
+
+
+def test_a_restore_of_another_format_says_which_and_how_it_is_read(tmp_path):
+    (tmp_path / "hub").mkdir()
+    save_file({"w": np.ones(3)}, tmp_path / "hub" / "model.safetensors")
+    torch.save({"w": torch.ones(3)}, tmp_path / "model.pt")
+    with warnings.catch_warnings(action="ignore"):  # of one process alone
+        dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    for name, what in (("hub", "safetensors"), ("hub/model.safetensors", "safetensors"), ("model.pt", "torch file"), ("dcp", "DCP")):
+        with pytest.raises(NotFoundError, match=f"no checkpoint of shardckpt there, but .*{what}.*shardckpt.open reads it"):
+            shardckpt.restore(tmp_path / name)
+        assert shardckpt.open(tmp_path / name).names == ["w"]
+    with pytest.raises(NotFoundError, match="no checkpoint there"):
+        shardckpt.restore(tmp_path / "none")
