@@ -30,7 +30,7 @@ class OptionDocstrings(Extension):
         for one in func.parameters:
             one.default = _shown(one.default, func)
 
-    def on_attribute(self, *, attr: Attribute, **_more: Any) -> None:
+    def on_attribute_instance(self, *, attr: Attribute, **_more: Any) -> None:
         """Show the default of a dataclass's field as a value."""
         attr.value = _shown(attr.value, attr)
 

@@ -75,7 +75,7 @@ def summary(found: dict[str, Any]) -> str:
 
 def page(found: dict[str, Any]) -> str:
     """docs/performance.md."""
-    parts = (_beginning, _faster, _targets, _failures, _how)
+    parts = (_beginning, _gains, _faster, _how, _terms, _targets, _failures)
     return f"# Performance\n\n{MADE}\n\n" + "\n".join(line for part in parts for line in part(found))
 
 
@@ -86,29 +86,32 @@ def tables(found: dict[str, Any]) -> str:
 
 
 def _beginning(found: dict[str, Any]) -> Iterator[str]:
-    reached = list(held(found))
     versions = found["versions"]
     yield "After this page you know where shardckpt is faster than its peers, where it is slower, and how to measure it yourself.\n"
-    yield "```sh\nmake bench-quick   # in a clone: a few minutes; `make bench` takes half an hour and 20 GiB of memory\n```\n"
     yield (
         f"shardckpt {versions['shardckpt']} is compared here with torch.distributed.checkpoint (DCP) of torch {versions['torch']}, Orbax "
-        f"{versions['orbax-checkpoint']} and safetensors {versions['safetensors']}, on {found['cores']} CPU cores of one machine. "
-        f"The project set itself {len(reached)} [targets](#targets) on this machine; **{sum(h.met for h in reached)} are met.**\n"
+        f"{versions['orbax-checkpoint']} and safetensors {versions['safetensors']}, on {found['cores']} CPU cores of one machine.\n"
     )
     yield "![GB/s of saves, stalls and restores, on tmpfs and in a bucket](performance.svg)\n"
-    yield (
-        "- *Ratio*: shardckpt's rate divided by the other program's rate. Above 1, shardckpt is faster.\n"
-        "- *Rate*: the bytes of the state divided by the time of the operation.\n"
-        "- *Stall*: the time until `save_async` returns.\n"
-        "- *DCP* and *Orbax* run with their default options; *at its best* means their fastest documented options on this machine. "
-        "shardckpt runs with its defaults, and with a larger `memory_limit` where the state needs it."
-    )
-    yield FLOORS
+
+
+def _gains(found: dict[str, Any]) -> Iterator[str]:
+    yield "## What you gain\n"
+    yield "The time of DCP or Orbax, with their default options, divided by that of shardckpt: least and most of all states.\n"
+    rows: dict[tuple[str, str, str], list[float]] = {}
+    for (_, _, group, operation, other), ratio in ratios(found | {"results": _ordered(found)}).items():
+        if other in ("DCP", "Orbax"):
+            rows.setdefault((operation, _framework(group), other), []).append(ratio.value)
+    yield "| operation | framework | than | times as fast |\n|---|---|---|--:|"
+    for (operation, framework, other), values in sorted(rows.items(), key=lambda row: list(OPERATIONS).index(row[0][0])):
+        least, most = (f"{pick(values):.1f}" for pick in (min, max))
+        yield f"| {OPERATIONS[operation].title} | {framework} | {other} | {least if least == most else f'{least} – {most}'} |"
+    yield ""
 
 
 def _faster(found: dict[str, Any]) -> Iterator[str]:
     yield "## Where peers are faster\n"
-    yield "[States](#how-it-was-measured) are described below.\n"
+    yield "States are described below.\n"
     rows: dict[tuple[str, str, str], list[tuple[float, str]]] = {}
     for (storage, state, group, operation, other), ratio in _lost(found):
         place = f"`{state}`" if storage == "tmpfs" else f"`{state}` {STORAGES[storage]}"
@@ -131,12 +134,26 @@ def _faster(found: dict[str, Any]) -> Iterator[str]:
     yield ""
 
 
+def _terms(_found: dict[str, Any]) -> Iterator[str]:
+    yield "## Terms\n"
+    yield (
+        "- *Ratio*: shardckpt's rate divided by the other program's rate. Above 1, shardckpt is faster.\n"
+        "- *Rate*: the bytes of the state divided by the time of the operation.\n"
+        "- *Stall*: the time until `save_async` returns.\n"
+        "- *DCP* and *Orbax* run with their default options; *at its best* means their fastest documented options on this machine. "
+        "shardckpt runs with its defaults, and with a larger `memory_limit` where the state needs it."
+    )
+    yield FLOORS
+
+
 def _targets(found: dict[str, Any]) -> Iterator[str]:
+    reached = list(held(found))
     yield "## Targets\n"
+    yield f"The project set itself {len(reached)} targets on this machine; **{sum(h.met for h in reached)} are met.**\n"
     yield "The state is `llama`, except in operations on *1-D tensors* (`flat`), *matrices* and *small tensors* (`small`, `ten`)."
     yield "The column *measured* has ratios, except where the target is processor time in CPU s/GB.\n"
     yield "| operation | target | measured | met |\n|---|---|--:|---|"
-    for h in held(found):
+    for h in reached:
         yield f"| {h.target.what} | {h.bound} | {h.shown} | {h.verdict} |"
     yield ""
 
@@ -151,9 +168,11 @@ def _failures(found: dict[str, Any]) -> Iterator[str]:
 
 def _how(found: dict[str, Any]) -> Iterator[str]:
     yield "## How it was measured\n"
+    yield "```sh\nmake bench-quick   # in a clone: a few minutes; `make bench` takes half an hour and 20 GiB of memory\n```\n"
     yield (
-        f"Date: {found['date']}. Machine: {found['cores']} cores, {found['memory_bytes'] / 2**30:.0f} GiB, {found['system']}, no GPU (see "
-        f"[CUDA](cuda.md)). Python {found['python']}, {', '.join(f'{name} {number}' for name, number in found['versions'].items())}.\n"
+        f"Date: {found['date']}. Machine: {found['cores']} cores, {found['memory_bytes'] / 2**30:.0f} GiB, {found['system']}, without a "
+        f"GPU (figures of one: [CUDA](cuda.md)). Python {found['python']}, "
+        f"{', '.join(f'{name} {number}' for name, number in found['versions'].items())}.\n"
     )
     yield (
         "- All programs have the same state in the same memory and processes. They run in turn. Each round reverses "
@@ -254,7 +273,7 @@ def _ordered(found: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _framework(group: str) -> str:
     """The first word of a group's name."""
-    return group.partition(" ")[0]
+    return group.partition(" ")[0].rstrip(",")
 
 
 def _unit(result: dict[str, Any]) -> str:

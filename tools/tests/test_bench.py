@@ -67,9 +67,11 @@ def test_a_page_with_a_chart_is_made_of_the_results(file, tmp_path):
     titles = [line for line in page.splitlines() if line.startswith("#")]
     assert titles == [
         "# Performance",
+        "## What you gain",
         "## Where peers are faster",
-        "## Targets",
         "## How it was measured",
+        "## Terms",
+        "## Targets",
     ]
     assert "| save, torch | ≥ 0.6 × write(2) |" in page
     tables = (tmp_path / "lab" / "performance-tables.md").read_text()
