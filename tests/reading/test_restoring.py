@@ -201,6 +201,6 @@ def test_a_restore_of_another_format_says_which_and_how_it_is_read(tmp_path):
     for name, what in (("hub", "safetensors"), ("hub/model.safetensors", "safetensors"), ("model.pt", "torch file"), ("dcp", "DCP")):
         with pytest.raises(NotFoundError, match=f"no checkpoint of shardckpt there, but .*{what}.*shardckpt.open reads it"):
             shardckpt.restore(tmp_path / name)
-        assert shardckpt.open(tmp_path / name).names == ["w"]
+        assert "w" in shardckpt.open(tmp_path / name)
     with pytest.raises(NotFoundError, match="no checkpoint there"):
         shardckpt.restore(tmp_path / "none")
