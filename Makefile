@@ -97,8 +97,8 @@ fuse: setup ## tests of storage, commits and exports on mounts with the habits o
 ray: setup ## reshards on real Ray clusters of two nodes, whose parts are killed; takes minutes
 	$(BIN)/python -m pytest -p no:xdist -m ray tests/reshard
 
-vllm: .vllm/.installed ## vLLM on the CPU, and ModelExpress, in an environment of their own: 4 GB, some fifteen minutes
-	.vllm/bin/python -m pytest -p no:xdist -s -m vllm tests/convert/test_modelexpress.py tests/views/test_vllm.py
+vllm: .vllm/.installed ## vLLM on the CPU, and ModelExpress, in an environment of their own: 4 GB, some twenty minutes
+	.vllm/bin/python -m pytest -p no:xdist -s -m vllm tests/convert/test_modelexpress.py tests/views/test_vllm_follow.py tests/views/test_vllm.py
 
 .vllm/.installed: pyproject.toml
 	test -x .vllm/bin/python || $(PYTHON) -m venv .vllm
@@ -176,7 +176,7 @@ layers: setup
 	$(BIN)/lint-imports
 
 examples: setup ## the examples in docstrings, run (those in README.md and docs/ are among the tests)
-	$(BIN)/python -m pytest --doctest-modules shardckpt --ignore-glob='shardckpt/frameworks/*xla*' --ignore=shardckpt/views/vllm_plugin.py -p no:xdist
+	$(BIN)/python -m pytest --doctest-modules shardckpt --ignore-glob='shardckpt/frameworks/*xla*' --ignore-glob='shardckpt/views/vllm_*.py' -p no:xdist
 
 docs: setup ## the documentation as a site, in build/site; a broken link is an error
 	$(BIN)/python -m typer shardckpt.cli.app utils docs --name shardckpt --title Commands --output docs/reference/cli.md

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from shardckpt.reading.checkpoint import Checkpoint
+    from shardckpt.reading.locate import Request
     from shardckpt.reading.naming.outputs import OutputTensor
 
     Bytes = NDArray[np.uint8]
@@ -225,15 +226,19 @@ class OutputReader:
         Raises:
             CorruptionError, MissingDataError, ReplacedError, StorageError: as in `read_into`.
         """
+        if requests := self.requests(wanted):
+            with self._checkpoint.reading():
+                self._checkpoint.reader.read(requests)
+
+    def requests(self, wanted: Iterable[tuple[int, Box, NDArray[Any]]]) -> list[Request]:
+        """The requests of `read_boxes`."""
         reads = ReadList()
         for number, box, elements in wanted:
             output = self._outputs[number]
             for view in output.sources:
                 tensor = self._tensors[view.tensor]
                 reads.of(tensor, converts=output.dtype != tensor.dtype).add(view, BoxArray.of([box], box.ndim), [elements])
-        if requests := reads.requests():
-            with self._checkpoint.reading():
-                self._checkpoint.reader.read(requests)
+        return reads.requests()
 
     def _whole(self, wanted: Iterable[tuple[Key, Bytes]]) -> Iterator[tuple[int, Box, NDArray[Any]]]:
         """Blocks and memory for them, as `read_boxes` wants them."""

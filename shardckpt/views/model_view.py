@@ -13,6 +13,8 @@ from bisect import bisect_left, bisect_right
 from functools import partial
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from shardckpt.convert.formats.safetensors.header import LENGTH_BYTES
 from shardckpt.convert.formats.safetensors.layout import lay_out
 from shardckpt.convert.formats.safetensors.model_files import plan_model_files
@@ -27,7 +29,7 @@ from shardckpt.text import few
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
     from typing import Any
 
     from _typeshed import WriteableBuffer
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
     from shardckpt.convert.formats.safetensors.layout import SafetensorsFile
     from shardckpt.layout.box import Box
     from shardckpt.layout.dtypes import DType
+    from shardckpt.reading.locate import Request
 
 
 class ModelView:
@@ -132,6 +135,16 @@ class ModelView:
             CorruptionError, MissingDataError, ReplacedError, StorageError: as in `read_into`.
         """
         self._reader.read_boxes(wanted)
+
+    def requests(self, boxes: Iterable[tuple[int, Box]]) -> list[Request]:
+        """Requests for boxes of tensors, by position in `arrays()`, without memory: their chunks can be located, and not read."""
+        dtypes = [output.dtype.numpy for output in self._outputs]
+        return self._reader.requests((i, box, np.broadcast_to(np.zeros((), dtypes[i]), box.shape)) for i, box in boxes)
+
+    @property
+    def sources(self) -> list[str]:
+        """Names of the stored tensors that the files are made of."""
+        return [*dict.fromkeys(view.tensor for output in self._outputs for view in output.sources)]
 
     def open(self, name: str = "model.safetensors") -> VirtualFile:
         """Open a file.

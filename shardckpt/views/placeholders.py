@@ -7,8 +7,8 @@ time, most of them straight into the parameters.
 
 An operation that is neither a view nor such a copy gets the elements, which are read at once. So its result is the same as with a real
 tensor. These reads are counted (`Recorder.read_at_once`). Before an operation of torch uses a parameter with a noted copy, the copy is
-made; readers that torch does not dispatch, such as `numpy()` and `pickle`, would see the parameter without it. If a model changes a
-placeholder in place, its function is called again, with tensors, and reads all of them.
+made; readers that torch does not dispatch, such as `numpy()`, `pickle` and some kernels, would see the parameter without it. If a
+model changes a placeholder in place, its function is called again, with tensors, and reads all of them.
 """
 
 from __future__ import annotations
@@ -153,15 +153,20 @@ class _Part:
 class Recorder:
     """Gives placeholders of a model's tensors, and fills what was copied of them. For one thread."""
 
-    def __init__(self, view: ModelView, seen: Callable[[int, Box, NDArray[Any]], None] | None = None) -> None:
+    def __init__(
+        self, view: ModelView, seen: Callable[[int, Box, NDArray[Any]], None] | None = None, *, copy_at_once: bool = False
+    ) -> None:
         """Note copies of the tensors of `view`.
 
         Args:
             view: the files of a model.
             seen: called on several threads with all that is read: position in `view.arrays()`, box, and elements in its dtype.
+            copy_at_once: make each copy when it is noted. A function that also repacks parameters needs that: operations that torch does
+                not dispatch would read them before they are filled. It suits elements that are in memory already.
         """
         self._view = view
         self._seen = seen
+        self._copy_at_once = copy_at_once
         self._arrays = view.arrays()
         self._dtypes = [by_name(array.dtype_name) for array in self._arrays]
         self._thread: int | None = threading.get_ident()
@@ -173,6 +178,8 @@ class Recorder:
         """Operation → how often it needed elements while the model loaded."""
         self._written: Counter[int] = Counter()
         """Address of a storage → elements that were copied or written to it."""
+        self.boxes: set[tuple[int, Box]] = set()
+        """Position in `view.arrays()` and box of all that was copied or read, also to tensors on the meta device."""
 
     def run(self, load_weights: Callable[[Iterator[tuple[str, torch.Tensor]]], Any]) -> Any:
         """Call a model's function with the placeholders, and read what it copied; return what it returned.
@@ -209,16 +216,21 @@ class Recorder:
         into.new_empty(into.shape, device="meta").copy_(source.place)  # raises an error for shapes that do not fit
         if self._thread != threading.get_ident():
             into.copy_(self.read(source, "aten.copy_"))
-        elif source.numel() and into.device.type != "meta":
-            # An alias, because the program may give the tensor other memory.
-            self._noted.append((into.detach(), _Part.of(source, self._arrays[source.number].shape)))
-            self._touched.add(into.untyped_storage().data_ptr())
+        elif source.numel():
+            part = _Part.of(source, self._arrays[source.number].shape)
+            self.boxes.add((part.number, part.box))
             self.count(into)
+            if into.device.type != "meta" and self._copy_at_once:
+                self._fill([(into.detach(), part)])
+            elif into.device.type != "meta":
+                # An alias, because the program may give the tensor other memory.
+                self._noted.append((into.detach(), part))
+                self._touched.add(_address(into))
 
     def count(self, tensor: torch.Tensor) -> None:
         """Count the elements of a tensor as written."""
-        if tensor.device.type != "meta" and tensor.layout == torch.strided:
-            self._written[tensor.untyped_storage().data_ptr()] += tensor.numel()
+        if tensor.layout == torch.strided:
+            self._written[_address(tensor)] += tensor.numel()
 
     def filled_in_part(self, parameters: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
         """Names of the parameters of which only some elements were written, for example because a part of a fused weight is missing.
@@ -228,10 +240,8 @@ class Recorder:
         return [name for name, one in parameters if isinstance(one.data, Placeholder) or self._is_filled_in_part(one)]
 
     def _is_filled_in_part(self, tensor: torch.Tensor) -> bool:
-        if tensor.device.type == "meta":
-            return False
         elements: int = tensor.numel()
-        return 0 < self._written[tensor.untyped_storage().data_ptr()] < elements
+        return 0 < self._written[_address(tensor)] < elements
 
     def is_noted(self, tensor: torch.Tensor) -> bool:
         """Whether a copy into the tensor's memory is noted, so that its elements are not there yet."""
@@ -247,6 +257,7 @@ class Recorder:
         if source.numel() == 0:
             return torch.empty(source.shape, dtype=source.dtype)
         part = _Part.of(source, self._arrays[source.number].shape)
+        self.boxes.add((part.number, part.box))
         buffer = torch.empty(part.box.shape, dtype=source.dtype)
         self._read([(part, buffer)])
         return buffer.as_strided(part.size, part.strides, part.offset).clone()
@@ -323,6 +334,14 @@ class _FillBeforeUse(TorchDispatchMode):  # type: ignore[misc]  # torch's types 
             for tensor in _with_memory(_written(func, args, kwargs)):
                 self._recorder.count(tensor)
         return func(*args, **kwargs)
+
+
+def _address(tensor: torch.Tensor) -> int:
+    """Identifies a tensor's storage while it exists, also one on the meta device, which has no memory."""
+    storage = tensor.untyped_storage()
+    if tensor.device.type == "meta":
+        return -int(storage._cdata)  # noqa: SLF001  (torch has no other name for it)
+    return int(storage.data_ptr())
 
 
 def _row_major(shape: Sequence[int]) -> tuple[int, ...]:

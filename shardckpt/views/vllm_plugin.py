@@ -15,10 +15,11 @@ import tempfile
 import time
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from vllm.distributed import get_world_group
+from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.renderers.registry import RENDERER_REGISTRY
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 
 NAME = "shardckpt"
 """Name of the load format, the config format and the tokenizer mode."""
+T = TypeVar("T")
 _log = logging.getLogger("vllm.shardckpt")  # vLLM configures the loggers below its own name
 
 
@@ -70,14 +72,7 @@ class CheckpointLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM is not in
         """
         began = time.monotonic()
         url = self._url or model_config.model
-        if model_config.quantization is not None:
-            raise OptionError(
-                f"{url}: shardckpt does not load quantised models, and this one is {model_config.quantization}; export it to safetensors."
-            )
-        if getattr(model, "secondary_weights", ()):
-            raise OptionError(
-                f"{url}: {type(model).__name__} needs weights of a second model, which shardckpt does not load; export it to safetensors."
-            )
+        refuse_models(url, model, model_config)
         view = ModelView(url, **self._options)
         proof = ReadProof(view)
         recorder = Recorder(view, proof.add)
@@ -90,16 +85,8 @@ class CheckpointLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM is not in
                 f"{url}: {type(model).__name__} does not take the tensors ({error}); choose and name tensors as the model does, with "
                 f"""--model-loader-extra-config, as in {{"include": "model/**", "strip_prefix": "model/"}}."""
             ) from error
-        missing = recorder.filled_in_part(model.named_parameters())
-        if loaded is not None:
-            missing = sorted({*missing, *({name for name, _ in model.named_parameters()} - loaded)})
-        if missing:
-            raise NamesMismatchError(f"{url}: the checkpoint has no weights, or not all, for {few(missing)} of {type(model).__name__}.")
-        group = get_world_group()
-        parts = [proof.parts] * group.world_size
-        if group.world_size > 1:
-            torch.distributed.all_gather_object(parts, proof.parts, group=group.cpu_group)
-        proved = proof.check(parts)
+        refuse_missing(url, model, recorder, loaded)
+        proved = proof.check(of_all_ranks(proof.parts))
         _log.info(
             "%s: read %.3f GB in %.1f seconds; %d tensors proved by their fingerprint; operations that read at once: %s",
             url,
@@ -108,6 +95,36 @@ class CheckpointLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM is not in
             len(proved),
             dict(recorder.read_at_once) or "none",
         )
+
+
+def refuse_models(url: str, model: nn.Module, model_config: Any) -> None:
+    """Raise OptionError for a model that is quantised, or needs weights of a second one."""
+    if model_config.quantization is not None:
+        raise OptionError(
+            f"{url}: shardckpt does not load quantised models, and this one is {model_config.quantization}; export it to safetensors."
+        )
+    if getattr(model, "secondary_weights", ()):
+        raise OptionError(
+            f"{url}: {type(model).__name__} needs weights of a second model, which shardckpt does not load; export it to safetensors."
+        )
+
+
+def refuse_missing(url: str, model: nn.Module, recorder: Recorder, loaded: set[str] | None) -> None:
+    """Raise NamesMismatchError if parameters got no elements, or not all; `loaded` are those that the model says it has loaded."""
+    missing = recorder.filled_in_part(model.named_parameters())
+    if loaded is not None:
+        missing = sorted({*missing, *({name for name, _ in model.named_parameters()} - loaded)})
+    if missing:
+        raise NamesMismatchError(f"{url}: the checkpoint has no weights, or not all, for {few(missing)} of {type(model).__name__}.")
+
+
+def of_all_ranks(value: T) -> list[T]:
+    """The value of each rank of this engine; all ranks call it."""
+    group = get_world_group()
+    values = [value] * group.world_size
+    if group.world_size > 1:
+        torch.distributed.all_gather_object(values, value, group=group.cpu_group)
+    return values
 
 
 class CheckpointConfigParser(HFConfigParser):  # type: ignore[misc]
@@ -153,10 +170,11 @@ def _directory(url: str, needed: str) -> Path:
 
 
 def register() -> None:
-    """Register loader, parser and tokenizer; vLLM calls it in each of its processes, sometimes twice."""
+    """Register loader, parser, tokenizer and weight-transfer engine; vLLM calls it in each of its processes, sometimes twice."""
     if NAME in TokenizerRegistry.tokenizers:
         return
     register_model_loader(NAME)(CheckpointLoader)
+    WeightTransferEngineFactory.register_engine(NAME, "shardckpt.views.vllm_follow", "FollowEngine")
     register_config_parser(NAME)(CheckpointConfigParser)
     TokenizerRegistry.register(NAME, __name__, CheckpointTokenizer.__name__)
     RENDERER_REGISTRY.register(NAME, "vllm.renderers.hf", "HfRenderer")

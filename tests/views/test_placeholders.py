@@ -236,3 +236,36 @@ def test_a_parameter_that_is_a_placeholder_still_is_named(url):
     assert recorded.filled_in_part(module.named_parameters()) == ["kept"]
     with pytest.raises(TypeError, match="has no memory"):
         torch.from_dlpack(dict(Recorder(ModelView(place)).placeholders())["w"])
+
+
+def test_a_rehearsal_on_the_meta_device_notes_the_boxes_and_reads_nothing(url):
+    place, _ = url
+    view = ModelView(place)
+    recorded = Recorder(view)
+    full, half, lacking = (torch.empty(shape, device="meta") for shape in [SHAPE, (6, *SHAPE[1:]), SHAPE])
+
+    def load(tensors):
+        w = dict(tensors)["w"]
+        full.copy_(w)
+        half.copy_(w[6:])
+        lacking[:4].copy_(w[:4])
+
+    before = view.checkpoint.stats.bytes_read
+    recorded.run(load)
+    (number,) = {number for number, _ in recorded.boxes}
+    assert view.arrays()[number].name == "w"
+    assert {(box.start[0], box.stop[0]) for _, box in recorded.boxes} == {(0, 12), (6, 12), (0, 4)}
+    assert view.checkpoint.stats.bytes_read == before
+    assert recorded.filled_in_part([("full", full), ("half", half), ("lacking", lacking)]) == ["lacking"]
+
+
+def test_copies_that_are_made_at_once_are_there_for_what_torch_does_not_dispatch(url):
+    place, state = url
+    seen, target = [], torch.zeros(SHAPE)
+
+    def load(tensors):
+        target.copy_(dict(tensors)["w"])
+        seen.append(target.numpy().copy())
+
+    Recorder(ModelView(place), copy_at_once=True).run(load)
+    assert (seen[0] == state["w"].numpy()).all()

@@ -6,7 +6,7 @@
 
 Each entry of a delta's file is U8: one zstd frame. It holds `new XOR old` of all bytes of the tensor; or, as `overwrite`, a u32 count,
 so many u32 positions of bytes, and the new bytes. The header's metadata has a hexadecimal digest of each tensor's new bytes. Versions
-are consecutive, whatever the steps are; `shardckpt.json` in each directory names its step, so that a later call continues.
+are consecutive, whatever the steps are; `shardckpt-version.json` in each directory names its step, so that a later call continues.
 
 One copy of the model's stored chunks is held in memory (`versions.cache`), and one of the tensors as written. Of each version only the
 differences are read.
@@ -64,7 +64,7 @@ if TYPE_CHECKING:
 
     Bytes = NDArray[np.uint8]
 
-_NOTE = "shardckpt.json"
+_NOTE = "shardckpt-version.json"
 """The file of a version's directory that names its step and contents; receivers ignore it."""
 _VERSION = re.compile(r"weight_v(\d{6})/")
 _LARGEST = 1 << 32
@@ -136,16 +136,19 @@ def write_deltas(
         raise AlreadyExistsError(Message(there, named("since", begun["step"]), ", or write to another directory."))
     notes = [begun, *map_on_threads(writer.noted, range(1, number + 1))]
     current = _Current(root, options, notes)
-    held = current.begin(notes[-1], str(writer.place(number)))
-    while True:
-        version = current.next()
-        if version is not None:
-            number += 1
-            yield writer.write(number, version, current.outputs(version), held, current.new_bytes())
-        elif options.follow:
-            time.sleep(_PAUSE)
-        else:
-            return
+    try:
+        held = current.begin(notes[-1], str(writer.place(number)))
+        while True:
+            version = current.next()
+            if version is not None:
+                number += 1
+                yield writer.write(number, version, current.outputs(version), held, current.new_bytes())
+            elif options.follow:
+                time.sleep(_PAUSE)
+            else:
+                return
+    finally:
+        current.close()
 
 
 def _version(root: Store, step: int) -> Checkpoint:
@@ -199,6 +202,10 @@ class _Current:
         with version.reading():
             _read(version.checkpoint, [(output, held[output.name]) for output in outputs])
         return held
+
+    def close(self) -> None:
+        """Give the lease up, and free the memory."""
+        self._follower.close()
 
     def next(self) -> FollowedVersion | None:
         """The next version, prepared."""
