@@ -231,7 +231,8 @@ def run(seed):
         return places.operations
 
 
-@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(n, marks=pytest.mark.slow) for n in range(4, 60))])
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("seed", [*range(2), *(pytest.param(n, marks=pytest.mark.slow) for n in range(2, 60))])
 def test_versions_stay_whole_in_every_order(seed):
     assert run(seed) > 200
 
@@ -260,11 +261,12 @@ PLANTED = {
 }
 
 
-RARE = ("the fold replaces whatever is there", "the pruning asks for no leases")
-"""Faults that few orders show."""
+QUICK = "the pruning takes bases away"
+"""A fault that most orders show; others take up to 40 orders."""
 
 
-@pytest.mark.parametrize("bug", [pytest.param(bug, marks=pytest.mark.slow if bug in RARE else ()) for bug in PLANTED])
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("bug", [pytest.param(bug, marks=() if bug == QUICK else pytest.mark.slow) for bug in PLANTED])
 def test_planted_faults_are_found(monkeypatch, bug):
     monkeypatch.setattr(*PLANTED[bug])
     for seed in range(80):
