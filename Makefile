@@ -21,7 +21,8 @@ QUICK := $(addprefix tests/,state plan golden reshard/rules test_declarations.py
   versions/test_versions.py $(addprefix views/test_,filesystem.py placeholders.py proof.py) $(addprefix writing/test_,encoder.py packed.py plain.py staging.py))
 PYTHONS ?= python3.12 python3.13 python3.14
 # The newest that runs: older ones do not get the newest JAX, numpy and zarr.
-NEWEST = $(shell for one in $(PYTHONS) $(PYTHON); do $$one -c "" 2>/dev/null && echo $$one; done | sort -V | tail -1)
+NEWEST = $(shell for one in $(PYTHONS) $(wildcard $(HOME)/.pyenv/versions/3.*/bin/python) $(PYTHON); do \
+  $$one -c 'import sys; print("%d.%d" % sys.version_info[:2], sys.executable)' 2>/dev/null; done | sort -V | tail -1 | cut -d" " -f2)
 CORE := $(addprefix tests/,golden state plan io writing reading)
 LATEST := tests/frameworks tests/training tests/convert tests/state tests/end_to_end
 ACCESS := $(addprefix tests/serve/test_,safety.py proxies.py calculations.py rights.py audit.py)
