@@ -35,3 +35,15 @@ def test_every_page_can_be_found():
 
 def test_the_configuration_is_read_by_other_generators_too():
     assert yaml.safe_load(CONFIGURATION.read_text())["theme"]["name"] == "material"
+
+
+def test_pictures_are_small_are_shown_and_load_nothing_from_elsewhere():
+    pictures = sorted(path.name for path in (DOCS / "pictures").iterdir())
+    assert len(pictures) == 10
+    for page in (ROOT / "README.md", DOCS / "index.md"):
+        shown = re.findall(r"pictures/([\w-]+\.(?:svg|png))", page.read_text())
+        assert sorted(shown) == pictures
+    for name in pictures:
+        data = (DOCS / "pictures" / name).read_bytes()
+        assert len(data) <= 150_000
+        assert not name.endswith(".svg") or b"url(http" not in data

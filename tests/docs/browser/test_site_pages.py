@@ -50,6 +50,8 @@ def test_every_page_fits_and_loads_nothing_from_elsewhere(site, chromium, width)
             assert {urlsplit(url).netloc for url in page.requests if url.startswith("http")} == {urlsplit(site).netloc}, name
             assert page.run("document.querySelectorAll('main h1, article h1').length") == 1, name
             assert not page.complaints, name
+            beside = page.run("getComputedStyle(document.querySelector('.md-sidebar--primary')).position") == "sticky"
+            assert beside == (width == 1200), name  # the navigation
 
 
 def test_a_function_is_found_by_keyboard(site, chromium):
