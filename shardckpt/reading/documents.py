@@ -79,6 +79,7 @@ def checkpoint_json(checkpoint: Checkpoint, node: Node) -> dict[str, Any]:
                     "pieces": len(t.pieces),
                     "sharding": structure["tensors"][t.name].get("sharding"),
                     "base": structure["tensors"][t.name].get("base"),
+                    "difference": t.difference,
                     "tied": tied.setdefault(t.name, []),
                 }
             )
@@ -127,6 +128,7 @@ def tensor_json(checkpoint: Checkpoint, name: str) -> dict[str, Any]:
         "op_sharding": None,
         "tied": list(info.tied_names),
         "base": info.base,
+        "difference": tensor.difference,
         "tensorstore": checkpoint.stock_spec(name) if checkpoint.has_stock_reader(name) else None,
     }
     if isinstance(info.layout, Sharding):

@@ -155,7 +155,7 @@ def retain(
             break
         dependants = [name for name, entry in entries.items() if one.name in _bases(entry) and name != one.name]
         if dependants:
-            left[one.name] = f"{few(dependants)} stayed, and stores tensors in it"
+            left[one.name] = f"{few(dependants)} stayed, and needs it"
             continue
         try:
             why = _delete(root, one, expected[one.name])
@@ -213,7 +213,7 @@ def _survey(root: Store, rule: Retention) -> tuple[list[Doomed], dict[str, str],
     while stack:
         name = stack.pop()
         for base in (_bases(entries[name]) & given_up.keys()) - left.keys():
-            left[base] = f"{name} stays, and stores tensors in it"
+            left[base] = f"{name} stays, and needs it"
             stack.append(base)
     order: list[str] = []
     rest = given_up.keys() - left.keys()

@@ -211,10 +211,10 @@ def test_bases_stay_while_they_are_needed_and_go_after_what_needs_them(tmp_path)
     mark_ended(root, "ann")
     report = retain(root, Latest(1))
     assert [one.name for one in report.deleted] == ["3", "5", "6", "2"]
-    assert report.left == {"4": "eval stays, and stores tensors in it", "1": "4 stays, and stores tensors in it"}
+    assert report.left == {"4": "eval stays, and needs it", "1": "4 stays, and needs it"}
     expected = expected_of(report)
     del expected["5"]
-    assert retain(root, Latest(1), expected).left["2"] == "5 stayed, and stores tensors in it"
+    assert retain(root, Latest(1), expected).left["2"] == "5 stayed, and needs it"
     assert {path.parent.name for path in tmp_path.glob("*/checkpoint.json")} == {*"12457", "eval"}
     for name in ("4", "5", "eval"):
         assert shardckpt.open(tmp_path / name).verify().ok
