@@ -267,8 +267,8 @@ class DurableDirectories:
 
     def forget(self, top: Path) -> None:
         """A directory and everything below it was removed."""
-        for directory in [one for one in self._later or () if one.is_relative_to(top)]:
-            del (self._later or {})[directory]
+        if self._later is not None:
+            self._later = {one: may_fail for one, may_fail in self._later.items() if not one.is_relative_to(top)}
 
     def make(self, path: Path) -> None:
         """Create a directory and its parents, if they are missing."""
