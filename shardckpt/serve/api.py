@@ -29,6 +29,7 @@ from shardckpt.text import file_size, shorten
 from shardckpt.views.model_view import header_of
 
 if TYPE_CHECKING:
+    from shardckpt.reading.checkpoint import Checkpoint
     from shardckpt.serve.service import Service
 
 LARGEST_BOX = 16 << 20
@@ -55,39 +56,29 @@ def runs(service: Service, *, text: str | None, sort: str, order: str, limit: in
 def checkpoints(
     service: Service,
     *,
-    run: str | None,
     step: str | None,
-    state: str | None,
-    tag: str | None,
     metric: str | None,
-    text: str | None,
     since: str | None,
     until: str | None,
     larger: str | None,
     sort: str | None,
     order: str,
-    limit: int,
-    cursor: str | None,
+    **asked: Any,
 ) -> dict[str, Any]:
     """List checkpoints, in order of run and step, or sorted."""
     if sort not in (None, "created", "size") and not sort.startswith("metric:"):
         raise OptionError(f"sort={shorten(sort)}: give created, size or metric:NAME.")
     first, last = _steps(step)
     query = CheckpointQuery(
-        run=run,
         first_step=first,
         last_step=last,
-        state=state,
-        tag=tag,
         metric=_metric(metric),
-        text=text,
         since=_time(since, "since"),
         until=_time(until, "until"),
         larger=None if larger is None else parse_bytes(larger, "larger"),
         sort=sort,
         descending=order == "descending",
-        limit=limit,
-        cursor=cursor,
+        **asked,
     )
     found, following = service.catalogue.checkpoints(query)
     return {"checkpoints": with_verifications(service, found), "next": following}
@@ -144,21 +135,21 @@ def tensor(service: Service, ident: str, name: str, *, box: str | None, format: 
 def layout(service: Service, ident: str, name: str) -> dict[str, Any]:
     """Describe the layout of a tensor: which device held which box."""
     ckpt = service.opened.get(ident).checkpoint
-    info = ckpt.info(name)
-    found = info.layout
-    boxes: list[dict[str, Any]] = []
-    if found is not None and not isinstance(found, Placements):
-        of_devices = found.tiling(len(info.shape)).device_boxes(info.shape)
-        if len(of_devices.device_ids) > MOST_ROWS * 16:
-            raise BudgetError(f"{name}: its layout has {len(of_devices.device_ids)} devices; read its OpSharding instead.")
-        starts, stops = of_devices.boxes.start.tolist(), of_devices.boxes.stop.tolist()
-        boxes = [
-            {"device": int(device), "start": start, "stop": stop}
-            for device, start, stop in zip(of_devices.device_ids.tolist(), starts, stops, strict=True)
-        ]
-    described = documents.tensor_json(ckpt, name)
+    boxes, described = device_boxes(ckpt, name), documents.tensor_json(ckpt, name)
     kept = {key: described[key] for key in ("name", "shape", "dtype", "chunk_shape", "pieces", "mesh", "spec", "placements", "op_sharding")}
-    return {"id": ident, **kept, "text": layout_text(found), "devices": boxes}
+    return {"id": ident, **kept, "text": layout_text(ckpt.tensor(name).layout), "devices": boxes}
+
+
+def device_boxes(ckpt: Checkpoint, name: str) -> list[dict[str, Any]]:
+    """The box of a tensor that each device held. BudgetError: there are too many devices."""
+    tensor = ckpt.tensor(name)
+    if tensor.layout is None or isinstance(tensor.layout, Placements):
+        return []
+    found = tensor.layout.tiling(len(tensor.shape)).device_boxes(tensor.shape)
+    if len(found.device_ids) > MOST_ROWS * 16:
+        raise BudgetError(f"{name}: its layout has {len(found.device_ids)} devices; read its OpSharding instead.")
+    devices = zip(found.device_ids.tolist(), found.boxes.start.tolist(), found.boxes.stop.tolist(), strict=True)
+    return [{"device": device, "start": start, "stop": stop} for device, start, stop in devices]
 
 
 def statistics(service: Service, ident: str, name: str, *, budget: int) -> bytes:

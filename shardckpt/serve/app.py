@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from anyio import to_thread
@@ -30,12 +31,10 @@ from shardckpt.serve.sources import ByteSource, SourceResponse
 from shardckpt.serve.versions import following
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable
+    from collections.abc import AsyncIterator
 
     from shardckpt.serve.options import ServeOptions
     from shardckpt.serve.service import Service
-
-    Answer = Callable[[Request], Awaitable[Any]]
 
 _ANNOUNCED = (Parameter(name="url", about="Place of a checkpoint.", required=True, example="gs://bucket/run/100"),)
 _THREADS, _DISTANT_THREADS = 8, 32
@@ -58,22 +57,22 @@ def application(service: Service, options: ServeOptions) -> Guard:
 
     routes = [
         Route("/healthz", _healthz),
-        Route("/readyz", _of_service(service, _readyz)),
-        Route("/metrics", _of_service(service, _metrics)),
-        Route("/v1/openapi.json", _of_service(service, _openapi)),
-        Route("/v1/announcements", _of_service(service, _announce), methods=["POST"]),
-        Route("/v1/versions", _of_service(service, following.events)),
-        Route("/v1/leases", _of_service(service, following.lease), methods=["POST"]),
-        Route("/v1/jobs/{operation}", _of_service(service, jobs.start), methods=["POST"]),
-        Route("/v1/jobs/{job}/cancel", _of_service(service, jobs.cancel), methods=["POST"]),
-        Route("/v1/jobs/{job}/events", _of_service(service, jobs.events)),
+        Route("/readyz", partial(_readyz, service)),
+        Route("/metrics", partial(_metrics, service)),
+        Route("/v1/openapi.json", partial(_openapi, service)),
+        Route("/v1/announcements", partial(_announce, service), methods=["POST"]),
+        Route("/v1/versions", partial(following.events, service)),
+        Route("/v1/leases", partial(following.lease, service), methods=["POST"]),
+        Route("/v1/jobs/{operation}", partial(jobs.start, service), methods=["POST"]),
+        Route("/v1/jobs/{job}/cancel", partial(jobs.cancel, service), methods=["POST"]),
+        Route("/v1/jobs/{job}/events", partial(jobs.events, service)),
         *(Route(one.path, _Endpoint(service, one)) for one in jobs.ENDPOINTS),
         *(Route(one.path, _Endpoint(service, one)) for one in api.ENDPOINTS if "{" not in one.path),
-        Route("/v1/checkpoints/{path:path}", _of_service(service, _of_checkpoint)),
+        Route("/v1/checkpoints/{path:path}", partial(_of_checkpoint, service)),
         *(Route(one.path.replace("{path}", "{path:path}"), _Endpoint(service, one)) for one in files.ENDPOINTS),
         *ui.routes(service),
-        Route("/api/models/{path:path}", _of_service(service, _hub_api)),
-        Route("/{ident:path}/resolve/{rest:path}", _of_service(service, _hub_file)),
+        Route("/api/models/{path:path}", partial(_hub_api, service)),
+        Route("/{ident:path}/resolve/{rest:path}", partial(_hub_file, service)),
     ]
     handlers: dict[Any, Any] = {ShardckptError: of_error, HTTPException: of_error, Exception: failed}
     app = Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers)
@@ -105,13 +104,6 @@ def _answer(service: Service, endpoint: Endpoint, path: tuple[str, ...], request
     if isinstance(found, bytes):
         return Response(found, media_type="application/json")
     return SourceResponse(found, sends=request.method == "GET") if isinstance(found, ByteSource) else DocumentResponse(found)
-
-
-def _of_service(service: Service, answer: Callable[[Service, Request], Awaitable[Any]]) -> Answer:
-    async def answered(request: Request) -> Any:
-        return await answer(service, request)
-
-    return answered
 
 
 async def _of_checkpoint(service: Service, request: Request) -> Any:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.exceptions import HTTPException
 
-from shardckpt.errors import BudgetError, ShardckptError, StorageError, by_code
+from shardckpt.errors import BudgetError, ShardckptError, by_code
 from shardckpt.reading import documents
 from shardckpt.reading.compare import compare
 from shardckpt.reading.inspection.statistics import tensor_statistics
@@ -100,7 +100,7 @@ class Calculations:
         if kind == _BUG:
             raise RuntimeError(data.decode())
         if kind:
-            raise _error(kind, data.decode())
+            raise by_code(kind)(data.decode())  # of this version of the library
         return data
 
     @contextmanager
@@ -121,11 +121,6 @@ class Calculations:
             with self._changed:
                 self._at_work -= Counter({who: 1})
                 self._changed.notify_all()
-
-
-def _error(code: str, message: str) -> ShardckptError:
-    kind = by_code(code)
-    return kind(message) if kind.code == code else StorageError(message)
 
 
 def described(opened: OpenCheckpoints, ident: str, *, only: list[str] | None, depth: int | None) -> dict[str, Any]:
@@ -189,10 +184,8 @@ def _calculate(sender: Connection, given: Any, limits: tuple[float, int], name: 
     except ShardckptError as e:
         kind, data = e.code, text_of(e).encode("utf-8", "backslashreplace")
     except MemoryError:
-        kind, data = (
-            BudgetError.code,
-            f"{name}: it takes more than {memory >> 20} MiB of memory; ask for less, or use the command line.".encode(),
-        )
+        said = f"{name}: it takes more than {memory >> 20} MiB of memory; ask for less, or use the command line."
+        kind, data = BudgetError.code, said.encode()
     except Exception:  # noqa: BLE001  (a bug, of which the service tells)
         kind, data = _BUG, traceback.format_exc().encode("utf-8", "backslashreplace")
     sender.send_bytes(kind.encode())

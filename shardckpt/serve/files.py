@@ -93,11 +93,8 @@ def raw(service: Service, path: str) -> ByteSource:
     size = store.size(key)
     if size is None:
         raise NotFoundError(f"{shorten(path)}: there is no such file.")
-
-    def read_into(offset: int, into: memoryview) -> None:
-        store.read_into(key, offset, [into])
-
-    return ByteSource(size, service.tag(path, str(size)), read_into)  # names of attempts are never used again
+    # Names of attempts are never used again.
+    return ByteSource(size, service.tag(path, str(size)), lambda offset, into: store.read_into(key, offset, [into]))
 
 
 def stored_file(service: Service, store: Store, key: str, kind: str, headers: Mapping[str, str] | None = None) -> ByteSource | None:

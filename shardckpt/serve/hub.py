@@ -11,6 +11,7 @@ the model consists of the tensors below it.
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -27,7 +28,6 @@ from shardckpt.text import shorten
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from shardckpt.reading.checkpoint import Checkpoint
     from shardckpt.serve.sources import ByteSource
     from shardckpt.views.model_view import ModelView
 
@@ -112,7 +112,7 @@ def _model(service: Service, ident: str, revision: str) -> _Model:
         raise _missing("RevisionNotFound", f"{ident} has no revision {shorten(revision)}.")
     for entry in found:
         opened = service.opened.get(entry["id"])
-        part = opened.part("hub", partial(_below, opened.checkpoint))
+        part = opened.part("hub", partial(lambda one: below(_PART, one.names()), opened.checkpoint))
         for one in _DTYPES if _COMMIT.fullmatch(name) else (dtype,):
             options = part | ({"dtype": one} if one else {})
             commit = _commit(opened.attempt, options)
@@ -156,25 +156,14 @@ def _at_revision(service: Service, run: str, revision: str) -> Iterator[dict[str
         yield from service.catalogue.checkpoints(tagged)[0]
 
 
-def _below(checkpoint: Checkpoint) -> dict[str, str]:
-    """The options of a model's view that choose its tensors."""
-    return below(_PART, checkpoint.names())
-
-
 def _beside(service: Service, run: str) -> Iterator[tuple[str, int]]:
     """Names and sizes of files beside the checkpoints of a run."""
     store = Store.open(service.roots.locate(run))
-    for name in store.list_children():
-        if name in BESIDE and (size := _size(service, store, run, name)) is not None:
-            yield name, size
-
-
-def _size(service: Service, store: Store, run: str, name: str) -> int | None:
-    try:
-        service.roots.locate(f"{run}/{name}")
-    except NotFoundError:
-        return None
-    return store.size(name)
+    for name in set(BESIDE).intersection(store.list_children()):
+        with suppress(NotFoundError):  # a link that leads out
+            service.roots.locate(f"{run}/{name}")
+            if (size := store.size(name)) is not None:
+                yield name, size
 
 
 def _missing(code: str, message: str, commit: str | None = None) -> HTTPException:

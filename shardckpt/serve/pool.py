@@ -1,4 +1,4 @@
-"""The threads that answer requests: some for short work, and others for what may wait for a calculation.
+"""Threads that answer requests, some for short work and others for what may wait for a calculation; and streams of events.
 
 One user holds at most half of them, so that nobody waits for the requests of others. Without tokens there is only one user.
 """
@@ -11,14 +11,19 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from anyio import CapacityLimiter, to_thread
 from anyio.lowlevel import RunVar
 from starlette.exceptions import HTTPException
+from starlette.responses import StreamingResponse
 
 from shardckpt.serve.access.identity import UNKNOWN, WHO
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    import threading
+    from collections import Counter
+    from collections.abc import AsyncGenerator, Callable
 
 _LONG = 16
 _WAIT_SECONDS = 20.0
+_EVENTS_SECONDS, _KEEPALIVE_SECONDS = 300.0, 10.0
+"""A stream of events ends after some minutes; the client asks again."""
 _long: RunVar[CapacityLimiter] = RunVar("shardckpt-long")
 _shares: RunVar[dict[tuple[str, bool], asyncio.Semaphore]] = RunVar("shardckpt-shares")
 
@@ -36,11 +41,11 @@ async def on_thread(function: Callable[..., T], *args: Any, long: bool = False) 
     Raises:
         HTTPException: the user's other requests hold their share of the threads for too long.
     """
-    limiter = _get(_long, lambda: CapacityLimiter(_LONG)) if long else to_thread.current_default_thread_limiter()
+    limiter = of_loop(_long, lambda: CapacityLimiter(_LONG)) if long else to_thread.current_default_thread_limiter()
     who = WHO.get().name
     if who == UNKNOWN:
         return await to_thread.run_sync(function, *args, limiter=limiter)
-    share = _get(_shares, dict).setdefault((who, long), asyncio.Semaphore(int(limiter.total_tokens) // 2))
+    share = of_loop(_shares, dict).setdefault((who, long), asyncio.Semaphore(int(limiter.total_tokens) // 2))
     try:
         async with asyncio.timeout(_WAIT_SECONDS):
             await share.acquire()
@@ -52,10 +57,45 @@ async def on_thread(function: Callable[..., T], *args: Any, long: bool = False) 
         share.release()
 
 
-def _get(variable: RunVar[T], make: Callable[[], T]) -> T:
+def of_loop(variable: RunVar[T], make: Callable[[], T]) -> T:
     """The value of a variable of this event loop."""
     try:
         return variable.get()
     except LookupError:
         variable.set(make())
         return variable.get()
+
+
+def event_stream(
+    told: AsyncGenerator[bytes | None], clients: Counter[str], most: int, busy: HTTPException, closing: threading.Event
+) -> StreamingResponse:
+    """The response that sends events.
+
+    Args:
+        told: the events; None while nothing happens.
+        clients: counts those who follow, by user.
+        most: most of them.
+        busy: raised where there are more.
+        closing: set when the service is about to end.
+    """
+    who = WHO.get().name
+    if clients.total() >= most or (who != UNKNOWN and clients[who] >= most // 2):
+        raise busy
+
+    async def followed() -> AsyncGenerator[bytes]:
+        clock = asyncio.get_running_loop().time
+        end, sent = clock() + _EVENTS_SECONDS, clock()
+        clients[who] += 1
+        try:
+            async for event in told:
+                if event is not None or clock() >= sent + _KEEPALIVE_SECONDS:
+                    sent = clock()
+                    yield b": still there\n\n" if event is None else event
+                if clock() >= end or closing.is_set():
+                    return
+        finally:
+            clients[who] -= 1
+            await told.aclose()
+
+    headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+    return StreamingResponse(followed(), headers=headers, media_type="text/event-stream")

@@ -24,6 +24,7 @@ from shardckpt.io.store import Store
 from shardckpt.io.threads import map_on_threads
 from shardckpt.runs.catalog import entries_at
 from shardckpt.runs.ended import ENDED
+from shardckpt.serve.jobs.background import BackgroundWork
 from shardckpt.serve.roots import DEPTH
 from shardckpt.serve.vanished import RootWatch
 from shardckpt.state.names import natural_key
@@ -59,7 +60,7 @@ class _Seen:
     """Time of the next scan, by the monotonic clock."""
 
 
-class Scanner:
+class Scanner(BackgroundWork):
     """Scans the roots in the background."""
 
     def __init__(self, roots: Roots, catalogue: Catalogue, on_scan: Callable[[float], object] = lambda _: None) -> None:
@@ -70,6 +71,7 @@ class Scanner:
             catalogue: where to put what is found.
             on_scan: called after each cycle with its seconds.
         """
+        super().__init__("scanner", _log, "the roots could not be scanned", again=_LEAST_PAUSE)
         self.problems: dict[str, str] = {}
         """Error of listing a root, or the reason for which it has vanished, by the root's name."""
         self.passed_over: dict[str, str] = {}
@@ -85,19 +87,6 @@ class Scanner:
         """Roots of which the catalogue may have rows of an earlier process, or of before they vanished."""
         self._seen: dict[str, _Seen] = {}
         self._announced: set[str] = set()
-        self._wake, self._stopped = threading.Event(), False
-        self._thread = threading.Thread(target=self._run, name="shardckpt-scanner", daemon=True)
-
-    def start(self) -> None:
-        """Begin to scan, until `stop`."""
-        self._thread.start()
-
-    def stop(self) -> None:
-        """End after the batch that is being read."""
-        self._stopped = True
-        self._wake.set()
-        if self._thread.is_alive():
-            self._thread.join(10)
 
     def announce(self, ident: str) -> None:
         """Look at a place, and those above it, now."""
@@ -105,17 +94,13 @@ class Scanner:
             self._announced.add(ident)
         self._wake.set()
 
-    def _run(self) -> None:
-        while not self._stopped:
-            begun = time.monotonic()
-            try:
-                self.scan()
-            except Exception:  # noqa: BLE001  (a bug must not end the thread: the next cycle may pass it)
-                _log.exception("the roots could not be scanned")
-            took = time.monotonic() - begun
-            self._on_scan(took)
-            self._wake.wait(min(max(_LEAST_PAUSE, took / _SHARE), _LONGEST_PAUSE))
-            self._wake.clear()
+    def look(self) -> float:
+        """One cycle, and how long to wait after it."""
+        begun = time.monotonic()
+        self.scan()
+        took = time.monotonic() - begun
+        self._on_scan(took)
+        return min(max(_LEAST_PAUSE, took / _SHARE), _LONGEST_PAUSE)
 
     def scan(self) -> None:
         """One cycle. Errors of the storage are noted by root; what was known of it stays."""
@@ -131,7 +116,7 @@ class Scanner:
             try:
                 lost = self.watch.lost_marker(name)
                 gone = set() if lost else self._scan_root(name, Store.open(root))
-                if not self._stopped:
+                if not self._stopped.is_set():
                     self._settle(name, gone, lost=lost)
             except ShardckptError as e:
                 if self.problems.get(name) != str(e):
@@ -165,7 +150,7 @@ class Scanner:
         for _ in range(DEPTH):
             below: list[tuple[str, Store]] = []
             for first in range(0, len(level), _BATCH):
-                if self._stopped:
+                if self._stopped.is_set():
                     return set()
                 batch = level[first : first + _BATCH]
                 due = [one for one in batch if self._is_due(*one)]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import gc
 import logging
 import os
 import resource
@@ -134,6 +135,7 @@ def serve(options: ServeOptions, started: Callable[[str], Any] = lambda _url: No
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     server = make_server(options, started)
     _return_memory()
+    gc.freeze()  # other threads wait while garbage is looked for, now only among what comes later
     sys.setswitchinterval(SWITCH_SECONDS)  # the thread that answers waits for no reading thread
     listener = log_to_stderr()
     signal.signal(signal.SIGHUP, lambda *_: server.service.audit.reopen())

@@ -19,6 +19,7 @@ from anyio import CapacityLimiter, to_thread
 from anyio.lowlevel import RunVar
 from starlette.exceptions import HTTPException
 
+from shardckpt.serve.pool import of_loop
 from shardckpt.serve.problems import problem
 
 if TYPE_CHECKING:
@@ -234,7 +235,9 @@ class _Reader:
             stop = min(stop, self._source.block_end(begin, most))
         part = self._part(stop - begin, most, last=stop == self._end)
         async with asyncio.timeout(_READ_SECONDS):
-            await to_thread.run_sync(self._source.read_into, begin, part, limiter=_limiter(), abandon_on_cancel=True)
+            await to_thread.run_sync(
+                self._source.read_into, begin, part, limiter=of_loop(_limit, lambda: CapacityLimiter(_READS)), abandon_on_cancel=True
+            )
         return part
 
     def _part(self, nbytes: int, most: int, *, last: bool) -> memoryview:
@@ -250,15 +253,6 @@ class _Reader:
         lent = chosen[:nbytes]
         self._buffers = [*busy, (chosen, ref(lent))]
         return lent.data
-
-
-def _limiter() -> CapacityLimiter:
-    """The limit of reads at a time, of this event loop."""
-    try:
-        return _limit.get()
-    except LookupError:
-        _limit.set(CapacityLimiter(_READS))
-        return _limit.get()
 
 
 async def _until_gone(receive: Receive) -> None:

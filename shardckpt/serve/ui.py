@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from functools import cache
+from functools import cache, partial
 from importlib import resources
 from typing import TYPE_CHECKING, Any, TypeAlias
 from urllib.parse import urlencode
@@ -27,7 +27,7 @@ from shardckpt.serve.jobs.operations import OPERATIONS
 from shardckpt.serve.jobs.rows import STATES
 from shardckpt.serve.openapi import Parameter
 from shardckpt.serve.pages.actions import actions_section, import_form, reshard_section
-from shardckpt.serve.pages.checkpoint import checkpoint_page, diff_page, plan_form, tensor_page, unreadable_page
+from shardckpt.serve.pages.checkpoint import checkpoint_page, diff_page, found_names, plan_form, tensor_page, tree, unreadable_page
 from shardckpt.serve.pages.frame import STATIC, Viewer, crumbs, frame
 from shardckpt.serve.pages.health import health_page, verification_section
 from shardckpt.serve.pages.jobs import job_page, jobs_page, jobs_table
@@ -42,7 +42,7 @@ from shardckpt.serve.versions.following import began, readers
 from shardckpt.serve.versions.page import MOST_SHOWN, versions_section
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
+    from collections.abc import Callable, Sequence
 
     from starlette.requests import Request
 
@@ -75,28 +75,17 @@ def routes(service: Service) -> list[Route]:
         Route("/static/{name}", _static),
         Route(LOGIN, session.login, methods=["GET", "POST"]),
         Route("/ui/logout", session.logout, methods=["POST"]),
-        Route("/ui/jobs/{operation}", _posted(service, forms.start), methods=["POST"]),
-        Route("/ui/job/{job}/cancel", _posted(service, forms.cancel), methods=["POST"]),
-        *(Route(path, _rendered(service, page)) for path, page in pages.items()),
+        Route("/ui/jobs/{operation}", partial(forms.start, service), methods=["POST"]),
+        Route("/ui/job/{job}/cancel", partial(forms.cancel, service), methods=["POST"]),
+        *(Route(path, partial(_rendered, page, service)) for path, page in pages.items()),
     ]
 
 
-def _rendered(service: Service, page: _Page) -> Any:
-    async def answer(request: Request) -> Response:
-        try:
-            text = await on_thread(page, service, request, viewer_of(service, request), long=page in (_tensor, _diff, _plan))
-        except (ShardckptError, HTTPException) as e:
-            return refused(service, request, e)
-        return html(text)
-
-    return answer
-
-
-def _posted(service: Service, form: Callable[[Service, Request], Awaitable[Response]]) -> Any:
-    async def answer(request: Request) -> Response:
-        return await form(service, request)
-
-    return answer
+async def _rendered(page: _Page, service: Service, request: Request) -> Response:
+    try:
+        return html(await on_thread(page, service, request, viewer_of(service, request), long=page in (_tensor, _diff, _plan)))
+    except (ShardckptError, HTTPException) as e:
+        return refused(service, request, e)
 
 
 def _text(request: Request, name: str) -> str | None:
@@ -181,7 +170,11 @@ def _checkpoint(service: Service, request: Request, viewer: Viewer) -> str:
         return unreadable_page(ident, service.roots.without_places(str(e)), viewer, sections)
     top = find_node(opened.checkpoint, _text(request, "under"))
     sections = [] if top.name else _upkeep_sections(service, ident, opened.attempt, entry or {}, viewer)
-    return checkpoint_page(ident, opened.checkpoint, top, entry, _text(request, "text"), viewer, sections, _url(request))
+    text = _text(request, "text")
+    draw = partial(found_names, text=text) if text else tree
+    make = partial(draw, ident, opened.checkpoint, top)
+    names = make() if text or top.name else opened.part(("tree", PREFIX.get()), make)  # of many names it takes long
+    return checkpoint_page(ident, opened.checkpoint, top, entry, text, names, viewer, sections, _url(request))
 
 
 def _upkeep_sections(service: Service, ident: str, attempt: str, entry: dict[str, Any], viewer: Viewer) -> list[Html | None]:
@@ -210,13 +203,7 @@ def _job(service: Service, request: Request, viewer: Viewer) -> str:
     operation = OPERATIONS.get(doc["operation"])
     written = doc["destination"] or doc["subject"]
     may = operation is not None and viewer.may(operation.needs(doc["arguments"]), written)
-    return job_page(
-        doc,
-        _checkpoints_among(service, [doc]),
-        may_cancel=may,
-        may_start=may,
-        viewer=viewer,
-    )
+    return job_page(doc, _checkpoints_among(service, [doc]), viewer, may=may)
 
 
 def _health(service: Service, _request: Request, viewer: Viewer) -> str:
@@ -237,7 +224,7 @@ def _tensor(service: Service, request: Request, viewer: Viewer) -> str:
         raise NamesMismatchError(f"{ident}: name= is missing.")
     ckpt = service.opened.get(ident).checkpoint
     found = json.loads(api.statistics(service, ident, name, budget=16 << 20)) if _text(request, "values") else None
-    return tensor_page(ident, ckpt, name, api.layout(service, ident, name)["devices"], found, viewer)
+    return tensor_page(ident, ckpt, name, api.device_boxes(ckpt, name), found, viewer)
 
 
 def _diff(service: Service, request: Request, viewer: Viewer) -> str:

@@ -163,7 +163,7 @@ def test_no_request_counts_the_whole_journal_where_that_is_slow(tmp_path, monkey
         monkeypatch.setattr(tally, "count", lambda: counted.append(1))
         tally._took, tally._counted, tally._complete = 10.0, 0.0, True
         tally._stopped.set()  # its own thread counts no more
-        tally._wanted.set()
+        tally._wake.set()
         tally._thread.join()
         assert lab.ask(path).status == 200
         assert counted == []

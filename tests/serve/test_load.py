@@ -23,21 +23,16 @@ MOST_WAIT = 1.0
 CLIENTS = 300
 ATTACKERS = 16
 HUGE = "/v1/checkpoints/lab/odd/1/plan?mesh=data=1000000&rule=**%3D(data)"
-ENDPOINTS = (
-    "/",
+ENDPOINTS = (  # those whose answers may be large
     "/ui/runs",
-    "/ui/storage",
     "/ui/diff?a=lab/a/1&b=lab/b/1",
     "/ui/run/lab/a",
     "/ui/checkpoint/lab/many/1",
     "/ui/tensor/lab/a/1?name=w",
     "/ui/plan/lab/many/1?mesh=model=8&rule=**%3D()",
-    "/v1/runs",
-    "/v1/checkpoints",
     "/v1/checkpoints/lab/many/1",
     "/v1/checkpoints/lab/many/1?only=**",
     "/v1/checkpoints/lab/a/1/tensors/w?format=raw",
-    "/v1/checkpoints/lab/a/1/layouts/w",
     "/v1/checkpoints/lab/a/1/statistics/w",
     "/v1/checkpoints/lab/many/1/plan?mesh=model=8&rule=**%3D()",
     "/v1/diff?a=lab/many/1&b=lab/many/1",
@@ -50,10 +45,6 @@ ENDPOINTS = (
     "/raw/lab/many/1/checkpoint.json",
     "/lab/a/resolve/main/tokenizer.json",
     "/lab/a/resolve/main/model.safetensors",
-    "/api/models/lab/a",
-    "/metrics",
-    "/readyz",
-    "/healthz",
 )
 HOSTILE = (
     HUGE,
@@ -129,7 +120,7 @@ def test_slow_clients_of_an_endpoint_take_a_bounded_amount_of_memory(top, path):
         service.ask(path)
         with Peak(process) as peak:
             clients = slow_clients(service, path, CLIENTS)
-            slowest(service, ["/healthz"], 8)
+            slowest(service, ["/healthz"], 2)
             for one in clients:
                 one.close()
         print(f"{CLIENTS} slow clients of {path}: {peak.nbytes >> 20} MiB over idle")
@@ -151,7 +142,7 @@ def test_a_hundred_bombs_or_huge_plans_take_a_bounded_amount_of_memory(top, path
     with apart(("lab", top)) as (service, process):
         with Peak(process) as peak:
             clients = slow_clients(service, path, 100)
-            slowest(service, ["/healthz"], 15)
+            slowest(service, ["/healthz"], 5)
             for one in clients:
                 one.close()
         print(f"100 x {path}: {peak.nbytes >> 20} MiB over idle")
@@ -175,7 +166,7 @@ def test_hostile_requests_of_one_user_make_no_other_user_wait(top, tmp_path, pat
         for one in attackers:
             one.start()
         time.sleep(1)
-        found = slowest(service, ["/healthz", "/v1/runs"], 15 if len(paths) > 1 else 4, **headers["ann"])
+        found = slowest(service, ["/healthz", "/v1/runs"], 8 if len(paths) > 1 else 2, **headers["ann"])
         over.set()
         print(f"{ATTACKERS} x {'all' if len(paths) > 1 else paths[0][:60]}: { ({name: round(took, 3) for name, took in found.items()}) }")
         assert max(found.values()) <= MOST_WAIT

@@ -21,11 +21,11 @@ import shardckpt
 from shardckpt import SaveOptions
 from shardckpt.errors import OptionError
 from shardckpt.runs.pinning import tag
-from shardckpt.serve import api
+from shardckpt.serve import api, pool
 from shardckpt.serve.access import guard, identity
 from shardckpt.serve.access import tokens as tokens_module
 from shardckpt.serve.access.tokens import add_token
-from shardckpt.serve.jobs import endpoints, journal
+from shardckpt.serve.jobs import journal
 from shardckpt.serve.jobs.operations import OPERATIONS
 from shardckpt.serve.roots import Roots
 
@@ -182,7 +182,7 @@ def team(tmp_path_factory):
         found.jobs["indigo", "crimson"] = done("copy", checkpoint="indigo/plain/1", to="crimson/kept/1")
         service.wait_until(lambda: "crimson/kept/1" in found.ask("all", "/v1/checkpoints").body.decode())
         service.wait_until(lambda: found.ask("all", "/v1/scrub").json["due"] == 0, 100)
-        service.upkeep.runner._stopped = True  # jobs wait from now on
+        service.upkeep.runner._stopped.set()  # jobs wait from now on
         yield found
 
 
@@ -400,7 +400,7 @@ def test_a_token_ends_at_its_time_with_its_sessions(tmp_path, monkeypatch):
 @pytest.mark.parametrize("ends", ["revoked", "other rights"])
 def test_what_is_still_sent_ends_with_the_token(tmp_path, monkeypatch, ends):
     monkeypatch.setattr(guard, "_RECHECK_SECONDS", 0.1)
-    monkeypatch.setattr(endpoints, "_KEEPALIVE_SECONDS", 0.2)
+    monkeypatch.setattr(pool, "_KEEPALIVE_SECONDS", 0.2)
     shardckpt.save(tmp_path / "lab" / "run" / "1", {"w": np.ones(2)})
     large = tmp_path / "lab" / "run" / "tokenizer.json"
     large.write_bytes(b" " * (40 << 20))

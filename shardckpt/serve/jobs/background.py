@@ -9,18 +9,26 @@ from typing import TYPE_CHECKING
 from shardckpt.errors import ShardckptError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from logging import Logger
 
 _END_SECONDS = 10.0
 
 
 class BackgroundWork(ABC):
-    """A daemon thread that runs from `start` to `stop`."""
+    """A daemon thread that looks at something again and again, from `start` to `stop`."""
 
-    def __init__(self, name: str) -> None:
-        """Nothing runs before `start`; `name` is that of the thread."""
-        self._stopped = threading.Event()
+    def __init__(self, name: str, log: Logger, failed: str, *, first: float = 0.0, again: float) -> None:
+        """Nothing runs before `start`.
+
+        Args:
+            name: name of the thread.
+            log: gets errors.
+            failed: what is logged about a bug.
+            first: seconds before the first look.
+            again: seconds after a look that failed.
+        """
+        self._log, self._failed, self._first, self._again = log, failed, first, again
+        self._stopped, self._wake = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"shardckpt-{name}", daemon=True)
 
     def start(self) -> None:
@@ -30,19 +38,24 @@ class BackgroundWork(ABC):
     def stop(self) -> None:
         """End, after at most some seconds; what is left is done when the service is started again."""
         self._stopped.set()
+        self._wake.set()
         if self._thread.is_alive():
             self._thread.join(_END_SECONDS)
 
     @abstractmethod
-    def _run(self) -> None:
-        """Work until `_stopped` is set."""
+    def look(self) -> float:
+        """Look once; return the seconds until the next look, which comes sooner when `_wake` is set."""
 
-    def _repeat(self, look: Callable[[], None], seconds: float, log: Logger, failed: str) -> None:
-        """Call `look` at intervals until `_stopped` is set; errors are logged, a bug with the words `failed`."""
-        while not self._stopped.wait(seconds):
+    def _run(self) -> None:
+        pause = self._first
+        while not self._stopped.is_set():
+            if self._wake.wait(pause) and self._stopped.is_set():
+                return
+            self._wake.clear()
+            pause = self._again
             try:
-                look()
+                pause = self.look()
             except ShardckptError as e:
-                log.warning("%s", e)
-            except Exception:  # a bug must not end the thread
-                log.exception(failed)
+                self._log.warning("%s", e)
+            except Exception:  # noqa: BLE001  (a bug must not end the thread)
+                self._log.exception(self._failed)

@@ -8,23 +8,22 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from starlette.exceptions import HTTPException
-from starlette.responses import Response, StreamingResponse
 
 from shardckpt.errors import NotFoundError, OptionError
 from shardckpt.serve import health
-from shardckpt.serve.access.identity import UNKNOWN, WHO
 from shardckpt.serve.catalogue import MOST_ROWS
 from shardckpt.serve.jobs.operations import OPERATIONS
 from shardckpt.serve.jobs.rows import STATES
 from shardckpt.serve.openapi import Endpoint, Parameter
-from shardckpt.serve.pool import on_thread
+from shardckpt.serve.pool import event_stream, on_thread
 from shardckpt.serve.problems import DocumentResponse
 from shardckpt.text import shorten
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncGenerator
 
     from starlette.requests import Request
+    from starlette.responses import Response
 
     from shardckpt.serve.jobs.operations import Operation
     from shardckpt.serve.jobs.rows import JobRow
@@ -33,8 +32,7 @@ if TYPE_CHECKING:
 
 _KEY = re.compile(r"[\x21-\x7e]{1,200}", re.ASCII)
 _NUMBER = re.compile(r"[1-9]\d{0,15}", re.ASCII)
-_EVENTS_POLL, _EVENTS_SECONDS, _KEEPALIVE_SECONDS = 0.25, 300.0, 10.0
-"""A stream of events ends after some minutes; the client asks again."""
+_EVENTS_POLL = 0.25
 _MOST_STREAMS = 64
 
 
@@ -154,33 +152,20 @@ async def events(service: Service, request: Request) -> Response:
     """Follow a job: an event `job` with its JSON whenever it has changed, until it has ended."""
     upkeep, number = upkeep_of(service), job_number(request.path_params["job"])
     first = await on_thread(upkeep.journal.job, number)
-    who = WHO.get().name
-    if service.streams.total() >= _MOST_STREAMS or (who != UNKNOWN and service.streams[who] >= _MOST_STREAMS // 2):
-        raise HTTPException(503, "too many clients follow jobs; ask for the job itself from time to time.", {"Retry-After": "5"})
-    headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-    return StreamingResponse(_follow(service, upkeep, first), headers=headers, media_type="text/event-stream")
+    busy = HTTPException(503, "too many clients follow jobs; ask for the job itself from time to time.", {"Retry-After": "5"})
+    return event_stream(_follow(service, upkeep, first), service.streams, _MOST_STREAMS, busy, service.closing)
 
 
-async def _follow(service: Service, upkeep: Upkeep, found: JobRow) -> AsyncIterator[bytes]:
-    clock = asyncio.get_running_loop().time
-    end, sent, said = clock() + _EVENTS_SECONDS, 0.0, ""
-    who = WHO.get().name
-    service.streams[who] += 1
-    try:
-        while True:
-            text = json.dumps(job_json(service, found))
-            if text != said:
-                said, sent = text, clock()
-                yield f"event: job\ndata: {text}\n\n".encode()
-            elif clock() >= sent + _KEEPALIVE_SECONDS:
-                sent = clock()
-                yield b": still there\n\n"
-            if found.is_over or clock() >= end or service.closing.is_set():
-                return
-            await asyncio.sleep(_EVENTS_POLL)
-            found = await on_thread(upkeep.journal.job, found.number)
-    finally:
-        service.streams[who] -= 1
+async def _follow(service: Service, upkeep: Upkeep, found: JobRow) -> AsyncGenerator[bytes | None]:
+    said = ""
+    while True:
+        text = json.dumps(job_json(service, found))
+        yield f"event: job\ndata: {text}\n\n".encode() if text != said else None
+        if found.is_over:
+            return
+        said = text
+        await asyncio.sleep(_EVENTS_POLL)
+        found = await on_thread(upkeep.journal.job, found.number)
 
 
 _LIMIT = Parameter(name="limit", kind="integer", about="Most rows.", least=1, most=MOST_ROWS, default=100)

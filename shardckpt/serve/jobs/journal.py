@@ -128,13 +128,12 @@ class Journal:
         Raises:
             OptionError: the key belongs to a job with other arguments. StorageError: the journal cannot be read.
         """
-        with self._lock:
-            rows = self._all(f"SELECT asked, {_JOB} FROM jobs WHERE who = ? AND key = ?", (who, key))  # noqa: S608
-            if not rows:
-                return None
-            text, *row = rows[0]
-            job = self._job(row)
-        if (job.operation, text) != (operation, _sorted(asked)):
+        jobs = self._jobs("who = ? AND key = ?", (who, key))
+        if not jobs:
+            return None
+        job = jobs[0]
+        text = self._all("SELECT asked FROM jobs WHERE number = ?", (job.number,))
+        if (job.operation, text) != (operation, [(_sorted(asked),)]):
             raise OptionError(f"the idempotency key belongs to job {job.number}, a different request; give each request a key of its own.")
         return job
 
@@ -188,12 +187,11 @@ class Journal:
         Raises:
             NotFoundError: there is none. StorageError: the journal cannot be read.
         """
-        with self._lock:
-            mine, names = _readable()
-            rows = self._all(f"SELECT {_JOB} FROM jobs WHERE number = ? AND {mine}", (number, *names))  # noqa: S608
-            if not rows:
-                raise NotFoundError(f"there is no job {number}; GET /v1/jobs lists them.")
-            return self._job(rows[0])
+        mine, names = _readable()
+        found = self._jobs(f"number = ? AND {mine}", (number, *names))
+        if not found:
+            raise NotFoundError(f"there is no job {number}; GET /v1/jobs lists them.")
+        return found[0]
 
     def jobs(
         self,
@@ -225,14 +223,11 @@ class Journal:
         if subject is not None:
             terms.append("(subject = ? OR destination = ?)")
             values += [subject, subject]
-        with self._lock:
-            rows = self._all(f"SELECT {_JOB} FROM jobs WHERE {' AND '.join(terms)} ORDER BY number DESC LIMIT ?", (*values, limit))  # noqa: S608
-            return [self._job(row) for row in rows]
+        return self._jobs(f"{' AND '.join(terms)} ORDER BY number DESC LIMIT ?", (*values, limit))
 
     def queued(self) -> list[JobRow]:
         """The jobs that wait, the first one first."""
-        with self._lock:
-            return [self._job(row) for row in self._all(f"SELECT {_JOB} FROM jobs WHERE state = 'queued' ORDER BY number", ())]  # noqa: S608
+        return self._jobs("state = 'queued' ORDER BY number")
 
     def begin(self, number: int) -> bool:
         """Note that a job starts; return whether it still waited. Raises StorageError."""
@@ -291,8 +286,7 @@ class Journal:
     def counts(self) -> dict[str, int]:
         """Number of jobs by state. Raises StorageError."""
         mine, names = _readable()
-        with self._lock:
-            return dict(self._all(f"SELECT state, count(*) FROM jobs WHERE {mine} GROUP BY state", names))  # noqa: S608
+        return dict(self._all(f"SELECT state, count(*) FROM jobs WHERE {mine} GROUP BY state", names))  # noqa: S608
 
     # --- verifications
 
@@ -308,42 +302,32 @@ class Journal:
                 f"DELETE FROM verifications WHERE id = ? AND number NOT IN ({kept}) AND number NOT IN ({last})",  # noqa: S608
                 (ident, ident, _MOST_VERIFICATIONS, ident),
             )
-            return verification_of(self._all(f"SELECT {_VERIFICATION} FROM verifications WHERE number = ?", (number,))[0])  # noqa: S608
+            return self._verifications("WHERE number = ?", (number,))[0]
 
     def unfinished_verification(self, ident: str, job: int | None) -> Verification | None:
         """The verification that a scrub, or a job, has begun and not ended. Raises StorageError."""
-        where = "WHERE id = ? AND job IS ? AND ended IS NULL ORDER BY number DESC LIMIT 1"
-        with self._lock:
-            rows = self._all(f"SELECT {_VERIFICATION} FROM verifications {where}", (ident, job))  # noqa: S608
-        return verification_of(rows[0]) if rows else None
+        found = self._verifications("WHERE id = ? AND job IS ? AND ended IS NULL ORDER BY number DESC LIMIT 1", (ident, job))
+        return found[0] if found else None
 
     def update_verification(self, one: Verification, *, over: bool = False, notice: Mapping[str, Any] | None = None) -> Verification:
         """Write the progress of a verification, or its end and a notice about it, which is durable with it. Raises StorageError."""
         one = replace(one, ended=utc_now()) if over else one
         values = (one.ended, one.chunks, one.total, one.bytes, one.damaged, json.dumps(one.damage), one.error, one.number)
         sql = "UPDATE verifications SET ended=?, chunks=?, total=?, bytes=?, damaged=?, damage=?, error=? WHERE number = ?"
-        with self._lock:
-            self._write_with(notice, sql, values)
+        self._write_with(notice, sql, values)
         return one
 
     def verifications(self, ident: str | None = None, *, limit: int = 100) -> list[Verification]:
         """Verifications of a checkpoint, or of all, the latest first. Raises StorageError."""
         mine, names = readable("id")
         where, values = (f"{mine} AND id = ?", (*names, ident)) if ident is not None else (mine, (*names,))
-        with self._lock:
-            rows = self._all(f"SELECT {_VERIFICATION} FROM verifications WHERE {where} ORDER BY number DESC LIMIT ?", (*values, limit))  # noqa: S608
-        return [verification_of(row) for row in rows]
+        return self._verifications(f"WHERE {where} ORDER BY number DESC LIMIT ?", (*values, limit))
 
     def latest_verifications(self, idents: Sequence[str] | None = None) -> dict[str, Verification]:
         """By id, the latest verification that has read everything, or found damage. Raises StorageError."""
         where = "" if idents is None else f"AND id IN ({','.join('?' * len(idents))})"
-        with self._lock:
-            rows = self._all(
-                f"SELECT {_VERIFICATION} FROM verifications WHERE number IN "  # noqa: S608
-                f"(SELECT max(number) FROM verifications WHERE {_COMPLETE} {where} GROUP BY id)",
-                tuple(idents or ()),
-            )
-        return {one.id: one for one in map(verification_of, rows)}
+        last = f"SELECT max(number) FROM verifications WHERE {_COMPLETE} {where} GROUP BY id"  # noqa: S608
+        return {one.id: one for one in self._verifications(f"WHERE number IN ({last})", tuple(idents or ()))}
 
     def verified(self, known: Sequence[str]) -> dict[str, tuple[str, str]]:
         """By id of known checkpoints: attempt of the latest verification, and its end if it has read everything. Raises StorageError.
@@ -355,8 +339,7 @@ class Journal:
             some = known[first : first + _BATCH]
             last = f"SELECT max(number) FROM verifications WHERE {_COMPLETE} AND id IN ({','.join('?' * len(some))}) GROUP BY id"  # noqa: S608
             sql = f"SELECT id, attempt, iif(error IS NULL, ended, '') FROM verifications WHERE number IN ({last})"  # noqa: S608
-            with self._lock:
-                found |= {ident: (attempt, ended) for ident, attempt, ended in self._all(sql, some)}
+            found |= {ident: (attempt, ended) for ident, attempt, ended in self._all(sql, some)}
         return found
 
     def verified_besides(self, known: Container[str], most: int) -> set[str]:
@@ -365,24 +348,19 @@ class Journal:
         sql = "SELECT DISTINCT id FROM verifications WHERE id > ? ORDER BY id LIMIT ?"
         ids = [""]
         while ids and len(found) < most:
-            with self._lock:
-                ids = [ident for (ident,) in self._all(sql, (ids[-1], _BATCH))]
+            ids = [ident for (ident,) in self._all(sql, (ids[-1], _BATCH))]
             found.update(islice((ident for ident in ids if ident not in known), most - len(found)))
         return found
 
     def forget_verifications(self, idents: Sequence[str]) -> None:
         """Forget all verifications of some checkpoints. Raises StorageError."""
-        with self._lock:
-            self._write(f"DELETE FROM verifications WHERE id IN ({','.join('?' * len(idents))})", idents)  # noqa: S608
+        self._write(f"DELETE FROM verifications WHERE id IN ({','.join('?' * len(idents))})", idents)  # noqa: S608
 
     def damaged_verifications(self) -> dict[str, Verification]:
         """The latest ended verifications that found damage, by id. Raises StorageError."""
         later = f"SELECT max(number) FROM verifications WHERE {_COMPLETE} AND id = one.id"  # noqa: S608
-        found = "FROM verifications AS one INDEXED BY by_damage WHERE damaged > 0 AND ended IS NOT NULL"
-        sql = f"SELECT {_VERIFICATION} {found} AND number = ({later})"
-        with self._lock:
-            rows = self._all(sql, ())
-        return {one.id: one for one in map(verification_of, rows)}
+        found = self._verifications(f"AS one INDEXED BY by_damage WHERE damaged > 0 AND ended IS NOT NULL AND number = ({later})")
+        return {one.id: one for one in found}
 
     # --- notices for the webhook
 
@@ -401,46 +379,51 @@ class Journal:
 
     def notices(self, limit: int = 10) -> list[tuple[int, str]]:
         """Number and body of the oldest notices. Raises StorageError."""
-        with self._lock:
-            return self._all("SELECT number, body FROM notices ORDER BY number LIMIT ?", (limit,))
+        return self._all("SELECT number, body FROM notices ORDER BY number LIMIT ?", (limit,))
 
     def drop_notice(self, number: int) -> None:
         """Forget a notice. Raises StorageError."""
-        with self._lock:
-            self._write("DELETE FROM notices WHERE number = ?", (number,))
+        self._write("DELETE FROM notices WHERE number = ?", (number,))
 
     # --- roots that had checkpoints or a marker
 
     def remembered_roots(self) -> dict[str, bool]:
         """Whether a root had a marker, by its place. Raises StorageError."""
-        with self._lock:
-            return {place: bool(marked) for place, marked in self._all("SELECT place, marked FROM roots", ())}
+        return {place: bool(marked) for place, marked in self._all("SELECT place, marked FROM roots", ())}
 
     def remember_root(self, place: str, *, marked: bool) -> None:
         """Remember a root. Raises StorageError."""
-        with self._lock:
-            self._write("INSERT OR REPLACE INTO roots VALUES (?, ?)", (place, marked))
+        self._write("INSERT OR REPLACE INTO roots VALUES (?, ?)", (place, marked))
 
     # --- runs that were seen saving
 
     def saving(self) -> set[str]:
         """Ids of the runs that were saving at the last look. Raises StorageError."""
-        with self._lock:
-            return {run for (run,) in self._all("SELECT run FROM saving", ())}
+        return {run for (run,) in self._all("SELECT run FROM saving", ())}
 
     def set_saving(self, run: str, *, saving: bool, notice: Mapping[str, Any] | None = None) -> None:
         """Remember whether a run saves, and queue a notice. Raises StorageError."""
-        with self._lock:
-            sql = "INSERT OR IGNORE INTO saving VALUES (?)" if saving else "DELETE FROM saving WHERE run = ?"
-            self._write_with(notice, sql, (run,))
+        sql = "INSERT OR IGNORE INTO saving VALUES (?)" if saving else "DELETE FROM saving WHERE run = ?"
+        self._write_with(notice, sql, (run,))
 
     # ---
 
     def _all(self, sql: str, values: Sequence[Any]) -> list[Any]:
         try:
-            return self._db.execute(sql, values).fetchall()
+            with self._lock:
+                return self._db.execute(sql, values).fetchall()
         except sqlite3.Error as e:
             raise StorageError(f"the journal {self._path.name} cannot be read now ({e}).") from e
+
+    def _jobs(self, where: str, values: Sequence[Any] = ()) -> list[JobRow]:
+        """Jobs, with the progress of those that run."""
+        with self._lock:
+            rows = map(job_of, self._all(f"SELECT {_JOB} FROM jobs WHERE {where}", values))  # noqa: S608
+            known = [(one, self._progress.get(one.number, (one.done, one.total))) for one in rows]
+        return [replace(one, done=done, total=total) for one, (done, total) in known]
+
+    def _verifications(self, where: str, values: Sequence[Any] = ()) -> list[Verification]:
+        return [*map(verification_of, self._all(f"SELECT {_VERIFICATION} FROM verifications {where}", values))]  # noqa: S608
 
     def clock(self, offset: float) -> float | None:
         """Write down how far the machine's clock is from one that does not jump; return what was written before. Raises StorageError."""
@@ -454,7 +437,7 @@ class Journal:
         try:
             if not seems_at(self._fd, self._path):
                 raise FileNotFoundError("another file is there")
-            with self._db as db:
+            with self._lock, self._db as db:
                 number = db.execute(sql, values).lastrowid or 0
                 for other, given in others:
                     db.execute(other, given)
@@ -468,11 +451,6 @@ class Journal:
         """Number of a new row: that of the time, or the next one after the last."""
         last = self._all("SELECT seq FROM sqlite_sequence WHERE name = ?", (table,))
         return max(int((time.time() - _EPOCH) * 100), last[0][0] + 1 if last else 1)
-
-    def _job(self, row: Sequence[Any]) -> JobRow:
-        found = job_of(row)
-        done, total = self._progress.get(found.number, (found.done, found.total))
-        return replace(found, done=done, total=total)
 
 
 def _readable() -> tuple[str, list[str]]:

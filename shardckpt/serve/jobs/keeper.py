@@ -38,17 +38,14 @@ class Keeper(BackgroundWork):
 
     def __init__(self, journal: Journal, catalogue: Catalogue, roots: Roots, rules: RetentionRules) -> None:
         """Nothing is started before `start`."""
-        super().__init__("keeper")
+        super().__init__("keeper", _log, "the rules could not be applied", first=_POLL, again=_POLL)
         self._journal, self._catalogue, self._roots, self.rules = journal, catalogue, roots, rules
         self._offset = _offset()
         before = journal.clock(self._offset)
         known = before is not None and abs(before - self._offset) <= _JUMP
         self._not_before = time.monotonic() + (0 if known else DELAY)
 
-    def _run(self) -> None:
-        self._repeat(self.look, _POLL, _log, "the rules could not be applied")
-
-    def look(self) -> None:
+    def look(self) -> float:
         """Start the jobs that are due.
 
         Raises:
@@ -57,7 +54,7 @@ class Keeper(BackgroundWork):
         self._watch_the_clock()
         for run in self._catalogue.all_runs():
             if self._stopped.is_set():
-                return
+                break
             try:
                 if self.rules.rule_for(run) is None:
                     continue
@@ -66,6 +63,7 @@ class Keeper(BackgroundWork):
                     self._next(run)
             except ShardckptError as e:
                 _log.warning("retention", extra={"fields": {"run": run, "reason": str(e)}})
+        return _POLL
 
     def _next(self, run: str) -> None:
         """Start a dry run, or the deletion of what the last one lists."""

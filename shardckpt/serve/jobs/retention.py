@@ -99,23 +99,6 @@ class RetentionReport:
         return sum(one.nbytes for one in self.deleted)
 
 
-def doomed(root: Store, rule: Retention) -> list[Doomed]:
-    """The steps that a rule gives up and nothing protects, in the order in which they are deleted.
-
-    The newest step that was not superseded stays, and so do pinned and tagged steps, and all that hold tensors of a checkpoint
-    in the root that stays, directly or through others. Checkpoints in other directories that have left tensors in a step are not
-    seen: pin such a step. Superseded steps go if the newest step is later. If a checkpoint in the root cannot be read, its bases
-    are not known, and everything stays.
-
-    Ages are those of the commit records, by the storage's clock: a pin or a tag makes a step young again.
-
-    Raises:
-        NotFoundError: there is no such directory.
-        StorageError: the storage failed.
-    """
-    return _survey(root, rule)[0]
-
-
 def retain(
     root: Store,
     rule: Retention,
@@ -123,6 +106,11 @@ def retain(
     progress: Callable[[int, int], None] | None = None,
 ) -> RetentionReport:
     """Delete the steps of an ended run that a rule gives up; if a call was interrupted, the same call finishes it.
+
+    The newest step that was not superseded stays, and so do pinned and tagged steps, and all that hold tensors of a checkpoint
+    in the root that stays, directly or through others. Checkpoints in other directories that have left tensors in a step are not
+    seen: pin such a step. Superseded steps go if the newest step is later. If a checkpoint in the root cannot be read, its bases
+    are not known, and everything stays. Ages are those of the commit records, by the storage's clock: a pin makes a step young again.
 
     Args:
         root: the run's root.

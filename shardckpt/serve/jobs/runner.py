@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardckpt.errors import ShardckptError, StorageError
 from shardckpt.serve.access.audit import AuditLog
+from shardckpt.serve.jobs.background import BackgroundWork
 from shardckpt.serve.jobs.operations import OPERATIONS
 from shardckpt.serve.jobs.rows import DAMAGED_ROW
 from shardckpt.serve.jobs.verification import VerificationNotes
@@ -152,7 +153,7 @@ def audited(job: JobRow) -> dict[str, Any]:
     return {"who": job.who, "what": job.operation, "where": [job.subject, job.destination], "job": job.number}
 
 
-class JobRunner:
+class JobRunner(BackgroundWork):
     """Runs the jobs of a journal in the background."""
 
     def __init__(
@@ -179,6 +180,7 @@ class JobRunner:
             watch: knows which roots have vanished.
             audit: is told of jobs before they start; they wait while it cannot be written.
         """
+        super().__init__("jobs", _log, "jobs could not be started", again=_POLL)
         self._audit = audit or AuditLog(None)
         self._journal, self._directory, self._roots = journal, directory, roots
         self._at_once, self._options, self._on_end, self._watch = at_once, options, on_end, watch
@@ -187,39 +189,26 @@ class JobRunner:
         self._failures: Counter[int] = Counter()
         self.waits_for: dict[int, str] = {}
         """Reason for which a queued job has not been started, by its number."""
-        self._stopped = False
-        self._thread = threading.Thread(target=self._run, name="shardckpt-jobs", daemon=True)
-
-    def start(self) -> None:
-        """Begin to run jobs, until `stop`."""
-        self._thread.start()
 
     def stop(self) -> None:
         """End all processes; their jobs go on when the service is started again."""
-        self._stopped = True
+        self._stopped.set()
         with self._journal.changed:
             self._journal.changed.notify_all()
-        if self._thread.is_alive():
-            self._thread.join(_END_SECONDS)
+        super().stop()
         running = list(self._running.values())
         for _, process, _ in running:
             process.end()
         for _, _, thread in running:
             thread.join(_END_SECONDS)
 
-    def _run(self) -> None:
-        while not self._stopped:
-            try:
-                self._end_cancelled()
-                self._start_queued()
-            except StorageError as e:  # the journal's disk is full, or the like: it may pass
-                _log.warning("%s", e)
-                time.sleep(_POLL)
-            except Exception:  # noqa: BLE001  (a bug must not end the thread)
-                _log.exception("jobs could not be started")
-                time.sleep(_POLL)
-            with self._journal.changed:
-                self._journal.changed.wait(_POLL)
+    def look(self) -> float:
+        """End and start what is to be, and wait for a change of a job. Raises StorageError."""
+        self._end_cancelled()
+        self._start_queued()
+        with self._journal.changed:
+            self._journal.changed.wait(_POLL)
+        return 0.0
 
     def _end_cancelled(self) -> None:
         for number, (_, process, _) in list(self._running.items()):
@@ -239,7 +228,7 @@ class JobRunner:
                 waits[job.number] = why
             elif not self._may_write(job):
                 waits[job.number] = "the audit log cannot be written"
-            elif not self._stopped and self._journal.begin(job.number):
+            elif not self._stopped.is_set() and self._journal.begin(job.number):
                 process = JobProcess(self._directory, self._roots, self._options)
                 thread = threading.Thread(target=self._follow, args=(job, process), name=f"shardckpt-job-{job.number}", daemon=True)
                 self._running[job.number] = job, process, thread
@@ -313,7 +302,7 @@ class JobRunner:
             process.end()
             _log.exception("a job failed")
             end = JobEnd(error={"code": "internal", "message": f"{type(e).__name__}; the log has more."})
-        while not self._stopped:
+        while not self._stopped.is_set():
             try:
                 ended = self._write_down(job, end)
                 if verification is not None and ended.is_over and ended.state != "done":

@@ -12,7 +12,6 @@ import logging
 import time
 from typing import TYPE_CHECKING, Any
 
-from shardckpt.errors import StorageError
 from shardckpt.serve.access.identity import may_read
 from shardckpt.serve.jobs.background import BackgroundWork
 from shardckpt.serve.jobs.runner import JobProcess
@@ -58,10 +57,11 @@ class Scrubber(BackgroundWork):
             rate: most bytes per second.
             vanished: names of roots that have vanished, of which nothing is read.
         """
-        super().__init__("scrub")
+        super().__init__("scrub", _log, "the scrub failed", first=_POLL, again=_LONGEST_POLL)
         self._journal, self._tally, self._directory, self._roots = journal, tally, directory, roots
         self.period, self.rate, self._vanished = period, rate, vanished
         self._not_before: dict[str, float] = {}
+        self._pause = _POLL
         self.at_work: str | None = None
         """Id of the checkpoint that is being verified."""
         self._process: JobProcess | None = None
@@ -87,24 +87,18 @@ class Scrubber(BackgroundWork):
             "keeps_up": counts.stored_bytes <= self.rate * self.period,
         }
 
-    def _run(self) -> None:
-        pause = _POLL
-        while not self._stopped.wait(pause):
-            try:
-                self._tally.get()
-                due = next(filter(self._may, self._tally.due), None)
-                if due is not None:
-                    self._verify(due)
-                    self._tally.count()
-                pause = _POLL if due is not None else min(2 * pause, _LONGEST_POLL)
-            except StorageError as e:  # of the journal or the catalogue
-                _log.warning("%s", e)
-                pause = _LONGEST_POLL
-            except Exception:  # noqa: BLE001  (a bug must not end the thread)
-                _log.exception("the scrub failed")
-                pause = _LONGEST_POLL
-            finally:
-                self.at_work = None
+    def look(self) -> float:
+        """Verify the checkpoint that is due first. Raises StorageError."""
+        try:
+            self._tally.get()
+            due = next(filter(self._may, self._tally.due), None)
+            if due is not None:
+                self._verify(due)
+                self._tally.count()
+            self._pause = _POLL if due is not None else min(2 * self._pause, _LONGEST_POLL)
+            return self._pause
+        finally:
+            self.at_work = None
 
     def _may(self, ident: str) -> bool:
         return ident.partition("/")[0] not in self._vanished and time.monotonic() >= self._not_before.get(ident, 0.0)

@@ -25,18 +25,13 @@ class SilenceWatch(BackgroundWork):
 
     def __init__(self, journal: Journal, catalogue: Catalogue, scanner: Scanner) -> None:
         """Nothing is looked for before `start`."""
-        super().__init__("silence")
+        super().__init__("silence", _log, "silent runs could not be looked for", first=_POLL, again=_POLL)
         self._journal, self._catalogue, self._scanner = journal, catalogue, scanner
 
-    def _run(self) -> None:
-        self._repeat(self.look, _POLL, _log, "silent runs could not be looked for")
-
-    def look(self) -> None:
+    def look(self) -> float:
         """Tell of each run that was saving at an earlier look, and is silent now. Raises StorageError."""
-        if not self._scanner.complete.is_set():
-            return
         saving = self._journal.saving()
-        for run in self._catalogue.all_runs():
+        for run in self._catalogue.all_runs() if self._scanner.complete.is_set() else ():
             if run.partition("/")[0] in self._scanner.watch.vanished:
                 continue
             commits = self._catalogue.recent(run, COMMITS)
@@ -51,3 +46,4 @@ class SilenceWatch(BackgroundWork):
                 notice = {"event": "silent", "run": run, "last": commits[-1]["created"], "every": rhythm.every}
                 _log.warning("silent", extra={"fields": notice})
             self._journal.set_saving(run, saving=False, notice=notice)
+        return _POLL

@@ -10,7 +10,6 @@ from dataclasses import astuple, dataclass, fields
 from operator import add
 from typing import TYPE_CHECKING
 
-from shardckpt.errors import StorageError
 from shardckpt.serve.access.identity import as_service, only_readable
 from shardckpt.serve.jobs.background import BackgroundWork
 
@@ -47,7 +46,7 @@ class Tally(BackgroundWork):
 
     def __init__(self, journal: Journal, catalogue: Catalogue, scanner: Scanner, period: float | None) -> None:
         """Count nothing yet; `period` is that of the scrub, in seconds."""
-        super().__init__("tally")
+        super().__init__("tally", _log, "the checkpoints could not be counted", again=_FORGET_SECONDS)
         self._journal, self._catalogue, self._scanner, self._period = journal, catalogue, scanner, period
         self._counts: dict[str, Counts] | None = None
         """By root."""
@@ -57,15 +56,9 @@ class Tally(BackgroundWork):
         self._complete = False
         """Whether the first scan was over when it counted."""
         self._counting = threading.Lock()
-        self._wanted = threading.Event()
+        self._forget = 0.0
         self._gone: set[str] = set()
         """Ids of checkpoints that were gone at the last look."""
-
-    def stop(self) -> None:
-        """End."""
-        self._stopped.set()
-        self._wanted.set()
-        super().stop()
 
     def get(self) -> Counts:
         """The counts over the roots that the user may read. Raises StorageError."""
@@ -74,7 +67,7 @@ class Tally(BackgroundWork):
             with self._counting, as_service():
                 counts = self.count()
         elif time.monotonic() > self._counted + self._took / _SHARE:
-            self._wanted.set()
+            self._wake.set()
         mine = [astuple(one) for one in only_readable(counts).values()]
         return Counts(*map(sum, zip(*mine, strict=True)))
 
@@ -110,21 +103,14 @@ class Tally(BackgroundWork):
             self._journal.forget_verifications(forgotten[first : first + _FORGET])
         self._gone = gone - self._gone
 
-    def _run(self) -> None:
-        forget = 0.0
-        while not self._stopped.is_set():
-            try:
-                with self._counting:
-                    self.count()
-                if time.monotonic() >= forget:
-                    forget = time.monotonic() + _FORGET_SECONDS
-                    self.forget_gone()
-            except StorageError as e:
-                _log.warning("%s", e)
-            except Exception:  # noqa: BLE001  (a bug must not end the thread)
-                _log.exception("the checkpoints could not be counted")
-            self._wanted.wait(_FORGET_SECONDS)
-            self._wanted.clear()
+    def look(self) -> float:
+        """Count, and from time to time forget what is gone. Raises StorageError."""
+        with self._counting:
+            self.count()
+        if time.monotonic() >= self._forget:
+            self._forget = time.monotonic() + _FORGET_SECONDS
+            self.forget_gone()
+        return _FORGET_SECONDS
 
     def _due(self, entries: Sequence[Mapping[str, Any]], verified: Mapping[str, tuple[str, str]]) -> list[str]:
         """Ids of the checkpoints to verify, in order."""

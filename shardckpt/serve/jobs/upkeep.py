@@ -62,7 +62,6 @@ class Upkeep:
             self.scrubber = Scrubber(
                 self.journal, self.tally, locks, roots, period=options.scrub, rate=options.rate, vanished=scanner.watch.vanished
             )
-
         rules = None if options.keep is None else RetentionRules.read(options.keep)
         self.keeper = None if rules is None else Keeper(self.journal, catalogue, roots, rules)
 

@@ -36,27 +36,29 @@ class Webhook(BackgroundWork):
         Raises:
             OptionError: the address is not a web server's.
         """
-        super().__init__("webhook")
+        super().__init__("webhook", _log, "the webhook could not be notified", first=_POLL, again=_POLL)
+        self._pause = _POLL
+        self._http: httpx.Client | None = None
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname or "@" in parts.netloc:
             raise OptionError("--webhook: give the url of a web server, http://… or https://…, without a password.")
         self._journal, self._url = journal, url
 
-    def _run(self) -> None:
+    def look(self) -> float:
+        """Send what there is. Raises StorageError."""
         import httpx
 
-        pause = _POLL
-        with httpx.Client(timeout=_TIMEOUT, follow_redirects=False) as http:
-            while not self._stopped.wait(pause):
-                try:
-                    for number, body in self._journal.notices():
-                        self._send(http, body)
-                        self._journal.drop_notice(number)
-                        _log.info("told", extra={"fields": {"notice": number}})
-                    pause = _POLL
-                except (httpx.HTTPError, httpx.InvalidURL, StorageError) as e:
-                    pause = min(2 * pause, _LONGEST_PAUSE)
-                    _log.warning("the webhook could not be notified", extra={"fields": {"reason": str(e), "again_in": pause}})
+        self._http = self._http or httpx.Client(timeout=_TIMEOUT, follow_redirects=False)
+        try:
+            for number, body in self._journal.notices():
+                self._send(self._http, body)
+                self._journal.drop_notice(number)
+                _log.info("told", extra={"fields": {"notice": number}})
+            self._pause = _POLL
+        except (httpx.HTTPError, httpx.InvalidURL, StorageError) as e:
+            self._pause = min(2 * self._pause, _LONGEST_PAUSE)
+            _log.warning("the webhook could not be notified", extra={"fields": {"reason": str(e), "again_in": self._pause}})
+        return self._pause
 
     def _send(self, http: httpx.Client, body: str) -> None:
         reply = http.post(self._url, content=body, headers={"Content-Type": "application/json", **_signature(body)})

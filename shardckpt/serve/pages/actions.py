@@ -31,13 +31,12 @@ def actions_section(ident: str, attempt: str, entry: Mapping[str, Any], viewer: 
     if admin:
         buttons += [job_form("untag", {**given, "tag": tag}, f"Remove tag {tag}") for tag in entry.get("tags", ())]
     tag = job_form("tag", given, "Add tag", [_field("tag", "tag", "Tag", "best")], style="line") if operates else None
-    overwrite = _overwrite(viewer)
-    copy = [_field("copy", "to", "Copy to", "lab/copies/100"), *overwrite("copy")]
+    copy = [_field("copy", "to", "Copy to", "lab/copies/100"), *_overwrite("copy", viewer)]
     export = [
         _field("export", "to", "Write to", "lab/exports/model.safetensors"),
         _field("export", "dtype", "Convert to dtype", "as stored", required=False),
         _lines("export", "include", "Only names that match, a pattern a line", "model/**"),
-        *overwrite("export"),
+        *_overwrite("export", viewer),
     ]
     about_export = "Writes safetensors: a file, or a directory as on Hugging Face."
     parts = [
@@ -54,7 +53,7 @@ def reshard_section(ident: str, asked: Mapping[str, Any], viewer: Viewer) -> Htm
     if not viewer.may("operate"):
         return None
     given = {"checkpoint": ident, **{name: asked[name] for name in ("mesh", "rule", "preset")}}
-    fields = [_field("reshard", "to", "Write to", "lab/resharded/100"), *_overwrite(viewer)("reshard")]
+    fields = [_field("reshard", "to", "Write to", "lab/resharded/100"), *_overwrite("reshard", viewer)]
     hint = el("p", "The source stays as it is. The options are those of the plan.", class_="quiet")
     return section("Start this reshard", hint, job_form("reshard", given, "Start reshard", fields))
 
@@ -70,7 +69,7 @@ def import_form(mappings: Sequence[str], viewer: Viewer) -> Html | None:
         _field("import", "mesh", "Mesh", "data=2,model=4", required=False),
         _lines("import", "rule", "Rules, one a line", "model/**=(model,None)"),
         el("label", "Mapping of names ", choice("mapping", "import-mapping", ("", *mappings), None, "none")),
-        *_overwrite(viewer)("import"),
+        *_overwrite("import", viewer),
     ]
     hint = "Reads safetensors, DCP, Orbax and others below a root. Formats that need a pickle are refused."
     return disclosed("Import a checkpoint of another format", hint, job_form("import", {}, "Start import", fields))
@@ -127,14 +126,9 @@ def _delete(ident: str, attempt: str, entry: Mapping[str, Any]) -> Html:
     return disclosed("Delete", "Deletes the checkpoint and its data. This cannot be undone.", form)
 
 
-def _overwrite(viewer: Viewer) -> Any:
-    def box(operation: str) -> list[Html]:
-        if not viewer.may("admin"):
-            return []
-        ticked = el("input", type="checkbox", name="overwrite", value="true", id=f"{operation}-overwrite")
-        return [el("label", ticked, " replace what is there")]
-
-    return box
+def _overwrite(operation: str, viewer: Viewer) -> list[Html]:
+    ticked = el("input", type="checkbox", name="overwrite", value="true", id=f"{operation}-overwrite")
+    return [el("label", ticked, " replace what is there")] if viewer.may("admin") else []
 
 
 def disclosed(title: str, hint: str, form: Part = None) -> Html:

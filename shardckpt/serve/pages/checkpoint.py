@@ -42,14 +42,12 @@ def checkpoint_page(
     top: Node,
     entry: dict[str, Any] | None,
     text: str | None,
+    names: Html,
     viewer: Viewer,
     sections: Sequence[Html | None] = (),
     url: str = "http://localhost:8470",
 ) -> str:
-    """A checkpoint, or a container of it, as a tree; or the names that contain a text. `sections` follow the tree.
-
-    `url` is that of the service, for commands.
-    """
+    """A checkpoint, or a container of it, with its `tree` or `found_names`; `url` is that of the service, for commands."""
     record, name = ckpt.record, top.name
     model = [one for one in record.structure.tensors.values() if one.name.startswith("model/")] or record.structure.tensors.values()
     parameters = sum(prod(one.shape) for one in model)
@@ -70,13 +68,12 @@ def checkpoint_page(
     state: Html | str = "" if entry is None else words(entry).removeprefix(", ")
     if entry is not None and is_damaged(entry):
         state = el("a", state, href="#section-verification", class_="state mark-unreadable")
-    body = _found(ident, ckpt, top, text) if text else el("div", _tree(ident, ckpt, outline(ckpt, top)), class_="tree")
     up = el("p", link("checkpoint", ident, "the whole checkpoint")) if name else None
     main = el(
         "main",
         el("h1", ident if not name else f"{ident}: {name}"),
         section("Facts", facts(shown), version, bases, el("p", state) if state else None),
-        section("Tree", search("Names that contain", "text", text), up, body),
+        section("Tree", search("Names that contain", "text", text), up, names),
         _metadata(record.metadata),
         sections,
         section(
@@ -136,7 +133,8 @@ def tensor_page(
     shown += [("Tied to", ", ".join(info.tied_names))] if info.tied_names else []
     shown += [("Lies in", info.base)] if info.base else []
     picture = tile_grid(name, info.layout, info.shape, None, info.chunks, "") if info.layout is not None else None
-    boxes = [(f"{one['device']}", _box_text(one)) for one in devices[:MOST_DEVICES]]
+    spans = ((one["device"], zip(one["start"], one["stop"], strict=True)) for one in devices[:MOST_DEVICES])
+    boxes = [(f"{device}", ", ".join(f"{a}:{b}" for a, b in span) or "scalar") for device, span in spans]
     listed = (
         table((("Device", True), ("Box", False)), boxes, caption=f"{count(len(devices), 'device')}", ident="devices") if boxes else None
     )
@@ -187,8 +185,9 @@ def plan_form(ident: str, asked: dict[str, Any]) -> Html:
     return el("form", fields, el("button", "Plan", type="submit"), action=address("plan", ident), class_="fields")
 
 
-def _tree(ident: str, ckpt: Checkpoint, entry: OutlineEntry) -> Html:
+def tree(ident: str, ckpt: Checkpoint, top: Node) -> Html:
     """An outline as nested lists, down to as many names as one page has room for."""
+    entry = outline(ckpt, top)
     shown, level, rows = {id(entry)}, [entry], 0
     while level:  # level by level, while there is room
         here = [one for one in level if one.children]
@@ -198,7 +197,7 @@ def _tree(ident: str, ckpt: Checkpoint, entry: OutlineEntry) -> Html:
                 rows += len(one.children)
                 shown.add(id(one))
                 level += one.children
-    return _list(ident, ckpt, entry, shown)
+    return el("div", _list(ident, ckpt, entry, shown), class_="tree")
 
 
 def _list(ident: str, ckpt: Checkpoint, above: OutlineEntry, shown: set[int]) -> Html:
@@ -239,7 +238,8 @@ def leaf_line(ident: str, ckpt: Checkpoint, node: Node | None, text: str, values
     return [el("span", text), el("small", f" {value} {type_name}")]
 
 
-def _found(ident: str, ckpt: Checkpoint, top: Node, text: str) -> Html:
+def found_names(ident: str, ckpt: Checkpoint, top: Node, text: str) -> Html:
+    """The names that contain a text."""
     wanted = text.lower()
     found = [leaf for leaf in leaves_of(top) if wanted in leaf.name.lower()]
     items = [el("li", leaf_line(ident, ckpt, leaf, leaf.name)) for leaf in found[:MOST_FOUND]]
@@ -301,15 +301,15 @@ def _changes(doc: dict[str, Any], b: str) -> list[Html | None]:
             )
             for one in sorted(doc["values"], key=_relative, reverse=True)[:MOST_CHANGES]
         ]
-        numbers = (
-            ("Tensor", False),
-            ("Elements", True),
-            ("Share of elements", True),
-            ("Relative", True),
-            ("Largest difference", True),
-            ("NaN", True),
+        numbers = ("Elements", "Share of elements", "Relative", "Largest difference", "NaN")
+        parts.append(
+            table(
+                (("Tensor", False), *((text, True) for text in numbers)),
+                rows_of_values,
+                caption=f"{count(len(doc['values']), 'tensor')} with other values",
+                ident="values",
+            )
         )
-        parts.append(table(numbers, rows_of_values, caption=f"{count(len(doc['values']), 'tensor')} with other values", ident="values"))
     if doc["layouts"]:
         parts.append(el("p", f"Another layout in {count(len(doc['layouts']), 'tensor')}, which counts as no difference.", class_="quiet"))
     return parts
@@ -317,7 +317,3 @@ def _changes(doc: dict[str, Any], b: str) -> list[Html | None]:
 
 def _side(value: object) -> str:
     return "–" if value is None else shape_text(value) if isinstance(value, list) else str(value)
-
-
-def _box_text(one: dict[str, Any]) -> str:
-    return ", ".join(f"{a}:{b}" for a, b in zip(one["start"], one["stop"], strict=True)) or "scalar"

@@ -116,13 +116,10 @@ def table(heads: Sequence[tuple[str, bool]], rows: Iterable[Sequence[Part]], *, 
     head = [
         el("th", el("button", text, type="button"), scope="col", class_="n" if number else None, aria_sort="none") for text, number in heads
     ]
-    body = [_row(heads, row) for row in rows]
+    titles = [(text, "n" if number else None) for text, number in heads]
+    body = [el("tr", [el("td", cell, class_=n, data_head=text) for cell, (text, n) in zip(row, titles, strict=True)]) for row in rows]
     inner = el("table", el("caption", caption), el("thead", el("tr", head)), el("tbody", body), id=ident, class_="cards sortable")
     return el("div", inner, class_="scroll", tabindex=0, role="region", aria_label=caption)
-
-
-def _row(heads: Sequence[tuple[str, bool]], row: Sequence[Part]) -> Html:
-    return el("tr", [el("td", cell, class_="n" if n else None, data_head=text) for cell, (text, n) in zip(row, heads, strict=True)])
 
 
 def facts(pairs: Iterable[tuple[str, Part]], style: str = "facts") -> Html:

@@ -57,7 +57,7 @@ def verification_section(ident: str, attempt: str, history: Sequence[Verificatio
         parts.append(el("p", "Not verified yet."))
     else:
         said = el("span", _found(last), class_=f"state {_mark(last)}")
-        parts.append(el("p", said, "verified ", when(last.ended), " by ", _by(last)))
+        parts.append(el("p", said, "verified ", when(last.ended), " by ", _by(last.job)))
         parts.append(damage_table(last.damage, last.damaged) if last.damaged else None)
     parts.append(job_form("verify", {"checkpoint": ident}, "Verify now") if viewer.may("operate", ident) else None)
     if history:
@@ -74,7 +74,7 @@ def verifications_table(found: Sequence[Verification], *, whose: bool, attempt: 
         state = el("span", _found(one), class_=f"state {_mark(one)}")
         earlier = el("small", "of an earlier attempt") if attempt is not None and one.attempt != attempt else None
         cells: list[Part] = [link("checkpoint", one.id, one.id)] if whose else []
-        cells += [el("span", state, earlier), when(one.begun), when(one.ended), _by(one)]
+        cells += [el("span", state, earlier), when(one.begun), when(one.ended), _by(one.job)]
         cells += [data("chunks", one.chunks, f"{one.chunks:,}"), data("bytes", one.bytes, file_size(one.bytes))]
         rows.append(cells)
     return table(heads, rows, caption=count(len(rows), "verification"), ident="verifications")
@@ -94,8 +94,8 @@ def _mark(one: Verification) -> str:
     return "mark-failed" if one.damaged else "mark-cancelled" if one.error else "mark-running" if one.ended is None else "mark-done"
 
 
-def _by(one: Verification) -> Html:
-    return el("span", "scrub") if one.job is None else el("a", f"job {one.job}", href=f"/ui/job/{one.job}")
+def _by(job: int | None) -> Html:
+    return el("span", "scrub") if job is None else el("a", f"job {job}", href=f"/ui/job/{job}")
 
 
 def _damaged(doc: Mapping[str, Any]) -> Html:
@@ -103,8 +103,8 @@ def _damaged(doc: Mapping[str, Any]) -> Html:
     for one in doc["damaged"]:
         found = one["verification"]
         parts = f"{count(found['damaged'], 'damaged part')} of {count(found['chunks'], 'chunk')}"
-        by = el("span", "scrub") if found["job"] is None else el("a", f"job {found['job']}", href=f"/ui/job/{found['job']}")
-        rows.append((link("checkpoint", one["id"], one["id"]), el("span", parts, class_="state mark-unreadable"), when(found["ended"]), by))
+        said = el("span", parts, class_="state mark-unreadable")
+        rows.append((link("checkpoint", one["id"], one["id"]), said, when(found["ended"]), _by(found["job"])))
     for one in doc["unreadable"]:
         reason = el("span", el("span", "unreadable", class_="state mark-unreadable"), el("small", one["reason"] or ""))
         rows.append((link("checkpoint", one["id"], one["id"]), reason, "–", el("span", "scan")))
@@ -124,10 +124,7 @@ def _scrub(doc: Mapping[str, Any] | None) -> list[Html]:
     shown: list[tuple[str, Part]] = [
         ("Period", duration_text(doc["period"])),
         ("At most", f"{file_size(doc['rate'])}/s"),
-        (
-            "Verified in this period",
-            el("span", f"{share:.0%}", el("small", verified)),
-        ),
+        ("Verified in this period", el("span", f"{share:.0%}", el("small", verified))),
         ("At work", "–" if doc["at_work"] is None else link("checkpoint", doc["at_work"], doc["at_work"])),
     ]
     parts = [facts(shown), el("p", bar)]

@@ -69,20 +69,19 @@ def jobs_table(docs: Sequence[Mapping[str, Any]], checkpoints: Collection[str], 
     return table(heads, rows, caption=count(len(rows), "job"), ident=ident)
 
 
-def job_page(doc: Mapping[str, Any], checkpoints: Collection[str], *, may_cancel: bool, may_start: bool, viewer: Viewer) -> str:
+def job_page(doc: Mapping[str, Any], checkpoints: Collection[str], viewer: Viewer, *, may: bool) -> str:
     """A job.
 
     Args:
         doc: its document.
         checkpoints: ids of those of its places that are checkpoints.
-        may_cancel: whether the viewer may cancel it.
-        may_start: whether the viewer may start one like it.
         viewer: whom it is for.
+        may: whether the viewer may cancel it, and start one like it.
     """
     number, over = doc["number"], doc["state"] in _ENDED
     about, arguments = _facts(doc, checkpoints), _arguments(doc)
-    buttons = [cancel_form(number)] if not over and not doc["cancelling"] and may_cancel else []
-    if doc["state"] in ("failed", "cancelled") and may_start:
+    buttons = [cancel_form(number)] if not over and not doc["cancelling"] and may else []
+    if doc["state"] in ("failed", "cancelled") and may:
         buttons += [form for form in (again_form(doc["operation"], doc["arguments"]),) if form]
     hint = el("p", "Reload the page to see what has changed.", class_="quiet", id="follow", role="status")
     error = None
@@ -194,14 +193,18 @@ def _result(doc: Mapping[str, Any], checkpoints: Collection[str]) -> list[Html |
     shown = [(_title(name), text) for name, value in result.items() if (text := _number(name, value))]
     parts.append(facts(shown) if shown else None)
     if operation == "retain":
-        rows = [(one["name"], data("bytes", one["bytes"], file_size(one["bytes"]))) for one in result["steps"]]
-        caption = f"{count(len(rows), 'step')} {'that the rules would delete' if result['dry'] else 'deleted'}"
-        parts.append(table((("Step", False), ("Stored", True)), rows, caption=caption, ident="steps") if rows else el("p", f"{caption}."))
         stay = [f"{name}: {why}" for name, why in result["left"].items()]
-        return [*parts, *_listed("Steps that stay all the same", stay)]
+        return [*parts, steps_table(result, "steps"), *_listed("Steps that stay all the same", stay)]
     for name, title in (("files", "Files"), ("notes", "Notes"), ("left", "Data that is left")):
         parts += _listed(title, result.get(name))
     return parts
+
+
+def steps_table(result: Mapping[str, Any], ident: str) -> Html:
+    """The steps that a job `retain` has listed or deleted."""
+    rows = [(one["name"], data("bytes", one["bytes"], file_size(one["bytes"]))) for one in result["steps"]]
+    caption = f"{count(len(rows), 'step')} {'that the rules would delete' if result['dry'] else 'deleted'}"
+    return table((("Step", False), ("Stored", True)), rows, caption=caption, ident=ident) if rows else el("p", f"{caption}.")
 
 
 def _listed(title: str, items: Iterable[object] | None) -> list[Html]:

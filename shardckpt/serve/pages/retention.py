@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardckpt.serve.pages.actions import job_form
 from shardckpt.serve.pages.frame import facts, table, when
+from shardckpt.serve.pages.jobs import steps_table
 from shardckpt.serve.pages.markup import Html, Part, data, el
 from shardckpt.serve.pages.plan import section
 from shardckpt.text import count, file_size
@@ -37,28 +38,15 @@ def retention_section(run: str, mark: Mapping[str, str] | None, last: Mapping[st
     if last is not None:
         result = last["result"]
         job = el("a", f"job {last['number']}", href=f"/ui/job/{last['number']}")
-        lines.append(
-            el(
-                "p",
-                "The rules were applied by " if not result["dry"] else "The list is that of ",
-                job,
-                ", ",
-                when(last["ended"]),
-                ".",
-                class_="quiet",
-            )
-        )
+        what = "The list is that of " if result["dry"] else "The rules were applied by "
+        lines.append(el("p", what, job, ", ", when(last["ended"]), ".", class_="quiet"))
         said.append(("Would free" if result["dry"] else "Freed", data("bytes", result["bytes"], file_size(result["bytes"]))))
-        rows = [(one["name"], data("bytes", one["bytes"], file_size(one["bytes"]))) for one in result["steps"]]
-        listed = count(len(rows), "step")
-        caption = f"{listed} that the rules would delete" if result["dry"] else f"{listed} deleted"
-        parts.append(
-            table((("Step", False), ("Stored", True)), rows, caption=caption, ident="retention") if rows else el("p", f"{caption}.")
-        )
+        parts.append(steps_table(result, "retention"))
         left = list(result["left"].items())[:_MOST_LEFT]
         parts.append(table((("Step", False), ("Why", False)), left, caption="Steps that stay all the same", ident="left") if left else None)
-        if result["dry"] and rows and mark is not None and viewer.may("admin", run):
-            buttons.append(job_form("retain", {"run": run, "apply": last["number"]}, f"Delete {listed} for ever", danger=True))
+        if result["dry"] and result["steps"] and mark is not None and viewer.may("admin", run):
+            text = f"Delete {count(len(result['steps']), 'step')} for ever"
+            buttons.append(job_form("retain", {"run": run, "apply": last["number"]}, text, danger=True))
     if ruled and viewer.may("operate", run):
         buttons.insert(0, job_form("retain", {"run": run}, "List what the rules would delete"))
     if viewer.may("admin", run):

@@ -7,29 +7,28 @@ from __future__ import annotations
 
 import asyncio
 import json
-from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from starlette.exceptions import HTTPException
-from starlette.responses import Response, StreamingResponse
 
 from shardckpt.errors import NotFoundError, OptionError, ShardckptError, UrlError
 from shardckpt.io.store import Store
 from shardckpt.io.threads import map_on_threads
 from shardckpt.io.url import parse
 from shardckpt.runs.leases import held_leases, write_lease
-from shardckpt.serve.access.identity import UNKNOWN, WHO, may_read
+from shardckpt.serve.access.identity import may_read
 from shardckpt.serve.openapi import Parameter
-from shardckpt.serve.pool import on_thread
+from shardckpt.serve.pool import event_stream, on_thread
 from shardckpt.serve.problems import DocumentResponse
 from shardckpt.text import shorten
 from shardckpt.versions.version import PUBLISHED
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator, Sequence
+    from collections.abc import AsyncGenerator, Sequence
 
     from starlette.requests import Request
+    from starlette.responses import Response
 
     from shardckpt.runs.leases import HeldLease
     from shardckpt.serve.service import Service
@@ -39,8 +38,7 @@ LEASE = (
     Parameter(name="id", about="Id of the lease: 16 hexadecimal digits that the reader has drawn.", required=True),
     Parameter(name="lease", about="The lease as JSON, with steps, holder and version; null removes it.", required=True),
 )
-_POLL, _STREAM_SECONDS, _KEEPALIVE_SECONDS = 0.25, 300.0, 10.0
-"""A stream of events ends after some minutes; the client asks again."""
+_POLL = 0.25
 _MOST_STREAMS = 1024
 """Most followers that listen; others look at the storage from time to time."""
 
@@ -70,40 +68,24 @@ def announce(service: Service, ident: str) -> None:
 async def events(service: Service, request: Request) -> Response:
     """Follow a run: an event `version` whenever a checkpoint of it is announced."""
     run = run_at(service, request.query_params.get("url"))
-    mine = sum(who == WHO.get().name for who in service.listeners.elements()) if WHO.get().name != UNKNOWN else 0
-    if service.listeners.total() >= _MOST_STREAMS or mine >= _MOST_STREAMS // 2:
-        raise HTTPException(503, "too many clients follow runs; look at the storage from time to time.", {"Retry-After": "60"})
-    headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-    return StreamingResponse(_follow(service, run), headers=headers, media_type="text/event-stream")
+    busy = HTTPException(503, "too many clients follow runs; look at the storage from time to time.", {"Retry-After": "60"})
+    return event_stream(_follow(service, run), service.listeners, _MOST_STREAMS, busy, service.closing)
 
 
-async def _follow(service: Service, run: str) -> AsyncIterator[bytes]:
-    clock = asyncio.get_running_loop().time
-    end, sent = clock() + _STREAM_SECONDS, clock()
-    with _listening(service, run) as news:
+async def _follow(service: Service, run: str) -> AsyncGenerator[bytes | None]:
+    news = asyncio.Event()
+    service.listening.setdefault(run, []).append(news)
+    try:
         yield b": listening\n\n"
-        while clock() < end and not service.closing.is_set():
+        while True:
             try:
                 await asyncio.wait_for(news.wait(), _POLL)
             except TimeoutError:
-                if clock() >= sent + _KEEPALIVE_SECONDS:
-                    sent = clock()
-                    yield b": still there\n\n"
+                yield None
                 continue
             news.clear()
-            sent = clock()
             yield f"event: version\ndata: {json.dumps({'run': run})}\n\n".encode()
-
-
-@contextmanager
-def _listening(service: Service, run: str) -> Iterator[asyncio.Event]:
-    news, who = asyncio.Event(), WHO.get().name
-    service.listening.setdefault(run, []).append(news)
-    service.listeners[who] += 1
-    try:
-        yield news
     finally:
-        service.listeners[who] -= 1
         service.listening[run].remove(news)
         if not service.listening[run]:
             del service.listening[run]

@@ -42,13 +42,8 @@ def versions_section(entries: Sequence[dict[str, Any]], began: Mapping[str, str 
     return section("Versions", listed, told)
 
 
-def _base(one: dict[str, Any]) -> str | None:
-    """Name of the version that one differs from, if that lies beside it; None: it has all of its elements."""
-    return one["bases"][0].rstrip("/").rpartition("/")[2] if one["bases"] else None
-
-
 def _row(one: dict[str, Any], began: str | None, readers: Sequence[HeldLease]) -> list[Any]:
-    stored, nbytes, base = one["stored_bytes"], one["bytes"], _base(one)
+    stored, nbytes = one["stored_bytes"], one["bytes"]
     share = stored / nbytes if stored is not None and nbytes else None
     seconds = publishing_seconds(began, one["created"])
     holders: dict[str, int] = {}
@@ -57,7 +52,7 @@ def _row(one: dict[str, Any], began: str | None, readers: Sequence[HeldLease]) -
             holders[reader.holder] = holders.get(reader.holder, 0) + 1
     return [
         link("checkpoint", one["id"], one["name"]),
-        "– (all elements)" if base is None else base,
+        one["bases"][0].rstrip("/").rpartition("/")[2] if one["bases"] else "– (all elements)",
         "–" if stored is None else data("stored_bytes", stored, file_size(stored)),
         "–" if share is None else data("share", f"{share:.6f}", f"{share:.2%}"),
         "–" if seconds is None else data("seconds", f"{seconds:g}", span(seconds)),
