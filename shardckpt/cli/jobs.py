@@ -53,7 +53,7 @@ def start(
         typer.Argument(
             metavar="OPERATION",
             help="verify, pin, unpin, tag, untag, copy, reshard, export, import or delete; for a run: end (mark it as ended), reopen "
-            "(remove the mark), retain (list or delete steps by retention rules).",
+            "(remove the mark), retain (list or delete steps by retention rules), fold (the versions of a publisher).",
         ),
     ],
     values: Annotated[

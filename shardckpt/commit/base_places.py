@@ -25,7 +25,7 @@ from shardckpt.state.names import shown
 
 if TYPE_CHECKING:
     from shardckpt.format.bases import Base
-    from shardckpt.format.structure import TensorRecord
+    from shardckpt.format.structure import Structure, TensorRecord
     from shardckpt.io.url import Location
     from shardckpt.plan.pieces import Piece
 
@@ -178,6 +178,12 @@ def piece_before(checkpoint: Location, tensor: TensorRecord, piece: Piece, found
 def may_differ(tensor: TensorRecord, earlier: TensorRecord | None) -> bool:
     """Whether chunks of a tensor can be stored as differences from those of its earlier version."""
     return earlier is not None and earlier.base is None and (tensor.shape, tensor.dtype) == (earlier.shape, earlier.dtype)
+
+
+def has_array(version: Structure, tensor: TensorRecord, piece: Piece) -> bool:
+    """Whether a version stores the same array of a tensor."""
+    there = version.tensors.get(tensor.name)
+    return there is not None and may_differ(tensor, there) and piece in there.pieces
 
 
 def check_bases(checkpoint: Location, record: CheckpointRecord, replaces: str | None) -> None:

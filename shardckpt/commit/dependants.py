@@ -102,8 +102,9 @@ class Dependants:
             naming = [name for name in naming if not self._is_superseded(name)]
         if naming:
             raise OptionError(
-                f"{self._location} is the base of checkpoints beside it, which store tensors in it: {', '.join(naming[:_NAMED])}"
-                f"{', …' if len(naming) > _NAMED else ''}; so it is not {verb}. Delete those first, or save them again without skip=."
+                f"{self._location} is the base of checkpoints beside it, which read tensors from it: {', '.join(naming[:_NAMED])}"
+                f"{', …' if len(naming) > _NAMED else ''}; so it is not {verb}. Delete those first; `shardckpt reshard` makes copies "
+                "that do not need it."
             )
 
     def check_replaceable(self, attempt: str | None) -> None:

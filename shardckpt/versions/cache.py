@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from shardckpt.commit.base_places import base_record
+from shardckpt.commit.base_places import base_record, has_array
 from shardckpt.format.differences import apply
 from shardckpt.format.table import ArrayChunks
 from shardckpt.plan.pieces import chunk_boxes
@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from shardckpt.format.bases import Base
     from shardckpt.format.record import CheckpointRecord
+    from shardckpt.format.structure import Structure
     from shardckpt.io.store import Store
     from shardckpt.layout.box import BoxArray
     from shardckpt.plan.pieces import Piece
@@ -149,20 +151,20 @@ class ChunkCache:
         self._chunks = {key: chunk for key, chunk in self._chunks.items() if key in wanted and key[0] in same}
         self._forms = forms
         for place, record in path or ():
-            changed |= self._apply(place, record, needed, memory)
+            changed |= self._apply(place, record, needed, checkpoint.record.structure, memory)
         changed |= self._read_missing(checkpoint, needed)
         if checkpoint.record.fingerprint is not None:
             self.contents = checkpoint.record.fingerprint.sha256
         self.attempt = checkpoint.record.attempt
         return changed
 
-    def _apply(self, place: Store, record: CheckpointRecord, needed: Sequence[Needed], memory: int) -> set[str]:
-        """Apply the differences of one version."""
+    def _apply(self, place: Store, record: CheckpointRecord, needed: Sequence[Needed], last: Structure, memory: int) -> set[str]:
+        """Apply the differences of one version; `last` is the structure of the last one."""
         changed = set[str]()
         requests = []
         for one in needed:
-            stored = record.structure.tensors.get(one.name)
-            fits = stored is not None and stored.base is None and stored.dtype.storage == one.dtype and one.piece in stored.pieces
+            tensor = last.tensors.get(one.name)
+            fits = tensor is not None and has_array(record.structure, tensor, one.piece)
             have = [position for position in one.positions.tolist() if (one.piece.path, position) in self._chunks]
             if fits and have:
                 requests.append(one._replace(positions=np.array(have)).request())
@@ -256,12 +258,16 @@ def path_between(contents: str, checkpoint: Checkpoint, most: int) -> list[tuple
     own = checkpoint.record.fingerprint
     if contents and own is not None and own.sha256 == contents:
         return []
-    path = [(checkpoint.place, checkpoint.record)]
-    while contents:
-        chain = path[-1][1].structure.chain
-        if not chain or len(path) > most or contents not in {base.contents for base in chain}:
-            return None
-        if chain[0].contents == contents:
+    return path_from(lambda base: bool(contents) and base.contents == contents, checkpoint.place, checkpoint.record, most)
+
+
+def path_from(
+    is_base: Callable[[Base], bool], place: Store, record: CheckpointRecord, most: int
+) -> list[tuple[Store, CheckpointRecord]] | None:
+    """The versions after a base up to the one at `place`, as `path_between`; None if the chain does not lead there."""
+    path = [(place, record)]
+    while len(path) <= most and any(map(is_base, chain := path[-1][1].structure.chain)):
+        if is_base(chain[0]):
             return path[::-1]
         parent = path[-1][0].location.parent
         assert parent is not None

@@ -24,7 +24,7 @@ import numpy as np
 
 from shardckpt.commit.assemble import assemble, read_host_record, read_table, write_table
 from shardckpt.commit.attempts import folded_name, step_of
-from shardckpt.commit.base_places import base_record, base_url, may_differ
+from shardckpt.commit.base_places import base_url, has_array
 from shardckpt.commit.markers import is_superseded
 from shardckpt.commit.publish import Prior, discard, is_published, publish, read_prior
 from shardckpt.errors import AlreadyExistsError, CorruptionError, MissingDataError, NotFoundError, OptionError
@@ -41,7 +41,7 @@ from shardckpt.plan.pieces import batches
 from shardckpt.reading.checkpoint import Checkpoint
 from shardckpt.reading.reader import open_reader
 from shardckpt.runs.steps import list_steps
-from shardckpt.versions.cache import Needed, read_chunks
+from shardckpt.versions.cache import Needed, path_from, read_chunks
 from shardckpt.writing.host import describe, write_record
 from shardckpt.writing.packed import PackedWriter
 
@@ -53,7 +53,6 @@ if TYPE_CHECKING:
 
     from shardckpt.format.record import HostRecord
     from shardckpt.format.structure import Structure, TensorRecord
-    from shardckpt.plan.pieces import Piece
     from shardckpt.reading.locate import Request
 
     _Joined = Mapping[tuple[str, int], Joined]
@@ -172,13 +171,13 @@ def _fold_one(root: Store, step: int, base: int, contents: str, base_contents: s
     if not isinstance(record, CheckpointRecord) or record.fingerprint is None or record.fingerprint.sha256 != contents:
         return None  # deleted or replaced since the newest version named it
     try:
-        path = _path(store, record, base)
+        path = path_from(lambda one: _step(one) == base, store.sub(record.attempt), record, LONGEST)
         earlier = Checkpoint(root.sub(str(base)).location).record
-        if not path or earlier.fingerprint is None or earlier.fingerprint.sha256 != base_contents:
+        if path is None or len(path) == 1 or earlier.fingerprint is None or earlier.fingerprint.sha256 != base_contents:
             return None
         url = base_url(store.location, root.location.join(str(base)))
         chain = (Base("", "packed", earlier.compression, url, base_contents), *earlier.structure.chain)
-        new = _write(store, prior, path, chain, earlier.structure)
+        new = _Fold(store, prior, path, chain, earlier.structure).write()
         if is_superseded(store, record.attempt):  # training goes back, and its publisher may replace this version
             discard(store.sub(new.attempt))
             return None
@@ -193,88 +192,124 @@ def _fold_one(root: Store, step: int, base: int, contents: str, base_contents: s
     return Folded(step, base, old_bytes, int(new.totals["stored_bytes"]))
 
 
-def _path(store: Store, record: CheckpointRecord, base: int) -> list[tuple[Store, CheckpointRecord]] | None:
-    """Attempts and records from the version after the base up to this one; None if this one differs from the base, or never does."""
-    path = [(store.sub(record.attempt), record)]
-    while chain := path[-1][1].structure.chain:
-        if _step(chain[0]) == base:
-            return path[::-1] if len(path) > 1 else None
-        parent = path[-1][0].location.parent
-        assert parent is not None
-        path.append(base_record(parent, chain[0], "folding"))
-    return None
+@dataclass(frozen=True, slots=True)
+class _Fold:
+    """The fold of one version."""
 
+    store: Store
+    """Place of the version."""
+    prior: Prior
+    """The version's present record."""
+    path: Sequence[tuple[Store, CheckpointRecord]]
+    """Attempts and records from the version after the new base up to this one."""
+    chain: tuple[Base, ...]
+    """The new chain."""
+    earlier: Structure
+    """Structure of the new base."""
 
-def _write(
-    store: Store, prior: Prior, path: Sequence[tuple[Store, CheckpointRecord]], chain: tuple[Base, ...], earlier: Structure
-) -> CheckpointRecord:
-    """Write an attempt with the contents of the last version of the path, as differences from the version before its first."""
-    place = store.sub(folded_name(path[-1][1].attempt, secrets.token_hex(4)))
-    try:
-        new = _written(store, place, prior, path, chain, earlier)
-        present = path[-1][0]
-        key = host_record_key(0)
-        present.write(key, present.read(key))  # its grace begins now
-    except BaseException:
-        discard(place)
-        raise
-    return new
+    @property
+    def present(self) -> Store:
+        """The present attempt."""
+        return self.path[-1][0]
 
-
-def _written(
-    store: Store,
-    place: Store,
-    prior: Prior,
-    path: Sequence[tuple[Store, CheckpointRecord]],
-    chain: tuple[Base, ...],
-    earlier: Structure,
-) -> CheckpointRecord:
-    present, record = path[-1]
-    tensor_of = {piece.path: tensor for tensor in record.structure.tensors.values() for piece in tensor.pieces}
-    for host in range(len(record.hosts)):
-        old, _ = read_host_record(present, host)
-        writer = PackedWriter(place, host)
-        columns: list[tuple[str, NDArray[np.int64], list[int]]] = []
+    def write(self) -> CheckpointRecord:
+        """Write an attempt with the contents of the present one, as differences from the new base; return its record."""
+        place = self.store.sub(folded_name(self.path[-1][1].attempt, secrets.token_hex(4)))
         try:
-            for needed, stored in _joined(store, path, tensor_of, read_table(present, old.files.table)):
-                data, lengths, crcs = with_checksums(stored)
-                writer.append(chunk_object_keys(needed.piece, needed.positions), data, lengths)
-                columns.append((needed.piece.path, needed.positions, crcs))
-            _finish(place, prior, old, writer, columns, (present, chain, earlier))
+            new = self._written(place)
+            key = host_record_key(0)
+            self.present.write(key, self.present.read(key))  # its grace begins now
         except BaseException:
-            writer.abort()
+            discard(place)
             raise
-    new = assemble(place)
-    if new.fingerprint is None or record.fingerprint is None or new.fingerprint.sha256 != record.fingerprint.sha256:
-        raise CorruptionError(f"{present}: folding it gives other sums than it has; run `shardckpt verify {store}`.")
-    return replace(new, created=record.created, writer=record.writer)
+        return new
 
+    def _written(self, place: Store) -> CheckpointRecord:
+        record = self.path[-1][1]
+        tensor_of = {piece.path: tensor for tensor in record.structure.tensors.values() for piece in tensor.pieces}
+        for host in range(len(record.hosts)):
+            old, _ = read_host_record(self.present, host)
+            writer = PackedWriter(place, host)
+            columns: list[tuple[str, NDArray[np.int64], list[int]]] = []
+            try:
+                for needed, stored in self._joined(tensor_of, read_table(self.present, old.files.table)):
+                    data, lengths, crcs = with_checksums(stored)
+                    writer.append(chunk_object_keys(needed.piece, needed.positions), data, lengths)
+                    columns.append((needed.piece.path, needed.positions, crcs))
+                self._finish(place, old, writer, columns)
+            except BaseException:
+                writer.abort()
+                raise
+        new = assemble(place)
+        if new.fingerprint is None or record.fingerprint is None or new.fingerprint.sha256 != record.fingerprint.sha256:
+            raise CorruptionError(f"{self.present}: folding it gives other sums than it has; run `shardckpt verify {self.store}`.")
+        return replace(new, created=record.created, writer=record.writer)
 
-def _joined(
-    store: Store, path: Sequence[tuple[Store, CheckpointRecord]], tensor_of: Mapping[str, TensorRecord], table: Table
-) -> Iterator[tuple[Needed, list[bytes]]]:
-    """The chunks of a table, part after part, as differences from the version before the path's first."""
-    versions = [(open_reader(place, record, memory=_AT_A_TIME), record) for place, record in path]
-    for some in batches(_parts(tensor_of, table), lambda part: (part.chunk_bytes * len(part.positions),), (_AT_A_TIME,)):
-        joined = {
-            (part.piece.path, position): Joined(part.chunk_bytes, part.dtype.itemsize)
-            for part in some
-            for position in part.positions.tolist()
+    def _joined(self, tensor_of: Mapping[str, TensorRecord], table: Table) -> Iterator[tuple[Needed, list[bytes]]]:
+        """The chunks of a table, part after part, as differences from the new base."""
+        versions = [(open_reader(place, record, memory=_AT_A_TIME), record) for place, record in self.path]
+        for some in batches(_parts(tensor_of, table), lambda part: (part.chunk_bytes * len(part.positions),), (_AT_A_TIME,)):
+            joined = {
+                (part.piece.path, position): Joined(part.chunk_bytes, part.dtype.itemsize)
+                for part in some
+                for position in part.positions.tolist()
+            }
+
+            def take(request: Request, position: int, stored: NDArray[np.uint8], joined: _Joined = joined) -> None:
+                (piece,) = request.pieces
+                joined[piece.path, position].add(stored, f"{request.name}, chunk {position} of {piece.path} in {self.store}")
+
+            for reader, record in versions:  # where one lacks the array, a later one has all elements
+                there = [part for part in some if has_array(record.structure, tensor_of[part.piece.path], part.piece)]
+                reader.read_stored([part.request() for part in there], take)
+            stored = {key: one.stored() for key, one in joined.items()}
+            unknown = {key for key, chunk in stored.items() if chunk is None}
+            lacking = [part.part(unknown.__contains__) for part in some]
+            elements = read_chunks(Checkpoint(self.store.location), lacking) if unknown else {}
+            found = stored | {key: whole(chunk) for key, chunk in elements.items()}
+            for part in some:
+                yield part, [chunk for position in part.positions.tolist() if (chunk := found[part.piece.path, position]) is not None]
+
+    def _finish(
+        self, place: Store, old: HostRecord, writer: PackedWriter, columns: Sequence[tuple[str, NDArray[np.int64], list[int]]]
+    ) -> None:
+        """Write the other files of a host, and its record."""
+        present = self.present
+        extents = writer.finish()
+        counts: dict[str, int] = {}
+        for path, positions, _ in columns:
+            counts[path] = counts.get(path, 0) + len(positions)
+        chunk = np.concatenate([np.empty(0, np.int64), *(positions for _, positions, _ in columns)])
+        crc = np.array([crc for _, _, crcs in columns for crc in crcs], np.int64)
+        table = Table([*extents.files], counts, ArrayChunks.of_columns(chunk, extents.file, extents.offset, extents.length, crc))
+        said = old.files.contents
+        contents = Contents.from_json(open_envelope(present.read(said.key), f"{present}/{said.key}"), f"{present}/{said.key}")
+        tensors = {
+            name: replace(tensor, difference=tensor.difference and all(has_array(self.earlier, tensor, piece) for piece in tensor.pieces))
+            for name, tensor in contents.structure.tensors.items()
         }
-
-        def take(request: Request, position: int, stored: NDArray[np.uint8], joined: _Joined = joined) -> None:
-            (piece,) = request.pieces
-            joined[piece.path, position].add(stored, f"{request.name}, chunk {position} of {piece.path} in {store}")
-
-        for reader, record in versions:
-            reader.read_stored([part.request() for part in some if _has(record.structure, tensor_of[part.piece.path], part.piece)], take)
-        stored = {key: one.stored() for key, one in joined.items()}
-        unknown = {key for key, chunk in stored.items() if chunk is None}
-        lacking = [part.part(unknown.__contains__) for part in some]
-        elements = read_chunks(Checkpoint(store.location), lacking) if unknown else {}
-        found = stored | {key: whole(chunk) for key, chunk in elements.items()}
-        for part in some:
-            yield part, [chunk for position in part.positions.tolist() if (chunk := found[part.piece.path, position]) is not None]
+        contents = replace(contents, structure=replace(contents.structure, tensors=tensors, chain=self.chain))
+        for file in (old.files.values, old.files.sums):
+            if file is not None:
+                place.write(file.key, present.read(file.key))
+        files = HostFiles(
+            table=write_table(place, f"hosts/{old.host:05d}/table", table),
+            lanes=tuple(writer.lanes),
+            contents=describe(place, contents),
+            values=old.files.values,
+            sums=old.files.sums,
+        )
+        write_record(
+            place,
+            replace(
+                old,
+                attempt=place.location.name,
+                prior=self.prior.digest,
+                files=files,
+                chunks=len(table.rows),
+                stored_bytes=int(extents.length.sum()),
+            ),
+        )
 
 
 def _parts(tensor_of: Mapping[str, TensorRecord], table: Table) -> Iterator[Needed]:
@@ -286,56 +321,3 @@ def _parts(tensor_of: Mapping[str, TensorRecord], table: Table) -> Iterator[Need
         at_a_time = max(1, _AT_A_TIME // array.chunk_bytes)
         for first in range(0, len(rows.chunk), at_a_time):
             yield array._replace(positions=array.positions[first : first + at_a_time])
-
-
-def _has(version: Structure, tensor: TensorRecord, piece: Piece) -> bool:
-    """Whether a version has the same array. Where it has not, a later version of the path has all elements."""
-    there = version.tensors.get(tensor.name)
-    return there is not None and may_differ(tensor, there) and piece in there.pieces
-
-
-def _finish(
-    place: Store,
-    prior: Prior,
-    old: HostRecord,
-    writer: PackedWriter,
-    columns: Sequence[tuple[str, NDArray[np.int64], list[int]]],
-    of: tuple[Store, tuple[Base, ...], Structure],
-) -> None:
-    """Write the other files of a host, and its record."""
-    present, chain, earlier = of
-    extents = writer.finish()
-    counts: dict[str, int] = {}
-    for path, positions, _ in columns:
-        counts[path] = counts.get(path, 0) + len(positions)
-    chunk = np.concatenate([np.empty(0, np.int64), *(positions for _, positions, _ in columns)])
-    crc = np.array([crc for _, _, crcs in columns for crc in crcs], np.int64)
-    table = Table([*extents.files], counts, ArrayChunks.of_columns(chunk, extents.file, extents.offset, extents.length, crc))
-    said = old.files.contents
-    contents = Contents.from_json(open_envelope(present.read(said.key), f"{present}/{said.key}"), f"{present}/{said.key}")
-    tensors = {
-        name: replace(tensor, difference=tensor.difference and all(_has(earlier, tensor, piece) for piece in tensor.pieces))
-        for name, tensor in contents.structure.tensors.items()
-    }
-    contents = replace(contents, structure=replace(contents.structure, tensors=tensors, chain=chain))
-    for file in (old.files.values, old.files.sums):
-        if file is not None:
-            place.write(file.key, present.read(file.key))
-    files = HostFiles(
-        table=write_table(place, f"hosts/{old.host:05d}/table", table),
-        lanes=tuple(writer.lanes),
-        contents=describe(place, contents),
-        values=old.files.values,
-        sums=old.files.sums,
-    )
-    write_record(
-        place,
-        replace(
-            old,
-            attempt=place.location.name,
-            prior=prior.digest,
-            files=files,
-            chunks=len(table.rows),
-            stored_bytes=int(extents.length.sum()),
-        ),
-    )

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from shardckpt.reading.landing import RestoreJob
+    from shardckpt.reading.naming.adapt import Fit
     from shardckpt.reading.naming.mapping import TensorMapping
     from shardckpt.reading.restore import Restoring
     from shardckpt.state.select import Only
@@ -67,6 +68,7 @@ class Follower:
         only: Only | None = None,
         rename: str | Sequence[str] = (),
         mapping: str | os.PathLike[str] | TensorMapping | None = None,
+        fit: Mapping[str, Fit] | None = None,
         strict: bool | Literal["like"] = True,
         cast: bool = False,
         memory_limit: int | str = DEFAULT_MEMORY_LIMIT,
@@ -99,7 +101,7 @@ class Follower:
         """The place of all versions."""
         self._mode = mode
         self._options: dict[str, Any] = {"only": only, "strict": strict, "cast": cast, "coordinator": self.coordinator}
-        self._names = (rename, mapping)
+        self._adapted = (rename, mapping, fit)
         self._seen: tuple[int, str] | None = None
         """Step and attempt, before it was folded, of the version given last."""
         self._given = dict(given or {})
@@ -113,8 +115,8 @@ class Follower:
 
     def planned(self, checkpoint: Checkpoint) -> Restoring:
         """The restore of a version into the leaves."""
-        rename, mapping = self._names
-        adaptation = adaptation_of(rename, mapping, invert_mapping=False, fit=None)
+        rename, mapping, fit = self._adapted
+        adaptation = adaptation_of(rename, mapping, invert_mapping=False, fit=fit)
         if adaptation is not None:
             adaptation.begin(checkpoint, self.like, self._options["only"])
         return restoring(checkpoint, checkpoint.parsed_tree, self.like, adaptation, **self._options)
@@ -324,7 +326,7 @@ class FollowedVersion:
     def prove(self) -> list[str]:
         """Compare the tensors' elements with the fingerprint that the publisher recorded; return the names that are proved.
 
-        Tensors that were converted, renamed into several or joined have other elements than the version, and are not among these names.
+        Tensors that were converted, fitted, renamed into several or joined have other elements than the version, and are not among these.
 
         Raises:
             CorruptionError: a tensor has other elements than the version; names it.
@@ -341,7 +343,7 @@ class FollowedVersion:
         leaves = {
             job.tensor.name: follower.leaves[job.landings[0].names[0]]
             for job in self._jobs
-            if not isinstance(job.tensor, MadeTensor) and job.landings[0].filled is None and not job.landings[0].converts
+            if not isinstance(job.tensor, MadeTensor) and job.landings[0].sink.shape == job.tensor.shape and not job.landings[0].converts
         }
         live = fingerprint_of(leaves, follower.coordinator)
         wrong = [name for name in leaves if self._recorded.get(name) != live.tensors[name]]
@@ -370,6 +372,7 @@ def follow(
     only: Only | None = None,
     rename: str | Sequence[str] = (),
     mapping: str | os.PathLike[str] | TensorMapping | None = None,
+    fit: Mapping[str, Fit] | None = None,
     strict: bool | Literal["like"] = True,
     cast: bool = False,
     memory_limit: int | str = DEFAULT_MEMORY_LIMIT,
@@ -394,6 +397,7 @@ def follow(
         only: as in `shardckpt.restore`.
         rename: as in `shardckpt.restore`.
         mapping: as in `shardckpt.restore`.
+        fit: as in `shardckpt.restore`: `{"**/embed.weight": "pad"}` for an engine that pads the vocabulary.
         strict: as in `shardckpt.restore`.
         cast: as in `shardckpt.restore`.
         memory_limit: bytes of host staging, beside the kept chunks.
@@ -412,6 +416,7 @@ def follow(
         only=only,
         rename=rename,
         mapping=mapping,
+        fit=fit,
         strict=strict,
         cast=cast,
         memory_limit=memory_limit,

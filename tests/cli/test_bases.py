@@ -65,6 +65,6 @@ def test_rm_of_a_base_is_refused_by_name(run, tuned):
     answer = run("rm", "--yes", tuned.parent / "0")
     assert answer.status == 2
     assert "has" not in answer.out
-    assert "store tensors in it: 100; so it is not deleted" in " ".join(answer.err.split())
+    assert "read tensors from it: 100; so it is not deleted" in " ".join(answer.err.split())
     assert run("rm", "--yes", tuned).status == 0
     assert run("rm", "--yes", tuned.parent / "0").status == 0

@@ -91,6 +91,18 @@ def test_each_operation_does_what_the_library_does(lab):
     assert [one["number"] for one in lab.ask("/v1/jobs?limit=2").json["jobs"]] == [found[0]["number"], found[1]["number"]]
 
 
+def test_versions_of_a_publisher_are_folded_by_a_job(lab):
+    with shardckpt.Publisher(lab.root / "policy", catch_up=None) as publisher:
+        for step in range(12):
+            publisher.publish(step, {"w": np.arange(1000.0) + step // 11})
+            publisher.wait()
+    assert lab.post("fold", scope="read", run="lab/policy").status == 403
+    assert [one["step"] for one in lab.done("fold", run="lab/policy")["folded"]] == [3, 6, 9]
+    assert lab.done("fold", run="lab/policy") == {"most": 8, "folded": []}
+    assert (shardckpt.restore(lab.root / "policy" / "11")["w"] == np.arange(1000.0) + 1).all()
+    assert "3 differences are too few" in lab.run("fold", run="lab/policy", most=3)["error"]["message"]
+
+
 def test_scopes_say_who_may_start_what(lab):
     pin = {"checkpoint": "lab/llama/20"}
     assert lab.post("pin", scope="read", **pin).json["code"] == "http-403"

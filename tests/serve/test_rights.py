@@ -106,6 +106,7 @@ NEEDS = {
     "end": ("admin", {"run": "{run}"}),
     "reopen": ("admin", {"run": "{run}"}),
     "gc": ("admin", {"run": "{run}"}),
+    "fold": ("operate", {"run": "{run}"}),
     "retain": ("operate", {"run": "{run}"}),
     "retain apply": ("admin", {"run": "{run}", "apply": "{dry}"}),
     "copy": ("operate", {"checkpoint": "{id}", "to": "{to}"}),

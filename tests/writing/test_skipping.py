@@ -401,7 +401,7 @@ def test_a_base_is_not_deleted_by_a_link_either(root):
 
 def test_a_base_is_not_deleted_before_what_names_it(root):
     shardckpt.save(root / "2", model(2), options=SaveOptions(base=root / "1", skip="model/embed"))
-    with pytest.raises(errors.OptionError, match=r"/0 is the base of checkpoints beside it, which store tensors in it: 1, 2; so"):
+    with pytest.raises(errors.OptionError, match=r"/0 is the base of checkpoints beside it, which read tensors from it: 1, 2; so"):
         delete(root / "0")
     delete(root / "1")
     assert equal(shardckpt.restore(root / "2"), model(2))

@@ -7,7 +7,7 @@ finds that everything is done. Places are given as ids. They are looked up below
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.commit.attempts import attempts as find_attempts
@@ -26,12 +26,14 @@ from shardckpt.reading.naming.mapping_file import PRESETS
 from shardckpt.reshard.execute import reshard
 from shardckpt.reshard.options import ReshardOptions
 from shardckpt.runs import collecting, ended, pinning
+from shardckpt.runs.steps import list_steps
 from shardckpt.serve.jobs import retention
 from shardckpt.serve.jobs.retention import RetentionRules
 from shardckpt.serve.jobs.verification import verify_checkpoint, verify_unreadable
 from shardckpt.serve.openapi import Parameter, parameters
 from shardckpt.serve.roots import DEPTH
 from shardckpt.text import shorten
+from shardckpt.versions.folding import DIFFERENCES, fold
 from shardckpt.views.model_view import ModelView
 
 if TYPE_CHECKING:
@@ -293,6 +295,14 @@ def gc(work: Work, run: str, grace: str, dry: bool) -> dict[str, Any]:
     return {"dry": dry, **{name: outcomes[name] for name in ("removed", "published", "kept", "failed")}, "left": left[:_MOST_LEFT]}
 
 
+def fold_versions(work: Work, run: str, most: int) -> dict[str, Any]:
+    """Store versions of a publisher anew, as differences from earlier ones, so that late followers read few; see `shardckpt fold`."""
+    root = Store.open(work.roots.locate(run))
+    for newest in [info.step for info in list_steps(root) if info.state == "committed"][-1:]:
+        work.open(f"{run}/{newest}")  # its chain lies below the roots
+    return {"most": most, "folded": [asdict(one) for one in fold(str(root.location), most=most)]}
+
+
 def _is_exported(view: ModelView, place: Location) -> bool:
     """Whether the files at a place are those that an export of the view writes."""
     single = place.name.endswith(".safetensors")
@@ -318,6 +328,14 @@ _TO = Parameter(name="to", about="Id of the new place.", required=True, example=
 _OVERWRITE = Parameter(name="overwrite", kind="boolean", about="Replace what is there; needs the scope admin.", default=False)
 _RUN = Parameter(name="run", about="Id of the run.", required=True, example="lab/run-7")
 _TAG = Parameter(name="tag", about="The tag.", required=True, example="best")
+_GRACE = Parameter(name="grace", about="Keep unfinished saves with a write within this time.", default="24h")
+_DRY = Parameter(name="dry", kind="boolean", about="Only count what would be removed.", default=False)
+_APPLY = Parameter(name="apply", kind="integer", about="Number of the job that has listed the steps; default: only list.", least=1)
+_MOST = Parameter(
+    name="most", kind="integer", about="Differences that a reader of any version applies at most.", default=DIFFERENCES, least=1
+)
+_ATTEMPT = Parameter(name="attempt", about="The attempt to delete, as `GET` shows it; default: the one that is there now.")
+_REASON = Parameter(name="reason", about="For people who look for it later.", default="on request")
 OPERATIONS = {
     one.name: one
     for one in (
@@ -338,33 +356,9 @@ OPERATIONS = {
         ),
         Operation("end", end, (_RUN,), "admin", quick=True),
         Operation("reopen", reopen, (_RUN,), "admin", quick=True),
-        Operation(
-            "gc",
-            gc,
-            (
-                _RUN,
-                Parameter(name="grace", about="Keep unfinished saves with a write within this time.", default="24h"),
-                Parameter(name="dry", kind="boolean", about="Only count what would be removed.", default=False),
-            ),
-            "admin",
-        ),
-        Operation(
-            "retain",
-            retain,
-            (
-                _RUN,
-                Parameter(name="apply", kind="integer", about="Number of the job that has listed the steps; default: only list.", least=1),
-            ),
-        ),
-        Operation(
-            "delete",
-            delete,
-            (
-                _CHECKPOINT,
-                Parameter(name="attempt", about="The attempt to delete, as `GET` shows it; default: the one that is there now."),
-                Parameter(name="reason", about="For people who look for it later.", default="on request"),
-            ),
-            "admin",
-        ),
+        Operation("gc", gc, (_RUN, _GRACE, _DRY), "admin"),
+        Operation("retain", retain, (_RUN, _APPLY)),
+        Operation("fold", fold_versions, (_RUN, _MOST)),
+        Operation("delete", delete, (_CHECKPOINT, _ATTEMPT, _REASON), "admin"),
     )
 }

@@ -1,0 +1,100 @@
+"""Bytes and versions that a follower reads: its share of the differences, few versions after a long absence; tensors of another size."""
+
+from __future__ import annotations
+
+import shutil
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+import shardckpt
+from shardckpt.errors import CorruptionError, ShapeMismatchError
+
+
+def publish(url, states, **options):
+    with shardckpt.Publisher(url, keep=None, **options) as publisher:
+        for step, state in enumerate(states):
+            publisher.publish(step, state)
+            publisher.wait()
+
+
+def some_changed(array, share, rng):
+    changed = array.copy()
+    at = rng.random(array.size) < share
+    changed.reshape(-1).view(np.uint16)[at] ^= 1
+    return changed
+
+
+@pytest.mark.parametrize("shape", [(512, 1024), (4096, 128)])
+def test_a_follower_of_an_eighth_of_a_tensor_reads_an_eighth_of_the_differences(tmp_path, shape):
+    """The bytes are those of chunks. Records and chunk tables, which every process reads, are not among them."""
+    rng = np.random.default_rng(0)
+    first = rng.standard_normal((4096, 1024)).astype(ml_dtypes.bfloat16)
+    second = some_changed(first, 0.02, rng)
+    publish(tmp_path, [{"w": first}, {"w": second}])
+    stored = shardckpt.open(tmp_path / "1").record.totals["stored_bytes"]
+    assert stored < 0.02 * second.nbytes
+    like = {"w": np.zeros(shape, ml_dtypes.bfloat16)}
+    with shardckpt.follow(tmp_path, like, mode="each", fit={"w": "slice"}) as follower:
+        follower.poll().prepare()
+        whole = follower.cache.read_bytes
+        assert first.nbytes / 8 <= whole <= 1.1 * first.nbytes / 8
+        follower.poll().prepare().apply()
+        assert 0.9 * stored / 8 <= follower.cache.read_bytes - whole <= 1.1 * stored / 8
+    assert like["w"].tobytes() == second[: shape[0], : shape[1]].tobytes()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_follower_that_missed_200_versions_reads_an_anchor_and_at_most_eight_differences(tmp_path):
+    """The last version is 72 versions after its anchor. All versions but nine are deleted before it is read."""
+    like = {"w": np.zeros(1000)}
+    with shardckpt.Publisher(tmp_path, anchor_every=128, keep=None) as publisher, shardckpt.follow(tmp_path, like) as follower:
+        for step in range(201):
+            publisher.publish(step, {"w": np.arange(1000.0) + step})
+            publisher.wait()
+            if not step:
+                follower.poll().prepare().apply()
+        needed = ["200"]
+        while chain := shardckpt.open(tmp_path / needed[-1]).record.structure.chain:
+            needed.append(chain[0].url.removeprefix("../"))
+        assert len(needed) <= 9
+        assert needed[-1] == "128"
+        for place in tmp_path.iterdir():
+            if place.name.isdigit() and place.name not in needed:
+                shutil.rmtree(place)
+        version = follower.poll()
+        version.prepare().apply()
+        version.prove()
+    assert version.step == 200
+    assert (like["w"] == np.arange(1000.0) + 200).all()
+
+
+def test_an_engine_with_a_padded_vocabulary_follows(tmp_path):
+    rng = np.random.default_rng(0)
+    embeddings = [rng.standard_normal((100, 64)).astype(ml_dtypes.bfloat16)]
+    for _ in range(2):
+        embeddings.append(some_changed(embeddings[-1], 0.05, rng))
+    publish(tmp_path, [{"embed": one, "norm": np.ones(64)} for one in embeddings])
+    like = {"embed": torch.full((128, 64), 7, dtype=torch.bfloat16), "norm": torch.zeros(64, dtype=torch.float64)}
+    with shardckpt.follow(tmp_path, like) as follower, pytest.raises(ShapeMismatchError, match=r"embed.*fit=\{'embed': 'pad'\}"):
+        follower.poll().prepare()
+    cut = {"embed": torch.zeros(90, 64, dtype=torch.bfloat16), "norm": torch.zeros(64, dtype=torch.float64)}
+    with (
+        shardckpt.follow(tmp_path, like, mode="each", fit={"embed": "pad"}) as padded,
+        shardckpt.follow(tmp_path, cut, mode="each", fit={"embed": "slice"}) as shorter,
+    ):
+        for one in embeddings:
+            for follower in (padded, shorter):
+                version = follower.poll().prepare()
+                version.apply()
+                assert version.prove() == ["norm"]
+            expected = torch.from_numpy(one.view(np.int16)).view(torch.bfloat16)
+            assert torch.equal(like["embed"][:100], expected)
+            assert not like["embed"][100:].any()
+            assert torch.equal(cut["embed"], expected[:90])
+        like["norm"][3] = 0
+        with pytest.raises(CorruptionError, match="norm"):
+            padded.applied.prove()
