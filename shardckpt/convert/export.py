@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any, Literal
@@ -188,8 +189,8 @@ def _export_deltas(src: str | os.PathLike[str], dst: str | os.PathLike[str], opt
 
     began, location = time.monotonic(), parse(dst)
     versions: list[WrittenVersion] = []
-    with reading_takes_threads(src):
-        for version in write_deltas(parse(src), location, options, full):
+    with reading_takes_threads(src), closing(write_deltas(parse(src), location, options, full)) as written:  # it holds a lease
+        for version in written:
             if options.on_version is not None:
                 options.on_version(version)
             versions = [*([] if options.follow else versions), version]

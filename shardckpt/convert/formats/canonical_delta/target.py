@@ -53,7 +53,7 @@ from shardckpt.text import Message, few, named
 from shardckpt.versions.follower import Follower
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Generator, Iterable
 
     from numpy.typing import NDArray
 
@@ -102,7 +102,7 @@ class WrittenVersion:
 
 def write_deltas(
     src: Location, dst: Location, options: DeltaOptions, full: Callable[[Checkpoint, Location], Any]
-) -> Iterator[WrittenVersion]:
+) -> Generator[WrittenVersion]:
     """Write a directory for each version of a publisher; yield each as soon as it is complete.
 
     Args:
