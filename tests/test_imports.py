@@ -89,7 +89,7 @@ PATHS = {
     "versions.follower.FollowedVersion", "versions.follower.Follower", "views.model_view.safetensors_view",
 }  # fmt: skip
 """Paths in `shardckpt` that users were told to import. They stay, wherever the code moves."""
-ELSEWHERE = {"training.integrations.torchtitan.TorchtitanCheckpointer"}
+ELSEWHERE = {"training.integrations.torchtitan.TorchtitanCheckpointer", "views.vllm_follow.FollowWorker"}
 """Those that need a framework with an environment of its own, whose tests import them."""
 
 
