@@ -189,7 +189,7 @@ def _export_deltas(src: str | os.PathLike[str], dst: str | os.PathLike[str], opt
 
     began, location = time.monotonic(), parse(dst)
     versions: list[WrittenVersion] = []
-    with reading_takes_threads(src), closing(write_deltas(parse(src), location, options, full)) as written:  # it holds a lease
+    with reading_takes_threads(src), closing(write_deltas(parse(src), location, options, full)) as written:  # it holds a lease and a lock
         for version in written:
             if options.on_version is not None:
                 options.on_version(version)

@@ -20,7 +20,17 @@ import zstandard
 from blake3 import blake3
 
 import shardckpt
-from shardckpt.errors import AlreadyExistsError, NotFoundError, OptionError, ReplacedError, StructureMismatchError
+from shardckpt.errors import (
+    AlreadyExistsError,
+    CorruptionError,
+    FormatError,
+    NamesMismatchError,
+    NotFoundError,
+    OptionError,
+    ReplacedError,
+    StorageError,
+    StructureMismatchError,
+)
 
 NAMED = {"include": "model/**", "strip_prefix": "model."}
 DIGESTS = {
@@ -263,6 +273,7 @@ def test_what_receivers_could_not_apply_is_refused(training, tmp_path):
     with pytest.raises(NotFoundError, match=r"version 60 is gone, and .*weight_v000004 was written from it"):
         shardckpt.export(policy, out, **options)
     assert len([*out.iterdir()]) == 5
+    assert not (tmp_path / "new").exists()
 
 
 def test_a_version_that_was_replaced_is_no_base(training, tmp_path):
@@ -273,3 +284,124 @@ def test_a_version_that_was_replaced_is_no_base(training, tmp_path):
         shardckpt.export(tmp_path / "policy", tmp_path / "out", **options)
     shardckpt.export(tmp_path / "policy", tmp_path / "out", **options, overwrite=True)
     check(tmp_path, tmp_path / "out", [40, 41, 50, 51, 60], **NAMED)
+
+
+@pytest.mark.parametrize(
+    ("more", "error"),
+    [({"since": 99}, NotFoundError), ({"include": "nothing/**"}, NamesMismatchError)],
+)
+def test_overwrite_deletes_nothing_if_version_0_cannot_be_written(training, tmp_path, store, more, error):
+    url = str(store)
+    if url.startswith("memory"):
+        pytest.skip("a model's files are not written to memory://")
+    options = {"to": "canonical-delta", "since": 40, **NAMED}
+    shardckpt.export(tmp_path / "policy", url, **options)
+    before = {key: store.read(key) for key in store.list()}
+    with pytest.raises(error):
+        shardckpt.export(tmp_path / "policy", url, **(options | more), overwrite=True)
+    assert {key: store.read(key) for key in store.list()} == before
+    report = shardckpt.export(tmp_path / "policy", url, **(options | {"since": 51}), overwrite=True)
+    assert report.files == ("weight_v000000", "weight_v000001")
+    assert {key.partition("/")[0] for key in store.list()} == {"weight_v000000", "weight_v000001"}
+
+
+def test_overwrite_on_a_disk_deletes_nothing_if_the_source_is_damaged(training, tmp_path):
+    out = tmp_path / "out"
+    options = {"to": "canonical-delta", "since": 40, **NAMED}
+    shardckpt.export(tmp_path / "policy", out, **options)
+    before = {file: file.read_bytes() for file in out.rglob("*") if file.is_file()}
+    largest = max((file for file in (tmp_path / "policy/30").rglob("*") if file.is_file()), key=lambda file: file.stat().st_size)
+    kept = largest.read_bytes()
+    largest.write_bytes(bytes(len(kept)))
+    with pytest.raises(CorruptionError):
+        shardckpt.export(tmp_path / "policy", out, **(options | {"since": 30}), overwrite=True)
+    assert before.items() <= {file: file.read_bytes() for file in out.rglob("*") if file.is_file()}.items()
+    largest.write_bytes(kept)
+    assert shardckpt.export(tmp_path / "policy", out, **options).files == ()
+    check(tmp_path, out, [40, 41, 50, 51, 60], **NAMED)
+    shardckpt.export(tmp_path / "policy", out, **(options | {"since": 50}), overwrite=True)
+    check(tmp_path, out, [50, 51, 60], **NAMED)
+
+
+def test_a_second_export_to_a_directory_is_refused_while_the_first_lasts(training, tmp_path):
+    out = tmp_path / "out"
+    options = {"to": "canonical-delta", "since": 40, **NAMED}
+    refused = []
+
+    def again(version):
+        for overwrite in (False, True):
+            with pytest.raises(StorageError, match=r"out: another export is writing there"):
+                shardckpt.export(tmp_path / "policy", out, **options, overwrite=overwrite)
+            refused.append(version.version)
+
+    shardckpt.export(tmp_path / "policy", out, **options, on_version=again)
+    assert refused == [number for number in range(5) for _ in range(2)]
+    check(tmp_path, out, [40, 41, 50, 51, 60], **NAMED)
+
+
+def test_an_export_that_ends_with_an_error_leaves_no_lease_and_no_lock(training, tmp_path):
+    out = tmp_path / "out"
+    options = {"to": "canonical-delta", "since": 40, **NAMED}
+
+    def fail(version):
+        if version.version == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt) as raised:
+        shardckpt.export(tmp_path / "policy", out, **options, on_version=fail)
+    assert not [*(tmp_path / "policy/leases").glob("*")], raised
+    assert sorted(file.name for file in out.iterdir()) == [f"weight_v{number:06d}" for number in range(3)]
+    shardckpt.export(tmp_path / "policy", out, **options)
+    assert not [*(tmp_path / "policy/leases").glob("*")]
+    check(tmp_path, out, [40, 41, 50, 51, 60], **NAMED)
+
+
+NOTE, INDEX = "shardckpt-version.json", "model.safetensors.index.json"
+
+
+def noted(**changes):
+    """Damage to a note."""
+    return lambda file: file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def first_bytes(count):
+    """Damage to a file: only its first bytes are there."""
+    return lambda file: file.write_bytes(file.read_bytes()[:count])
+
+
+def delete(file):
+    """Damage: the file is not there."""
+    file.unlink()
+
+
+@pytest.mark.parametrize(
+    ("number", "name", "damage"),
+    [
+        (0, "model.safetensors", first_bytes(0)),
+        (0, "model.safetensors", first_bytes(-1)),
+        (1, "model-00001.safetensors", delete),
+        (4, "model-00001.safetensors", delete),
+        (4, "model-00001.safetensors", first_bytes(-1)),
+        (4, INDEX, lambda file: file.write_text("{}")),
+        (4, INDEX, lambda file: file.write_bytes(b"x" * file.stat().st_size)),
+        (4, INDEX, lambda file: file.write_bytes(b"{}".ljust(file.stat().st_size))),
+        (2, INDEX, lambda file: file.write_text("{}")),
+        *((number, NOTE, damage) for number in (0, 4) for damage in (delete, first_bytes(0), first_bytes(9))),
+        *((4, NOTE, noted(step=step)) for step in ("60", -1, True, None, 1.5)),
+        (4, NOTE, noted(attempt=3)),
+        (4, NOTE, noted(contents=None)),
+        *((4, NOTE, noted(files=files)) for files in ([1], {"model-00001.safetensors": "1"}, {}, None)),
+        *((0, NOTE, noted(before=before)) for before in ([1], {"x": "a"}, {"1": 2}, {"-1": "a"})),
+        (0, NOTE, noted(forms=1)),
+        (0, NOTE, lambda file: file.write_text("[" * 100_000)),
+    ],
+)
+def test_damage_in_written_directories_is_named_before_anything_is_written(training, tmp_path, number, name, damage):
+    out = tmp_path / "out"
+    options = {"to": "canonical-delta", "since": 40, **NAMED}
+    shardckpt.export(tmp_path / "policy", out, **options)
+    training.publish(61)
+    damage(out / f"weight_v{number:06d}" / name)
+    with pytest.raises(FormatError, match=rf"weight_v{number:06d}/{name}.*(directory|copy|damaged)"):
+        shardckpt.export(tmp_path / "policy", out, **options)
+    assert len([*out.iterdir()]) == 5

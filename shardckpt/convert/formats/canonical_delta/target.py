@@ -17,7 +17,6 @@ The format: `update_weight_from_disk_delta.py` in https://github.com/THUDM/slime
 from __future__ import annotations
 
 import json
-import re
 import time
 import zlib
 from dataclasses import dataclass
@@ -28,11 +27,12 @@ import numpy as np
 
 from shardckpt.commit.attempts import unfolded
 from shardckpt.commit.publish import published_attempt
+from shardckpt.convert.formats.canonical_delta.directories import ELSEWHERE, VersionDirectories
 from shardckpt.convert.formats.safetensors.hf_index import INDEX
+from shardckpt.convert.formats.safetensors.model_files import plan_model_files
 from shardckpt.convert.naming.apply import outputs_of
 from shardckpt.errors import (
     AlreadyExistsError,
-    FormatError,
     MissingExtraError,
     NotFoundError,
     OptionError,
@@ -64,16 +64,12 @@ if TYPE_CHECKING:
 
     Bytes = NDArray[np.uint8]
 
-_NOTE = "shardckpt-version.json"
-"""The file of a version's directory that names its step and contents; receivers ignore it."""
-_VERSION = re.compile(r"weight_v(\d{6})/")
 _LARGEST = 1 << 32
 """Bytes of a tensor from which on positions of `overwrite` do not fit into 32 bits."""
 _FILE_BYTES = 1 << 30
 """Bytes of compressed tensors from which on a version gets another file."""
 _PAUSE = 0.5
 """Seconds between two looks for a new version."""
-_ELSEWHERE = "; write to another directory."
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,40 +111,55 @@ def write_deltas(
         NotFoundError: there is no version `since`, or the one is gone that the last directory was written from.
         OptionError, NamesMismatchError, ShapeMismatchError, DtypeError, DtypeMismatchError: as in `export_safetensors`.
         StructureMismatchError: a version's tensors are not those of version 0.
-        AlreadyExistsError: another process writes there; or the directory was begun with another version.
-        CorruptionError, FormatError, ReplacedError, StorageError: a version could not be read, or not be written.
+        AlreadyExistsError: another process writes there (a bucket); or the directory was begun with another version.
+        FormatError: a file of a written version is missing or damaged.
+        CorruptionError, ReplacedError, StorageError: a version could not be read, or not be written; or another export writes there.
         MissingExtraError: the package of a checksum is not installed.
     """
-    since, root, writer = options.since, Store.open(src), _Writer(Store.open(dst), options)
+    since, root = options.since, Store.open(src)
+    directories = VersionDirectories(Store.open(dst))
+    writer = _Writer(directories, options)
     assert since is not None, "the options have checked it"
-    number = writer.last()
-    if number is None:
-        number, first, place = 0, _version(root, since), writer.place(0)
-        older = [step for step in step_numbers(root) if step < since]
-        attempts = map_on_threads(lambda step: published_attempt(root.sub(str(step))), older)
-        before = {str(step): unfolded(attempt) for step, attempt in zip(older, attempts, strict=True) if attempt}
-        writer.note(0, first, since, forms=_forms(_outputs(first, options)), before=before)
-        report = full(first, place.location)
-        yield WrittenVersion(str(place), 0, since, report.tensors, report.nbytes, report.written_bytes, report.read_bytes)
-    begun = writer.noted(0)
-    if begun["step"] != since:
-        there = f"{dst}: version 0 there is step {begun['step']}; continue with "
-        raise AlreadyExistsError(Message(there, named("since", begun["step"]), ", or write to another directory."))
-    notes = [begun, *map_on_threads(writer.noted, range(1, number + 1))]
-    current = _Current(root, options, notes)
-    try:
-        held = current.begin(notes[-1], str(writer.place(number)))
-        while True:
-            version = current.next()
-            if version is not None:
-                number += 1
-                yield writer.write(number, version, current.outputs(version), held, current.new_bytes())
-            elif options.follow:
-                time.sleep(_PAUSE)
-            else:
-                return
-    finally:
-        current.close()
+    with directories.locked():
+        notes = [] if options.overwrite else directories.notes()
+        if not notes:
+            first = _version(root, since)
+            outputs = plan_model_files(
+                first.record.structure,
+                first.metadata,
+                options,
+                where=str(first.location),
+                max_shard_size=options.max_shard_size,
+                header_metadata=options.metadata,
+            ).outputs.tensors
+            older = [step for step in step_numbers(root) if step < since]
+            attempts = map_on_threads(lambda step: published_attempt(root.sub(str(step))), older)
+            before = {str(step): unfolded(attempt) for step, attempt in zip(older, attempts, strict=True) if attempt}
+            place = directories.prepare_first(overwrite=options.overwrite)
+            directories.write_note(place, **_noted(first, since), forms=_forms(outputs), before=before)
+            report = full(first, place.location)
+            directories.finish_first(place)
+            place = directories.place(0)
+            yield WrittenVersion(str(place), 0, since, report.tensors, report.nbytes, report.written_bytes, report.read_bytes)
+            notes = [directories.note(0)]
+        step = notes[0]["step"]
+        if step != since:
+            there = f"{dst}: version 0 there is step {step}; continue with "
+            raise AlreadyExistsError(Message(there, named("since", step), ", or write to another directory."))
+        current, number = _Current(root, options, notes), len(notes) - 1
+        try:
+            held = current.begin(notes[-1], str(directories.place(number)))
+            while True:
+                version = current.next()
+                if version is not None:
+                    number += 1
+                    yield writer.write(number, version, current.outputs(version), held, current.new_bytes())
+                elif options.follow:
+                    time.sleep(_PAUSE)
+                else:
+                    return
+        finally:
+            current.close()
 
 
 def _version(root: Store, step: int) -> Checkpoint:
@@ -192,9 +203,9 @@ class _Current:
         try:
             version = self._follower.at(last["step"])
         except NotFoundError as e:
-            raise NotFoundError(f"{self._root}: version {last['step']} is gone, and {written} was written from it{_ELSEWHERE}") from e
+            raise NotFoundError(f"{self._root}: version {last['step']} is gone, and {written} was written from it{ELSEWHERE}") from e
         if _contents(version.checkpoint) != last["contents"]:
-            raise ReplacedError(f"{self._root}: version {last['step']} was replaced, and {written} was written from it{_ELSEWHERE}")
+            raise ReplacedError(f"{self._root}: version {last['step']} was replaced, and {written} was written from it{ELSEWHERE}")
         outputs = self._checked(version.checkpoint)
         self._sources.update(view.tensor for output in outputs for view in output.sources)
         version.prepare()
@@ -241,53 +252,17 @@ def _read(checkpoint: Checkpoint, wanted: Iterable[tuple[OutputTensor, Bytes]]) 
     )
 
 
+def _noted(checkpoint: Checkpoint, step: int) -> dict[str, Any]:
+    """Fields of the notes of all versions."""
+    attempt = unfolded(checkpoint.record.attempt)
+    return {"step": step, "attempt": attempt, "contents": _contents(checkpoint), "source": str(checkpoint.location)}
+
+
 class _Writer:
-    """The directories of versions."""
+    """Writes differences."""
 
-    def __init__(self, root: Store, options: DeltaOptions) -> None:
-        self._root, self._options, self._digest = root, options, _digest(options.checksum_format)
-
-    def place(self, number: int) -> Store:
-        """The directory of a version."""
-        return self._root.sub(f"weight_v{number:06d}")
-
-    def last(self) -> int | None:
-        """The number of the newest complete version; None: there is none. With `overwrite`, all versions are deleted first."""
-        numbers = sorted(int(match[1]) for name in self._root.list_children() if (match := _VERSION.fullmatch(name)))
-        if self._options.overwrite:
-            for number in reversed(numbers):
-                self.place(number).delete_prefix()
-            return None
-        complete = [number for number in numbers if self._is_complete(number)]
-        if not complete:
-            return None
-        if complete != [*range(len(complete))]:
-            gap = next(i for i, number in enumerate(complete) if i != number)
-            raise FormatError(f"{self._root}: version {gap} is missing before version {complete[-1]}{_ELSEWHERE}")
-        return complete[-1]
-
-    def _is_complete(self, number: int) -> bool:
-        there = {*self.place(number).list_children()}
-        return _NOTE in there and (INDEX in there or (number == 0 and "model.safetensors" in there))
-
-    def note(self, number: int, checkpoint: Checkpoint, step: int, **more: Any) -> int:
-        """Write the file that names the step of a version; return its bytes."""
-        attempt = unfolded(checkpoint.record.attempt)
-        note = {"step": step, "attempt": attempt, "contents": _contents(checkpoint), "source": str(checkpoint.location), **more}
-        data = json.dumps(note).encode()
-        self.place(number).write(_NOTE, data)
-        return len(data)
-
-    def noted(self, number: int) -> dict[str, Any]:
-        """Read what `note` wrote."""
-        place = self.place(number)
-        try:
-            note: dict[str, Any] = dict(json.loads(place.read(_NOTE)))
-        except (ValueError, TypeError):
-            note = {}
-        if not note.keys() >= {"step", "attempt", "contents", *({"forms", "before"} if number == 0 else ())}:
-            raise FormatError(f"{place}/{_NOTE} is damaged{_ELSEWHERE}")
-        return note
+    def __init__(self, directories: VersionDirectories, options: DeltaOptions) -> None:
+        self._directories, self._options, self._digest = directories, options, _digest(options.checksum_format)
 
     def write(
         self, number: int, version: FollowedVersion, outputs: list[OutputTensor], held: dict[str, Bytes], read_bytes: int
@@ -301,7 +276,7 @@ class _Writer:
             held: all tensors of the version before; this one's afterwards.
             read_bytes: stored bytes that were read for it.
         """
-        options, place = self._options, self.place(number)
+        options, place = self._options, self._directories.place(number)
         if place.exists(INDEX):
             raise AlreadyExistsError(f"{place} is complete, and this process has not written it; let one process write there.")
         place.delete_prefix()  # what a killed call left
@@ -317,7 +292,6 @@ class _Writer:
                     nbytes += output.nbytes
             held |= new
         files.flush()
-        written = files.nbytes + self.note(number, version.checkpoint, version.step)
         index = {
             "metadata": {
                 "version": f"{number:06d}",
@@ -329,9 +303,11 @@ class _Writer:
             "weight_map": files.weight_map,
         }
         data = json.dumps(index, indent=1).encode()
+        sizes = files.sizes | {INDEX: len(data)}
+        note_bytes = self._directories.write_note(place, **_noted(version.checkpoint, version.step), files=sizes)
         if not place.create(INDEX, data):
             raise AlreadyExistsError(f"{place}: another process has written it meanwhile; let one process write there.")
-        return WrittenVersion(str(place), number, version.step, len(files.weight_map), nbytes, written + len(data), read_bytes)
+        return WrittenVersion(str(place), number, version.step, len(files.weight_map), nbytes, note_bytes + sum(sizes.values()), read_bytes)
 
     def _encoded(self, output: OutputTensor, new: Bytes, old: Bytes) -> tuple[bytes, str] | None:
         """The entry of a tensor and the digest of its new bytes; None if nothing differs."""
@@ -354,8 +330,8 @@ class _Files:
         self._place = place
         self.weight_map: dict[str, str] = {}
         """Tensor → file."""
-        self.nbytes = 0
-        """Bytes written."""
+        self.sizes: dict[str, int] = {}
+        """File → bytes."""
         self._entries: dict[str, tuple[bytes, str]] = {}
         self._held = 0
 
@@ -370,7 +346,7 @@ class _Files:
         """Write a file with the tensors that are in none yet."""
         if not self._entries:
             return
-        name, at = f"model-{len({*self.weight_map.values()}) + 1:05d}.safetensors", 0
+        name, at = f"model-{len(self.sizes) + 1:05d}.safetensors", 0
         header: dict[str, Any] = {"__metadata__": {key: digest for key, (_, digest) in self._entries.items()}}
         for key, (frame, _) in self._entries.items():
             header[key] = {"dtype": "U8", "shape": [len(frame)], "data_offsets": [at, at + len(frame)]}
@@ -380,7 +356,7 @@ class _Files:
         text += b" " * (-len(text) % 8)
         data = b"".join([len(text).to_bytes(8, "little"), text, *(frame for frame, _ in self._entries.values())])
         self._place.write(name, data)
-        self.nbytes += len(data)
+        self.sizes[name] = len(data)
         self._entries.clear()
         self._held = 0
 
