@@ -280,7 +280,9 @@ class DurableDirectories:
             self.make(path.parent)
         existed = is_directory(path)
         path.mkdir(exist_ok=True)
-        self.sync(path.parent, may_fail=existed)  # a directory that only others may list, above one of our own
+        # Above `top` at once: writers at other places below such a directory take it for durable.
+        sync = self.sync if path.is_relative_to(self._top) else self._sync
+        sync(path.parent, may_fail=existed)  # a directory that only others may list, above one of our own
         self._synced.add(path)
 
 

@@ -17,12 +17,14 @@ comes second finds the other one's step, and its error names that run (`of_other
 from __future__ import annotations
 
 import socket
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from shardckpt.commit.publish import RECORD
-from shardckpt.errors import AlreadyExistsError, CommitError, FormatError, OtherJobError, StorageError
+from shardckpt.errors import AlreadyExistsError, CommitError, FormatError, OptionError, OtherJobError, StorageError
 from shardckpt.format.documents import Fields, open_envelope, seal, utc_now
 from shardckpt.format.record import CheckpointRecord, parse_checkpoint
+from shardckpt.runs.steps import step_numbers
 
 if TYPE_CHECKING:
     from shardckpt.io.store import Store
@@ -31,6 +33,8 @@ JOB = "job.json"
 """Key relative to the root."""
 RUN = "run_id"
 """The member of a checkpoint's metadata that names its run."""
+PUBLISHED = "published"
+"""The member of a version's metadata that its `Publisher` writes: an object with `began`, the time at which process 0 began it."""
 _ROUNDS = 10
 
 
@@ -93,6 +97,7 @@ class JobFence:
 
         Raises:
             OtherJobError: another run has claimed it since; the message names both.
+            OptionError: a `Publisher` publishes there.
             StorageError: the storage failed.
         """
         for _ in range(_ROUNDS):
@@ -107,6 +112,8 @@ class JobFence:
                         f"{self._root}: run {run_id} ({where_from}) saves there now, and took over from run {self._run_id}, which is this "
                         f"job; end one of the two, or give it a root of its own. Nothing more is published here, and what is there stays."
                     )
+            if data is None:
+                _check_not_published(self._root)
             document = self._document()
             if self._root.create(JOB, document) if data is None else self._root.replace(JOB, document, generation):
                 self._claimed = True
@@ -116,6 +123,21 @@ class JobFence:
     def _document(self) -> bytes:
         since = utc_now()
         return seal({"run": self._run_id, "machine": socket.gethostname(), "since": since})
+
+
+def _check_not_published(root: Store) -> None:
+    """Refuse a place whose newest step is a version of a `Publisher`: the rules of a manager would delete versions that others follow."""
+    for step in reversed(step_numbers(root)):
+        place = root.sub(str(step))
+        with suppress(FormatError):
+            data = place.read_versioned(RECORD)[0]
+            record = None if data is None else parse_checkpoint(data, place.path_of(RECORD))
+            if isinstance(record, CheckpointRecord):
+                if PUBLISHED in record.metadata:
+                    raise OptionError(
+                        f"{root}: a Publisher keeps its versions there; save to a directory of its own. Nothing was published or deleted."
+                    )
+                return
 
 
 def _read(root: Store, data: bytes) -> tuple[str, str] | None:

@@ -19,11 +19,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardckpt.commit.markers import read_sealed
-from shardckpt.errors import FormatError, ShardckptError, StorageError
+from shardckpt.commit.publish import RECORD
+from shardckpt.errors import FormatError, NotFoundError, ShardckptError, StorageError
 from shardckpt.format.documents import seal
 from shardckpt.io.ages import idle_seconds, last_written
 from shardckpt.io.threads import map_on_threads
 from shardckpt.runs.announcing import VARIABLE, ask
+from shardckpt.runs.steps import step_numbers
 from shardckpt.text import shorten
 
 if TYPE_CHECKING:
@@ -37,7 +39,7 @@ SECONDS = 600.0
 """Time that a lease lasts after it was written, by the storage's clock."""
 _LONG_AGO = 24 * 3600.0
 """Seconds after which a lease is removed."""
-_MOST_STEPS, _LONGEST_NAME = 1000, 255
+_MOST_STEPS, _LONGEST_NAME, _MOST_LEASES = 1000, 255, 1000
 _ID = re.compile(r"[0-9a-f]{16}", re.ASCII)
 _log = logging.getLogger("shardckpt")
 
@@ -172,7 +174,8 @@ def leased_steps(root: Store) -> frozenset[int]:
     idle = idle_seconds(root, keys) if keys else {}
     for key, seconds in idle.items():
         if seconds is not None and seconds > _LONG_AGO:
-            root.delete(key)
+            with suppress(ShardckptError):  # another user's: it holds nothing
+                root.delete(key)
     return frozenset(step for lease in _lasting(root, idle) for step in lease.steps)
 
 
@@ -200,7 +203,8 @@ def write_lease(root: Store, ident: str, document: object) -> None:
 
     Raises:
         FormatError: the id or the document is not that of a lease.
-        StorageError: it cannot be written.
+        NotFoundError: a step that it names is not there, or no checkpoint is.
+        StorageError: it cannot be written, or there are too many.
     """
     if not _ID.fullmatch(ident):
         raise FormatError(f"{shorten(ident)} is not the id of a lease; it has 16 hexadecimal digits.")
@@ -213,6 +217,12 @@ def write_lease(root: Store, ident: str, document: object) -> None:
     whole = isinstance(steps, list) and len(steps) <= _MOST_STEPS and all(type(step) is int for step in steps)
     if not (whole and isinstance(holder, str) and len(holder) <= _LONGEST_NAME and (version is None or type(version) is int)):
         raise FormatError(f'a lease is {{"steps": […], "holder": "host", "version": 7}}, with at most {_MOST_STEPS} steps.')
+    assert isinstance(steps, list)
+    there = step_numbers(root)
+    if not {*steps} <= {*there} or not any(root.exists(f"{step}/{RECORD}") for step in steps or reversed(there)):
+        raise NotFoundError(f"{root.location} does not have the steps that the lease names; give the url of a run, and steps of it.")
+    if key not in (held := _keys(root)) and len(held) >= _MOST_LEASES:
+        raise StorageError(f"{root.location} has {_MOST_LEASES:,} leases; they end ten minutes after their readers.")
     root.write(key, seal({"steps": steps, "holder": holder, "version": version}))
 
 

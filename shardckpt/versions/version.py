@@ -22,6 +22,7 @@ from shardckpt.format.bases import Base
 from shardckpt.format.documents import utc_now
 from shardckpt.frameworks.coordination import WaitNotice
 from shardckpt.layout.dtypes import castable
+from shardckpt.runs.job import PUBLISHED
 from shardckpt.state.select import matches, select
 from shardckpt.versions.converted import ConvertedSource
 from shardckpt.versions.device import DeviceSource, comparable
@@ -41,8 +42,6 @@ if TYPE_CHECKING:
     from shardckpt.writing.background import SaveHandle
     from shardckpt.writing.kept import KeptChunks
 
-PUBLISHED = "published"
-"""Key of the metadata of a version: an object with `began`, the time at which process 0 began it."""
 _LOOK = 0.01
 """Seconds between two looks for the end of the version before, or for the decision of process 0."""
 

@@ -187,8 +187,6 @@ class Attempt:
         if self.commits:
             self._check_replaceable(prior)
         self._check_not_given_up()  # after the checks of this process's own part, whose errors are more useful to it
-        if self.options.compression is None:  # the size of compressed chunks is not known yet
-            check_space(self.store, self._nbytes)
         contents = self._with_bases(contents)
         compression: str | None = self.options.compression
         kept = None
@@ -196,6 +194,8 @@ class Attempt:
             kept = self.version.kept
             contents = self.version.begin(contents, self.store, self.name)
             compression = "difference" if contents.structure.chain else compression
+        if compression is None:  # the size of compressed chunks and of differences is not known yet
+            check_space(self.store, self._nbytes)
         wait_seconds = 0.0 if self.commits or store.near or not store.shared else _PLACEHOLDER
         with store.names_later():
             self.prior = hold_place(store, prior, overwrite=self.options.overwrite, wait_seconds=wait_seconds)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import shardckpt
-from shardckpt.errors import StorageError
+from shardckpt.errors import NotFoundError, StorageError
 from shardckpt.format.documents import seal
 from shardckpt.io.store import Store
 from shardckpt.runs import leases
@@ -47,6 +47,33 @@ def test_a_lease_that_nobody_renews_ends_by_the_storage_s_clock_and_is_removed_l
 def test_what_is_no_lease_holds_nothing(store, data):
     store.write("leases/0.json", data)
     assert leased_steps(store) == frozenset()
+
+
+def test_a_lease_that_ended_long_ago_and_cannot_be_removed_holds_nothing(tmp_path, monkeypatch):
+    store, path = Store.open(tmp_path), tmp_path / "leases" / "0.json"
+    store.write("leases/0.json", seal({"steps": [1], "holder": "here"}))
+    os.utime(path, (1, 1))
+
+    delete = type(store).delete
+
+    def refused(self, key):
+        if key == "leases/0.json":
+            raise StorageError(f"cannot delete {key}: Permission denied")  # another user's
+        delete(self, key)
+
+    monkeypatch.setattr(type(store), "delete", refused)
+    assert leased_steps(store) == frozenset()
+
+
+def test_a_service_writes_leases_for_steps_that_are_there_only(tmp_path):
+    store, lease = Store.open(tmp_path), {"steps": [3], "holder": "host", "version": None}
+    with pytest.raises(NotFoundError, match="does not have the steps"):
+        leases.write_lease(store, "0" * 16, lease)
+    shardckpt.save(tmp_path / "3", {"w": np.zeros(3)})
+    leases.write_lease(store, "0" * 16, lease)
+    assert leased_steps(store) == {3}
+    with pytest.raises(NotFoundError, match="does not have the steps"):
+        leases.write_lease(store, "0" * 16, lease | {"steps": [3, 4]})
 
 
 def test_a_lease_is_renewed_while_it_is_held(tmp_path, monkeypatch):

@@ -26,8 +26,11 @@ from shardckpt.errors import (
     OptionError,
     StorageError,
 )
+from shardckpt.io.store import Store
 from shardckpt.runs.catalog import catalog
 from shardckpt.runs.pinning import pin
+from shardckpt.runs.steps import list_steps
+from shardckpt.writing import attempt
 
 
 def some_changed(array, count, rng):
@@ -346,6 +349,32 @@ def test_a_version_that_cannot_be_published_supersedes_nothing(tmp_path):
     with shardckpt.Publisher(tmp_path) as publisher, pytest.raises(LeafError):
         publisher.publish(1, {"w": object()})
     assert not any(entry.superseded for entry in catalog(tmp_path))
+
+
+def test_a_manager_does_not_take_over_a_directory_of_versions(tmp_path):
+    with shardckpt.Publisher(tmp_path) as publisher:
+        for step in range(3):
+            publisher.publish(step, {"w": np.full(1000, step, np.float32)})
+            publisher.wait()
+    manager = shardckpt.CheckpointManager(tmp_path, every=1, keep=1)
+    manager.save(3, {"w": np.zeros(1000, np.float32)})
+    with pytest.raises(OptionError, match="a Publisher keeps its versions"):
+        manager.close()
+    assert [info.step for info in list_steps(Store.open(tmp_path))] == [0, 1, 2]
+
+
+def test_a_version_of_a_few_bytes_needs_little_room(tmp_path, monkeypatch):
+    """A save of all elements asks for room for all of them, before it writes."""
+    state = {"w": np.random.default_rng(0).standard_normal(200_000)}
+    with shardckpt.Publisher(tmp_path) as publisher:
+        publisher.publish(0, state)
+        publisher.wait()
+        asked = []
+        monkeypatch.setattr(attempt, "check_space", lambda _place, nbytes: asked.append(nbytes))
+        state["w"][7] += 1
+        publisher.publish(1, state)
+        publisher.wait()
+    assert asked == []
 
 
 def test_the_directory_of_a_manager_is_refused(tmp_path):

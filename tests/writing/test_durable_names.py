@@ -8,6 +8,7 @@ import pytest
 
 import shardckpt
 from shardckpt.errors import StorageError
+from shardckpt.writing.host import HostWriter
 
 STATE = {f"w{i}": np.full((8, 8), i, np.float32) for i in range(10)}
 OPTIONS = {
@@ -79,6 +80,19 @@ def test_everything_is_durable_before_the_hosts_record_and_before_the_publicatio
     assert disk.lost_at_record == []
     assert disk.lost_at_publication == []
     assert disk.lost() == []
+
+
+def test_a_directory_of_runs_is_durable_before_a_save_beside_finds_it(tmp_path, monkeypatch):
+    disk, writing = Disk(monkeypatch), HostWriter.finish
+    lost = []
+
+    def finish(*args, **kwargs):
+        lost.append(tmp_path / "run" in disk.names)
+        return writing(*args, **kwargs)
+
+    monkeypatch.setattr(HostWriter, "finish", finish)
+    shardckpt.save(tmp_path / "run" / "100", STATE)
+    assert lost == [False]
 
 
 def test_ten_small_tensors_take_few_syncs(tmp_path, monkeypatch):

@@ -16,13 +16,13 @@ from shardckpt.errors import NotFoundError, OptionError, ShardckptError, UrlErro
 from shardckpt.io.store import Store
 from shardckpt.io.threads import map_on_threads
 from shardckpt.io.url import parse
+from shardckpt.runs.job import PUBLISHED
 from shardckpt.runs.leases import held_leases, write_lease
 from shardckpt.serve.access.identity import may_read
 from shardckpt.serve.openapi import Parameter
 from shardckpt.serve.pool import event_stream, on_thread
 from shardckpt.serve.problems import DocumentResponse
 from shardckpt.text import shorten
-from shardckpt.versions.version import PUBLISHED
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
