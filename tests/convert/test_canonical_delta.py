@@ -405,3 +405,31 @@ def test_damage_in_written_directories_is_named_before_anything_is_written(train
     with pytest.raises(FormatError, match=rf"weight_v{number:06d}/{name}.*(directory|copy|damaged)"):
         shardckpt.export(tmp_path / "policy", out, **options)
     assert len([*out.iterdir()]) == 5
+
+
+KILLED = """
+import os, sys, shardckpt
+from shardckpt.convert.formats.canonical_delta import directories
+die, exchange, delete = lambda *_: os.kill(os.getpid(), 9), directories.exchange, directories.VersionDirectories._delete
+{patch}
+shardckpt.export(sys.argv[1], sys.argv[2], to="canonical-delta", since=51, include="model/**", strip_prefix="model.", overwrite=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("patch", "left", "since"),
+    [
+        ("directories.VersionDirectories.finish_first = die", 5, 40),
+        ("directories.VersionDirectories._delete = lambda self, numbers: die(delete(self, numbers[-1:]))", 4, 40),
+        ("directories.exchange = die", 1, 40),
+        ("directories.exchange = lambda *names: die(exchange(*names))", 1, 51),
+    ],
+)
+def test_overwrite_killed_at_any_point_leaves_a_chain_that_continues(training, tmp_path, patch, left, since):
+    out = tmp_path / "out"
+    shardckpt.export(tmp_path / "policy", out, to="canonical-delta", since=40, **NAMED)
+    ended = subprocess.run([sys.executable, "-c", KILLED.format(patch=patch), tmp_path / "policy", out], check=False)
+    assert ended.returncode == -signal.SIGKILL
+    assert len([*out.glob("weight_v*")]) == left
+    shardckpt.export(tmp_path / "policy", out, to="canonical-delta", since=since, **NAMED)
+    check(tmp_path, out, [40, 41, 50, 51, 60] if since == 40 else [51, 60], **NAMED)
