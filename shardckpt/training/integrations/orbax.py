@@ -10,7 +10,7 @@ A program keeps its calls, its policies and its `args`; steps become checkpoints
 2. A save is in the background, and is seen (`latest_step`, `checkpoints`) when it is committed, for example after `wait_until_finished`.
 3. A load of arrays continues the training from its step: later steps are replaced when training reaches them again. Orbax raises an error
    there.
-4. A load without an abstract state returns numpy arrays, in dicts, lists and tuples.
+4. A load without an abstract state returns numpy arrays and random keys of JAX, in dicts, lists and tuples.
 5. Everything else that Orbax has raises an OptionError that names it.
 """
 
@@ -25,14 +25,19 @@ import orbax.checkpoint as ocp
 from etils import epath
 from orbax.checkpoint import v1
 
-from shardckpt.errors import NotFoundError, OptionError
+from shardckpt.errors import AlreadyExistsError, NotFoundError, OptionError
 from shardckpt.reading.checkpoint import Checkpoint
 from shardckpt.runs.collecting import delete
-from shardckpt.state.unflatten import unflatten
+from shardckpt.runs.steps import check_step
 from shardckpt.training import manager as managers
 from shardckpt.training.integrations.orbax_options import (
+    CUSTOM,
     DEFAULT,
+    Abstract,
     KeptByOrbax,
+    abstract_items,
+    below,
+    check_items,
     check_options,
     decision_of,
     items_of,
@@ -40,6 +45,7 @@ from shardckpt.training.integrations.orbax_options import (
     restore_target,
     retention_of,
     saved_value,
+    with_keys,
     without_placeholders,
 )
 
@@ -53,9 +59,6 @@ if TYPE_CHECKING:
 
 __all__ = ["OrbaxCheckpointManager", "OrbaxCheckpointer"]
 
-_CUSTOM = "custom_metadata"
-"""The name of the custom metadata in a state."""
-_Abstract = jax.ShapeDtypeStruct
 _saving = v1.training.save_decision_policies
 
 
@@ -82,7 +85,7 @@ class _Steps(AbstractContextManager[Any]):
 
     def should_save(self, step: int) -> bool:
         """Whether `save` would save this step."""
-        return self._manager.should_save(step)
+        return not self._behind(step) and self._manager.should_save(step)
 
     def reload(self) -> None:
         """Do nothing: steps are always read from the storage."""
@@ -107,11 +110,24 @@ class _Steps(AbstractContextManager[Any]):
         """The manager."""
         return self
 
-    def _save(self, step: int, items: Mapping[str, Any], metrics: Any, custom: Any, *, force: bool) -> bool:
-        if _CUSTOM in items:
-            raise OptionError(f"{_CUSTOM!r} is the name under which custom metadata is saved; give the item another name.")
-        state = {**items, **({} if custom is None else {_CUSTOM: custom})}
-        return self._manager.save(step, state, metrics, force=force)
+    def _behind(self, step: int) -> bool:
+        """Whether a step is less than the one that was saved or restored last; Orbax does not save it, without an error."""
+        self._manager._check_open()  # noqa: SLF001
+        last = self._manager._last  # noqa: SLF001
+        return last is not None and check_step(step) < last
+
+    def _save(self, step: int, items: Mapping[str, Any], metrics: Any, custom: Any, *, force: bool, strict: bool) -> bool:
+        """Save items; `strict`: a step that is saved already is an error."""
+        check_items(items)
+        if self._behind(step) and not force:
+            return False
+        if step == self._manager._last:  # noqa: SLF001
+            self._manager._background.join()  # noqa: SLF001
+            if step not in self.all_steps():
+                self._manager._last = None  # noqa: SLF001  (it was deleted, and may be saved again)
+            elif strict:
+                raise AlreadyExistsError(f"{self._manager.url(step)}: this step is saved already; delete it to save it again.")
+        return self._manager.save(step, {**items, **({} if custom is None else {CUSTOM: custom})}, metrics, force=force)
 
     def _load(self, step: int | None, like: Mapping[str, Any] | None) -> tuple[int, dict[str, Any]]:
         """Restore items: those of `like`, or all. The value None in `like` restores an item as it is stored."""
@@ -120,34 +136,25 @@ class _Steps(AbstractContextManager[Any]):
         if at is None:
             raise NotFoundError(f"{self.directory}: there is no checkpoint to load.")
         stored = self._items(at)
-        names = [name for name in stored if name != _CUSTOM] if like is None else list(like)
+        names = [name for name in stored if name != CUSTOM] if like is None else list(like)
         if lost := [name for name in names if name not in stored]:
             raise NotFoundError(f"{self._manager.url(at)}: it has no {lost[0]!r}; it has {', '.join(stored)}.")
         targets = {name: target for name, target in (like or {}).items() if target is not None}
-        arrays = [name for name in names if any(isinstance(leaf, _Abstract) for leaf in jax.tree.leaves(stored[name]))]
+        arrays = [name for name in names if any(isinstance(leaf, Abstract) for leaf in jax.tree.leaves(stored[name]))]
         found = {name: stored[name] for name in names}
         for target, some in ((targets, list(targets)), (None, [name for name in arrays if name not in targets])):
             if some:
-                restored = self._manager.restore(target, at, only=[_below(name, stored[name]) for name in some], fallback=False)
+                restored = self._manager.restore(target, at, only=below(some), cast=True, fallback=False)
                 assert restored is not None, "the step is given"
-                found |= restored.state
+                found |= restored.state if target else {name: with_keys(stored[name], restored.state[name]) for name in some}
         return at, {name: found[name] for name in names}
 
     def _items(self, step: int) -> dict[str, Any]:
         """The items of a step: abstract arrays (`jax.ShapeDtypeStruct`) in the place of arrays."""
-        checkpoint = Checkpoint(self._manager.url(step))
-        infos = {name: checkpoint.info(name) for name in checkpoint.names()}
-        shapes = {name: _Abstract(info.shape, info.dtype.numpy) for name, info in infos.items()}
-        items: dict[str, Any] = unflatten(checkpoint.parsed_tree, shapes)
-        return items
+        return abstract_items(Checkpoint(self._manager.url(step)))
 
     def _metrics(self, step: int) -> dict[str, float]:
         return next((dict(info.metrics) for info in self._manager.steps() if info.step == step), {})
-
-
-def _below(name: str, stored: Any) -> str:
-    """The pattern that selects an item."""
-    return f"{name}/**" if isinstance(stored, dict | list | tuple) else name
 
 
 # --- v1
@@ -258,15 +265,19 @@ class OrbaxCheckpointer(_Steps):
             custom_metadata: any storable value.
 
         Returns:
-            The save; None if the policy does not save this step, or it is saved already.
+            The save; None if the policy does not save this step, or a later one was saved or loaded last.
 
         Raises:
-            OptionError: `overwrite`, or steps that do not ascend.
+            AlreadyExistsError: the step is saved already.
+            OptionError: `overwrite`, an item that cannot be restored, or steps that do not ascend.
             ShardckptError: as `shardckpt.CheckpointManager.save` does.
         """
         if overwrite:
             raise OptionError("save(overwrite=True) is not supported; load(step) goes back, and later saves replace the steps after it.")
-        return _Response(self._manager) if self._save(step, checkpointables, metrics, custom_metadata, force=force) else None
+        if "metrics" in checkpointables:
+            raise OptionError("'metrics' is a reserved name in Orbax's v1; give the state another name.")
+        saved = self._save(step, checkpointables, metrics, custom_metadata, force=force, strict=True)
+        return _Response(self._manager) if saved else None
 
     def load(self, step: Any = None, abstract_state: Any = None, *, checkpointable_name: str = "state") -> Any:
         """Load a state; see `load_checkpointables`."""
@@ -292,7 +303,7 @@ class OrbaxCheckpointer(_Steps):
         if found is None:
             raise NotFoundError(f"{self.directory}: there is no step {'' if at is None else at}.")
         items = self._items(found.step)
-        custom = items.pop(_CUSTOM, None)
+        custom = items.pop(CUSTOM, None)
         return v1.training.CheckpointMetadata(
             found.step,
             found.path,
@@ -380,13 +391,14 @@ class OrbaxCheckpointManager(_Steps):
             custom_metadata: any storable value.
 
         Raises:
+            AlreadyExistsError: the step is saved already, and `force` is set.
             OptionError: other `args`, by name; the manager is read-only.
             ShardckptError: as `shardckpt.CheckpointManager.save` does.
         """
         if self._options.read_only:
             raise OptionError("CheckpointManagerOptions(read_only=True): nothing is saved; leave it out.")
         items = {name: saved_value(name, one) for name, one in items_of(args).items()}
-        saved = self._save(step, items, metrics, custom_metadata, force=force)
+        saved = self._save(step, items, metrics, custom_metadata, force=force, strict=force)
         if saved and not self._options.enable_async_checkpointing:
             self._manager.wait()
         return saved
@@ -415,8 +427,15 @@ class OrbaxCheckpointManager(_Steps):
     def item_metadata(self, step: int) -> Any:
         """The items of a step with abstract arrays (`jax.ShapeDtypeStruct`), as `restore` would return them."""
         items = self._items(step)
-        items.pop(_CUSTOM, None)
+        items.pop(CUSTOM, None)
         return items[DEFAULT] if items.keys() == {DEFAULT} else ocp.args.Composite(**items)
+
+    def metadata(self, step: int | None = None) -> Any:
+        """Orbax's `StepMetadata` of a step: its items, metrics and custom metadata; a step must be given."""
+        if step is None:
+            raise OptionError("CheckpointManager.metadata() without a step is not supported; give a step.")
+        custom = self._items(step).get(CUSTOM) or {}
+        return ocp.metadata.StepMetadata(item_metadata=self.item_metadata(step), metrics=self._metrics(step), custom_metadata=custom)
 
     def metrics(self, step: int) -> dict[str, float]:
         """The metrics of a step; empty if it has none."""
@@ -432,7 +451,7 @@ class OrbaxCheckpointManager(_Steps):
         return max(having, key=lambda info: (sign * best_fn(dict(info.metrics)), info.step)).step if having else None
 
     def delete(self, step: int) -> None:
-        """Delete a step; one process suffices.
+        """Delete a step; one process suffices, and the others save this step again only after that.
 
         Raises:
             NotFoundError: there is no such step.

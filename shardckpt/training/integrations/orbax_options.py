@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -11,14 +12,23 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint import v1
 
 from shardckpt.errors import OptionError
+from shardckpt.frameworks.jax_keys import is_keys, keys_of, new_keys
 from shardckpt.runs.retention import Retention, SavedStep
+from shardckpt.state.document import meanings
+from shardckpt.state.names import component_names
+from shardckpt.state.unflatten import unflatten
 from shardckpt.training.policies import AtSteps, Continuous, OnPreemption, Policy, any_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from shardckpt.reading.checkpoint import Checkpoint
 
 DEFAULT = "default"
 """The name of the item that a CheckpointManager saves without `args.Composite`."""
+CUSTOM = "custom_metadata"
+"""The name of the custom metadata in a state."""
+Abstract = jax.ShapeDtypeStruct
 _saving, _keeping = v1.training.save_decision_policies, v1.training.preservation_policies
 _SAVED = (ocp.args.StandardSave, ocp.args.PyTreeSave, ocp.args.ArraySave, ocp.args.JsonSave, ocp.args.JaxRandomKeySave)
 _RESTORED = (
@@ -150,7 +160,58 @@ def saved_value(name: str, args: Any) -> Any:
         raise _refused(name, args, "save")
     if getattr(args, "save_args", None) is not None:
         raise OptionError(f"save(args=…): {name!r} has save_args, which are not supported; give save_options=shardckpt.SaveOptions(…).")
+    if isinstance(args, ocp.args.JsonSave):
+        try:
+            return json.loads(json.dumps(args.item))
+        except (TypeError, ValueError) as error:
+            raise OptionError(f"save(args=…): {name!r} is a JsonSave of what JSON does not have ({error}); give StandardSave.") from error
     return args.item
+
+
+def check_items(items: Mapping[str, Any]) -> None:
+    """Raise OptionError if an item's name is reserved, or if JAX cannot sort the keys of an item, so that it could not be restored."""
+    for name, item in items.items():
+        if name == CUSTOM:
+            raise OptionError(f"{name!r} is a reserved name; give the item another name.")
+        try:
+            jax.tree.structure(item)
+        except ValueError as error:
+            raise OptionError(f"{name!r} has a dict whose keys JAX cannot sort; give it keys of one type.") from error
+
+
+def abstract_items(checkpoint: Checkpoint) -> dict[str, Any]:
+    """The items of a step: `Abstract` in the place of arrays and of random keys.
+
+    Raises:
+        OptionError: JAX has no such generator of random keys.
+    """
+    infos = {name: checkpoint.info(name) for name in checkpoint.names()}
+    shapes: dict[str, Any] = {name: Abstract(info.shape, info.dtype.numpy) for name, info in infos.items()}
+    for name, meaning in meanings(checkpoint.parsed_tree).items():
+        if name in shapes and meaning.startswith("jax.key:"):
+            keys = new_keys(meaning, infos[name].shape)
+            if keys is None:
+                raise OptionError(
+                    f"{checkpoint.location}: {name} has random keys ({meaning}) of a generator that JAX lacks; define it first."
+                )
+            shapes[name] = keys
+    items: dict[str, Any] = unflatten(checkpoint.parsed_tree, shapes)
+    return items
+
+
+def with_keys(abstract: Any, restored: Any) -> Any:
+    """A restored item in which the words of random keys are keys again."""
+
+    def whole(of: Any, value: Any) -> Any:
+        return keys_of(jax.numpy.asarray(value), of.dtype) if isinstance(of, Abstract) and is_keys(of) else value
+
+    return jax.tree.map(whole, abstract, restored)
+
+
+def below(items: Iterable[str]) -> Callable[[str], bool]:
+    """A function that selects the names of the items and of what is in them."""
+    roots = component_names(list(items))
+    return lambda name: any(name == root or name.startswith(f"{root}/") for root in roots)
 
 
 def restore_target(name: str, args: Any) -> Any:

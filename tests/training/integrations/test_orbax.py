@@ -13,7 +13,7 @@ import pytest
 from paths import CHILDREN, DOCS
 
 import shardckpt
-from shardckpt.errors import NotFoundError, OptionError
+from shardckpt.errors import AlreadyExistsError, NotFoundError, OptionError
 
 STEPS, SAVED, DIES = 11, 6, 8
 
@@ -115,7 +115,7 @@ def test_what_else_is_not_supported_is_refused_by_name(tmp_path, ours, ocp):
     with pytest.raises(OptionError, match="placeholders"):
         manager.restore(0, args=ocp.args.StandardRestore({"w": ...}))
     with pytest.raises(OptionError, match=r"CheckpointManager\.metadata"):
-        manager.metadata(0)
+        manager.metadata()
     with pytest.raises(NotFoundError, match="has no 'model'"):
         manager.restore(0, args=ocp.args.Composite(model=ocp.args.JsonRestore()))
     manager.close()
@@ -128,10 +128,89 @@ def test_what_else_is_not_supported_is_refused_by_name(tmp_path, ours, ocp):
     with ours.OrbaxCheckpointer(tmp_path / "b") as other:
         with pytest.raises(OptionError, match="overwrite"):
             other.save(0, {"w": np.ones(1)}, overwrite=True)
+        with pytest.raises(OptionError, match="'metrics' is a reserved name"):
+            other.save_checkpointables(0, {"metrics": {"w": np.ones(1)}})
         with pytest.raises(OptionError, match=r"Checkpointer\.load_async"):
             other.load_async(0)
         with pytest.raises(NotFoundError, match="no checkpoint"):
             other.load()
+
+
+def test_a_deleted_step_is_saved_again_and_a_saved_one_is_not(tmp_path, ours, ocp):
+    import numpy as np
+
+    def args(value):
+        return ocp.args.StandardSave({"w": np.full(2, value)})
+
+    with ours.OrbaxCheckpointManager(tmp_path / "a") as manager:
+        for step in range(2):
+            assert manager.save(step, args=args(step))
+        manager.wait_until_finished()
+        manager.delete(1)
+        assert manager.save(1, args=args(5))
+        manager.wait_until_finished()
+        assert manager.all_steps() == [0, 1]
+        assert not manager.save(1, args=args(6))
+        assert not manager.save(0, args=args(6))
+        assert not manager.should_save(0)
+        with pytest.raises(AlreadyExistsError, match="saved already"):
+            manager.save(1, args=args(6), force=True)
+        assert (manager.restore(1)["w"] == 5).all()
+    with ours.OrbaxCheckpointer(tmp_path / "b") as other:
+        assert other.save(1, {"w": np.ones(1)})
+        with pytest.raises(AlreadyExistsError, match="saved already"):
+            other.save(1, {"w": np.ones(1)})
+        assert other.delete(1)
+        assert other.save(1, {"w": np.ones(1)})
+        assert [one.step for one in other.checkpoints] == [1]
+
+
+def test_random_keys_of_jax_come_back_as_keys(tmp_path, ours, ocp):
+    import jax
+
+    keys = {"k": jax.random.key(7, impl="rbg"), "more": [jax.random.split(jax.random.key(1), 3), "x", None]}
+    with ours.OrbaxCheckpointManager(tmp_path) as manager:
+        manager.save(0, args=ocp.args.Composite(one=ocp.args.JaxRandomKeySave(keys["k"]), all=ocp.args.PyTreeSave(keys)))
+        manager.wait_until_finished()
+        found = manager.restore(0, args=ocp.args.Composite(one=ocp.args.JaxRandomKeyRestore(), all=ocp.args.PyTreeRestore()))
+        assert manager.item_metadata(0)["one"].dtype == keys["k"].dtype
+    assert (jax.random.normal(found["one"], (2,)) == jax.random.normal(keys["k"], (2,))).all()
+    assert found["all"]["more"][1:] == ["x", None]
+    again = found["all"]["more"][0]
+    assert again.dtype == keys["more"][0].dtype
+    assert (jax.random.key_data(again) == jax.random.key_data(keys["more"][0])).all()
+
+
+def test_names_of_items_are_not_patterns(tmp_path, ours, ocp):
+    import jax
+    import numpy as np
+
+    names = ["a*", "ab", "p[0]", "p/q", "p"]
+    with ours.OrbaxCheckpointManager(tmp_path) as manager:
+        manager.save(0, args=ocp.args.Composite(**{name: ocp.args.StandardSave({"x": np.full(2, i)}) for i, name in enumerate(names)}))
+        manager.wait_until_finished()
+        like = ocp.args.StandardRestore({"x": jax.ShapeDtypeStruct((2,), np.int32)})  # the dtype is another: values are cast
+        for i, name in enumerate(names):
+            found = manager.restore(0, args=ocp.args.Composite(**{name: like}))[name]["x"]
+            assert (found.dtype, list(found)) == (np.int32, [i, i])
+
+
+def test_json_is_what_json_has_and_what_cannot_be_restored_is_not_saved(tmp_path, ours, ocp):
+    import numpy as np
+
+    args = ocp.args
+    with ours.OrbaxCheckpointManager(tmp_path) as manager:
+        for odd, word in [
+            (args.StandardSave({"a": 1, 3: 2}), "'i' has a dict whose keys"),
+            (args.JsonSave({"a": np.ones(1)}), "'i' is a JsonSave"),
+        ]:
+            with pytest.raises(OptionError, match=word):
+                manager.save(0, args=args.Composite(i=odd))
+        manager.save(0, args=args.Composite(j=args.JsonSave({"a": (1, 2), 3: "x"}), e=args.StandardSave({})), custom_metadata={"q": 1})
+        manager.wait_until_finished()
+        found = manager.restore(0, args=args.Composite(j=args.JsonRestore(), e=args.StandardRestore({})))
+        assert dict(found.items()) == {"j": {"a": [1, 2], "3": "x"}, "e": {}}
+        assert manager.metadata(0).custom_metadata == {"q": 1}
 
 
 def test_a_step_is_kept_by_the_time_of_its_commit(tmp_path, ours, ocp):
