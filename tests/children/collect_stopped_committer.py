@@ -17,10 +17,10 @@ from shardckpt.commit.publish import RECORD
 from shardckpt.io import files
 
 
-def replace(path, data, generation):
+def replace(path, data, *conditions):
     if path.name == RECORD and b'"tombstone"' not in bytes(data):
         signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)  # of the process this thread might go on for a moment
-    return original(path, data, generation)
+    return original(path, data, *conditions)
 
 
 original, files.replace = files.replace, replace

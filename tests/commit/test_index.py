@@ -18,7 +18,7 @@ from shardckpt.commit.index import Chunks, dump_index, index_entries, stock_spec
 from shardckpt.errors import CommitError, MissingDataError, StorageError
 from shardckpt.format.zarr_arrays import array_json, chunk_key, encode_document
 from shardckpt.io import ocdbt
-from shardckpt.io import store as store_module
+from shardckpt.io import contexts
 from shardckpt.io.contexts import shared_context
 from shardckpt.io.store import Store
 from shardckpt.layout.dtypes import DTYPES, of_numpy
@@ -261,7 +261,7 @@ def test_an_attempt_without_an_index_says_so(store):
 
 def test_an_index_that_is_written_again_because_keys_were_rotated_is_complete(tmp_path, monkeypatch):
     """The first write fails, in a process that has used a bucket with other keys."""
-    monkeypatch.setattr(store_module, "_stamps", ["of earlier keys"])
+    monkeypatch.setattr(contexts, "_stamps", ["of earlier keys"])
     write, failed = Store.write, []
 
     def fails_once(store, key, data):

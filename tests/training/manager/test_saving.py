@@ -315,7 +315,7 @@ def test_metrics_are_kept_and_the_best_step_is_found_by_them(run):
     assert shardckpt.open(run.root / "2").metadata["metrics"] == {"loss": 0.5}
     with pytest.raises(errors.OptionError, match="no metric is known"):
         run.manager().best_step()
-    with pytest.raises(errors.OptionError, match="not a number"):
+    with pytest.raises(errors.OptionError, match="no number"):
         manager.save(9, state(9), {"loss": "low"})
 
 
