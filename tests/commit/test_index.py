@@ -17,8 +17,7 @@ import shardckpt
 from shardckpt.commit.index import Chunks, dump_index, index_entries, stock_spec, stock_url, write_index, write_plain_documents
 from shardckpt.errors import CommitError, MissingDataError, StorageError
 from shardckpt.format.zarr_arrays import array_json, chunk_key, encode_document
-from shardckpt.io import ocdbt
-from shardckpt.io import contexts
+from shardckpt.io import contexts, ocdbt
 from shardckpt.io.contexts import shared_context
 from shardckpt.io.store import Store
 from shardckpt.layout.dtypes import DTYPES, of_numpy
