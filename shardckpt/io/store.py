@@ -294,6 +294,10 @@ class Store(ABC):
         with storage_errors("delete", self.path_of(key)):
             return self._remove(key, generation)
 
+    def apart(self) -> Store:
+        """The same location, whose `names_later` does not concern other stores: several threads may each have one."""
+        return self
+
     def names_later(self) -> AbstractContextManager[None]:
         """On a disk: in the block, names of new files become durable only with `sync_names`, which syncs each directory once."""
         return nullcontext()

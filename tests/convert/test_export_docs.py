@@ -61,4 +61,4 @@ def test_every_option_is_described(name):
 
 
 def test_every_format_is_described():
-    assert re.findall(r"^\| `(\w+)` \|", PAGE, re.MULTILINE) == ["safetensors", *FORMATS]
+    assert re.findall(r"^\| `([\w-]+)` \|", PAGE, re.MULTILINE) == ["safetensors", "peft", *FORMATS, "canonical-delta"]

@@ -160,7 +160,7 @@ def test_what_safetensors_cannot_hold_is_refused_by_name_before_anything_is_writ
         shardckpt.export(tmp_path / "c", to, include="a/b", metadata={"epoch": 3})
     with pytest.raises(errors.OptionError, match="memory://out: safetensors files are written to a local disk, gs:// or s3://"):
         shardckpt.export(tmp_path / "c", "memory://out", include="a/b")
-    with pytest.raises(errors.OptionError, match=r"to='gguf': give 'safetensors', 'torch', 'dcp', 'orbax'"):
+    with pytest.raises(errors.OptionError, match=r"to='gguf': give 'safetensors', 'peft', 'torch', 'dcp', 'orbax', 'canonical-delta'"):
         shardckpt.export(tmp_path / "c", to, to="gguf")
     with pytest.raises(errors.BudgetError, match=r"memory_limit=1 MiB is too little to read chunks of 20 B; raise it to \d+ MiB"):
         shardckpt.export(tmp_path / "c", to, include="a/b", memory_limit="1MiB")

@@ -70,6 +70,10 @@ class DiskStore(Store):
         with storage_errors("make a directory for", path):
             self._directories.make(path.parent)
 
+    def apart(self) -> DiskStore:
+        """See `Store`."""
+        return DiskStore(self.location, DurableDirectories(self._top))
+
     def names_later(self) -> AbstractContextManager[None]:
         """See `Store`."""
         return self._directories.later()

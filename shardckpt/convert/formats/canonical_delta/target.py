@@ -21,6 +21,7 @@ import time
 import zlib
 from dataclasses import dataclass
 from hashlib import sha256
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -367,7 +368,7 @@ def _digest(checksum_format: str) -> Callable[[Bytes], str]:
         return lambda data: f"{zlib.adler32(data.data):08x}"
     module, name = {"xxh3-128": ("xxhash", "xxh3_128"), "blake3": ("blake3", "blake3")}[checksum_format]
     try:
-        made = getattr(__import__(module), name)
+        made = getattr(import_module(module), name)
     except ImportError as e:
         raise MissingExtraError(
             Message(named("checksum_format", checksum_format), f" needs the package {module}: pip install {module}; or use adler32.")
