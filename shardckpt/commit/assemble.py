@@ -127,10 +127,9 @@ def assemble(place: Store, said: Mapping[FileReference, Contents] | None = None)
     Raises:
         CommitError: records contradict each other, or a chunk was written by no host or by several.
     """
-    place = place.apart()
-    with place.names_later():
-        record = _assemble(place, said or {})
-        place.sync_names()
+    place = place.names_later()
+    record = _assemble(place, said or {})
+    place.sync_names()
     return record
 
 

@@ -117,6 +117,38 @@ class ForeignTensor:
     """Meaning of its elements to a framework, e.g. `jax.key:threefry2x32`; None: plain numbers."""
 
 
+class Elements(Protocol):
+    """The source of a tensor's elements."""
+
+    def read(self, box: Box) -> NDArray[Any]:
+        """Read the elements of a box."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ForeignArrays:
+    """An open checkpoint whose tensors are encoded arrays, each of one piece; see `Foreign`."""
+
+    format: str
+    location: Location
+    structure: Structure
+    identity: str
+    metadata: Mapping[str, Any]
+    notes: Sequence[str]
+    elements: Mapping[str, Elements]
+    """Tensor name → its elements."""
+
+    def run(self, tensor: TensorRecord, piece: Piece) -> StoredRun | None:
+        """None: chunks of zarr arrays are encoded."""
+        del tensor, piece
+        return None
+
+    def read(self, tensor: TensorRecord, piece: Piece, box: Box) -> NDArray[Any]:
+        """See `Foreign`."""
+        del piece  # a tensor is one piece
+        return self.elements[tensor.name].read(box).view(tensor.dtype.storage)
+
+
 def row_chunks(shape: Sequence[int], itemsize: int, nbytes: int = ROWS_BYTES) -> tuple[int, ...]:
     """Chunk shape for a tensor that is one row-major run of bytes: a power of two of complete rows, or planes, of at most `nbytes`.
 

@@ -223,6 +223,44 @@ class HostSource:
         raise NotImplementedError
 
 
+class SourceOf:
+    """Base class of sources that describe a tensor as another source of it does."""
+
+    __slots__ = ()
+    of: Source
+    """The tensor's source by its adapter."""
+
+    @property
+    def name(self) -> str:
+        """See `Source`."""
+        return self.of.name
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """See `Source`."""
+        return self.of.shape
+
+    @property
+    def layout(self) -> Layout | Placements | None:
+        """See `Source`."""
+        return self.of.layout
+
+    @property
+    def boxes(self) -> BoxArray:
+        """See `Source`."""
+        return self.of.boxes
+
+    @property
+    def holders(self) -> list[tuple[int, ...]] | None:
+        """See `Source`."""
+        return self.of.holders
+
+    @property
+    def own_pieces(self) -> bool:
+        """See `Source`."""
+        return self.of.own_pieces
+
+
 class PlainSink:
     """Defaults of `Sink`: it takes buffers of any memory, and all of them at once."""
 

@@ -31,6 +31,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from shardckpt.errors import BudgetError, CommitError
 from shardckpt.frameworks import cuda_runtime
+from shardckpt.frameworks.base import SourceOf
 from shardckpt.frameworks.cuda_runtime import host_tensor, pin, within_slices
 from shardckpt.plan.pieces import large_parts
 from shardckpt.state.names import shown
@@ -41,10 +42,7 @@ if TYPE_CHECKING:
     from numpy.typing import DTypeLike, NDArray
 
     from shardckpt.frameworks.base import Array, Source
-    from shardckpt.layout.box import BoxArray
     from shardckpt.layout.dtypes import DType
-    from shardckpt.layout.placements import Placements
-    from shardckpt.layout.sharding import Layout
 
 _log = logging.getLogger("shardckpt")
 _TEMPORARY = 32 << 20
@@ -80,7 +78,7 @@ class DeviceArray:
 
 
 @dataclass(frozen=True, slots=True)
-class CudaSource:
+class CudaSource(SourceOf):
     """A tensor in device memory to save."""
 
     of: Source
@@ -109,39 +107,9 @@ class CudaSource:
         return DeviceCopies
 
     @property
-    def name(self) -> str:
-        """As in `Source`."""
-        return self.of.name
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """As in `Source`."""
-        return self.of.shape
-
-    @property
     def dtype(self) -> DType:
         """As in `Source`."""
         return self.of.dtype
-
-    @property
-    def layout(self) -> Layout | Placements | None:
-        """As in `Source`."""
-        return self.of.layout
-
-    @property
-    def boxes(self) -> BoxArray:
-        """As in `Source`."""
-        return self.of.boxes
-
-    @property
-    def holders(self) -> list[tuple[int, ...]] | None:
-        """As in `Source`."""
-        return self.of.holders
-
-    @property
-    def own_pieces(self) -> bool:
-        """As in `Source`."""
-        return self.of.own_pieces
 
     @property
     def staged_bytes(self) -> int:

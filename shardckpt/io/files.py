@@ -21,7 +21,7 @@ import os
 import secrets
 import stat
 import time
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from weakref import WeakSet
@@ -221,35 +221,31 @@ _unsynced: set[int] = set()
 class DurableDirectories:
     """Creates directories durably, and remembers which are durable.
 
-    Many new names can be made durable together: within `later`, a directory is synced once, when `sync_all` is called, however many
-    files and directories are created in it. A file system with a journal then writes it once, and not once per name.
+    Many new names can be made durable together: those of `later` sync a directory once, when `sync_all` is called, however many files
+    and directories are created in it. A file system with a journal then writes it once, and not once per name.
     """
 
     def __init__(self, top: Path) -> None:
         """Begin at `top`: directories from there down are synced even if they exist, as another process may just have created them."""
         self._top = top
         self._synced: set[Path] = set()
+        self._made: set[Path] = set()
+        """Directories whose names are not synced yet."""
         self._later: dict[Path, bool] | None = None
-        """Directories to sync in `sync_all`, and whether this process may sync them; None: they are synced at once."""
+        """Directories to sync in `sync_all`, and whether this process may lack the right to do it; None: they are synced at once."""
 
-    @contextmanager
-    def later(self) -> Iterator[None]:
-        """Put syncing off until `sync_all` is called in the block. After an error, what is used again is synced again."""
-        assert self._later is None
-        self._later = {}
-        try:
-            yield
-        finally:
-            if self._later is not None:
-                self._later = None
-                self._synced.clear()
+    def later(self) -> DurableDirectories:
+        """The same directories, where syncing is put off until `sync_all`."""
+        later = DurableDirectories(self._top)
+        later._synced, later._later = self._synced, {}
+        return later
 
     def sync_all(self) -> None:
-        """Make all names durable that were created since `later`; from now on they are made durable at once."""
-        if self._later is not None:
-            for directory, may_fail in self._later.items():
-                self._sync(directory, may_fail=may_fail)
-            self._later = None
+        """Make all names durable whose syncing was put off; from now on they are made durable at once."""
+        for directory, may_fail in (self._later or {}).items():
+            self._sync(directory, may_fail=may_fail)
+        self._synced |= self._made
+        self._later = None
 
     def sync(self, directory: Path, *, may_fail: bool = False) -> None:
         """Make the names in a directory durable, or note it for `sync_all`; `may_fail` if this process may lack the right to do it."""
@@ -272,7 +268,7 @@ class DurableDirectories:
 
     def make(self, path: Path) -> None:
         """Create a directory and its parents, if they are missing."""
-        if path in self._synced and is_directory(path):
+        if (path in self._synced or path in self._made) and is_directory(path):
             return
         if not path.is_relative_to(self._top) and is_directory(path):
             return
@@ -281,9 +277,10 @@ class DurableDirectories:
         existed = is_directory(path)
         path.mkdir(exist_ok=True)
         # Above `top` at once: writers at other places below such a directory take it for durable.
-        sync = self.sync if path.is_relative_to(self._top) else self._sync
+        at_once = self._later is None or not path.is_relative_to(self._top)
+        sync = self._sync if at_once else self.sync
         sync(path.parent, may_fail=existed)  # a directory that only others may list, above one of our own
-        self._synced.add(path)
+        (self._synced if at_once else self._made).add(path)
 
 
 def _regular(fd: int, path: Path) -> os.stat_result:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     import builtins
     import os
     from collections.abc import Callable, Iterable, Iterator, Sequence
-    from contextlib import AbstractContextManager
     from pathlib import Path
 
     from shardckpt.io.buckets.retry import Retry
@@ -294,16 +293,12 @@ class Store(ABC):
         with storage_errors("delete", self.path_of(key)):
             return self._remove(key, generation)
 
-    def apart(self) -> Store:
-        """The same location, whose `names_later` does not concern other stores: several threads may each have one."""
+    def names_later(self) -> Store:
+        """The same location, where on a disk names of new files become durable only with `sync_names`, which syncs each directory once."""
         return self
 
-    def names_later(self) -> AbstractContextManager[None]:
-        """On a disk: in the block, names of new files become durable only with `sync_names`, which syncs each directory once."""
-        return nullcontext()
-
     def sync_names(self) -> None:  # noqa: B027  (only a disk has directories)
-        """Make all names durable that `names_later` has put off, and later names at once; of all stores made with `sub`, too."""
+        """Make all names durable that were put off since `names_later`, and later names at once; of stores made with `sub`, too."""
 
     def sync_name(self, path: Path) -> None:  # noqa: B027  (only a disk has directories)
         """Make the name of a file durable, or note it for `sync_names`."""

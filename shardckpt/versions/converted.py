@@ -10,58 +10,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shardckpt import frameworks
-from shardckpt.frameworks.base import HostSource
+from shardckpt.frameworks.base import HostSource, SourceOf
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from shardckpt.frameworks.base import Array, Source
-    from shardckpt.layout.box import BoxArray
     from shardckpt.layout.dtypes import DType
-    from shardckpt.layout.placements import Placements
-    from shardckpt.layout.sharding import Layout
-
-
-class Converted:
-    """The properties that a source for another dtype has from the tensor's own source."""
-
-    __slots__ = ()
-    of: Source
-    """The tensor as it is."""
-
-    @property
-    def name(self) -> str:
-        """See `Source`."""
-        return self.of.name
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """See `Source`."""
-        return self.of.shape
-
-    @property
-    def layout(self) -> Layout | Placements | None:
-        """See `Source`."""
-        return self.of.layout
-
-    @property
-    def boxes(self) -> BoxArray:
-        """See `Source`."""
-        return self.of.boxes
-
-    @property
-    def holders(self) -> list[tuple[int, ...]] | None:
-        """See `Source`."""
-        return self.of.holders
-
-    @property
-    def own_pieces(self) -> bool:
-        """See `Source`."""
-        return self.of.own_pieces
 
 
 @dataclass(frozen=True, slots=True)
-class ConvertedSource(Converted, HostSource):
+class ConvertedSource(SourceOf, HostSource):
     """A tensor to save in another dtype."""
 
     of: Source

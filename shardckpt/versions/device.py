@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from shardckpt import frameworks
 from shardckpt.errors import CorruptionError
-from shardckpt.frameworks.base import HostSource
+from shardckpt.frameworks.base import HostSource, SourceOf
 from shardckpt.frameworks.snapshots import WORD, ChangedWords, merged, sum_of
 from shardckpt.state.names import shown
-from shardckpt.versions.converted import Converted
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -150,7 +149,7 @@ def _words(array: Array, word: np.dtype[Any]) -> NDArray[Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceSource(Converted, HostSource):
+class DeviceSource(SourceOf, HostSource):
     """A tensor that is compared on its device, in the dtype to publish."""
 
     of: Source

@@ -181,8 +181,11 @@ class Attempt:
             replicas: the share's checksums.
         """
         self._await_turn()
-        us = self.world.process, self.world.processes
-        store, place = (self.store, self.place) if self.alone else (self.store.among(*us), self.place.among(*us))
+        store = self.store.names_later()
+        place = store.sub(self.name)
+        if not self.alone:
+            us = self.world.process, self.world.processes
+            store, place = store.among(*us), place.among(*us)
         prior = read_prior(store, overwrite=self.options.overwrite)
         if self.commits:
             self._check_replaceable(prior)
@@ -197,37 +200,34 @@ class Attempt:
         if compression is None:  # the size of compressed chunks and of differences is not known yet
             check_space(self.store, self._nbytes)
         wait_seconds = 0.0 if self.commits or store.near or not store.shared else _PLACEHOLDER
-        with store.names_later():
-            self.prior = hold_place(store, prior, overwrite=self.options.overwrite, wait_seconds=wait_seconds)
-            self._wrote = True
-            self._look_at_storage(wait=True)
-            writer = HostWriter(
-                place,
-                self.name,
-                self.world.process,
-                layout=self.options.layout,
-                compression=compression,
-                memory_limit=memory,
-                threads=threads,
-                summed=contents.structure.tensors.values() if self.options.fingerprint else None,
-                kept=kept,
-            )
-            try:
-                if not self.alone and self.commits:
-                    described = writer.describe(contents)  # early, so that the others find the same contents written already
-                    if self._storage is not None and not self._storage.proven:
-                        self._storage.announce(self.name, described.key)
-                yield writer
-                checksums = None if replicas is None else replicas.complete()
-                self.record = writer.finish(
-                    contents, hosts=self.world.processes, prior=self.prior.digest, values=values, replicas=checksums
-                )
-                self._durable = True
-            except BaseException:
-                writer.abort()
-                raise
-            finally:
-                self._vouches = writer.vouches
+        self.prior = hold_place(store, prior, overwrite=self.options.overwrite, wait_seconds=wait_seconds)
+        self._wrote = True
+        self._look_at_storage(wait=True)
+        writer = HostWriter(
+            place,
+            self.name,
+            self.world.process,
+            layout=self.options.layout,
+            compression=compression,
+            memory_limit=memory,
+            threads=threads,
+            summed=contents.structure.tensors.values() if self.options.fingerprint else None,
+            kept=kept,
+        )
+        try:
+            if not self.alone and self.commits:
+                described = writer.describe(contents)  # early, so that the others find the same contents written already
+                if self._storage is not None and not self._storage.proven:
+                    self._storage.announce(self.name, described.key)
+            yield writer
+            checksums = None if replicas is None else replicas.complete()
+            self.record = writer.finish(contents, hosts=self.world.processes, prior=self.prior.digest, values=values, replicas=checksums)
+            self._durable = True
+        except BaseException:
+            writer.abort()
+            raise
+        finally:
+            self._vouches = writer.vouches
         if self.alone:
             self._said[self.record.files.contents] = contents
 

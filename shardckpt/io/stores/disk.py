@@ -17,7 +17,6 @@ from shardckpt.io.store import Store, byte_view
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from contextlib import AbstractContextManager
     from pathlib import Path
 
     from shardckpt.io.buckets.retry import Retry
@@ -70,13 +69,9 @@ class DiskStore(Store):
         with storage_errors("make a directory for", path):
             self._directories.make(path.parent)
 
-    def apart(self) -> DiskStore:
+    def names_later(self) -> DiskStore:
         """See `Store`."""
-        return DiskStore(self.location, DurableDirectories(self._top))
-
-    def names_later(self) -> AbstractContextManager[None]:
-        """See `Store`."""
-        return self._directories.later()
+        return DiskStore(self.location, self._directories.later())
 
     def sync_names(self) -> None:
         """See `Store`."""

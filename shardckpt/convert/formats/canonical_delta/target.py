@@ -30,6 +30,7 @@ from shardckpt.commit.attempts import unfolded
 from shardckpt.commit.publish import published_attempt
 from shardckpt.convert.formats.canonical_delta.directories import ELSEWHERE, VersionDirectories
 from shardckpt.convert.formats.safetensors.hf_index import INDEX
+from shardckpt.convert.formats.safetensors.layout import header_of
 from shardckpt.convert.formats.safetensors.model_files import plan_model_files
 from shardckpt.convert.naming.apply import outputs_of
 from shardckpt.errors import (
@@ -353,9 +354,7 @@ class _Files:
             header[key] = {"dtype": "U8", "shape": [len(frame)], "data_offsets": [at, at + len(frame)]}
             at += len(frame)
             self.weight_map[key] = name
-        text = json.dumps(header, ensure_ascii=False).encode()
-        text += b" " * (-len(text) % 8)
-        data = b"".join([len(text).to_bytes(8, "little"), text, *(frame for frame, _ in self._entries.values())])
+        data = b"".join([header_of(header), *(frame for frame, _ in self._entries.values())])
         self._place.write(name, data)
         self.sizes[name] = len(data)
         self._entries.clear()

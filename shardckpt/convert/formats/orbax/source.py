@@ -12,10 +12,9 @@ from __future__ import annotations
 
 import hashlib
 import re
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from shardckpt.convert.foreign import structure_of, tensors_of
+from shardckpt.convert.foreign import ForeignArrays, structure_of, tensors_of
 from shardckpt.convert.formats.orbax.metadata import parse_json
 from shardckpt.convert.formats.orbax.tree import METADATA, MSGPACK, read_tree
 from shardckpt.errors import FormatError, StorageError, UncommittedError
@@ -24,17 +23,9 @@ from shardckpt.io.store import Store
 from shardckpt.state.names import natural_key
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from numpy.typing import NDArray
-
     from shardckpt.convert.foreign import Foreign
-    from shardckpt.convert.formats.orbax.tree import Elements, Sources
-    from shardckpt.convert.span import StoredRun
-    from shardckpt.format.structure import Structure, TensorRecord
+    from shardckpt.convert.formats.orbax.tree import Sources
     from shardckpt.io.url import Location
-    from shardckpt.layout.box import Box
-    from shardckpt.plan.pieces import Piece
 
 _STEP = "_CHECKPOINT_METADATA"
 """File in the directory of every checkpoint, whatever its items are."""
@@ -56,29 +47,6 @@ _MOST_ITEMS = 50
 """Most subdirectories that are searched to detect a checkpoint without a file of its own."""
 _MSGPACK_MAPS = frozenset({*range(0x80, 0x90), 0xDE, 0xDF})
 """First bytes of a dict in msgpack. TensorFlow has a text file named `checkpoint`, too."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Orbax:
-    """An Orbax checkpoint, open."""
-
-    location: Location
-    structure: Structure
-    identity: str
-    metadata: Mapping[str, Any]
-    notes: Sequence[str]
-    elements: Mapping[str, Elements]
-    """Tensor name → its elements."""
-    format: str = "orbax"
-
-    def run(self, tensor: TensorRecord, piece: Piece) -> StoredRun | None:
-        """See `Foreign`. None: chunks of zarr arrays are encoded."""
-        del tensor, piece
-        return None
-
-    def read(self, tensor: TensorRecord, piece: Piece, box: Box) -> NDArray[Any]:  # noqa: ARG002  # a tensor is one piece
-        """See `Foreign`."""
-        return self.elements[tensor.name].read(box).view(tensor.dtype.storage)
 
 
 def looks_like(location: Location) -> str | None:
@@ -130,7 +98,7 @@ def open_foreign(location: Location, *, trust_pickle: bool = False) -> Foreign: 
         state = state[unnamed] if list(state) == [unnamed] else state
     structure = structure_of(state, str(location))
     elements = {name: sources[tensor] for name, tensor in tensors_of(state).items()}
-    return _Orbax(location, structure, identity, _metadata(place, names), tuple(notes), elements)
+    return ForeignArrays("orbax", location, structure, identity, _metadata(place, names), tuple(notes), elements)
 
 
 def _item(place: Store, sources: Sources, notes: list[str], depth: int) -> object:

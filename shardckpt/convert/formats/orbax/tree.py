@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from shardckpt.convert.files.file_version import FileVersion
-from shardckpt.convert.foreign import ForeignPart, ForeignTensor
+from shardckpt.convert.foreign import Elements, ForeignPart, ForeignTensor
 from shardckpt.convert.formats.orbax.aggregate import read_aggregate
 from shardckpt.convert.formats.orbax.metadata import Leaf, Metadata, key_generators, parse_json, shardings
 from shardckpt.errors import FormatError, MissingDataError, ShardingError, UncommittedError
@@ -44,14 +44,6 @@ _MANIFEST = "manifest.ocdbt"
 _STRINGS = "_strings.json"
 _EMPTY: dict[str, Callable[[], object]] = {"None": lambda: None, "Dict": dict, "List": list, "Tuple": tuple, "NamedTuple": lambda: None}
 """Types of leaves without contents; Orbax, too, reads an empty named tuple as None."""
-
-
-class Elements(Protocol):
-    """The source of a tensor's elements."""
-
-    def read(self, box: Box) -> NDArray[Any]:
-        """Read the elements of a box."""
-        ...
 
 
 Sources = dict[ForeignTensor, Elements]

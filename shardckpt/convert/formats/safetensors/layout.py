@@ -105,12 +105,10 @@ def lay_out(tensors: Sequence[OutputTensor], metadata: Mapping[str, str] | None 
         document[tensor.name] = {"dtype": DTYPES[tensor.dtype.name], "shape": list(tensor.shape), "data_offsets": [at, at + nbytes]}
         offsets.append(at)
         at += nbytes
-    text = json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode("utf-8")
-    text += b" " * (-len(text) % 8)
-    if len(text) > LARGEST_HEADER:
-        reason = f"The header for {len(tensors)} tensors would have {len(text)} bytes, and readers of safetensors take {LARGEST_HEADER}"
+    header = header_of(document)
+    if (length := len(header) - 8) > LARGEST_HEADER:
+        reason = f"The header for {len(tensors)} tensors would have {length} bytes, and readers of safetensors take {LARGEST_HEADER}"
         raise OptionError(Message(reason, "; split the file with ", named("max_shard_size"), "."))
-    header = len(text).to_bytes(8, "little") + text
     return SafetensorsFile(header, tuple(ordered), tuple(len(header) + offset for offset in offsets), len(header) + at)
 
 
@@ -124,6 +122,13 @@ def check_metadata(metadata: object) -> dict[str, str]:
     if not isinstance(found, Mapping) or not all(isinstance(text, str) and _is_unicode(text) for pair in found.items() for text in pair):
         raise OptionError(f"metadata={shorten(metadata)}: safetensors metadata maps texts to texts; give a dict of str to str.")
     return dict(sorted(found.items()))
+
+
+def header_of(document: Mapping[str, object]) -> bytes:
+    """A file's header with its length before it, padded so that the data begins at a multiple of 8 bytes."""
+    text = json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode("utf-8")
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
 
 
 def _is_unicode(text: str) -> bool:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.convert.files.file_version import FileVersion, identity_of
-from shardckpt.convert.foreign import ForeignPart, ForeignTensor, structure_of, tensors_of
+from shardckpt.convert.foreign import ForeignArrays, ForeignPart, ForeignTensor, structure_of, tensors_of
 from shardckpt.errors import DtypeError, FormatError, NotFoundError
 from shardckpt.io.foreign_arrays import open_arrays
 from shardckpt.io.status import is_directory
@@ -24,17 +24,11 @@ from shardckpt.state.names import natural_key
 from shardckpt.text import shorten
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from numpy.typing import NDArray
+    from collections.abc import Mapping
 
     from shardckpt.convert.foreign import Foreign
-    from shardckpt.convert.span import StoredRun
-    from shardckpt.format.structure import Structure, TensorRecord
     from shardckpt.io.foreign_arrays import ForeignArray
     from shardckpt.io.url import Location
-    from shardckpt.layout.box import Box
-    from shardckpt.plan.pieces import Piece
 
 _V3, _GROUP, _ARRAY, _ATTRIBUTES, _CONSOLIDATED = "zarr.json", ".zgroup", ".zarray", ".zattrs", ".zmetadata"
 _SIGNS = (_V3, _GROUP, _ARRAY)
@@ -45,30 +39,6 @@ _DEEPEST = 64
 """Most groups around an array."""
 _OLD_DTYPE = re.compile("[<>|][biufc]\\d{1,2}")
 """A numeric dtype of version 2."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Zarr:
-    """A group or an array, open."""
-
-    location: Location
-    structure: Structure
-    identity: str
-    metadata: Mapping[str, Any]
-    notes: Sequence[str]
-    arrays: Mapping[str, ForeignArray]
-    """Tensor name → its array."""
-    format: str = "zarr"
-
-    def run(self, tensor: TensorRecord, piece: Piece) -> StoredRun | None:
-        """See `Foreign`. None: chunks of zarr arrays are encoded."""
-        del tensor, piece
-        return None
-
-    def read(self, tensor: TensorRecord, piece: Piece, box: Box) -> NDArray[Any]:
-        """See `Foreign`."""
-        del piece  # a tensor is one piece
-        return self.arrays[tensor.name].read(box).view(tensor.dtype.storage)
 
 
 @dataclass(slots=True)
@@ -211,7 +181,7 @@ def open_foreign(location: Location, *, trust_pickle: bool = False) -> Foreign: 
     by_tensor = {name: arrays[tensor.identity] for name, tensor in tensors_of(state).items() if isinstance(tensor.identity, str)}
     metadata = {"attributes": members.attributes} if members.attributes else {}
     identity = identity_of(location, members.files)
-    return _Zarr(location, structure_of(state, str(location)), identity, metadata, tuple(members.notes), by_tensor)
+    return ForeignArrays("zarr", location, structure_of(state, str(location)), identity, metadata, tuple(members.notes), by_tensor)
 
 
 def _nested(arrays: Mapping[str, ForeignArray], where: str) -> object:
