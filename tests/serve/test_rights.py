@@ -1,6 +1,6 @@
 """Rights per root: every endpoint is asked with every combination of rights at two roots.
 
-What a token may not read does not exist for it. Each route, each endpoint of a checkpoint and each operation needs an entry here.
+Runs and checkpoints that a token may not read are hidden from it. Each route, each endpoint of a checkpoint and each operation needs an entry here.
 """
 
 import itertools
