@@ -1,6 +1,7 @@
 """Rights per root: every endpoint is asked with every combination of rights at two roots.
 
-Runs and checkpoints that a token may not read are hidden from it. Each route, each endpoint of a checkpoint and each operation needs an entry here.
+Runs and checkpoints that a token may not read are hidden from it. Each route, each endpoint of a checkpoint
+and each operation needs an entry here.
 """
 
 import itertools
