@@ -8,11 +8,14 @@ from __future__ import annotations
 import logging
 import os
 import weakref
+from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from shardckpt.errors import BudgetError
+from shardckpt.io.buffers import touch
+from shardckpt.io.threads import read_ahead
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -140,25 +143,34 @@ def spread_bits(targets: Sequence[Any], starts: Sequence[int], between: Any, sou
 def pin(buffer: NDArray[np.uint8]) -> Callable[[], object]:
     """Pin a buffer's memory, slice by slice, until the returned function is called, or no array uses the memory any more.
 
+    While a slice is pinned, threads touch the pages of the next one: pinning touched pages takes a fifth as long.
+
     Raises:
         BudgetError: CUDA cannot pin so much memory.
     """
-    address, end = buffer.ctypes.data, buffer.ctypes.data + buffer.nbytes
     slices: list[int] = []
-    for begin in range(address, end, SLICE):
-        if error := runtime.pin(begin, min(SLICE, end - begin)):
-            _unpin(runtime, slices, os.getpid())
-            raise BudgetError(
-                f"CUDA cannot pin {buffer.nbytes:,} bytes of host memory (error {error}); lower memory_limit, end other programs, or give "
-                f"this process more memory."
-            )
-        slices.append(begin)
-    if len(slices) > 1:
-        _sliced[address] = end
-    owner = buffer if buffer.base is None else buffer.base
-    unpin = weakref.finalize(owner, _unpin, runtime, slices, os.getpid())
+    unpin = weakref.finalize(buffer if buffer.base is None else buffer.base, _unpin, runtime, slices, os.getpid())
     unpin.atexit = False
+    parts = (buffer[begin : begin + SLICE] for begin in range(0, buffer.nbytes, SLICE))
+    try:
+        with closing(read_ahead(parts, lambda *_: (), touch, ahead=1, copies=False)) as touched:
+            for part, _ in touched:
+                _pin_slice(part, buffer.nbytes)
+                slices.append(part.ctypes.data)
+    except BaseException:
+        unpin()
+        raise
+    if len(slices) > 1:
+        _sliced[slices[0]] = slices[0] + buffer.nbytes
     return unpin
+
+
+def _pin_slice(part: NDArray[np.uint8], nbytes: int) -> None:
+    if error := runtime.pin(part.ctypes.data, part.nbytes):
+        raise BudgetError(
+            f"CUDA cannot pin {nbytes:,} bytes of host memory (error {error}); lower memory_limit, end other programs, or give this "
+            f"process more memory."
+        )
 
 
 def _unpin(of: CudaRuntime, slices: list[int], process: int) -> None:

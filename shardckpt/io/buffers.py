@@ -6,7 +6,7 @@ request larger than the limit succeeds when nothing else is leased, because a fr
 call. Requests are served in the order of their arrival, so none starves. One request covers all memory that its user needs until
 the user is done, including memory that others allocate for it. A thread that holds a lease never waits for another lease. So leases
 are always given back, and each request is served in the end. A pool of pinned memory is the same with a function that pins each new
-buffer; pinning takes longer than clearing pages, so reuse matters even more. Several threads touch the pages before.
+buffer; pinning takes longer than clearing pages, so reuse matters even more.
 
 An `Arena` cuts arrays that the caller keeps from new memory. Most of the cost of fresh memory is page faults, and a large page needs
 one fault instead of 512. numpy asks for large pages from 4 MiB on, and the kernel uses them only where a complete large page fits. So
@@ -107,7 +107,7 @@ class Lease:
     def touch(self) -> None:
         """Have the kernel provide all pages of the buffer now."""
         assert self._buffer is not None, "the lease was given back"
-        if self._pin is None:  # pinned memory was touched before
+        if self._pin is None:  # pinning touches the memory
             touch(self._buffer)
 
     def release(self, nbytes: int) -> None:
@@ -228,7 +228,6 @@ class BufferPool:
         if buffer is None:
             buffer = _aligned(wanted, ALIGNMENT if self.pin is None else _LARGE_PAGE)
             if self.pin is not None:
-                touch(buffer)
                 self._unpin[buffer.ctypes.data] = self.pin(buffer)
         self._leased += total
         self.high_water = max(self.high_water, self._allocated())

@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from shardckpt.reading.naming.adapt import Adaptation
 
 Array = NDArray[np.generic]
-SLOTS = 6
-"""Most batches in memory at a time where devices copy: half of them are being read, the others copied or about to be."""
+SLOTS, COPIED = 5, 2
+"""Most batches in memory at a time where devices copy; and those of them that are being copied, or about to be, while others are read."""
 
 
 class Landing:

@@ -171,8 +171,12 @@ class ChunkReader:
             self.source.check_places(requests)
             raise
 
-    def read(self, requests: Sequence[Request]) -> None:
+    def read(self, requests: Sequence[Request], *, at_once: int = 1) -> None:
         """Fill every request's buffers.
+
+        Args:
+            requests: boxes of tensors.
+            at_once: number of such calls that share the threads.
 
         Raises:
             MissingDataError: a needed chunk is not there, or a base is gone or was replaced.
@@ -182,7 +186,7 @@ class ChunkReader:
         with self._may_be_gone(requests):
             self._finder.prepare(requests)
             self.stats.count(needed=_needed(requests))
-            self._read_all(self._finder.needed(requests))
+            self._read_all(self._finder.needed(requests), at_once)
         _make_bools_plain(requests)
 
     def reads(self, groups: Sequence[Sequence[Request]]) -> list[Callable[[], None]]:
@@ -326,15 +330,15 @@ class ChunkReader:
         fetched = self._read_stored(task, direct=False)
         return bytes(fetched.payloads[0]) + fetched.checksums().astype("<u4").tobytes()
 
-    def _read_all(self, some: Iterable[Located]) -> None:
+    def _read_all(self, some: Iterable[Located], at_once: int = 1) -> None:
         """Read chunks, verify them, and copy them to their destinations; threads go on with the next batch before all of one is read."""
-        self._workers.do(self._read_task, chain.from_iterable(map(self._tasks, some)))
+        self._workers.do(self._read_task, chain.from_iterable(map(partial(self._tasks, at_once=at_once), some)))
 
-    def _tasks(self, chunks: Located, group: NDArray[np.int64] | None = None) -> Iterator[ReadTask]:
+    def _tasks(self, chunks: Located, group: NDArray[np.int64] | None = None, *, at_once: int = 1) -> Iterator[ReadTask]:
         """The tasks that read a batch of chunks; FormatError for an impossible length, before memory is allocated for it."""
         for row in self._finder.impossible(chunks)[:1].tolist():
             raise self._finder.refusal(chunks, row)
-        return tasks(chunks, self._joining(chunks), group)
+        return tasks(chunks, self._joining(chunks, at_once), group)
 
     def _read_task(self, task: ReadTask) -> None:
         """Read chunks of one file, verify each and copy it to its destinations."""
@@ -369,11 +373,11 @@ class ChunkReader:
             for part in parts
         )
 
-    def _joining(self, chunks: Located) -> RunLimits:
+    def _joining(self, chunks: Located, at_once: int = 1) -> RunLimits:
         """Limits for chunks: a task has more bytes where the extension moves them, and enough tasks are left for all threads."""
         if not self._moves(chunks.wanted.parts):
             return self._limits
-        share = int(chunks.length.sum()) // (2 * self._workers.at_once)
+        share = at_once * int(chunks.length.sum()) // (2 * self._workers.at_once)
         return replace(self._limits, task=max(self._limits.nbytes, min(2 * CALL_BYTES, share)))
 
 

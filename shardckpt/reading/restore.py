@@ -33,6 +33,7 @@ from shardckpt.errors import (
 from shardckpt.frameworks.coordination import Coordinator, check_coordinator
 from shardckpt.frameworks.per_process import choose_value, decode_value, recorded_axis
 from shardckpt.io.buffers import BufferPool
+from shardckpt.io.cores import cores
 from shardckpt.io.failures import reading_takes_threads
 from shardckpt.io.store import kind_of
 from shardckpt.io.threads import collector_paused, read_ahead, short_pause
@@ -41,7 +42,7 @@ from shardckpt.options import DEFAULT_MEMORY_LIMIT, check_flag, parse_bytes
 from shardckpt.plan.pieces import batches
 from shardckpt.reading.checkpoint import Checkpoint, empty
 from shardckpt.reading.cooperative import Choice, Meeting, check_choice, exchange_bytes
-from shardckpt.reading.landing import SLOTS, RestoreJob, Staging, restore_jobs, sink_of_number, sinks_of
+from shardckpt.reading.landing import COPIED, SLOTS, RestoreJob, Staging, restore_jobs, sink_of_number, sinks_of
 from shardckpt.state import match, per_process_names, stored_names, unflatten
 from shardckpt.state.document import Branch, leaves_of, local_branches, of_process
 from shardckpt.state.flatten import StateOwner
@@ -70,10 +71,13 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("shardckpt")
 LARGEST_BATCH = 256 << 20
-"""Most bytes of a batch without staging; smaller batches join fewer adjacent chunks."""
+"""Most bytes of a batch without staging; smaller batches join fewer adjacent chunks. A batch of files has more on a host of many cores,
+`_OF_CORE` for each: its plan takes milliseconds, in which the threads would run out of work."""
 STAGED_BATCH = 64 << 20
-"""Bytes of staging for one batch that is read from files. A few such buffers are reused and stay warm, where larger ones would be fresh
-memory for most of a state. From an object store many requests at a time matter more."""
+"""Bytes of staging for one batch that is read from files; for devices at least a quarter of `_OF_CORE` for each core. A few such buffers
+are reused and stay warm, where larger ones would be fresh memory for most of a state. From an object store many requests at a time matter
+more."""
+_OF_CORE = 64 << 20
 READ_AHEAD = 2
 """Most batches that are read at a time: a thread that finds nothing left in one goes on with the next one."""
 
@@ -404,7 +408,7 @@ def read_all(
 
     def read_alone(batch: Sequence[RestoreJob]) -> None:
         with checkpoint.reading():
-            checkpoint.reader.read([request for job in batch for request in job.requests()])
+            checkpoint.reader.read([request for job in batch for request in job.requests()], at_once=ahead if placers else 1)
 
     def fetch(read: Callable[[Sequence[RestoreJob]], None], batch: Sequence[RestoreJob]) -> None:
         try:
@@ -414,19 +418,22 @@ def read_all(
                 raise type(e)(f"{e} The contents of tensors of `like` that are restored in place are undefined now.") from e
             raise
 
-    staged = STAGED_BATCH if kind_of(checkpoint.location).near else LARGEST_BATCH
+    near = kind_of(checkpoint.location).near
+    largest = max(LARGEST_BATCH, _OF_CORE * cores()) if near else LARGEST_BATCH
+    staged = STAGED_BATCH if near else LARGEST_BATCH
     checkpoint.open_bases(tensor for job in jobs for tensor in job.stored)
     in_place = in_place and any(landing.fills_leaf for job in jobs for landing in job.landings)
     alone, shared = (list(jobs), []) if meeting is None else meeting.divide(checkpoint, jobs, limit)
     pool, placers = (None, {}) if all(job.is_in_place for job in jobs) else _staging_of(jobs, limit - exchange_bytes(limit) * bool(shared))
+    ahead = READ_AHEAD
     if pool is not None and placers:
-        staged = min(staged, pool.limit // SLOTS)
+        staged, ahead = min(max(staged, largest // 4), pool.limit // SLOTS), SLOTS - COPIED
         alone = [part for job in alone for part in job.divided(staged)]
-    read_and_place = partial(_read_and_place, pool=pool, placers=placers, staged=staged, placed=placed)
+    read_and_place = partial(_read_and_place, pool=pool, placers=placers, largest=largest, staged=staged, placed=placed)
     restored: dict[str, object] = {}
     for group in shared:  # its reads are collectives, which all processes make in the same order
         restored |= read_and_place(group.jobs, partial(fetch, group.read), ahead=1)
-    restored |= read_and_place(alone, partial(fetch, read_alone), ahead=SLOTS // 2 if placers else READ_AHEAD)
+    restored |= read_and_place(alone, partial(fetch, read_alone), ahead=ahead)
     for placer in placers.values():
         placer.end()
     return restored
@@ -443,6 +450,7 @@ def _read_and_place(
     fetch: Callable[[Sequence[RestoreJob]], None],
     *,
     pool: BufferPool | None,
+    largest: int,
     staged: int,
     ahead: int,
     placed: Callable[[int], None],
@@ -454,6 +462,7 @@ def _read_and_place(
         jobs: the tensors and their destinations.
         fetch: fills the buffers of a batch.
         pool: leases the buffers; None: all tensors are read straight into the memory of their leaves.
+        largest: bytes of one batch, unless one tensor has more.
         staged: bytes of staging for one batch, unless one tensor needs more.
         ahead: most batches that are read at a time.
         placed: called with the bytes placed, batch after batch.
@@ -461,7 +470,7 @@ def _read_and_place(
     """
     restored: dict[str, object] = {}
     # Batches have at most half of the limit each: one batch is placed while the next one is read.
-    limits = (LARGEST_BATCH if pool is None else pool.limit // 2, LARGEST_BATCH, staged)
+    limits = (largest if pool is None else pool.limit // 2, largest, staged)
     staging = Staging(pool, placers or {}, min(staged, sum(job.staged_bytes for job in jobs)), placed)
     some = batches(jobs, lambda job: (job.staged_bytes + job.placing_bytes, job.nbytes, job.staged_bytes), limits)
     copies = any(job.placing_bytes for job in jobs)

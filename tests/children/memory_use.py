@@ -113,8 +113,8 @@ def restore_host(case):
         checkpoint.reader.read([request for job in batch for request in job.requests()])
 
     with Peak() as peak:
-        how = {"staged": restoring.STAGED_BATCH, "ahead": restoring.READ_AHEAD, "placed": lambda _nbytes: None}
-        restored = restoring._read_and_place(jobs, fetch, pool=pool, **how)
+        limits = {"largest": restoring.LARGEST_BATCH, "staged": restoring.STAGED_BATCH, "ahead": restoring.READ_AHEAD}
+        restored = restoring._read_and_place(jobs, fetch, pool=pool, placed=lambda _nbytes: None, **limits)
     assert restored == {name: len(set(case["devices"])) for name in checkpoint.names()}
     stats = checkpoint.reader.stats
     return {"growth": peak.growth, "high_water": pool.high_water, "read": stats.bytes_read, "needed": stats.bytes_needed}

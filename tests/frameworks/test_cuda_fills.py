@@ -159,7 +159,7 @@ def test_after_an_error_all_copies_are_waited_for_before_the_slots_go(tmp_path, 
     copy = fake.copy
 
     def failing(target, source, stream):
-        if fake.copies == 5:
+        if fake.copies == 1:
             raise torch.OutOfMemoryError("CUDA out of memory.")
         copy(target, source, stream)
 
@@ -201,7 +201,7 @@ def test_nothing_waits_while_there_is_a_free_slot_and_each_slot_is_pinned_once(f
     monkeypatch.setattr(fake, "copy", lambda *of: (waits.append(len(fake.waits)), copy(*of))[1])
     found = shardckpt.restore(tmp_path / "c", places(fake, values), memory_limit=LIMIT)
     assert wrong(found, values) == []
-    assert waits[0] == waits[1] == waits[2] == 0
+    assert waits[0] == waits[1] == 0
     assert fake.pinnings <= SLOTS
     assert fake.high_water <= SLOTS * 2 * MiB
 

@@ -11,6 +11,7 @@ import statistics
 import sys
 import time
 from pathlib import Path
+from shutil import rmtree
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -45,9 +46,10 @@ def measure(nbytes: int, directory: Path) -> dict[str, Any]:
     pinned = jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")
     arrays = [*state.values()]
     floor = [seconds(lambda: jax.block_until_ready(jax.device_put(arrays, [pinned] * len(arrays))))[0] for _ in range(ROUNDS)]
-    saver, options = Saver(memory_limit=total + (256 << 20)), SaveOptions(overwrite=True)
+    saver, options = Saver(memory_limit=total + (256 << 20)), SaveOptions()
     stalls, saves = [], []
     for _ in range(2 + ROUNDS):
+        rmtree(directory / "jax", ignore_errors=True)  # deleting what is replaced would count, too
         stall, handle = seconds(lambda: saver.begin(directory / "jax", state, options))
         rest, _ = seconds(handle.wait)
         stalls.append(stall)
