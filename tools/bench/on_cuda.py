@@ -243,6 +243,68 @@ class Bench:
         self.tell("restore of a train_state", report.nbytes / statistics.median(seconds) / GB, "GB/s", "target 15")
         shutil.rmtree(path)
 
+    # --- versions
+
+    def versions(self) -> None:
+        """Versions of bfloat16 matrices with 2 % of their elements changed, and their follower on the same device."""
+        count = max(1, min(self.nbytes, 2_000_000_000) // (_ROWS * _ROWS * 2))
+        state = {f"layers.{i}": torch.randn(_ROWS, _ROWS, device=self.device, dtype=torch.bfloat16) for i in range(count)}
+        nbytes = sum(tensor.nbytes for tensor in state.values())
+        like = {name: torch.empty_like(tensor) for name, tensor in state.items()}
+        root = self.directory / "versions"
+        saver, stalls = Saver(memory_limit=nbytes + (256 << 20)), []
+        for _ in range(ROUNDS):
+            seconds, _, handle = self.timed(lambda: saver.begin(self.directory / "full", state, SaveOptions(overwrite=True)))
+            handle.wait()
+            stalls.append(seconds)
+        saver.close()
+        shutil.rmtree(self.directory / "full")
+        host = torch.empty_like(state["layers.0"], device="cpu", pin_memory=self.on_cuda)
+        copy = min(self.timed(lambda: [tensor.copy_(host, non_blocking=True) for tensor in like.values()])[1] for _ in range(ROUNDS))
+        returned, durable, written, prepared, applied = [], [], [], [], []
+        with (
+            shardckpt.Publisher(root, snapshot="device", catch_up=None, memory_limit=nbytes + (256 << 20)) as publisher,
+            shardckpt.follow(root, like) as follower,
+        ):
+            for step in range(ROUNDS + 1):
+                if step:
+                    self.change(state)
+                began = time.perf_counter()
+                seconds, _, _ = self.timed(lambda step=step: publisher.publish(step, state))
+                publisher.wait()
+                ended = time.perf_counter()
+                version = follower.poll()
+                preparing, _, _ = self.timed(version.prepare)
+                applying = self.timed(version.apply)[1]
+                if step == 0:
+                    self.tell("versions: until publish of the anchor returns", seconds * 1e3, "ms")
+                    continue
+                returned.append(seconds)
+                durable.append(ended - began)
+                prepared.append(preparing)
+                applied.append(applying)
+                written.append(sum(file.stat().st_size for file in (root / str(step)).rglob("*") if file.is_file()))
+            version.prove()
+            if not all(torch.equal(like[name].view(torch.int16), tensor.view(torch.int16)) for name, tensor in state.items()):
+                raise RuntimeError("the follower's tensors are not the publisher's")
+        shutil.rmtree(root)
+        size = f"of {nbytes / GB:.2f} GB"
+        stall, publishing = statistics.median(stalls), statistics.median(returned)
+        self.tell("versions: until publish returns", publishing * 1e3, "ms", size)
+        self.tell("versions: until publish returns, against a save's blocking time", publishing / stall, "×", "target 1.1")
+        self.tell("versions: until a version is durable", statistics.median(durable) * 1e3, "ms")
+        self.tell("versions: bytes of a version, against the state's", 100 * statistics.median(written) / nbytes, "%", "2 % changed")
+        self.tell("versions: prepare", statistics.median(prepared) * 1e3, "ms")
+        self.tell("versions: apply", statistics.median(applied) * 1e3, "ms")
+        self.tell("versions: apply, against a pinned copy of all of it", statistics.median(applied) / copy, "×", "target 1.2")
+
+    def change(self, state: dict[str, torch.Tensor]) -> None:
+        """Move 2 % of the elements of bfloat16 tensors, scattered, by one unit in the last place."""
+        for tensor in state.values():
+            draw = torch.rand(tensor.shape, device=self.device)
+            tensor.view(torch.int16).add_((draw < 0.01).to(torch.int16) - (draw > 0.99).to(torch.int16))
+        self.wait()
+
     # --- JAX
 
     def jax(self) -> None:
@@ -326,7 +388,8 @@ def measure(gigabytes: float, written: Path | None, device: str = "cuda") -> int
     failed = 0
     try:
         bench = Bench(int(gigabytes * GB), directory, device)
-        for part in (bench.floors, bench.saves, bench.first_save, bench.beside, bench.restores, bench.jax, bench.dcp, bench.safetensors):
+        saves = (bench.floors, bench.saves, bench.first_save, bench.beside, bench.restores)
+        for part in (*saves, bench.versions, bench.jax, bench.dcp, bench.safetensors):
             try:
                 part()
             except Exception as e:  # noqa: BLE001 - the other parts are measured all the same

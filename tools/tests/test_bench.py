@@ -301,7 +301,8 @@ def test_the_bench_of_a_gpu_measures_everything_in_its_file(tmp_path, monkeypatc
     assert on_cuda.measure(1e-4, tmp_path / "cuda.json", "cpu") == 0, capsys.readouterr().out
     found = json.loads((tmp_path / "cuda.json").read_text())
     assert {key.partition(":")[0] for key in found} >= {"wait", "warm", "overlap", "restore in place", "restore of a train_state"}
-    assert {key.partition(":")[0] for key in found} >= {"background save beside a loop in kernels", "JAX", "DCP", "safetensors"}
+    assert {key.partition(":")[0] for key in found} >= {"background save beside a loop in kernels", "versions", "JAX", "DCP", "safetensors"}
+    assert found["versions: bytes of a version, against the state's"] > 0
     assert found["bytes"] == 6 * 64 * 65 * 4
 
 
