@@ -12,6 +12,7 @@ and none of this.
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import chain, pairwise, repeat
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import quote
@@ -22,7 +23,6 @@ import tensorstore as ts
 from shardckpt.errors import CommitError, FormatError
 from shardckpt.format.zarr_arrays import PLAIN_ROOT, encode_document, group_json, parent_groups, plain_key
 from shardckpt.io import ocdbt
-from shardckpt.io.contexts import shared_context, with_new_keys
 from shardckpt.io.failures import storage_errors
 from shardckpt.io.files import LARGEST_WHOLE
 
@@ -57,7 +57,6 @@ class Chunks(NamedTuple):
     """(n, 3) index into `files`, offset of the first byte, bytes."""
 
 
-@with_new_keys
 def write_index(attempt: Store, chunks: Chunks, documents: Sequence[tuple[str, bytes]], values: Mapping[str, bytes]) -> None:
     """Build the index of a complete attempt; if one is there already, the result is the same.
 
@@ -90,12 +89,16 @@ def write_index(attempt: Store, chunks: Chunks, documents: Sequence[tuple[str, b
     nodes, manifest = ocdbt.tree(_NODES, keys, files, rows, [held[i] for i in order.tolist()])
     attempt.write(_NODES, nodes)
     attempt.write(_MANIFEST, manifest)
-    with storage_errors("read back the index of", attempt):
-        listed = _database(attempt).list().result() if attempt.has_driver else [key.encode() for key, _ in index_values(attempt)]
-    listed.sort()
+    listed = sorted(attempt.with_new_keys(partial(_listed, attempt)))
     if listed != keys:
         reader = "TensorStore finds" if attempt.has_driver else "reading it back finds"
         raise CommitError(f"{attempt}: {reader} {len(listed)} keys in the index where {len(keys)} were written.")
+
+
+def _listed(attempt: Store) -> list[bytes]:
+    """The keys of an index as TensorStore lists them, or our own reader where TensorStore has no driver."""
+    with storage_errors("read back the index of", attempt):
+        return _database(attempt).list().result() if attempt.has_driver else [key.encode() for key, _ in index_values(attempt)]
 
 
 def write_plain_documents(attempt: Store, documents: Mapping[str, Mapping[str, Any]]) -> None:
@@ -183,7 +186,7 @@ def stock_url(location: Location, attempt: str, array_path: str, layout: str = "
 def _database(place: Store) -> Any:
     """Open the OCDBT database at a place with TensorStore."""
     spec = {"driver": "ocdbt", "base": place.location.kvstore()}
-    return ts.KvStore.open(spec, context=shared_context(place.location)).result()
+    return ts.KvStore.open(spec, context=place.context()).result()
 
 
 def _versions(place: Store) -> list[Version]:

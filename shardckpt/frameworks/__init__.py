@@ -308,7 +308,7 @@ def placers(sinks: Iterable[Sink]) -> dict[type[Placer], Placer]:
     return {kind: kind(group) for kind, group in groups.items()}
 
 
-def pinning(placers: Iterable[Placer]) -> Callable[[Any], Callable[[], object]] | None:
+def pinning(placers: Iterable[Placer]) -> Callable[[Any, Any], Callable[[], object]] | None:
     """The function that pins buffers, if a placer needs that; for a `BufferPool`."""
     return next((placer.pin for placer in placers if placer.pin is not None), None)
 

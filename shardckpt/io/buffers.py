@@ -21,22 +21,24 @@ import mmap
 import os
 import threading
 from collections import deque
+from contextlib import closing
+from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
 from shardckpt.io.cores import cores
-from shardckpt.io.threads import run_on_threads
+from shardckpt.io.threads import read_ahead, run_on_threads
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from types import TracebackType
     from typing import TypeAlias
 
     from numpy.typing import DTypeLike, NDArray
 
-    Pin: TypeAlias = Callable[[NDArray[np.uint8]], Callable[[], object]]
+    Pin: TypeAlias = Callable[[NDArray[np.uint8], Callable[[int], Iterable[NDArray[np.uint8]]]], Callable[[], object]]
 
 ALIGNMENT = 64
 """Byte alignment of buffers, which devices' transfer engines prefer."""
@@ -197,7 +199,7 @@ class BufferPool:
         """Pin all buffers from now on; buffers that are not pinned are freed, leased ones at the end of their lease.
 
         Args:
-            pin: pins the memory of a buffer, and returns the function that unpins it.
+            pin: pins the memory of a buffer, in parts of a size that it chooses, and returns the function that unpins it.
         """
         with self._changed:
             if self.pin is not pin:
@@ -228,7 +230,7 @@ class BufferPool:
         if buffer is None:
             buffer = _aligned(wanted, ALIGNMENT if self.pin is None else _LARGE_PAGE)
             if self.pin is not None:
-                self._unpin[buffer.ctypes.data] = self.pin(buffer)
+                self._unpin[buffer.ctypes.data] = self.pin(buffer, partial(touched, buffer))
         self._leased += total
         self.high_water = max(self.high_water, self._allocated())
         return Lease(self, buffer, nbytes, beside)
@@ -284,6 +286,14 @@ def touch(buffer: NDArray[np.uint8]) -> None:
     parts = [buffer[begin : begin + _TOUCHED : mmap.PAGESIZE] for begin in range(0, buffer.nbytes, _TOUCHED)]
     parts.append(buffer[-1:])  # it may begin amid a page
     run_on_threads(parts, [_clear] * max(1, min(cores(), len(parts))), "shardckpt-touch")
+
+
+def touched(buffer: NDArray[np.uint8], nbytes: int) -> Iterator[NDArray[np.uint8]]:
+    """Yield parts of new memory after a `touch`; while the caller has one, the next one is touched."""
+    parts = (buffer[begin : begin + nbytes] for begin in range(0, buffer.nbytes, nbytes))
+    with closing(read_ahead(parts, lambda *_: (), touch, ahead=1, copies=False)) as coming:
+        for part, _ in coming:
+            yield part
 
 
 def _clear(pages: NDArray[np.uint8]) -> None:

@@ -28,7 +28,7 @@ from weakref import WeakSet
 
 from shardckpt.errors import FormatError
 from shardckpt.io.descriptor import OpenFile
-from shardckpt.io.locks import GONE, HIDDEN, is_at, lock_file
+from shardckpt.io.locks import GONE, HIDDEN, is_at, lock_file, remove_directory
 from shardckpt.io.status import is_directory
 
 if TYPE_CHECKING:
@@ -155,6 +155,20 @@ def remove(path: Path, generation: bytes) -> bool:
             _release(lock, delete=True)
     except FileNotFoundError:  # the file, or its directory, is gone
         return False
+
+
+def remove_empty(directory: Path) -> None:
+    """Remove a directory without files, or with nothing but the lock files that writers left when they were killed.
+
+    Raises:
+        OSError: it has files, or cannot be removed.
+    """
+    files = [*directory.iterdir()]
+    if all(file.name.endswith(LOCK_SUFFIX) for file in files):
+        for lock in files:
+            if not _is_locked(lock):
+                remove(lock.with_name(lock.name.removesuffix(LOCK_SUFFIX)), b"no generation of any file")
+    remove_directory(directory)
 
 
 def delete(path: Path) -> None:

@@ -21,7 +21,6 @@ import tensorstore as ts
 
 from shardckpt.errors import BudgetError, CorruptionError, DtypeError, FormatError, MissingDataError
 from shardckpt.format.documents import LARGEST_DIMENSION, check_key
-from shardckpt.io.contexts import shared_context
 from shardckpt.io.cores import free_memory
 from shardckpt.io.failures import storage_errors
 from shardckpt.layout import dtypes
@@ -112,7 +111,7 @@ def open_arrays(
             check_key(name, place)
             values = place.sub(name).kvstore() if database is None else database / f"{name}/"
             spec = {"driver": driver, "fill_missing_data_reads": fill_missing, "recheck_cached_metadata": False}
-            under_way.append((name, where, ts.open(spec, kvstore=values, open=True, read=True, context=shared_context(place.location))))
+            under_way.append((name, where, ts.open(spec, kvstore=values, open=True, read=True, context=place.context())))
     while under_way:
         _finish(found, *under_way.popleft())
     return found
@@ -123,7 +122,7 @@ def _database(place: Store) -> Any:
     place.read("manifest.ocdbt")  # its error message is clearer than TensorStore's if the file is missing
     spec = {"driver": "ocdbt", "base": place.location.kvstore(), "cache_pool": {"total_bytes_limit": _INDEX_BYTES}}
     with _typed_errors("open", place):
-        return ts.KvStore.open(spec, context=shared_context(place.location)).result()
+        return ts.KvStore.open(spec, context=place.context()).result()
 
 
 def _finish(found: dict[str, ForeignArray], name: str, where: str, opening: Any) -> None:

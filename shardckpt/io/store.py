@@ -18,8 +18,9 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from contextlib import contextmanager
+from functools import cache
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import numpy as np
 import tensorstore as ts
@@ -27,7 +28,6 @@ from numpy.typing import NDArray
 
 from shardckpt.errors import CorruptionError, MissingDataError, StorageError
 from shardckpt.format.documents import check_key
-from shardckpt.io.contexts import shared_context
 from shardckpt.io.failures import begin_use, storage_errors
 from shardckpt.io.requests import Upload
 from shardckpt.io.url import Location, parse, store_class
@@ -41,8 +41,14 @@ if TYPE_CHECKING:
     from shardckpt.io.buckets.retry import Retry
 
 
+T = TypeVar("T")
 Data = bytes | bytearray | memoryview | NDArray[np.uint8]
 """Contiguous bytes of any kind."""
+
+
+@cache
+def _context() -> ts.Context:
+    return ts.Context()
 
 
 def kind_of(location: Location) -> type[Store]:
@@ -121,7 +127,15 @@ class Store(ABC):
         """
         begin_use(self.location)
         with storage_errors("open", self.location):
-            return ts.KvStore.open(self.location.kvstore(), context=shared_context(self.location)).result()
+            return ts.KvStore.open(self.location.kvstore(), context=self.context()).result()
+
+    def context(self) -> ts.Context:
+        """TensorStore's context for the location: one for all places of this process, but those with keys or settings that change."""
+        return _context()
+
+    def with_new_keys(self, operation: Callable[[], T]) -> T:
+        """The result of an operation of TensorStore, which is repeated if it failed while keys for the storage were rotated."""
+        return operation()
 
     def __str__(self) -> str:
         """The location, as a user recognises it."""
@@ -304,7 +318,7 @@ class Store(ABC):
         """Make the name of a file durable, or note it for `sync_names`."""
 
     def remove_empty(self) -> None:  # noqa: B027  (only a disk has directories)
-        """On disk: remove the location's directory if it is empty. Object stores have no directories."""
+        """On disk: remove the location's directory if it has no files but locks of killed writers. Object stores have no directories."""
 
     def delete_prefix(self, prefix: str = "") -> None:
         """Delete everything below `prefix`: "" (the complete location) or a name that ends in a slash.

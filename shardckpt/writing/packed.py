@@ -23,6 +23,7 @@ from bisect import bisect_right
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
 from threading import Event, Lock
 from typing import TYPE_CHECKING
@@ -34,7 +35,6 @@ from shardckpt.commit.index import index_values
 from shardckpt.errors import CommitError, ShardckptError
 from shardckpt.io import ocdbt
 from shardckpt.io.buffers import KeptBuffers
-from shardckpt.io.contexts import shared_context, with_new_keys
 from shardckpt.io.datafile import BlocksOut, DataFile, create_data_file
 from shardckpt.io.failures import storage_errors
 from shardckpt.io.store import Store, byte_view
@@ -413,10 +413,9 @@ def _seal_lane(store: Store, keys: list[bytes], files: list[str], places: NDArra
     node = ocdbt.leaf_node(keys, files, *places.T)
     store.write(_TREE, node)
     store.write(_MANIFEST, ocdbt.manifest(_TREE, len(node), len(keys), int(places[:, 2].sum())))
-    _check_lane(store, keys, files, places)
+    store.with_new_keys(partial(_check_lane, store, keys, files, places))
 
 
-@with_new_keys
 def _check_lane(store: Store, keys: list[bytes], files: list[str], places: NDArray[np.int64]) -> None:
     """Compare TensorStore's view with the chunks that were put: keys always, places only the first time in a process.
 
@@ -431,14 +430,14 @@ def _check_lane(store: Store, keys: list[bytes], files: list[str], places: NDArr
     base = store.kvstore()
     if _places_seen.is_set():
         with storage_errors("read back", store):
-            database = ts.KvStore.open({"driver": "ocdbt", "base": base.spec()}, context=shared_context(store.location)).result()
+            database = ts.KvStore.open({"driver": "ocdbt", "base": base.spec()}, context=store.context()).result()
             listed = database.list().result()
         if listed != keys:
             raise CommitError(f"{store}: TensorStore finds {len(listed)} chunks where {len(keys)} were put.")
         return
     with storage_errors("read back", store):
-        root = ts.ocdbt.dump(base, context=shared_context(store.location)).result()["versions"][-1]["root"]
-        entries = ts.ocdbt.dump(base, root["location"], context=shared_context(store.location)).result()["entries"]
+        root = ts.ocdbt.dump(base, context=store.context()).result()["versions"][-1]["root"]
+        entries = ts.ocdbt.dump(base, root["location"], context=store.context()).result()["entries"]
     places_listed = [(e["key"], e.get("indirect_value")) for e in entries]
     expected = [(key, f"value::{files[file]}:{offset}:{length}") for key, (file, offset, length) in zip(keys, places.tolist(), strict=True)]
     if places_listed != expected:

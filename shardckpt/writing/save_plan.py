@@ -218,7 +218,9 @@ def skipped_names(names: Iterable[str], patterns: Iterable[str]) -> frozenset[st
     Raises:
         OptionError: a pattern that matches no tensor.
     """
-    names, patterns = [*names], [*patterns]
+    if not (patterns := [*patterns]):
+        return frozenset()
+    names = [*names]
     unused = unused_patterns(patterns, names)
     if isinstance(unused, list) and unused:
         raise OptionError(f"skip: {unused[0]!r} matches no tensor; patterns are matched with whole names.")

@@ -13,12 +13,10 @@ import pytest
 import tensorstore as ts
 import zarr
 
-import shardckpt
 from shardckpt.commit.index import Chunks, dump_index, index_entries, stock_spec, stock_url, write_index, write_plain_documents
-from shardckpt.errors import CommitError, MissingDataError, StorageError
+from shardckpt.errors import CommitError, MissingDataError
 from shardckpt.format.zarr_arrays import array_json, chunk_key, encode_document
-from shardckpt.io import contexts, ocdbt
-from shardckpt.io.contexts import shared_context
+from shardckpt.io import ocdbt
 from shardckpt.io.store import Store
 from shardckpt.layout.dtypes import DTYPES, of_numpy
 from shardckpt.writing.packed import PackedWriter
@@ -99,7 +97,7 @@ def test_stock_tensorstore_reads_from_memory(write, random_array, layout):
     array = random_array((5, 7), np.float32)
     root = f"memory://{uuid.uuid4().hex}/ünï 100%25"
     write(root, "attempt", layout, {"model/w": (array, (2, 4))})
-    assert_stock_tensorstore_reads(Store.open(root).location, layout, "model/w", array, context=shared_context(Store.open(root).location))
+    assert_stock_tensorstore_reads(Store.open(root).location, layout, "model/w", array, context=Store.open(root).context())
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -248,7 +246,7 @@ def test_a_document_that_is_too_large_for_a_node_is_beside_it(store):
     documents["u"] = array_json((), DTYPES["uint8"], ())
     write_index(store, placed([["w/c"]], [extents]), encoded(documents), {})
     assert dump_index(store)["w/c"] == ("hosts/00000/0/d/00000", 0, 5)
-    database = ts.KvStore.open({"driver": "ocdbt", "base": store.kvstore().spec()}, context=shared_context(store.location)).result()
+    database = ts.KvStore.open({"driver": "ocdbt", "base": store.kvstore().spec()}, context=store.context()).result()
     for path, data in encoded(documents):
         assert database.read(f"{path}/zarr.json").result().value == data
 
@@ -256,20 +254,3 @@ def test_a_document_that_is_too_large_for_a_node_is_beside_it(store):
 def test_an_attempt_without_an_index_says_so(store):
     with pytest.raises(MissingDataError, match=r"manifest\.ocdbt"):
         dump_index(store)
-
-
-def test_an_index_that_is_written_again_because_keys_were_rotated_is_complete(tmp_path, monkeypatch):
-    """The first write fails, in a process that has used a bucket with other keys."""
-    monkeypatch.setattr(contexts, "_stamps", ["of earlier keys"])
-    write, failed = Store.write, []
-
-    def fails_once(store, key, data):
-        if key == "d/leaf" and not failed:
-            failed.append(key)
-            raise StorageError("cannot write: access denied")
-        write(store, key, data)
-
-    monkeypatch.setattr(Store, "write", fails_once)
-    shardckpt.save(tmp_path / "c", {"w": np.arange(12).reshape(3, 4)})
-    assert failed
-    assert shardckpt.open(tmp_path / "c").verify().damage == []

@@ -17,7 +17,7 @@ from placeholders import undo_commit
 
 import shardckpt
 from shardckpt import Mesh, OpSharding, PartitionSpec, SaveOptions, Sharding, Target, errors
-from shardckpt.io.contexts import shared_context
+from shardckpt.io.store import Store
 from shardckpt.runs.collecting import collect
 
 LAYOUTS = ["packed", "zarr"]
@@ -407,7 +407,7 @@ def test_stock_tensorstore_and_zarr_read_the_same_values(tmp_path, layout, compr
     shardckpt.save(tmp_path / "c", state, options=options)
     checkpoint = shardckpt.open(tmp_path / "c")
     for name, value in state.items():
-        array = ts.open(checkpoint.stock_spec(name), context=shared_context(checkpoint.location)).result()
+        array = ts.open(checkpoint.stock_spec(name), context=Store.open(checkpoint.location).context()).result()
         np.testing.assert_array_equal(array.read().result(), value)
         by_url = ts.open(checkpoint.stock_url(name)).result()
         np.testing.assert_array_equal(by_url.read().result(), value)

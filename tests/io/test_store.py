@@ -17,7 +17,10 @@ from fault_proxy import FaultProxy
 from fault_rules import Rule
 
 from shardckpt.errors import StorageError
+from shardckpt.io.descriptor import OpenFile
 from shardckpt.io.failures import storage_errors
+from shardckpt.io.files import LOCK_SUFFIX
+from shardckpt.io.locks import lock_file
 from shardckpt.io.store import Store
 
 
@@ -193,3 +196,16 @@ def test_a_directory_that_was_deleted_is_made_again(tmp_path):
     store.delete_prefix("a/")
     store.write("a/b", b"2")
     assert store.read("a/b") == b"2"
+
+
+def test_a_directory_with_nothing_but_locks_of_killed_writers_is_removed_and_one_with_a_held_lock_is_not(tmp_path):
+    for name in ("killed", "held", "used"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / f"a{LOCK_SUFFIX}").write_bytes(b"half a rec")
+    (tmp_path / "used" / "b").touch()
+    with OpenFile(tmp_path / "held" / f"a{LOCK_SUFFIX}", os.O_WRONLY) as fd:
+        lock_file(fd, tmp_path / "held" / "a")
+        for name in ("killed", "held", "used"):
+            Store.open(tmp_path / name).remove_empty()
+    assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.*")) == [f"held/a{LOCK_SUFFIX}", f"used/a{LOCK_SUFFIX}"]
+    assert not (tmp_path / "killed").exists()

@@ -17,7 +17,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardckpt.errors import CommitError, StorageError
-from shardckpt.io.contexts import shared_context
 from shardckpt.io.store import Store
 from shardckpt.writing.packed import PackedWriter
 
@@ -25,9 +24,7 @@ chunks = st.dictionaries(st.text("abc/12", min_size=1, max_size=8), st.binary(mi
 
 
 def as_tensorstore_reads_it(store, lane):
-    database = ts.KvStore.open(
-        {"driver": "ocdbt", "base": store.sub(lane).location.kvstore()}, context=shared_context(store.location)
-    ).result()
+    database = ts.KvStore.open({"driver": "ocdbt", "base": store.sub(lane).location.kvstore()}, context=store.context()).result()
     return {key.decode(): bytes(database[key]) for key in database.list().result()}
 
 

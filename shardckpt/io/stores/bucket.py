@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections import deque
+from functools import lru_cache
+from itertools import count
+from typing import TYPE_CHECKING, TypeVar
 
+import tensorstore as ts
+
+from shardckpt.errors import StorageError
 from shardckpt.format.documents import check_key
 from shardckpt.io.buckets import cloud, listing
 from shardckpt.io.buckets.bucket import Bucket, open_bucket
@@ -19,6 +25,11 @@ if TYPE_CHECKING:
     from shardckpt.io.buckets.retry import Retry
     from shardckpt.io.store import Data
     from shardckpt.io.url import Location
+
+T = TypeVar("T")
+_contexts = count()
+_stamps: deque[object] = deque(maxlen=1)
+"""The stamp of the newest context."""
 
 
 class BucketStore(Store):
@@ -41,6 +52,19 @@ class BucketStore(Store):
         store = cls(location)
         store.kvstore()  # for its errors: indexes are written last
         return store
+
+    def context(self) -> ts.Context:
+        """One for all buckets; other settings, or keys that were rotated, make a new one."""
+        return _context(cloud.context_stamp())
+
+    def with_new_keys(self, operation: Callable[[], T]) -> T:
+        """See `Store`."""
+        try:
+            return operation()
+        except StorageError:
+            if not _stamps or cloud.context_stamp() == _stamps[-1]:
+                raise
+            return operation()
 
     def _moved(self, location: Location) -> BucketStore:
         return type(self)(location, self._share)
@@ -111,6 +135,12 @@ class BucketStore(Store):
 
     def _sizes(self, prefix: str) -> dict[str, int]:
         return {one.name: one.nbytes for page in listing.pages(self.location, prefix) for one in page.objects}
+
+
+@lru_cache(maxsize=4)
+def _context(stamp: object) -> ts.Context:
+    _stamps.append(stamp)
+    return ts.Context(cloud.context(next(_contexts)))
 
 
 class WebStore(BucketStore):

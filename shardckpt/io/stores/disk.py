@@ -11,7 +11,6 @@ from shardckpt.io.buckets import listing
 from shardckpt.io.deletion import remove_tree
 from shardckpt.io.failures import begin_use, storage_errors
 from shardckpt.io.files import DurableDirectories
-from shardckpt.io.locks import remove_directory
 from shardckpt.io.status import is_file
 from shardckpt.io.store import Store, byte_view
 
@@ -61,7 +60,7 @@ class DiskStore(Store):
     def remove_empty(self) -> None:
         """See `Store`."""
         with suppress(OSError):
-            remove_directory(self._top)
+            files.remove_empty(self._top)
 
     def make_parents(self, key: str) -> None:
         """See `Store`."""

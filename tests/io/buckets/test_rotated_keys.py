@@ -13,7 +13,6 @@ from werkzeug.serving import WSGIRequestHandler, make_server
 
 import shardckpt
 from shardckpt.errors import StorageError
-from shardckpt.io.contexts import with_new_keys
 from shardckpt.io.failures import storage_errors
 from shardckpt.io.store import Store
 
@@ -100,13 +99,12 @@ def test_tensorstore_repeats_an_operation_whose_keys_were_rotated(sidecar):
     store = Store.open(sidecar.url)
     store.write("x", b"value")
 
-    @with_new_keys
     def read():
         with storage_errors("read", store):
             return bytes(store.kvstore().read("x").result().value)
 
     sidecar.before[len(sidecar.keys_of_requests) + 1] = lambda: sidecar.rotate("AKIASECOND")
-    assert read() == b"value"
+    assert store.with_new_keys(read) == b"value"
 
 
 def test_the_account_that_reads_pays_if_the_environment_says_so(sidecar, monkeypatch):

@@ -19,6 +19,7 @@ from shardckpt.convert.strict_json import parse_json
 from shardckpt.errors import CorruptionError, FormatError, MissingDataError
 from shardckpt.io.failures import storage_errors
 from shardckpt.io.files import sync_directory
+from shardckpt.io.status import exists
 from shardckpt.io.threads import map_on_threads
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ class VersionDirectories:
         if path is None:
             yield
             return
-        was_there = path.parent.exists()
+        was_there = exists(path.parent)
         self._root.make_parents(_LOCK)
         lock, beside = Notes(path), self._root.sub(_BESIDE)
         try:
