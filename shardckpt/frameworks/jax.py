@@ -44,7 +44,7 @@ from shardckpt.frameworks.jax_keys import (
     meaning,  # noqa: F401  (`frameworks.meaning` calls it)
     words_of,
 )
-from shardckpt.frameworks.jax_layout import JaxShards, layout_of, local_shards, to_jax
+from shardckpt.frameworks.jax_layout import JaxShards, layout_of, local_shards, to_jax, with_devices
 from shardckpt.frameworks.jax_transfers import ACCELERATORS, JaxTransfers, landed, on_host, separate, warm_pinned
 from shardckpt.layout.dtypes import DType, of_numpy
 from shardckpt.layout.op_sharding import OpSharding
@@ -351,6 +351,10 @@ def target(name: str, leaf: Any, shape: tuple[int, ...], dtype: DType) -> Sink:
             same = id(leaf)  # two arrays in `like` stay two: one buffer cannot be donated twice
         elif sharding is None:
             sharding, committed = _default(), False
+    try:
+        sharding = with_devices(sharding)
+    except ShardingError as e:
+        raise ShardingError(f"{shown(name)}: {e}") from e
     shards = _shards(name, sharding, shape)
     if keys is not None:
         shape, shards = (*shape, *key_shape(keys)), shards.extended(key_shape(keys))

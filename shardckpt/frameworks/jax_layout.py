@@ -66,13 +66,37 @@ def _parts(spec: Any) -> tuple[Any, ...]:
 def _check_decided(sharding: Any) -> None:
     said = f"{sharding.spec} over {sharding.mesh}"
     if isinstance(sharding.mesh, jax.sharding.AbstractMesh):
-        raise ShardingError(f"{said:.300} names no devices; give a NamedSharding over a jax.sharding.Mesh.")
+        raise ShardingError(
+            f"{said:.300} names no devices; restore within `with jax.set_mesh(mesh)`, or give a NamedSharding over a jax.sharding.Mesh."
+        )
     if jax.sharding.PartitionSpec.UNCONSTRAINED in _parts(sharding.spec):
         raise ShardingError(f"{said:.300} leaves a dimension to the compiler; give an axis, or None, for every one.")
     if sharding.spec.unreduced:
         raise ShardingError(f"{said:.300}: its devices hold partial sums; reduce it first, with jax.reshard for example.")
     if getattr(sharding.mesh, "manual_axes", ()):
         raise ShardingError(f"{said:.300}: only the program inside a shard_map knows what its devices hold; use the array outside of it.")
+
+
+def with_devices(sharding: Any) -> Any:
+    """The sharding, with the mesh of `jax.set_mesh` in the place of an abstract mesh; without one, the same sharding.
+
+    `jax.eval_shape` and `nnx.as_abstract` give abstract meshes to their results.
+
+    Raises:
+        ShardingError: the mesh that is set has other axes.
+    """
+    if not isinstance(sharding, jax.sharding.NamedSharding) or not isinstance(sharding.mesh, jax.sharding.AbstractMesh):
+        return sharding
+    mesh = jax.sharding.get_mesh() if hasattr(jax.sharding, "get_mesh") else None  # JAX 0.6 has none
+    if mesh is None or mesh.empty:
+        return sharding
+    axes, wanted = dict(mesh.shape), dict(sharding.mesh.shape)
+    if list(axes.items()) != list(wanted.items()):
+        raise ShardingError(
+            f"{sharding.spec} is over an abstract mesh of {wanted}, and the mesh of jax.set_mesh has {axes}; "
+            f"make the abstract state under the mesh that it is restored to."
+        )
+    return jax.sharding.NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)
 
 
 def to_jax(layout: Layout, ndim: int) -> Any:

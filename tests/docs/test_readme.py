@@ -47,7 +47,7 @@ def test_the_readme_is_short():
         pytest.param(INDEX, 2, id="index"),
         pytest.param(FRAMEWORKS, 3, id="frameworks", marks=pytest.mark.slow),
         pytest.param(MESHES, 1, id="meshes", marks=pytest.mark.slow),
-        pytest.param(WALKS, 2, id="walkthroughs"),
+        pytest.param(WALKS, 3, id="walkthroughs"),
     ],
 )
 def test_the_code_of_each_section_can_be_pasted_into_a_fresh_interpreter(tmp_path, document, sections):
