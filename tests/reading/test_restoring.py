@@ -204,3 +204,16 @@ def test_a_restore_of_another_format_says_which_and_how_it_is_read(tmp_path):
         assert "w" in shardckpt.open(tmp_path / name)
     with pytest.raises(NotFoundError, match="no checkpoint there"):
         shardckpt.restore(tmp_path / "none")
+
+
+@pytest.mark.parametrize(("threads", "batches"), [(2, 4), (16, 1)])
+def test_a_batch_of_files_has_more_bytes_where_many_threads_read(tmp_path, monkeypatch, threads, batches):
+    monkeypatch.setenv("SHARDCKPT_THREADS", str(threads))
+    monkeypatch.setattr(restoring, "LARGEST_BATCH", 1 << 20)
+    monkeypatch.setattr(restoring, "_OF_CORE", 1 << 20)
+    state = {str(i): np.full((512, 512), i, np.float32) for i in range(8)}
+    shardckpt.save(tmp_path / "c", state)
+    into, calls = {name: np.zeros_like(array) for name, array in state.items()}, []
+    restored = shardckpt.restore(tmp_path / "c", into, progress=lambda done, _total: calls.append(done))
+    assert calls == [(i + 1) * (8 << 20) // batches for i in range(batches)]
+    assert all(np.array_equal(restored[name], array) for name, array in state.items())
