@@ -143,7 +143,7 @@ def _lines(screen: Screen, entries: list[CatalogEntry], root: str) -> Iterator[s
         yield ""
         if any(entry.committable for entry in entries):
             yield f"shardckpt commit {visible(quote(root))} commits complete saves"
-        yield f"shardckpt gc {visible(quote(root))} removes abandoned saves"
+        yield f"shardckpt gc {visible(quote(root))} removes abandoned saves, a day after their last write"
 
 
 def _row(entry: CatalogEntry, *, metrics: bool, states: bool) -> list[Cell]:

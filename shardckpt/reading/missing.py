@@ -62,7 +62,8 @@ def no_checkpoint(store: Store, found: Tombstone | None) -> ShardckptError:
     if other := _other_format(names):
         return _foreign(store, other)
     beside = _steps_beside(store)
-    return NotFoundError(f"{store}: no checkpoint there{f'; the nearest steps are {few(beside)}' if beside else ''}.")
+    nearest = f"; the nearest {'step is' if len(beside) == 1 else 'steps are'} {few(beside)}" if beside else ""
+    return NotFoundError(f"{store}: no checkpoint there{nearest}.")
 
 
 def _steps_beside(store: Store) -> list[str]:

@@ -78,6 +78,8 @@ STAGED_BATCH = 64 << 20
 are reused and stay warm, where larger ones would be fresh memory for most of a state. From an object store many requests at a time matter
 more."""
 _OF_CORE = 64 << 20
+MOST_NOTES = 20
+"""Most tensors with another name, shape or size that the log names."""
 READ_AHEAD = 2
 """Most batches that are read at a time: a thread that finds nothing left in one goes on with the next one."""
 
@@ -212,7 +214,8 @@ def restore_adapted(
                 restored = read_all(checkpoint, jobs, limit, in_place=in_place, meeting=meeting, progress=progress)
                 state = finished(steps, restored)
             if adaptation is not None and (notes := adaptation.notes()):
-                _log.warning("%s: restore(): %s", checkpoint.location, "\n".join(notes))
+                more = f"\n… and {len(notes) - MOST_NOTES} more" if len(notes) > MOST_NOTES else ""
+                _log.warning("%s: restore(): %s%s", checkpoint.location, "\n".join(notes[:MOST_NOTES]), more)
             return state
     except MemoryError as e:
         raise out_of_memory(str(place), e) from e

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 State = Literal["committed", "uncommitted", "deleted", "unreadable"]
 """State of a checkpoint or an attempt: published; begun and not published; tombstone; a record that cannot be read."""
 
-_STEP = re.compile(r"(?<!\d)\d{1,19}$", re.ASCII)
+_STEP = re.compile(r"(?:(?<![0-9A-Za-z])|(?<=step)|(?<=checkpoint)|(?<=ckpt)|(?<=epoch))\d{1,19}$", re.ASCII | re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class CatalogEntry:
 
     @property
     def step(self) -> int | None:
-        """The number at the end of the name: 100 of `100`, `step_100` and `run-b-0100`."""
+        """The number at the end of the name: 100 of `100`, `step_100`, `epoch100` and `run-b-0100`; None of `run-tp4`."""
         found = _STEP.search(self.name)
         return int(found[0]) if found else None
 

@@ -26,9 +26,10 @@ from shardckpt.reading.checkpoint import open_in_this_process
 from shardckpt.runs.collecting import collect_place, delete_place
 from shardckpt.runs.leases import leased_steps
 from shardckpt.runs.steps import StepInfo, list_steps, step_numbers
+from shardckpt.text import few
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Collection, Iterator, Mapping
 
     from shardckpt.io.store import Store
     from shardckpt.runs.retention import Retention, SavedStep
@@ -64,7 +65,7 @@ class Cleaner:
         self._guard = threading.Lock()
         self._one_at_a_time = threading.Lock()
         self._collected: float | None = None
-        self._warned = False
+        self._warned = self._missed = False
         self._uncollected: set[str] = set()
         """Places whose leftovers could not be collected; each is named in the log once."""
         self.failure: StorageError | None = None
@@ -116,6 +117,8 @@ class Cleaner:
                 except StorageError as e:
                     self._failed(e)
                     due = []
+                if due:
+                    self._miss_metrics(steps.values())
                 for step in sorted(due, key=named.__contains__):
                     if step not in self._named(steps) and step not in held:
                         self._delete(step, steps)
@@ -124,6 +127,20 @@ class Cleaner:
             if self._collected is None or time.monotonic() >= self._collected + self._grace:
                 self._collected = time.monotonic()
                 self._collect(committed.step)
+
+    def _miss_metrics(self, steps: Collection[StepInfo]) -> None:
+        """Warn once if the rule asks for a metric that no step has: then it deletes all steps but the newest."""
+        recorded = {metric for info in steps for metric in info.metrics}
+        unknown = sorted({best.metric for best in self._rule.measures} - recorded) if self._rule is not None else []
+        if unknown and not self._missed:
+            self._missed = True
+            _log.warning(
+                "%s: keep= ranks steps by %s, and no step has that metric%s; pass save(metrics={%r: …}), or steps are deleted unranked.",
+                self._root,
+                few([repr(name) for name in unknown], 3),
+                f", only {few(sorted(recorded), 3)}" if recorded else "",
+                unknown[0],
+            )
 
     def _named(self, steps: dict[int, StepInfo]) -> frozenset[int]:
         """The steps that hold tensors of other steps, existing or being saved."""

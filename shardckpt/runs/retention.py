@@ -170,7 +170,7 @@ def any_of(*rules: Retention | int) -> Retention:
     made = tuple(rule for rule in map(as_retention, rules) if rule is not None)
     if not made or len(made) < len(rules):
         raise OptionError(
-            f"any_of{rules!r:.200}: give rules, each a number of steps or one of shardckpt.runs.retention; None would keep all."
+            f"any_of{rules!r:.200}: give rules, each a number of steps or one of shardckpt.training.retention; None would keep all."
         )
     return KeepAnyOf(made)
 
@@ -189,7 +189,7 @@ def as_retention(keep: Retention | int | None) -> Retention | None:
     if isinstance(keep, int) and not isinstance(keep, bool):
         return Latest(keep)
     raise OptionError(
-        f"keep={shorten(keep)}: a {type(keep).__name__} is not a rule; give a number of steps, or one of shardckpt.runs.retention."
+        f"keep={shorten(keep)}: a {type(keep).__name__} is not a rule; give a number of steps, or one of shardckpt.training.retention."
     )
 
 

@@ -96,7 +96,7 @@ class CheckpointManager(RunSteps):
             root: the run's directory, a path or url; it need not exist.
             every: when to save: a number of steps, or a policy (`shardckpt.training.policies`). None saves only with `force`. The default
                 saves at every call of `save`; with `preemption`, only before the job is stopped.
-            keep: which steps to keep: a number of latest steps, or a rule (`shardckpt.runs.retention`). None keeps all.
+            keep: which steps to keep: a number of latest steps, or a rule (`shardckpt.training.retention`). None keeps all.
             options: options of every save. Restores use its `memory_limit`, too.
             coordinator: connects the processes of the job; detected by default.
             in_flight: how to treat a step that is due while a save is in flight. "wait" waits for that save; "skip" skips the step,

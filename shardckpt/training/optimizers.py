@@ -47,6 +47,8 @@ if TYPE_CHECKING:
 
 _OF_THE_GROUP = frozenset({"params", "param_names"})
 """Entries of a group that are not settings."""
+_OF_SCHEDULERS = frozenset({"initial_lr", "swa_lr", "max_lr", "min_lr", "max_momentum", "base_momentum"})
+"""Settings that schedulers add to groups."""
 _OF_FABRIC = "_forward_module."
 """The beginning of the names that 0.2.0 gave to the parameters of a module that Lightning Fabric wraps."""
 _NO_MOMENT = "step"
@@ -191,10 +193,13 @@ class NamedOptimizer:
 
         Raises:
             OptionError: only a part of the groups, or of one parameter's state, is requested.
+            StructureMismatchError: the stored settings are of another class of optimizer.
         """
         if not stored.any(node):
             return LEFT_OUT
         own = self.collect()
+        if (settings := child(node, "param_groups")) is not None and stored.any(settings):
+            self._check_class(settings)
         found = {}
         for name in own:
             below = child(node, name)
@@ -206,6 +211,19 @@ class NamedOptimizer:
             else:
                 found[name] = mirror(stored, below)
         return {name: part for name, part in found.items() if part is not LEFT_OUT}
+
+    def _check_class(self, settings: Node) -> None:
+        """Refuse settings that the optimizer does not have, and without which it would make no step; torch would take them."""
+        for group in settings.children if isinstance(settings, Branch) else ():
+            names = {str(key) for key in group.keys} if isinstance(group, Branch) else set()
+            lacking, strange = self.optimizer.defaults.keys() - names, names - self.optimizer.defaults.keys() - _OF_SCHEDULERS
+            own = set().union(*self.optimizer.param_groups)
+            if lacking and strange - own and (lacking := lacking - _filled_in(self.optimizer, names)):
+                raise StructureMismatchError(
+                    f"{shown(group.name)} has settings of another class of optimizer ({few(sorted(strange - own), 3)}), and "
+                    f"{type(self.optimizer).__qualname__} needs {few(sorted(lacking), 3)}; make the optimizer that was saved, or leave "
+                    f"{self.key} out with only=."
+                )
 
     def put_back(self, restored: Mapping[str, Any]) -> None:
         """Give the optimizer the state that was restored into `like`.
@@ -324,6 +342,14 @@ class NamedOptimizer:
                 f"{shown(self.key)}: load_state_dict() of {type(self.optimizer).__qualname__} has not loaded {few(lost)}; change that, "
                 f"leave the names out with only=, or pass strict=False to go on without them."
             )
+
+
+def _filled_in(optimizer: torch.optim.Optimizer, names: Collection[str]) -> set[str]:
+    """The settings that the optimizer's class adds to a group that has only these: those of later versions of torch."""
+    group: dict[str, Any] = {"params": [], **dict.fromkeys(names)}
+    blank = object.__new__(type(optimizer))
+    blank.__setstate__({"state": {}, "param_groups": [group], "defaults": optimizer.defaults})
+    return set(group)
 
 
 def _same(value: Any, loaded: Any) -> bool:

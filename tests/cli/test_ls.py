@@ -38,7 +38,7 @@ def test_unfinished_saves_show_on_request(run, saver, tmp_path):
     assert re.fullmatch(r"2 +uncommitted: no host has finished, nothing written for [\d,]+ d", table[-1])
     assert table[0].split() == ["name", "created", "tensors", "size", "layout"]
     assert empty == ""
-    assert hint == f"shardckpt gc {tmp_path} removes abandoned saves"
+    assert hint == f"shardckpt gc {tmp_path} removes abandoned saves, a day after their last write"
     assert max(map(len, table)) <= 80
 
 

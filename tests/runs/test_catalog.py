@@ -12,6 +12,7 @@ from shardckpt.errors import NotFoundError, UrlError
 from shardckpt.format.documents import seal
 from shardckpt.format.record import Tombstone
 from shardckpt.frameworks.coordination.base import SingleProcess
+from shardckpt.io.url import parse
 from shardckpt.runs.catalog import CatalogEntry, catalog
 from shardckpt.runs.collecting import collect
 from shardckpt.runs.pinning import tag
@@ -176,3 +177,20 @@ def test_entries_are_read_again_from_json_also_from_that_of_earlier_versions(tmp
     assert CatalogEntry.from_json(document) == entry
     del document["tags"]
     assert CatalogEntry.from_json(document).tags == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "step"),
+    [
+        ("100", 100),
+        ("step_100", 100),
+        ("step100", 100),
+        ("run-b-0100", 100),
+        ("checkpoint-7", 7),
+        ("epoch=3", 3),
+        ("run-tp4", None),
+        ("v2", None),
+    ],
+)
+def test_a_number_at_the_end_of_a_word_is_no_step_unless_the_word_says_so(tmp_path, name, step):
+    assert CatalogEntry(name, parse(str(tmp_path / name)), "committed").step == step

@@ -534,3 +534,35 @@ def test_modules_that_share_a_weight_in_another_order_get_its_state(tmp_path):
     for name, tensor in moments.state[one.weight].items():
         assert torch.equal(tensor, moments_now.state[one_now.weight][name])
     assert torch.equal(other.bias, other_now.bias)
+
+
+def test_settings_of_another_class_of_optimizer_are_refused_before_anything_changes(tmp_path):
+    model = torch.nn.Linear(3, 2)
+    saved = torch.optim.AdamW(model.parameters(), lr=0.5)
+    model(torch.ones(3)).sum().backward()
+    saved.step()
+    shardckpt.save(tmp_path / "c", shardckpt.train_state(model=model, optimizer=saved, step=1))
+    other = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    state = shardckpt.train_state(model=model, optimizer=other, step=0)
+    with pytest.raises(StructureMismatchError, match=r"another class of optimizer \(.*betas.*SGD needs .*momentum"):
+        shardckpt.restore(tmp_path / "c", state)
+    assert other.param_groups[0]["lr"] == 0.1
+    shardckpt.restore(tmp_path / "c", state, only=["model/**", "step"])
+    other.step()
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop, torch.optim.Adagrad])
+def test_settings_that_later_versions_of_torch_have_may_be_missing(tmp_path, kind):
+    model = torch.nn.Linear(3, 2)
+    optimizer = kind(model.parameters(), lr=0.5)
+    later = {"maximize", "foreach", "differentiable", "fused", "capturable", "decoupled_weight_decay"} & optimizer.param_groups[0].keys()
+    for name in later:
+        del optimizer.param_groups[0][name]
+    optimizer.param_groups[0] |= {"initial_lr": 0.5, "of_mine": 1}
+    shardckpt.save(tmp_path / "c", shardckpt.train_state(model=model, optimizer=optimizer))
+    new = kind(model.parameters(), lr=0.1)
+    shardckpt.restore(tmp_path / "c", shardckpt.train_state(model=model, optimizer=new))
+    assert new.param_groups[0]["lr"] == 0.5
+    new.zero_grad()
+    model(torch.ones(3)).sum().backward()
+    new.step()

@@ -257,3 +257,12 @@ def test_a_pinned_step_is_not_replaced_by_an_overwrite_either(run):
     with pytest.raises(errors.OptionError, match="is pinned, so it is not replaced; `shardckpt unpin` it first"):
         manager.wait()
     assert run.holds(5)
+
+
+def test_a_rule_whose_metric_no_step_has_says_so_once(tmp_path, caplog):
+    with shardckpt.CheckpointManager(tmp_path / "run", every=1, keep=Best(1, "val_loss")) as manager:
+        for step in range(1, 5):
+            manager.save(step, {"w": 1.0}, metrics={"loss": 1.0})
+    said = [record.getMessage() for record in caplog.records if "metric" in record.getMessage()]
+    assert len(said) == 1
+    assert "keep= ranks steps by 'val_loss', and no step has that metric, only loss; pass save(metrics={'val_loss': …})" in said[0]
