@@ -160,7 +160,7 @@ class Follower:
     def _next(self) -> tuple[int, bool] | None:
         """The step of the next version, and whether training went back since the one given last."""
         steps = step_numbers(self.root)
-        went_back = self._seen is not None and self._is_gone(*self._seen)
+        went_back = self._seen is not None and self._is_gone(*self._seen, steps)
         if self._mode == "newest":
             newest = next((step for step in reversed(steps) if self._attempt_of(step) is not None), None)
             if newest is None or (self._seen is not None and newest == self._seen[0] and not went_back):
@@ -180,11 +180,13 @@ class Follower:
         attempt = published_attempt(place)
         return None if attempt is None or is_superseded(place, attempt) else unfolded(attempt)
 
-    def _is_gone(self, step: int, attempt: str) -> bool:
-        """Whether a version was superseded or replaced: training went back. One that was only deleted is too old."""
+    def _is_gone(self, step: int, attempt: str, steps: Sequence[int]) -> bool:
+        """Whether a version was superseded or replaced, or deleted and none is after it. One that was deleted before others is too old."""
         place = self.root.sub(str(step))
         now = published_attempt(place)
-        return now is not None and (unfolded(now) != attempt or is_superseded(place, attempt))
+        if now is None:
+            return all(self._attempt_of(later) is None for later in reversed(steps) if later > step)
+        return unfolded(now) != attempt or is_superseded(place, attempt)
 
     def __iter__(self) -> Iterator[FollowedVersion]:
         """Each next version, as soon as it is there; waits for ever."""

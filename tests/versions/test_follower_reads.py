@@ -11,6 +11,7 @@ import torch
 
 import shardckpt
 from shardckpt.errors import CorruptionError, ShapeMismatchError
+from shardckpt.runs.collecting import delete
 
 
 def publish(url, states, **options):
@@ -44,6 +45,40 @@ def test_a_follower_of_an_eighth_of_a_tensor_reads_an_eighth_of_the_differences(
         follower.poll().prepare().apply()
         assert 0.9 * stored / 8 <= follower.cache.read_bytes - whole <= 1.1 * stored / 8
     assert like["w"].tobytes() == second[: shape[0], : shape[1]].tobytes()
+
+
+def test_followers_are_told_that_training_went_back_when_the_newest_versions_were_deleted(tmp_path):
+    publish(tmp_path, [{"w": np.full(1000, float(step))} for step in range(4)])
+    like = {"w": np.zeros(1000)}
+    with shardckpt.follow(tmp_path, like) as newest, shardckpt.follow(tmp_path, dict(like), mode="each") as each:
+        assert newest.poll().prepare().step == 3
+        assert [each.poll().step for _ in range(4)] == [0, 1, 2, 3]
+        for step in ("3", "2"):
+            delete(str(tmp_path / step), grace=0)
+        version = newest.poll()
+        assert (version.step, version.went_back) == (1, True)
+        version.prepare().apply()
+        version.prove()
+        assert like["w"][0] == 1
+        assert newest.poll() is None
+        assert each.poll() is None  # it has given all that are there
+        with shardckpt.Publisher(tmp_path) as publisher:
+            publisher.publish(2, {"w": np.full(1000, 5.0)})
+        version = newest.poll()
+        assert (version.step, version.went_back) == (2, False)
+        version = each.poll()
+        assert (version.step, version.went_back) == (2, True)
+
+
+def test_followers_are_not_told_that_training_went_back_when_older_versions_were_deleted(tmp_path):
+    publish(tmp_path, [{"w": np.zeros(1000)}])
+    with shardckpt.follow(tmp_path, {"w": np.zeros(1000)}) as follower:
+        assert follower.poll().step == 0
+        with shardckpt.Publisher(tmp_path, keep=1) as publisher:
+            publisher.publish(1, {"w": np.ones(1000)})
+        shutil.rmtree(tmp_path / "0", ignore_errors=True)
+        version = follower.poll()
+        assert (version.step, version.went_back) == (1, False)
 
 
 @pytest.mark.slow
