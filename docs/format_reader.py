@@ -80,8 +80,10 @@ def changed(stored, base, itemsize):
     data = np.frombuffer(Zstd().decode(stored[13:]), np.uint8)
     gaps, rest = data[:n].astype(int), data[n : n + 4 * m].copy().view("<u4")
     gaps[gaps == 255] += rest
-    elements = np.frombuffer(base, np.uint8).reshape(-1, itemsize).copy()
-    elements[np.cumsum(gaps + 1) - 1] ^= data[n + 4 * m :].reshape(itemsize, n).T
+    number = f"<u{min(itemsize, 8)}"
+    growth = data[n + 4 * m :].reshape(itemsize, n).T.copy().view(number)
+    elements = np.frombuffer(base, number).reshape(-1, growth.shape[1]).copy()
+    elements[np.cumsum(gaps + 1) - 1] += (growth >> 1) ^ -(growth & 1)
     assert crc32c.crc32c(elements.tobytes()) == crc, "a difference from other elements"
     return elements.tobytes()
 

@@ -177,6 +177,7 @@ def _assemble(place: Store, said: Mapping[FileReference, Contents]) -> Checkpoin
             "bytes": sum(t.nbytes for t in structure.tensors.values()),
             "stored_bytes": sum(host.stored_bytes for host in hosts) + len(data),
             "chunks": len(table.rows),
+            **({"changed_bytes": sum(host.changed_bytes or 0 for host in hosts)} if first.compression == "difference" else {}),
         },
         fingerprint=write_fingerprint(place, hosts, contents) if first.fingerprint else None,
         table=write_table(place, TABLE, table),

@@ -8,20 +8,23 @@ nothing        the chunk of the earlier version
 1, u32 crc32c of the elements, u32 n, u32 m, zstd frame of:
     n bytes        gaps: number of unchanged elements before each changed one; 255: 255 and what the next of `m` says
     m x u32        the rest of each gap of 255 and more
-    n x itemsize   exclusive or of the old and the new elements, byte plane by byte plane
+    n x itemsize   growth of each changed element, byte plane by byte plane
 ```
 
 All numbers are little-endian. The elements are in the form of a chunk without compression, padding included. Elements are compared
 as bits: -0.0 and 0.0 differ, and a NaN equals itself.
 
-Gaps and planes of changed elements compress well: of bfloat16 weights, a step of training changes few elements, and mostly
-their low bytes.
+*Growth*: elements are taken as unsigned numbers, those of more than 8 bytes as several of 8. The new number minus the old one,
+modulo the power of two, is a signed number d. It is stored as 2d, or as -2d - 1 if it is negative.
+
+Gaps and planes of changed elements compress well: of bfloat16 weights, a step of training changes few elements, most of them by one
+or two units in the last place.
 """
 
 from __future__ import annotations
 
 import struct
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import crc32c
 import numpy as np
@@ -33,6 +36,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     Bytes = NDArray[np.uint8]
+    Growth = NDArray[np.unsignedinteger[Any]]
 
 WHOLE, DIFFERENCE = 0, 1
 """First byte of a stored chunk."""
@@ -48,29 +52,34 @@ def whole(elements: Bytes) -> bytes:
     return bytes([WHOLE]) + elements.tobytes()
 
 
-def difference(old: Bytes, new: Bytes, itemsize: int) -> bytes:
+def difference(old: Bytes, new: Bytes, itemsize: int) -> tuple[bytes, int]:
     """A chunk stored as its difference from an earlier one, or as a whole if that is at most twice as large; without the checksum.
 
     Args:
         old: (bytes,) elements of the earlier chunk. They become those of the new one.
         new: (bytes,) elements of the chunk.
         itemsize: bytes of an element.
+
+    Returns:
+        The stored chunk, and the number of changed elements.
     """
-    changed, bits = _changed(old, new, itemsize)
+    changed, growth = _changed(old, new, itemsize)
     if not len(changed):
-        return b""
-    stored = encode_changes(changed, bits, len(new), crc32c.crc32c(new.data))
-    return whole(new) if stored is None else stored
+        return b"", 0
+    stored = encode_changes(changed, growth, len(new), crc32c.crc32c(new.data))
+    return whole(new) if stored is None else stored, len(changed)
 
 
-def encode_changes(position: NDArray[np.int64], bits: Bytes, nbytes: int, crc: int) -> bytes | None:
+def encode_changes(position: NDArray[np.int64], growth: Growth, nbytes: int, crc: int) -> bytes | None:
     """A chunk of `nbytes` bytes of elements stored as these changes, the result of `changes`; None if that has more than half its bytes."""
-    itemsize = bits.shape[1]
+    itemsize = growth.shape[1] * growth.itemsize
     gaps = np.diff(position, prepend=-1) - 1
     rest = (gaps[gaps >= _LONG] - _LONG).astype("<u4")
     if len(gaps) * (1 + itemsize) + rest.nbytes > 4 * nbytes:  # no frame is small enough, and this one is too large to try
         return None
-    parts = (np.minimum(gaps, _LONG).astype(np.uint8), rest.view(np.uint8), bits.T.reshape(-1))
+    folded = (growth << 1) ^ -(growth >> (8 * growth.itemsize - 1))  # the sign becomes the lowest bit
+    planes = np.ascontiguousarray(folded).view(np.uint8).reshape(-1, itemsize).T
+    parts = (np.minimum(gaps, _LONG).astype(np.uint8), rest.view(np.uint8), planes.reshape(-1))
     frame = compress(np.concatenate(parts))
     return _HEAD.pack(DIFFERENCE, crc, len(gaps), len(rest)) + frame if 2 * (_HEAD.size + len(frame)) <= nbytes else None
 
@@ -85,7 +94,7 @@ class Joined:
         self._elements: Bytes | None = None
         """All elements, if a version has stored them."""
         self._position = np.empty(0, np.int64)
-        self._bits = np.empty((0, itemsize), np.uint8)
+        self._growth = np.empty((0, itemsize), np.uint8).view(_number(itemsize))
         self._crc: int | None = None
         """Of the elements of the last version that changed any."""
 
@@ -104,15 +113,15 @@ class Joined:
         if self._elements is not None:
             apply(stored, self._elements, self._itemsize, where)
         elif len(stored):
-            position, bits, self._crc = changes(stored, self._nbytes // self._itemsize, self._itemsize, where)
+            position, growth, self._crc = changes(stored, self._nbytes // self._itemsize, self._itemsize, where)
             every = np.concatenate([self._position, position])
             order = np.argsort(every, kind="stable")
-            every, joined = every[order], np.concatenate([self._bits, bits])[order]
+            every, joined = every[order], np.concatenate([self._growth, growth])[order]
             again = np.flatnonzero(every[1:] == every[:-1])  # each position is there at most twice
-            joined[again] ^= joined[again + 1]
+            joined[again] += joined[again + 1]
             joined[again + 1] = 0
             keep = np.flatnonzero(joined.any(axis=1))
-            self._position, self._bits = every[keep], joined[keep]
+            self._position, self._growth = every[keep], joined[keep]
 
     def stored(self) -> bytes | None:
         """The stored chunk, without its checksum; None if it needs all elements, and these are not known."""
@@ -121,31 +130,37 @@ class Joined:
         if not len(self._position):
             return b""
         assert self._crc is not None
-        return encode_changes(self._position, self._bits, self._nbytes, self._crc)
+        return encode_changes(self._position, self._growth, self._nbytes, self._crc)
 
 
-def _changed(old: Bytes, new: Bytes, itemsize: int) -> tuple[NDArray[np.int64], Bytes]:
-    """The positions of the elements that differ, ascending, and (n, itemsize) their bits' exclusive or; `old` becomes `new`."""
-    if itemsize not in (1, 2, 4, 8):
-        rows = (old ^ new).reshape(-1, itemsize)
+def _number(itemsize: int) -> np.dtype[np.unsignedinteger[Any]]:
+    """The numbers that an element is taken as: of its bytes, or of fewer that divide it."""
+    return np.dtype(f"<u{min(_WORD, itemsize & -itemsize)}")
+
+
+def _changed(old: Bytes, new: Bytes, itemsize: int) -> tuple[NDArray[np.int64], Growth]:
+    """The positions of the elements that differ, ascending, and how they grow, as `changes`; `old` becomes `new`."""
+    number = _number(itemsize)
+    if itemsize != number.itemsize:
+        rows = (new.view(number) - old.view(number)).reshape(-1, itemsize // number.itemsize)
         position = np.flatnonzero(rows.any(axis=1))
         old[:] = new
         return position, rows[position]
     each = _WORD // itemsize
     words = len(new) // _WORD
-    found, bits = [], []
+    found, growth = [], []
     # Words of several elements are compared first: most are equal.
     for first, some, size in ((0, slice(words * _WORD), _WORD), (words * each, slice(words * _WORD, None), itemsize)):
         before, after = old[some].view(f"u{size}"), new[some].view(f"u{size}")
         differ = np.flatnonzero(before != after)
         values = after[differ]
-        both = (before[differ] ^ values).view(f"u{itemsize}")
+        rises = values.view(number) - before[differ].view(number)
         before[differ] = values
-        inside = np.flatnonzero(both)
+        inside = np.flatnonzero(rises)
         word, at = np.divmod(inside, size // itemsize)
         found.append(first + differ[word] * (size // itemsize) + at)
-        bits.append(both[inside])
-    return np.concatenate(found), np.concatenate(bits).view(np.uint8).reshape(-1, itemsize)
+        growth.append(rises[inside])
+    return np.concatenate(found), np.concatenate(growth)[:, np.newaxis]
 
 
 def needs_older(stored: Bytes) -> bool:
@@ -172,17 +187,17 @@ def apply(stored: Bytes, elements: Bytes, itemsize: int, where: str) -> None:
             raise CorruptionError(f"{where}: a whole chunk of {len(stored) - 1} bytes, where {len(elements)} are expected.")
         elements[:] = stored[1:]
         return
-    position, bits, crc = changes(stored, len(elements) // itemsize, itemsize, where)
-    rows = elements.reshape(-1, itemsize)
-    if itemsize in (2, 4, 8):
-        rows.view(f"u{itemsize}")[position, 0] ^= bits.view(f"u{itemsize}")[:, 0]
+    position, growth, crc = changes(stored, len(elements) // itemsize, itemsize, where)
+    numbers = elements.view(growth.dtype)
+    if growth.shape[1] == 1:
+        numbers[position] += growth[:, 0]
     else:
-        rows[position] ^= bits
+        numbers.reshape(-1, growth.shape[1])[position] += growth
     if crc32c.crc32c(elements.data) != crc:
         raise CorruptionError(f"{where}: the chunk does not have its checksum after the difference is applied: its base is another one.")
 
 
-def changes(stored: Bytes, elements: int, itemsize: int, where: str) -> tuple[NDArray[np.int64], Bytes, int]:
+def changes(stored: Bytes, elements: int, itemsize: int, where: str) -> tuple[NDArray[np.int64], Growth, int]:
     """The changed elements of a chunk that is stored as a difference.
 
     Args:
@@ -192,8 +207,8 @@ def changes(stored: Bytes, elements: int, itemsize: int, where: str) -> tuple[ND
         where: chunk and file, for messages.
 
     Returns:
-        (n,) their positions in the chunk, ascending; (n, itemsize) exclusive or of the old and the new bytes; and the crc32c of all
-        elements of the chunk.
+        (n,) their positions in the chunk, ascending; (n, k) the new numbers minus the old ones, k for an element (one, or several of 8
+        bytes), modulo the power of two; and the crc32c of all elements of the chunk.
 
     Raises:
         CorruptionError: not such a chunk.
@@ -212,5 +227,5 @@ def changes(stored: Bytes, elements: int, itemsize: int, where: str) -> tuple[ND
     position = np.cumsum(gaps + 1) - 1
     if n and position[-1] >= elements:
         raise CorruptionError(f"{where}: a difference at element {position[-1]} of a chunk of {elements}.")
-    bits = np.ascontiguousarray(data[n + 4 * m :].reshape(itemsize, n).T)
-    return position, bits, crc
+    folded = np.ascontiguousarray(data[n + 4 * m :].reshape(itemsize, n).T).view(_number(itemsize))
+    return position, ((folded >> 1) ^ -(folded & 1)).view(folded.dtype), crc

@@ -106,6 +106,8 @@ class HostRecord:
     files: HostFiles
     chunks: int
     stored_bytes: int
+    changed_bytes: int | None = None
+    """Bytes of its elements that differ from the version that was published before, or were not compared; None: without differences."""
 
     @property
     def key(self) -> str:
@@ -134,6 +136,7 @@ class HostRecord:
             **self.files.to_json(),
             "chunks": self.chunks,
             "stored_bytes": self.stored_bytes,
+            **({} if self.changed_bytes is None else {"changed_bytes": self.changed_bytes}),
         }
 
     @classmethod
@@ -150,6 +153,7 @@ class HostRecord:
             files=HostFiles.from_json(doc, where),
             chunks=read.integer("chunks"),
             stored_bytes=read.integer("stored_bytes"),
+            changed_bytes=read.integer("changed_bytes") if "changed_bytes" in read.doc else None,
         )
 
 
@@ -169,7 +173,8 @@ class CheckpointRecord:
     structure: Structure
     metadata: dict[str, Any] = field(default_factory=dict)
     totals: dict[str, int] = field(default_factory=dict)
-    """`tensors` and `bytes` (elements) include tensors in bases; `stored_bytes` (with padding and checksums) and `chunks` do not."""
+    """`tensors` and `bytes` (elements) include tensors in bases; `stored_bytes` (with padding and checksums) and `chunks` do not.
+    Versions with differences have `changed_bytes`: of the elements that differ from the version that was published before."""
     table: TableReference | None = None
     """The chunk table of all hosts; None: there are only the hosts' own tables."""
     small_table: TableReference | None = None
@@ -238,7 +243,10 @@ class CheckpointRecord:
             hosts=tuple(FileReference.from_fields(Fields({"host": h}, where), "host") for h in hosts),
             structure=structure,
             metadata=read.metadata(),
-            totals={k: totals.integer(k) for k in ("tensors", "bytes", "stored_bytes", "chunks")},
+            totals={
+                **{name: totals.integer(name) for name in ("tensors", "bytes", "stored_bytes", "chunks")},
+                **({"changed_bytes": totals.integer("changed_bytes")} if "changed_bytes" in totals.doc else {}),
+            },
             table=TableReference.from_fields(read, "table") if "table" in read.doc else None,
             small_table=TableReference.from_fields(read, "small_table") if "small_table" in read.doc else None,
             fingerprint=FileReference.from_fields(read, "fingerprint") if "fingerprint" in read.doc else None,

@@ -21,7 +21,7 @@ several dimensions the factors multiply. So, per tensor:
    (`even_runs`), and each run is stored separately.
 
 A very large checkpoint gets larger chunks (`smallest_chunk`), so that it has at most about 4 million chunks, or as
-many as there are shards. If each chunk is a file, no chunk is cut below 1 MiB.
+many as there are shards. If each chunk is a file, no chunk is cut below 1 MiB; if chunks may be differences, none below 128 KiB.
 
 Every host computes the choice alone, and all hosts must agree. So scores use only IEEE additions, multiplications and
 divisions in a fixed order, which give the same result on every machine; logarithms and powers do not.
@@ -48,6 +48,8 @@ SMALLEST_CHUNK = 64 << 10
 """Bytes below which no chunk is cut."""
 SMALL_TENSOR_CHUNK = 16 << 10
 """Bytes below which no chunk is cut, in tensors too small for 64 chunks of `SMALLEST_CHUNK`."""
+SMALLEST_DIFFERENCE = 128 << 10
+"""Bytes below which no chunk is cut, in any tensor, if chunks are stored as differences: each is compressed by itself."""
 SMALLEST_FILE = 1 << 20
 """Bytes below which no chunk is cut, in any tensor, if each chunk is a file or an object."""
 MOST_CHUNKS = 4_000_000
@@ -96,14 +98,22 @@ class Chunking:
 
 
 @lru_cache(maxsize=4096)
-def smallest_chunk(total_bytes: int, *, files: bool = False) -> Floor:
-    """The floor in a checkpoint of `total_bytes`, a power of two; `files`: each chunk is a separate file.
+def smallest_chunk(total_bytes: int, *, files: bool = False, differences: bool = False) -> Floor:
+    """The floor in a checkpoint of `total_bytes`, a power of two.
+
+    Args:
+        total_bytes: bytes of all tensors.
+        files: each chunk is a separate file.
+        differences: chunks may be stored as differences.
 
     >>> smallest_chunk(10**9).nbytes, smallest_chunk(2 * 10**12).nbytes, smallest_chunk(10**9, files=True).nbytes
     (65536, 524288, 1048576)
     """
     needed = 1 << max(0, -(-total_bytes // MOST_CHUNKS) - 1).bit_length()
-    return Floor(max(SMALLEST_FILE, needed), SMALLEST_FILE) if files else Floor(max(SMALLEST_CHUNK, needed))
+    if files or differences:
+        least = SMALLEST_FILE if files else SMALLEST_DIFFERENCE
+        return Floor(max(least, needed), least)
+    return Floor(max(SMALLEST_CHUNK, needed))
 
 
 def chunk_shape(shape: tuple[int, ...], itemsize: int, parts: tuple[int, ...], *, smallest: Floor = _FLOOR) -> tuple[int, ...]:

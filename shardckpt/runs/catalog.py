@@ -61,6 +61,8 @@ class CatalogEntry:
     """Bytes of all elements."""
     stored_bytes: int | None = None
     """Bytes of all chunks as stored, with padding and checksums, after compression."""
+    changed_bytes: int | None = None
+    """Bytes of the elements that differ from the version that was published before; of versions with differences only."""
     reason: str | None = None
     """Reason of the deletion, or of being unreadable."""
     finished: int | None = None
@@ -97,7 +99,14 @@ class CatalogEntry:
             *("hosts", "committable", "pinned", "superseded", "idle"),
         )
         tags = tuple(doc.get("tags", ()))  # earlier versions wrote none
-        return cls(location=parse(doc["url"]), bases=tuple(doc["bases"]), tags=tags, **{name: doc[names.get(name, name)] for name in plain})
+        changed = doc.get("changed_bytes")
+        return cls(
+            location=parse(doc["url"]),
+            bases=tuple(doc["bases"]),
+            tags=tags,
+            changed_bytes=changed,
+            **{name: doc[names.get(name, name)] for name in plain},
+        )
 
     def to_json(self) -> dict[str, Any]:
         """The entry as JSON."""
@@ -112,6 +121,7 @@ class CatalogEntry:
             "tensors": self.tensors,
             "bytes": self.nbytes,
             "stored_bytes": self.stored_bytes,
+            "changed_bytes": self.changed_bytes,
             "metrics": dict(self.metrics),
             "reason": self.reason,
             "finished": self.finished,
@@ -241,6 +251,7 @@ def _summary(doc: dict[str, Any], name: str, location: Location, where: str) -> 
         tensors=_typed(totals, "tensors", int, where),
         nbytes=_typed(totals, "bytes", int, where),
         stored_bytes=_typed(totals, "stored_bytes", int, where),
+        changed_bytes=_typed(totals, "changed_bytes", int, where) if "changed_bytes" in totals else None,
         metrics=_metrics(doc),
         bases=tuple(base.url for base in bases_of(doc, where)),
     )

@@ -85,6 +85,7 @@ class CheckpointEntry(TypedDict):
     tensors: int | None
     bytes: int | None
     stored_bytes: int | None
+    changed_bytes: int | None
     metrics: dict[str, float | str]
     reason: str | None
     finished: int | None

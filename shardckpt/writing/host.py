@@ -278,6 +278,7 @@ class HostWriter:
             ),
             chunks=len(order),
             stored_bytes=int(extents.length.sum()),
+            changed_bytes=sum(encoder.changed_bytes for encoder in self._encoders) if self._compression == "difference" else None,
         )
         self._place.make_parents(record.key)
         self._place.sync_names()
@@ -349,6 +350,8 @@ class Encoder:
     ) -> None:
         """Write with `writer`, as its thread of this number. All elements are added to `sums`, and kept in `kept`."""
         self.sums = sums
+        self.changed_bytes = 0
+        """Bytes of elements that differ from the version before."""
         self._kept = kept
         self._writer = writer
         self._thread = thread
@@ -434,7 +437,9 @@ class Encoder:
             assert self._kept is not None
             known = [*self._paths]
             paths = [known[number] for number in numbers]
-            data, lengths, crcs = with_checksums(self._kept.differences(keys, paths, rows[:, :-CHECKSUM_BYTES], elements[0].itemsize))
+            stored, changed = self._kept.differences(keys, paths, rows[:, :-CHECKSUM_BYTES], elements[0].itemsize)
+            data, lengths, crcs = with_checksums(stored)
+            self.changed_bytes += changed
         else:
             if self._kept is not None:
                 self._kept.keep(keys, rows[:, :-CHECKSUM_BYTES])

@@ -109,8 +109,10 @@ class KeptChunks:
                 kept[:] = row  # fresh memory costs more
             self._version_of[key] = self._version
 
-    def differences(self, keys: Sequence[str], paths: Sequence[str], rows: Rows, itemsize: int) -> list[bytes]:
-        """The stored form of chunks, without checksums; from then on they are kept.
+    def differences(self, keys: Sequence[str], paths: Sequence[str], rows: Rows, itemsize: int) -> tuple[list[bytes], int]:
+        """The stored form of chunks, without checksums, and the bytes of their changed elements; from then on they are kept.
+
+        All elements of a chunk count that is not compared.
 
         Args:
             keys: one per chunk.
@@ -118,13 +120,16 @@ class KeptChunks:
             rows: their elements.
             itemsize: bytes of an element.
         """
-        stored = []
+        stored, changed = [], 0
         for i, (key, path) in enumerate(zip(keys, paths, strict=True)):
             kept, row = self._chunks.get(key), rows[i]
             if kept is not None and path in self._differing and self._version_of[key] == self._version - 1 and kept.nbytes == row.nbytes:
-                stored.append(difference(kept, row, itemsize))
+                chunk, count = difference(kept, row, itemsize)
+                stored.append(chunk)
+                changed += count * itemsize
                 self._version_of[key] = self._version
             else:
                 self.keep([key], rows[i : i + 1])
                 stored.append(whole(row))
-        return stored
+                changed += row.nbytes
+        return stored, changed

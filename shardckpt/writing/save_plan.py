@@ -109,15 +109,15 @@ class SavePlan:
         return self._structure.with_tree(tree) if tensors is self.tensors else Structure(tree, tensors)
 
 
-def plan_save(sources: Mapping[str, Source], options: SaveOptions, world: World) -> SavePlan:
-    """Plan one process's share.
+def plan_save(sources: Mapping[str, Source], options: SaveOptions, world: World, *, differences: bool = False) -> SavePlan:
+    """Plan one process's share; `differences`: its chunks may be stored as differences.
 
     Raises:
         LeafError, ShardingError: a tensor that cannot be stored, by name.
         OptionError: a pattern in `shardings` that matches no plain tensor, or a pattern in `skip` that matches no tensor.
     """
     skipped = skipped_names(sources, options.skip)
-    tensors = tensor_records(sources, options, world, skipped)
+    tensors = tensor_records(sources, options, world, skipped, differences=differences)
     everyone = tuple(range(world.processes))
     small: list[str] = []
     replicated: dict[str, list[tuple[int, ...]]] = {}
@@ -228,11 +228,19 @@ def skipped_names(names: Iterable[str], patterns: Iterable[str]) -> frozenset[st
 
 
 def tensor_records(
-    sources: Mapping[str, Source], options: SaveOptions, world: World, skipped: frozenset[str] = frozenset()
+    sources: Mapping[str, Source],
+    options: SaveOptions,
+    world: World,
+    skipped: frozenset[str] = frozenset(),
+    *,
+    differences: bool = False,
 ) -> dict[str, TensorRecord]:
     """Storage of each tensor: its array or pieces. Skipped tensors have no pieces yet."""
     smallest = _smallest_chunks(
-        {name: source for name, source in sources.items() if name not in skipped}, world, files=options.layout == "zarr"
+        {name: source for name, source in sources.items() if name not in skipped},
+        world,
+        files=options.layout == "zarr",
+        differences=differences,
     )
     records: dict[str, TensorRecord] = {}
     known: dict[Hashable, TensorRecord] = {}
@@ -300,8 +308,8 @@ def _check_storable(name: str, shape: tuple[int, ...], dtype: DType) -> None:
         raise LeafError(f"{shown(name)} has no elements, and with its shape {shape} more bytes than can be addressed; reshape it.")
 
 
-def _smallest_chunks(sources: Mapping[str, Source], world: World, *, files: bool) -> dict[str, Floor]:
-    """The lower limit of the chunk size by tensor; with `files`, each chunk is a file of its own.
+def _smallest_chunks(sources: Mapping[str, Source], world: World, *, files: bool, differences: bool) -> dict[str, Floor]:
+    """The lower limit of the chunk size by tensor; for `files` and `differences` see `smallest_chunk`.
 
     Processes that know a tensor must cut it the same. A tensor on some devices is known to all processes of those devices, and so
     are all other tensors on exactly the same devices. No process can know which other tensors the other processes have.
@@ -310,7 +318,9 @@ def _smallest_chunks(sources: Mapping[str, Source], world: World, *, files: bool
     sizes: Counter[bytes | None] = Counter()
     for name, source in sources.items():
         sizes[groups[name]] += prod(source.shape) * source.dtype.storage.itemsize
-    return {name: smallest_chunk(0 if group == _PLAIN else sizes[group], files=files) for name, group in groups.items()}
+    return {
+        name: smallest_chunk(0 if group == _PLAIN else sizes[group], files=files, differences=differences) for name, group in groups.items()
+    }
 
 
 _PLAIN = b""
@@ -449,11 +459,11 @@ class PlanCache:
         self._plans: tuple[tuple[Any, SavePlan], ...] = ()
         """Keys and plans, the last used one last. Replaced as a whole: of two saves at once, one may be forgotten."""
 
-    def plan(self, sources: Mapping[str, Source], options: SaveOptions, world: World) -> SavePlan:
+    def plan(self, sources: Mapping[str, Source], options: SaveOptions, world: World, *, differences: bool = False) -> SavePlan:
         """The result of `plan_save`, which must not be modified."""
-        key, plans = _key(sources, options, world), self._plans
+        key, plans = (differences, *_key(sources, options, world)), self._plans
         found = next((plan for known, plan in plans if known == key), None)
-        plan = plan_save(sources, options, world) if found is None else found
+        plan = plan_save(sources, options, world, differences=differences) if found is None else found
         others = [pair for pair in self._plans if pair[1] is not plan]
         self._plans = (*others[1 - _REMEMBERED :], (key, plan))
         return plan

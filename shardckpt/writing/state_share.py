@@ -99,7 +99,7 @@ def share_of(state: Any, options: SaveOptions, world: World, *, waits: bool, ver
         sources = version.converted(sources)
     if world.processes > 1:
         frameworks.check_aliases(sources, plain=options.host_tensors == "replicated")
-    planned = plans.plan(sources, options, world)
+    planned = plans.plan(sources, options, world, differences=version is not None)
     values = values_file(encode_values(flat.per_process, flat.axes)) if flat.per_process else None
     records = with_arrays_noted(planned.tensors, tensors) if isinstance(state, StateOwner) else planned.tensors
     structure, metadata = planned.structure(flat.tree, records), json.loads(json.dumps(options.metadata))

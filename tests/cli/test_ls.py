@@ -76,6 +76,7 @@ def test_json_has_a_document_per_checkpoint(run, saver, tmp_path):
         "tensors": 4,
         "bytes": 3872,
         "stored_bytes": 0,
+        "changed_bytes": None,
         "metrics": {},
         "reason": None,
         "finished": None,

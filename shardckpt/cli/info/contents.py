@@ -84,6 +84,8 @@ def _stored(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
     parts = f"{count(len(record.hosts), 'part')}, " if len(record.hosts) > record.processes else ""
     stored = record.layout, record.compression or "not compressed", count(record.processes, "host")
     yield "stored", f"{', '.join(stored)}, {parts}{count(totals['chunks'], 'chunk')}, {file_size(totals['stored_bytes'])}"
+    if "changed_bytes" in totals:
+        yield "changed", f"{totals['changed_bytes'] / max(1, totals['bytes']):.2%} of the elements' bytes since the version before"
 
 
 def _holds(record: CheckpointRecord) -> str:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 MOST_SHOWN = 20
 _HEADS = (
-    *(("Version", False), ("Differs from", False), ("Stored", True), ("Of all bytes", True), ("Time to publish", True)),
+    *(("Version", False), ("Differs from", False), ("Changed", True), ("Stored", True), ("Of all bytes", True), ("Time to publish", True)),
     ("Followed by", False),
 )
 
@@ -43,7 +43,8 @@ def versions_section(entries: Sequence[dict[str, Any]], began: Mapping[str, str 
 
 
 def _row(one: dict[str, Any], began: str | None, readers: Sequence[HeldLease]) -> list[Any]:
-    stored, nbytes = one["stored_bytes"], one["bytes"]
+    stored, nbytes, changed_bytes = one["stored_bytes"], one["bytes"], one["changed_bytes"]
+    changed = changed_bytes / nbytes if changed_bytes is not None and nbytes else None
     share = stored / nbytes if stored is not None and nbytes else None
     seconds = publishing_seconds(began, one["created"])
     holders: dict[str, int] = {}
@@ -53,6 +54,7 @@ def _row(one: dict[str, Any], began: str | None, readers: Sequence[HeldLease]) -
     return [
         link("checkpoint", one["id"], one["name"]),
         one["bases"][0].rstrip("/").rpartition("/")[2] if one["bases"] else "– (all elements)",
+        "–" if changed is None else data("changed", f"{changed:.6f}", f"{changed:.2%}"),
         "–" if stored is None else data("stored_bytes", stored, file_size(stored)),
         "–" if share is None else data("share", f"{share:.6f}", f"{share:.2%}"),
         "–" if seconds is None else data("seconds", f"{seconds:g}", span(seconds)),
