@@ -30,8 +30,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from azurite import azurite
-
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -164,6 +162,8 @@ def azure_emulator(bucket: str = "bucket") -> Iterator[Emulator]:
     Raises:
         RuntimeError: it is not installed, and could not be.
     """
+    from azurite import azurite  # not at the top: `tools.bench` has no use for it, and `tools` is not on its path
+
     node, main = azurite()
     options = ["--inMemoryPersistence", "--silent", "--disableTelemetry", "--skipApiVersionCheck", "--blobPort"]
     variables = {

@@ -10,6 +10,7 @@
     python -m tools.bench --again FILE --group jax --operation save         those once more, in place of what the file has
     python -m tools.bench --from FILE --write    no run: the page of an earlier one
     python -m tools.bench --cuda                 on a GPU, instead of all that: tools/bench/on_cuda.py
+    python -m tools.bench --versions             publishing and following alone: tools/bench/on_versions.py
     python -m tools.bench --cores                on 1, 2, 4 … all cores, and beside busy threads, instead: tools/bench/on_cores.py
 
 What was measured is in a file at any time (`--json`). `tools/bench/plan.py` says what is measured on tmpfs (/dev/shm), on a disk, and in
@@ -65,12 +66,19 @@ def main() -> int:
     parser.add_argument("--compare", type=Path, metavar="FILE", help="figures of an earlier run")
     parser.add_argument("--cuda", action="store_true", help="measure on a GPU, and nothing else; with --json its figures go to that file")
     parser.add_argument("--cores", action="store_true", help="measure on 1, 2, 4 … all cores, and nothing else; needs only torch")
-    parser.add_argument("--gigabytes", type=float, metavar="N", help="of the state; by default 10 on the GPU, and 2 with --cores")
+    parser.add_argument("--versions", action="store_true", help="measure publishing and following, and nothing else; a minute")
+    parser.add_argument(
+        "--gigabytes", type=float, metavar="N", help="of the state; by default 10 on the GPU, 2 with --cores, and 0.2 with --versions"
+    )
     asked = parser.parse_args()
     if asked.cuda:
         from tools.bench import on_cuda
 
         return on_cuda.measure(asked.gigabytes or 10.0, Path("cuda.json") if asked.json == Path("bench.json") else asked.json)
+    if asked.versions:
+        from tools.bench import on_versions
+
+        return on_versions.measure(asked.gigabytes or 0.2, Path("versions.json") if asked.json == Path("bench.json") else asked.json)
     if asked.cores:
         from tools.bench import on_cores
 

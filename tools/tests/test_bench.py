@@ -306,6 +306,17 @@ def test_the_bench_of_a_gpu_measures_everything_in_its_file(tmp_path, monkeypatc
     assert found["bytes"] == 6 * 64 * 65 * 4
 
 
+def test_the_bench_of_versions_measures_everything_in_its_file(tmp_path):
+    """Bytes alone are compared: they do not depend on the load of the machine."""
+    command = [sys.executable, "-m", "tools.bench", "--versions", "--gigabytes", "0.017", "--json", str(tmp_path / "versions.json")]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=280)
+    found = json.loads((tmp_path / "versions.json").read_text())
+    assert found["bytes"] == 2 * 2048 * 2048 * 2
+    assert found["bytes of a version, against whole-tensor XOR with zstd"] <= 0.6
+    assert found["read by a follower of an eighth of the rows, against its share"] <= 1.1
+    assert found["publish to the bucket until it is durable, against that"] > 0
+
+
 def test_a_row_of_the_bench_on_all_cores_has_rates_and_what_a_busy_loop_beside_kept():
     asked = {"cores": [min(os.sched_getaffinity(0))], "bytes": 64 << 20, "beside": "Python"}
     command = [sys.executable, "-m", "tools.bench.on_cores", json.dumps(asked)]
