@@ -99,7 +99,7 @@ ray: setup ## reshards on real Ray clusters of two nodes, whose parts are killed
 	$(BIN)/python -m pytest -p no:xdist -m ray tests/reshard
 
 vllm: .vllm/.installed ## vLLM on the CPU, and ModelExpress, in an environment of their own: 4 GB, some twenty minutes
-	.vllm/bin/python -m pytest -p no:xdist -s -m vllm tests/convert/test_modelexpress.py tests/views/test_vllm_follow.py tests/views/test_vllm.py
+	.vllm/bin/python -m pytest -p no:xdist -o faulthandler_timeout=0 -s -m vllm tests/convert/test_modelexpress.py tests/views/test_vllm_follow.py tests/views/test_vllm.py
 
 .vllm/.installed: pyproject.toml
 	test -x .vllm/bin/python || $(PYTHON) -m venv .vllm
@@ -109,7 +109,7 @@ vllm: .vllm/.installed ## vLLM on the CPU, and ModelExpress, in an environment o
 	@touch $@
 
 torchtitan: .titan/.installed ## torchtitan's Trainer on the CPU, in an environment of its own: 6 GB, some ten minutes
-	.titan/bin/python -m pytest -p no:xdist -m torchtitan tests/training/integrations/test_torchtitan.py
+	.titan/bin/python -m pytest -p no:xdist -o faulthandler_timeout=0 -m torchtitan tests/training/integrations/test_torchtitan.py
 
 .titan/.installed: pyproject.toml
 	test -x .titan/bin/python || $(PYTHON) -m venv .titan

@@ -1,8 +1,11 @@
-"""PyTorch Lightning's checkpoints through shardckpt: `Trainer(plugins=[ShardckptIO()])`.
+"""PyTorch Lightning's checkpoints through shardckpt: `Trainer(plugins=[ShardckptIO()])`, or `Trainer(callbacks=[ShardedRun(root)])`.
 
-Lightning collects one dict on its first process and passes it over with a path; all processes load it. So that process
-alone saves the checkpoint, in the background: training goes on when the tensors are copied. `teardown` (which a Trainer
-calls at its end), the next save and a load wait for the save, and raise its error, once.
+`ShardedRun` is for `ModelParallelStrategy`, which shards the model: each process saves its own shards. It restores in `on_fit_start`, when
+the strategy has made the sharded model and its optimizers, and the Trainer's loops have not begun.
+
+`ShardckptIO` is for the other strategies. Lightning collects one dict on its first process and passes it over with a path; all processes
+load it. So that process alone saves the checkpoint, in the background: training goes on when the tensors are copied. `teardown` (which a
+Trainer calls at its end), the next save and a load wait for the save, and raise its error, once.
 
 1. The dict is made plain: Lightning's and torch's own dict classes become dicts. Any other value that would have to be pickled
    is refused by name; mostly it is a hyperparameter: `save_hyperparameters(ignore=…)`.
@@ -29,6 +32,7 @@ import numpy as np
 import torch
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 from lightning.fabric.utilities.data import AttributeDict
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy, Strategy
 
 from shardckpt.errors import NotFoundError, OptionError
@@ -45,15 +49,19 @@ from shardckpt.reading.restore import restore
 from shardckpt.runs.collecting import delete
 from shardckpt.training.background import noted_on
 from shardckpt.training.integrations.plain import plain
+from shardckpt.training.manager import CheckpointManager
+from shardckpt.training.state import TrainState, train_state
 from shardckpt.writing.background import save_async
 from shardckpt.writing.save import save
 
 if TYPE_CHECKING:
     import os
 
+    from lightning.pytorch import LightningModule, Trainer
+
     from shardckpt.writing.background import SaveHandle
 
-__all__ = ["ShardckptIO"]
+__all__ = ["ShardckptIO", "ShardedRun"]
 
 _log = logging.getLogger("shardckpt")
 _SCHEDULER = frozenset({"base_lrs", "last_epoch"})
@@ -150,6 +158,79 @@ class ShardckptIO(CheckpointIO):
             _remove(path)
 
 
+class ShardedRun(Callback):
+    """Saves the shards of a model under `ModelParallelStrategy` in the background, and resumes from the latest step, on any mesh.
+
+    Saved are the module, its one optimizer, its schedulers, fp16's gradient scaler, the random states, and the progress of the Trainer's
+    loops. States of other callbacks and of data loaders are not. Give the Trainer `enable_checkpointing=False`, and `fit` no `ckpt_path`.
+    """
+
+    def __init__(self, root: str | os.PathLike[str], **options: Any) -> None:
+        """Save to a run.
+
+        Args:
+            root: the run's directory, a path or url.
+            options: as for `shardckpt.CheckpointManager`, for example `every` in optimizer steps, and `keep`.
+        """
+        self._root = root
+        self._options = options
+        self._manager: CheckpointManager | None = None
+        self._saved = 0
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Restore the latest step, if there is one.
+
+        Raises:
+            OptionError: another strategy, or several optimizers.
+            ShardckptError: as in `CheckpointManager.restore`.
+        """
+        if not isinstance(trainer.strategy, ModelParallelStrategy):
+            raise OptionError(f"ShardedRun: the strategy is {type(trainer.strategy).__name__}; take ModelParallelStrategy, or ShardckptIO.")
+        if len(trainer.optimizers) != 1:
+            raise OptionError(f"ShardedRun: the module has {len(trainer.optimizers)} optimizers, and one is supported.")
+        self._manager = CheckpointManager(self._root, **self._options)
+        state = self._state(trainer, pl_module)
+        found = self._manager.restore(state)
+        self._saved = found.step if found else 0
+        if found:
+            trainer.fit_loop.load_state_dict(state.values["loops"])
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        """Save if an optimizer step has ended that is due.
+
+        Raises:
+            ShardckptError: as in `CheckpointManager.save`.
+        """
+        assert self._manager is not None, "fit has started"
+        if trainer.global_step > self._saved and self._manager.should_save(trainer.global_step):
+            self._saved = trainer.global_step
+            self._manager.save(trainer.global_step, self._state(trainer, pl_module))
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:  # noqa: ARG002 - Lightning's signature
+        """Wait for the save in flight.
+
+        Raises:
+            ShardckptError: the save failed.
+        """
+        self._close()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:  # noqa: ARG002
+        """Wait for the save in flight; its error is added to the exception as a note."""
+        with noted_on(exception):
+            self._close()
+
+    def _close(self) -> None:
+        manager, self._manager = self._manager, None
+        if manager is not None:
+            manager.close()
+
+    def _state(self, trainer: Trainer, module: LightningModule) -> TrainState:
+        schedulers = {f"scheduler{i}": config.scheduler for i, config in enumerate(trainer.lr_scheduler_configs)}
+        loops = plain(trainer.fit_loop.state_dict(), "loops", tensors=True, dicts=_DICTS)
+        scaler = getattr(trainer.precision_plugin, "scaler", None)  # of fp16
+        return train_state(model=module, optimizer=trainer.optimizers[0], scaler=scaler, loops=loops, **schedulers)
+
+
 def _remove(path: str | os.PathLike[str]) -> None:
     """Remove a checkpoint with its directory, or only the link to it. Pinned checkpoints stay, and so do paths without a checkpoint."""
     place = parse(path)
@@ -195,7 +276,7 @@ def _set_checkpoint_io(strategy: Strategy, io: CheckpointIO) -> None:
     if isinstance(io, ShardckptIO) and isinstance(strategy, DeepSpeedStrategy | FSDPStrategy | ModelParallelStrategy):
         raise OptionError(
             f"ShardckptIO: {type(strategy).__name__} shards the model, and saves and loads without plugins; take the strategy "
-            f'"ddp", or leave the plugin out and save with a shardckpt.CheckpointManager in a callback.'
+            f'"ddp", or ModelParallelStrategy with the callback ShardedRun instead of this plugin.'
         )
     _of_lightning.fset(strategy, io)
 
