@@ -45,7 +45,7 @@ def no_checkpoint(store: Store, found: Tombstone | None) -> ShardckptError:
     try:
         names = store.list_children()
     except StorageError:  # a file
-        other = _other_format([store.location.name])
+        other = other_format([store.location.name])
         if other is None:
             raise
         return _foreign(store, other)
@@ -59,7 +59,7 @@ def no_checkpoint(store: Store, found: Tombstone | None) -> ShardckptError:
     inside = [child for child in children if store.exists(f"{child}/{RECORD}")]
     if inside:
         return NotFoundError(f"{store}: no checkpoint there; did you mean {store}/{max(inside, key=naming.natural_key)}?")
-    if other := _other_format(names):
+    if other := other_format(names):
         return _foreign(store, other)
     beside = _steps_beside(store)
     nearest = f"; the nearest {'step is' if len(beside) == 1 else 'steps are'} {few(beside)}" if beside else ""
@@ -80,7 +80,7 @@ def _steps_beside(store: Store) -> list[str]:
     return []
 
 
-def _other_format(names: Iterable[str]) -> str | None:
+def other_format(names: Iterable[str]) -> str | None:
     """The format of another program, by the names of files; None: not known."""
     return next((what for end, what in _OTHERS.items() for name in names if name.endswith(end)), None)
 

@@ -24,6 +24,7 @@ from shardckpt.commit.publish import RECORD
 from shardckpt.errors import AlreadyExistsError, CommitError, FormatError, OptionError, OtherJobError, StorageError
 from shardckpt.format.documents import Fields, open_envelope, seal, utc_now
 from shardckpt.format.record import CheckpointRecord, parse_checkpoint
+from shardckpt.reading.missing import other_format
 from shardckpt.runs.steps import step_numbers
 
 if TYPE_CHECKING:
@@ -113,7 +114,7 @@ class JobFence:
                         f"job; end one of the two, or give it a root of its own. Nothing more is published here, and what is there stays."
                     )
             if data is None:
-                _check_not_published(self._root)
+                check_root(self._root)
             document = self._document()
             if self._root.create(JOB, document) if data is None else self._root.replace(JOB, document, generation):
                 self._claimed = True
@@ -125,12 +126,23 @@ class JobFence:
         return seal({"run": self._run_id, "machine": socket.gethostname(), "since": since})
 
 
-def _check_not_published(root: Store) -> None:
-    """Refuse a place whose newest step is a version of a `Publisher`: the rules of a manager would delete versions that others follow."""
+def check_root(root: Store) -> None:
+    """Refuse a place whose newest step is a version of a `Publisher`, or a checkpoint of another program such as Orbax.
+
+    The rules of a manager would delete versions that others follow. Beside steps of another program it would begin anew.
+
+    Raises:
+        OptionError: it is one of these.
+    """
     for step in reversed(step_numbers(root)):
         place = root.sub(str(step))
         with suppress(FormatError):
             data = place.read_versioned(RECORD)[0]
+            if data is None and (other := other_format(place.list_children())):
+                raise OptionError(
+                    f"{root}: step {step} there is {other}, which a CheckpointManager does not continue; import it (`shardckpt import "
+                    f"{place} URL`), or give the manager a directory of its own. Nothing was published."
+                )
             record = None if data is None else parse_checkpoint(data, place.path_of(RECORD))
             if isinstance(record, CheckpointRecord):
                 if PUBLISHED in record.metadata:

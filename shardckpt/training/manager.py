@@ -18,7 +18,7 @@ from shardckpt.io.store import Store
 from shardckpt.io.url import parse
 from shardckpt.options import check_flag, checked_options
 from shardckpt.reading.restore import adaptation_of, restore_adapted
-from shardckpt.runs.job import RUN
+from shardckpt.runs.job import RUN, check_root
 from shardckpt.runs.lineage import RunSteps
 from shardckpt.runs.measured import METRICS, decode_metrics, encode_metrics
 from shardckpt.runs.retention import Retention, as_retention
@@ -410,6 +410,7 @@ class CheckpointManager(RunSteps):
         )
         self._background.resumed()
         if found is None:
+            check_root(self._root)
             return None
         self._last, self._owed = found.step, False
         self._lineage.resume(found)

@@ -266,3 +266,18 @@ def test_a_rule_whose_metric_no_step_has_says_so_once(tmp_path, caplog):
     said = [record.getMessage() for record in caplog.records if "metric" in record.getMessage()]
     assert len(said) == 1
     assert "keep= ranks steps by 'val_loss', and no step has that metric, only loss; pass save(metrics={'val_loss': …})" in said[0]
+
+
+@pytest.mark.parametrize(("file", "program"), [("_CHECKPOINT_METADATA", "Orbax"), (".metadata", "torch.distributed.checkpoint")])
+def test_a_directory_with_steps_of_another_program_is_neither_begun_anew_nor_written_to(tmp_path, file, program):
+    root = tmp_path / "run"
+    (root / "200").mkdir(parents=True)
+    (root / "200" / file).write_bytes(b"{}")
+    with shardckpt.CheckpointManager(root, every=1) as manager:
+        with pytest.raises(errors.OptionError, match=f"step 200 there is one of {program}.*shardckpt import"):
+            manager.restore({"w": 1.0})
+        manager.save(300, {"w": 1.0})
+        with pytest.raises(errors.OptionError, match=f"step 200 there is one of {program}"):
+            manager.wait()
+        assert manager.all_steps() == []
+    assert [path.name for path in (root / "200").iterdir()] == [file]

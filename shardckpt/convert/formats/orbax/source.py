@@ -86,7 +86,7 @@ def open_foreign(location: Location, *, trust_pickle: bool = False) -> Foreign: 
         if steps:
             listed = ("…, " if len(steps) > _MOST_STEPS else "") + ", ".join(steps[-_MOST_STEPS:])
             raise FormatError(
-                f"{location} holds steps of a CheckpointManager: {listed}. Import one of them, for example {location}/{steps[-1]}."
+                f"{location} holds steps of a CheckpointManager: {listed}. Give one of them, for example {location}/{steps[-1]}."
             )
     sources: Sources = {}
     notes: list[str] = []
