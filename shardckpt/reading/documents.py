@@ -129,7 +129,7 @@ def tensor_json(checkpoint: Checkpoint, name: str) -> dict[str, Any]:
         "tied": list(info.tied_names),
         "base": info.base,
         "difference": tensor.difference,
-        "tensorstore": checkpoint.stock_spec(name) if checkpoint.has_stock_reader(name) else None,
+        "tensorstore": without_secrets(checkpoint.stock_spec(name)) if checkpoint.has_stock_reader(name) else None,
     }
     if isinstance(info.layout, Sharding):
         doc["mesh"], doc["spec"] = info.layout.mesh.to_json(), info.layout.spec.to_json()
@@ -139,6 +139,16 @@ def tensor_json(checkpoint: Checkpoint, name: str) -> dict[str, Any]:
         op_sharding = info.layout.op_sharding(len(info.shape)) if isinstance(info.layout, Sharding) else info.layout
         doc["op_sharding"] = op_sharding.to_hlo()
     return doc
+
+
+def without_secrets(spec: Any) -> Any:
+    """A spec of TensorStore to show: headers, which may have a token, only by name."""
+    if isinstance(spec, dict):
+        return {
+            key: [f"{header.partition(':')[0]}: …" for header in value] if key == "headers" else without_secrets(value)
+            for key, value in spec.items()
+        }
+    return spec
 
 
 def comparison_json(comparison: Comparison, *, structure: bool, layout: bool) -> dict[str, Any]:

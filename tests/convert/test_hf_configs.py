@@ -50,6 +50,20 @@ def test_transformers_loads_an_export_of_an_import(tmp_path):
         assert torch.equal(loaded(tokens).logits, model(tokens).logits)
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", {"b.weight": "float16"}])
+def test_config_json_names_the_dtype_of_converted_weights(tmp_path, dtype):
+    (tmp_path / "hf").mkdir()
+    save_file({"a.weight": np.ones((4, 4), np.float32), "b.weight": np.ones(3, np.float32)}, tmp_path / "hf" / "model.safetensors")
+    config = {"dtype": "float32", "text_config": {"torch_dtype": "float32"}, "quantization_config": {"dtype": "float32"}, "width": 4}
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(config))
+    shardckpt.import_checkpoint(tmp_path / "hf", tmp_path / "c", workers=1)
+    shardckpt.export_safetensors(tmp_path / "c", tmp_path / "same")
+    shardckpt.export_safetensors(tmp_path / "c", tmp_path / "out", dtype=dtype)
+    assert json.loads((tmp_path / "same" / "config.json").read_text()) == config
+    most = dtype if isinstance(dtype, str) else "float32"
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == config | {"dtype": most, "text_config": {"torch_dtype": most}}
+
+
 def test_configurations_come_back_into_a_directory_and_not_beside_a_single_file(imported, tmp_path):
     report = shardckpt.export_safetensors(imported, tmp_path / "out")
     assert report.files == ("config.json", "generation_config.json", "model.safetensors")

@@ -69,6 +69,10 @@ def test_errors_are_those_of_the_library(client, tmp_path, runs, monkeypatch):
         with Client(service.url) as known:
             assert len(list(known.runs())) == 2
             assert known.open("lab/llama/10").verify().ok
+        for more in ((), ("--json",)):
+            shown = run("--server", service.url, "info", "lab/llama/10", "model/embed.weight", *more)
+            assert "Authorization: …" in shown or "Authorization: \\u2026" in shown
+            assert token not in shown
 
 
 def test_commands_read_through_a_service(service, runs):

@@ -10,6 +10,7 @@ from shardckpt.cli.screen import Cell, Screen
 from shardckpt.layout.placements import Placements
 from shardckpt.layout.sharding import Sharding
 from shardckpt.layout.text import mesh_text, op_sharding_text, spec_text
+from shardckpt.reading.documents import without_secrets
 from shardckpt.text import count, file_size, shape_text, visible
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ def lines(screen: Screen, checkpoint: Checkpoint, name: str) -> Iterator[str]:
     if tensor.difference:
         facts.append(("differs", f"chunks may be differences from those in {visible(checkpoint.bases()[0])}"))
     if checkpoint.has_stock_reader(name):
-        facts.append(("open with", visible(f"tensorstore.open({checkpoint.stock_spec(name)!r})")))
+        facts.append(("open with", visible(f"tensorstore.open({without_secrets(checkpoint.stock_spec(name))!r})")))
     yield from screen.rows([[Cell(what, "dim"), Cell(value, "bold" if what == "tensor" else "")] for what, value in facts], (10, 0))
     yield ""
     if info.layout is None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import base64
 import json
 import zlib
+from collections import Counter
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,9 +22,13 @@ from shardckpt.reshard.rules.hf_config import read_config
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from shardckpt.io.url import Location
+    from shardckpt.reading.naming.outputs import OutputTensor
+
+_OF_TRANSFORMERS = frozenset({"float64", "float32", "float16", "bfloat16"})
+"""Dtypes that a model can be loaded with."""
 
 
 def config_files(metadata: Mapping[str, Any], config: str | os.PathLike[str] | None, where: str) -> dict[str, bytes]:
@@ -45,6 +51,25 @@ def config_files(metadata: Mapping[str, Any], config: str | os.PathLike[str] | N
             documents |= {name: read_config(path)[1] for name in CONFIGS if is_file(path := file.with_name(name))}
             kept |= {name: _read(path) for name in BYTES if is_file(path := file.with_name(name))}
     return {name: (json.dumps(doc, indent=2) + "\n").encode() for name, doc in documents.items()} | kept
+
+
+def with_dtype(config: bytes | None, tensors: Iterable[OutputTensor]) -> bytes | None:
+    """A `config.json` that names the dtype that most elements have, by which transformers loads them all; None: it names none."""
+    elements: Counter[str] = Counter()
+    for tensor in tensors:
+        elements[tensor.dtype.name] += prod(tensor.shape)
+    name = max(elements.keys() & _OF_TRANSFORMERS, key=elements.__getitem__, default=None)
+    if config is None or name is None:
+        return None
+
+    def renamed(key: str, value: Any) -> Any:
+        if isinstance(value, dict) and key != "quantization_config":  # models of several parts have a config of each
+            return {inner: renamed(inner, part) for inner, part in value.items()}
+        return name if key in ("dtype", "torch_dtype") and value in _OF_TRANSFORMERS else value
+
+    document = json.loads(config)
+    changed = renamed("", document)
+    return None if changed == document else (json.dumps(changed, indent=2) + "\n").encode()
 
 
 def _kept(metadata: Mapping[str, Any], where: str) -> dict[str, bytes]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from shardckpt.convert.formats.safetensors.hf_configs import config_files
+from shardckpt.convert.formats.safetensors.hf_configs import config_files, with_dtype
 from shardckpt.convert.formats.safetensors.hf_index import INDEX, split
 from shardckpt.convert.formats.safetensors.layout import lay_out
 from shardckpt.convert.naming.apply import outputs_of
@@ -72,10 +72,13 @@ def plan_model_files(
     if shards.oversized:
         more = f" and {len(shards.oversized) - 1:,} more" if len(shards.oversized) > 1 else ""
         notes.append(f"{shown(shards.oversized[0])}{more}: larger than max_shard_size, so in a file of its own.")
+    configs = config_files(metadata, names.config, where)
+    if names.dtype is not None and (converted := with_dtype(configs.get(CONFIG), outputs.tensors)) is not None:
+        configs[CONFIG] = converted
     return ModelFiles(
         outputs,
         {file: lay_out([tensors[name] for name in members], header_metadata) for file, members in shards.files.items()},
         None if index is None else index.encode(),
-        config_files(metadata, names.config, where),
+        configs,
         tuple(notes),
     )
