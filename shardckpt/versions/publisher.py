@@ -284,9 +284,17 @@ class Publisher:
                     f"{self._root}: version {info.step} is pinned or tagged, and version {step}, which it needs, would be replaced; "
                     f"unpin and untag it, or publish a step after {max(other.step for other in later)}. Nothing was changed."
                 )
-        for info in later:
-            if info.state != "superseded":
-                mark(self._root.sub(str(info.step)), SUPERSEDED, info.attempt or "")
+        if passed := [info for info in later if info.state != "superseded"]:
+            _log.warning(
+                "%s: version %d is published, so training went back: %d later versions are superseded, up to %d. To keep them, publish a "
+                "new training to a directory of its own.",
+                self._root,
+                step,
+                len(passed),
+                max(info.step for info in passed),
+            )
+        for info in passed:
+            mark(self._root.sub(str(info.step)), SUPERSEDED, info.attempt or "")
         self._cleaner.forget()
 
     def _settle(self, published: Published) -> None:

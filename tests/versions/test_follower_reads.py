@@ -68,6 +68,16 @@ def test_a_follower_of_an_eighth_of_a_tensor_reads_an_eighth_of_the_differences(
     assert like["w"].tobytes() == second[: shape[0], : shape[1]].tobytes()
 
 
+def test_a_publisher_that_goes_back_says_how_many_versions_it_supersedes(tmp_path, caplog):
+    with shardckpt.Publisher(tmp_path) as publisher:
+        for step in (1, 2, 3, 4, 2):
+            publisher.publish(step, {"w": np.full(9, step, np.float32)})
+            publisher.wait()
+    said = [record.getMessage() for record in caplog.records if "training went back" in record.getMessage()]
+    assert len(said) == 1
+    assert "version 2 is published, so training went back: 3 later versions are superseded, up to 4" in said[0]
+
+
 def test_followers_are_told_that_training_went_back_when_the_newest_versions_were_deleted(tmp_path):
     publish(tmp_path, [{"w": np.full(1000, float(step))} for step in range(4)])
     like = {"w": np.zeros(1000)}
