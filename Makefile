@@ -124,6 +124,7 @@ latest: .latest/.installed ## tests of torch, DTensor, JAX, training, integratio
 	test -x .latest/bin/python || $(NEWEST) -m venv .latest
 	test -x .latest/bin/uv || .latest/bin/python -m pip install --quiet --disable-pip-version-check uv
 	.latest/bin/uv pip install --quiet --upgrade --compile-bytecode --python .latest/bin/python --group test --editable '.[all]'
+	.latest/bin/python tools/azurite.py || true
 	@touch $@
 
 oldest: ## tests of who may use the service, with the oldest and the newest versions of the packages that guard it

@@ -34,7 +34,8 @@ def test_a_killed_training_resumes_on_another_mesh_with_the_losses_of_orbax(tmp_
     program("shardckpt", api, tmp_path / "ours", [4, 2], DIES)
     found = program("shardckpt", api, tmp_path / "ours", [2, 4])
     assert found["first"] == SAVED + 1
-    assert found["losses"] == {step: value for step, value in whole["losses"].items() if int(step) > SAVED}
+    expected = {step: value for step, value in whole["losses"].items() if int(step) > SAVED}
+    assert found["losses"] == pytest.approx(expected, rel=1e-6)  # another mesh may add in another order
     assert found["kept"] == whole["kept"] == [6, 9]
     assert found["shards"] == 8
     assert shardckpt.open(tmp_path / "ours" / "9").verify().ok
