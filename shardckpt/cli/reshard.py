@@ -73,7 +73,5 @@ def lines(screen: Screen, report: ReshardReport, done: str) -> Iterator[str]:
     yield from (f"note      {visible(notice)}" for notice in report.notices[:_MOST_NOTICES])
     if len(report.notices) > _MOST_NOTICES:
         yield f"note      {len(report.notices) - _MOST_NOTICES:,} more; --json has all"
-    if report.committed and report.nbytes and not report.stored_bytes and not report.done_before and "://" not in report.url:
-        yield "no chunk changed: the new files are hard links to the source's, so damage to one damages both"
     if not report.committed:
         yield f"when all workers are done, run `shardckpt reshard commit {visible(report.url)}`"

@@ -58,7 +58,10 @@ def token(
             help="read (default), operate or admin, for every root or for ROOT; may be repeated.",
         ),
     ] = None,
-    expires: Annotated[str | None, typer.Option("--expires", metavar="DURATION", help="The token ends after this time, as in 90d.")] = None,
+    expires: Annotated[
+        str | None,
+        typer.Option("--expires", metavar="DURATION|DATE", help="The token ends after this time, as in 90d, or at this date (UTC)."),
+    ] = None,
 ) -> None:
     """Make and print a token for the service.
 

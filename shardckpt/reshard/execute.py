@@ -56,6 +56,7 @@ if TYPE_CHECKING:
 
 MOST_LOSSES = 3
 """Maximum number of workers lost over one task."""
+_LINKED = "no chunk changed: the new files are hard links to the source's, so damage to one damages both"
 _ENGINE_WORKERS = 64
 """Assumed number of workers of an Executor, if `workers` is not given."""
 _LOOK_EVERY = 1.0
@@ -87,7 +88,7 @@ class ReshardReport:
     conversions: tuple[ConvertedSubtree, ...] = field(kw_only=True, default=())
     """Tensors that `dtype` converts and leaves, by subtree; empty if `dtype` was not given."""
     notices: tuple[str, ...] = field(kw_only=True, default=())
-    """Possible surprises in the new layouts, such as a mesh that lacks an axis; one line each."""
+    """Possible surprises: in the new layouts, such as a mesh that lacks an axis, and hard links to the source; one line each."""
 
     def to_json(self) -> dict[str, Any]:
         """The report as JSON."""
@@ -194,6 +195,7 @@ def run_job(
         done = _run_tasks(opened, options, in_one_memory=private is not None)
     if options.worker is None and not opened.committed:
         _commit(opened, dependants)
+    linked = opened.reuses_files and opened.plan.nbytes and destination.local_path is not None
     return ReshardReport(
         url=str(opened.store.location),
         attempt=opened.attempt,
@@ -205,7 +207,7 @@ def run_job(
         stored_bytes=done.stored_bytes,
         seconds=time.monotonic() - began,
         conversions=opened.plan.conversions,
-        notices=tuple(map(notice_text, opened.plan.notices)),
+        notices=(*map(notice_text, opened.plan.notices), *([_LINKED] if linked else [])),
     )
 
 

@@ -115,12 +115,9 @@ def tensor(service: Service, ident: str, name: str, *, box: str | None, format: 
             f"for ranges of /files/{ident}/model.safetensors."
         )
     opened.check_chunks(name)
-    if format == "safetensors":
-        head, kind = header_of(name, part.shape, info.dtype), "application/octet-stream"
-    elif format == "npy":
+    head, kind = header_of(name, part.shape, info.dtype) if format == "safetensors" else b"", "application/octet-stream"
+    if format == "npy":
         head, kind = _npy_header(name, info.dtype.numpy, part.shape), "application/x-npy"
-    else:
-        head, kind = b"", "application/octet-stream"
 
     def read_into(_offset: int, into: memoryview) -> None:
         into[: len(head)] = head

@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from shardckpt.errors import OptionError, ShardckptError, UrlError
+from shardckpt.errors import OptionError, ShardckptError, StorageError, UrlError
 from shardckpt.io.store import kind_of
 from shardckpt.io.url import parse
 from shardckpt.serve import api, files, hub, problems, ui
@@ -52,8 +52,14 @@ def application(service: Service, options: ServeOptions) -> Guard:
         yield
         await to_thread.run_sync(service.close)
 
-    def of_error(_request: Request, error: Exception) -> Response:
-        return problems.of_error(error, service.roots)
+    def of_error(request: Request, error: Exception) -> Response:
+        said = problems.of_error(error, service.roots)
+        try:
+            if said.status_code == 404:
+                service.scanner.watch.check(*request.path_params.values(), *request.query_params.values())
+        except (HTTPException, StorageError) as e:
+            said = problems.of_error(e, service.roots)
+        return said
 
     routes = [
         Route("/healthz", _healthz),
@@ -169,9 +175,8 @@ async def _announce(service: Service, request: Request) -> Response:
     except (ValueError, KeyError, TypeError, RecursionError, UrlError) as e:
         raise OptionError('an announcement is a JSON document {"url": "gs://bucket/run/100"}.') from e
     ident = service.roots.ident(place)
-    if ident is not None and not may_read(ident):
-        ident = None
-    if ident is not None:
-        service.scanner.announce(ident)
-        following.announce(service, ident)
+    if ident is None or not may_read(ident):
+        return DocumentResponse({"id": None}, 202)
+    service.scanner.announce(ident)
+    following.announce(service, ident)
     return DocumentResponse({"id": ident}, 202)

@@ -29,6 +29,7 @@ from shardckpt.io.threads import SWITCH_SECONDS
 from shardckpt.serve.app import application
 from shardckpt.serve.logs import log_to_stderr
 from shardckpt.serve.service import Service
+from shardckpt.serve.sources import ABORT
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -83,6 +84,7 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._arriving is None:
             self._arriving = self.loop.call_later(_REQUEST_SECONDS, self.transport.abort)
         super().on_message_begin()
+        self.scope["extensions"] = {ABORT: self.transport.abort}  # type: ignore[dict-item]
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Note a header."""

@@ -37,8 +37,8 @@ _WAIT_SECONDS, _SEND_SECONDS, _LEAST_RATE = 1.0, 60.0, 64 << 10
 _READ_SECONDS = 60.0
 """Most seconds before the first block, and between two."""
 PIECE = 1 << 18
-STREAMED = "shardckpt.streamed"
-"""Marks the start of an answer that is not held in memory, or only as much as it has taken."""
+ABORT, STREAMED = "shardckpt.abort", "shardckpt.streamed"
+"""The extension of a request that ends its connection; the mark of the start of an answer that holds no more memory than it has taken."""
 _RANGE = re.compile(r"bytes=(?:(\d{1,1000})-(\d{1,1000})?|-(\d{1,1000}))", re.ASCII)
 _CONDITIONS = (b"range", b"if-range", b"if-match", b"if-none-match")
 _streams = 0
@@ -153,12 +153,7 @@ class SourceResponse:
             **source.headers,
         }
         if b"if-match" in asked and not _matches(asked[b"if-match"], source.etag, strongly=True):
-            refused = problem(
-                412,
-                "changed",
-                "the file differs from the one that If-Match names; start again without If-Match.",
-                {"ETag": headers["etag"]},
-            )
+            refused = problem(412, "changed", "the file differs from that of If-Match; start again without it.", {"ETag": headers["etag"]})
             await refused(scope, receive, send)
             return
         if b"if-none-match" in asked and _matches(asked[b"if-none-match"], source.etag):
@@ -187,7 +182,7 @@ class SourceResponse:
                 for at in range(0, end, PIECE):  # each waits until the client has read those before it
                     await send({"type": "http.response.body", "body": self._data[at : at + PIECE], "more_body": at + PIECE < end})
             return
-        gone = asyncio.create_task(_until_gone(receive))
+        gone = asyncio.create_task(until_gone(receive))
         try:
             await self._stream(send, gone, status, headers, begin, end)
         finally:
@@ -255,7 +250,7 @@ class _Reader:
         return lent.data
 
 
-async def _until_gone(receive: Receive) -> None:
+async def until_gone(receive: Receive) -> None:
     """Wait until the client has closed the connection: what is sent then is dropped without an error."""
     while (await receive())["type"] != "http.disconnect":
         pass

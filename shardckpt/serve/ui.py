@@ -236,8 +236,7 @@ def _diff(service: Service, request: Request, viewer: Viewer) -> str:
 def _plan(service: Service, request: Request, viewer: Viewer) -> str:
     ident = service.exactly(request.path_params["path"])
     asked: dict[str, Any] = {one.name: one.default for one in api.PLAN}
-    for name in ("mesh", "preset"):
-        asked[name] = _text(request, name)
+    asked |= {name: _text(request, name) for name in ("mesh", "preset")}
     asked["rule"] = (_text(request, "rule") or "").split() or None
     per_host = _text(request, "devices_per_host")
     if per_host is not None:

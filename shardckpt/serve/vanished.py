@@ -9,9 +9,12 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
+from starlette.exceptions import HTTPException
+
 from shardckpt.commit.publish import RECORD
 from shardckpt.errors import StorageError
 from shardckpt.io.store import Store
+from shardckpt.serve.access.identity import may_read
 
 if TYPE_CHECKING:
     from shardckpt.serve.catalogue import Catalogue
@@ -21,6 +24,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("shardckpt.serve")
 MARKER = "shardckpt-root"
 _CONTENT = b"shardckpt serve writes below this directory. Without this file the service takes the directory for one that has vanished.\n"
+_RETRY = {"Retry-After": "30"}
 _LOOKS = 16
 """Most checkpoints that are looked for before the first write to a root."""
 
@@ -81,12 +85,25 @@ class RootWatch:
         """
         place = self._roots.places[name]
         known, store = self._marked.get(str(place)), Store.open(place)
-        if name in self.vanished or (not store.exists(MARKER) and (known or (known is False and self._none_left(name)))):
-            said = self.vanished.get(name, "it has vanished")
-            raise StorageError(f"root {name}: {said.partition(':')[0]}; nothing is read or written there. Mount it again.")
+        if self._is_gone(name):
+            raise StorageError(f"root {name}: it has vanished; nothing is read or written there. Mount it again.")
         if writes and not known and not store.exists(RECORD):  # a root that is a checkpoint has no room for other files
             store.create(MARKER, _CONTENT)
             self._remember(str(place), marked=True)
+
+    def check(self, *idents: str) -> None:
+        """Check that no root of some ids that the user may read has vanished, so that what is not found there does not count as deleted.
+
+        Raises:
+            HTTPException: one has. StorageError: the storage failed.
+        """
+        for name in sorted({one.partition("/")[0] for one in idents} & self._roots.places.keys()):
+            if may_read(name) and self._is_gone(name):
+                raise HTTPException(503, f"root {name} has vanished, as a disk that is not mounted; ask again later.", _RETRY)
+
+    def _is_gone(self, name: str) -> bool:
+        known, store = self._marked.get(str(self._roots.places[name])), Store.open(self._roots.places[name])
+        return name in self.vanished or (not store.exists(MARKER) and (known or (known is False and self._none_left(name))))
 
     def _none_left(self, name: str) -> bool:
         idents = sorted(self._catalogue.idents(name))[:_LOOKS]

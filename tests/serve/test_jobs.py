@@ -61,10 +61,11 @@ def same(a, b):
 def test_each_operation_does_what_the_library_does(lab):
     source = {"checkpoint": "lab/llama/10"}
     assert lab.done("verify", **source)["ok"]
-    lab.done("copy", **source, to="lab/copies/10")
+    linked = lab.done("copy", **source, to="lab/copies/10")
+    assert (linked["stored_bytes"], ["damage to one damages both" in one for one in linked["notices"]]) == (0, [True])
     same(lab.root / "copies" / "10", lab.root / "llama" / "10")
     result = lab.done("reshard", **source, to="lab/wide/10", mesh="x=2", rule=["**/embed.weight=(x,)"])
-    assert result["url"] == "lab/wide/10"
+    assert (result["url"], "hard links" in str(result["notices"])) == ("lab/wide/10", False)
     assert str(shardckpt.open(lab.root / "wide" / "10").info("model/embed.weight").layout.spec) == "PartitionSpec('x')"
     same(lab.root / "wide" / "10", lab.root / "llama" / "10")
     lab.done("export", **source, to="lab/exported", include=["model/**"], strip_prefix="model.")

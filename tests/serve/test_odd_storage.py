@@ -12,6 +12,7 @@ from serving import serving
 import shardckpt
 from shardckpt import SaveOptions
 from shardckpt.format.documents import open_envelope, seal
+from shardckpt.serve.access.tokens import add_token
 from shardckpt.serve.vanished import MARKER
 
 ODD_METRICS = ({"caf\udce9": 2.0}, {"huge": 10**400, "least": -(10**400)}, {"": 1.0}, {"text": "nan"})
@@ -123,6 +124,42 @@ def test_a_root_that_vanishes_keeps_its_rows_and_nothing_is_written_there(tmp_pa
         assert lab.wait(number)["state"] == "done"
         assert (tmp_path / "mnt" / "b" / "1" / "checkpoint.json").exists()
         assert lab.service.ask("/readyz").body == b"ready\n"
+
+
+@pytest.mark.parametrize("written", [False, True])
+def test_what_a_vanished_root_has_is_not_told_to_be_deleted(tmp_path, written):
+    for name in ("b", "c"):
+        save(tmp_path / name / "run" / "1")
+    stranger = add_token(tmp_path / "tokens", "stranger", "c=read")
+    with operated(tmp_path, ("b", tmp_path / "b"), ("c", tmp_path / "c")) as lab:
+        if written:
+            lab.done("pin", checkpoint="b/run/1")
+        paths = ["/files/b/run/1", "/files/b/run/1/model.safetensors", "/zarr/b/run/1/zarr.json", "/raw/b/run/1/checkpoint.json"]
+        paths += ["/v1/checkpoints/b/run/1", "/v1/diff?a=c/run/1&b=b/run/1", "/b/run/resolve/main/model.safetensors", "/api/models/b/run"]
+        for path in paths:
+            assert lab.ask(path).status == 200, path
+            assert lab.ask(path.replace("run", "none")).status == 404, path
+        (tmp_path / "b").rename(tmp_path / "b.gone")
+        for looked in (False, True):  # before the scan has seen it, and after
+            if looked:
+                lab.service.wait_until(lambda: "b" in lab.ask("/v1/runs").json["unreachable"])
+            for path in [*paths, "/files/b/none/1"]:
+                reply = lab.ask(path)
+                assert (reply.status, reply.headers.get("retry-after")) == (503, "30"), (path, reply)
+                assert "root b has vanished" in reply.json["detail"]
+                hidden = lab.ask(path, Authorization=f"Bearer {stranger}")
+                assert (hidden.status, b"vanished" in hidden.body) == (404, False), path
+            assert lab.ask("/files/c/none/1").status == 404
+            for operation in ("verify", "delete"):
+                reply = lab.post(operation, checkpoint="b/run/1")
+                assert (reply.status, reply.headers["retry-after"]) == (503, "30"), reply
+            lease = {"url": str(tmp_path / "b" / "run"), "id": "0" * 16, "lease": {"steps": [1]}}
+            assert lab.ask("/v1/leases", "POST", lease).status == 503
+            assert not (tmp_path / "b").exists()
+        (tmp_path / "b.gone").rename(tmp_path / "b")
+        lab.service.wait_until(lambda: lab.ask("/v1/runs").json["unreachable"] == {})
+        for path in paths:
+            assert lab.ask(path).status == 200, path
 
 
 def test_a_root_that_is_meant_to_be_empty_gets_the_marker(tmp_path):

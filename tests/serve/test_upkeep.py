@@ -70,7 +70,14 @@ def test_one_cycle_of_the_scrub_finds_every_flip_and_tells_nothing_else(tmp_path
         assert [one["id"] for one in lab.ask("/v1/checkpoints?state=unreadable").json["checkpoints"]] == ["lab/record/1"]
         text = lab.ask("/metrics").body.decode()
         assert f"shardckpt_serve_damaged_checkpoints {float(len(damaged))}" in text
-    assert {json.loads(body)["checkpoint"] for body, _ in receiver.told} == damaged | {"lab/record/1"}
+        again = lab.run("verify", checkpoint="lab/packed/1")["number"]
+        lab.service.wait_until(lambda: len(receiver.told) > len(damaged) + 1)
+        verifications = lab.ask("/v1/verifications?checkpoint=lab/packed/1").json["verifications"]
+    bodies = [json.loads(body) for body, _ in receiver.told]
+    assert {one["checkpoint"] for one in bodies} == damaged | {"lab/record/1"}
+    assert [(one["source"], one["job"]) for one in bodies] == [("scrub", None)] * (len(damaged) + 1) + [("job", again)]
+    mine = [(one["verification"], one["job"]) for one in bodies if one["checkpoint"] == "lab/packed/1"]
+    assert mine == [(one["number"], one["job"]) for one in reversed(verifications)]
     for body, headers in receiver.told:
         assert headers["X-Shardckpt-Signature"] == f"sha256={hmac.new(b's3cret', body, hashlib.sha256).hexdigest()}"
 

@@ -25,7 +25,7 @@ from shardckpt.serve.access.identity import ANYBODY, NOBODY, begin_request
 from shardckpt.serve.access.tokens import Guesses
 from shardckpt.serve.pages.markup import PREFIX
 from shardckpt.serve.problems import problem
-from shardckpt.serve.sources import ANSWERS, NO_MEMORY, PIECE, RETRY, STREAMED, send_seconds
+from shardckpt.serve.sources import ABORT, ANSWERS, NO_MEMORY, PIECE, RETRY, STREAMED, send_seconds, until_gone
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -62,15 +62,8 @@ _NAME = re.compile(r"(?:[!-~]|\w){1,200}")
 _CLOSE = {"Connection": "close"}
 _LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 _BEARER = re.compile(r"Bearer +([\x21-\x7e]{1,512}) *", re.IGNORECASE | re.ASCII)
-_ALWAYS = [
-    (b"x-content-type-options", b"nosniff"),
-    (b"referrer-policy", b"same-origin"),
-    (b"cross-origin-resource-policy", b"same-origin"),
-]
-_DEFAULTS = [
-    (b"content-security-policy", b"default-src 'none'; frame-ancestors 'none'"),
-    (b"cache-control", b"private, no-store"),
-]
+_ALWAYS = [(b"x-content-type-options", b"nosniff"), (b"referrer-policy", b"same-origin"), (b"cross-origin-resource-policy", b"same-origin")]
+_DEFAULTS = [(b"content-security-policy", b"default-src 'none'; frame-ancestors 'none'"), (b"cache-control", b"private, no-store")]
 
 
 def _utf8(value: str) -> str:
@@ -124,8 +117,10 @@ class Guard:
             await (self._app if refused is None else refused)(scope, _Limited(request, receive), answer)
         except Exception:  # a bug, the token file, or a storage that fails while a body is sent
             if answer.revoked:
-                log.warning("%s %s ended: the rights of its user have changed (%s)", request.method, _path(request), answer.ident)
-                return  # the server closes the connection
+                log.info("%s %s ended: the rights of its user have changed (%s)", request.method, _path(request), answer.ident)
+                scope["extensions"][ABORT]()  # the end of what was sent would look complete
+                await until_gone(receive)
+                return
             log.exception("%s %s failed (%s)", request.method, _path(request), answer.ident)
             if not answer.status:
                 await failed(request)(scope, receive, answer)
@@ -160,9 +155,7 @@ class Guard:
         host = request.headers.get("host", "").lower()
         name = re.sub(r":\d{1,5}$", "", host)
         if len(request.headers.getlist("host")) != 1 or (self._hosts is not None and name not in self._hosts):
-            return problem(
-                421, "host", "the Host header is not a name of this service; if it should be, start it with --allow-host NAME."
-            ), None
+            return problem(421, "host", "the Host header is not a name of this service; --allow-host NAME makes it one."), None
         origin = request.headers.get("origin")
         site, mode = request.headers.get("sec-fetch-site", "none"), request.headers.get("sec-fetch-mode")
         scheme, _, place = (origin or "").lower().partition("://")

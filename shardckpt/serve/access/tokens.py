@@ -18,6 +18,7 @@ import secrets
 import threading
 import time
 from collections import OrderedDict
+from contextlib import suppress
 from ipaddress import IPv6Address, ip_address
 from typing import TYPE_CHECKING
 
@@ -160,18 +161,17 @@ def add_token(file: Path, name: str, *rights: str, expires: str | None = None) -
         file: the token file.
         name: name of the user.
         rights: see `parse_rights`; default: "read".
-        expires: a duration such as "90d"; None: never.
+        expires: a duration such as "90d", or a date or time in ISO 8601; None: never.
 
     Raises:
-        OptionError: the name, a right or the duration is invalid. StorageError: the file cannot be written.
+        OptionError: the name, a right or the end is invalid. StorageError: the file cannot be written.
     """
     token = _PREFIX + secrets.token_urlsafe(32)
     given = parse_rights([*rights] or ["read"])
     text = given["*"] if [*given] == ["*"] else ",".join(f"{root}={scope}" for root, scope in given.items())
     line = f"{name} {text} {_digest(token)}"
     if expires is not None:
-        end = dt.datetime.now(dt.UTC) + dt.timedelta(seconds=parse_duration(expires, "--expires"))
-        line += f" {end.isoformat(timespec='seconds')}"
+        line += f" {dt.datetime.fromtimestamp(_end(expires), dt.UTC).isoformat(timespec='seconds')}"
     if not _LINE.fullmatch(line):
         raise OptionError(f"name {shorten(name)}: names have letters, digits, dots and dashes.")
     try:
@@ -213,6 +213,15 @@ def _time(text: str | None) -> float:
         return math.inf
     found = dt.datetime.fromisoformat(text)
     return (found if found.tzinfo else found.replace(tzinfo=dt.UTC)).timestamp()
+
+
+def _end(text: str) -> float:
+    """Seconds since 1970 of a date or time, or of the end of a duration that begins now. Raises OptionError."""
+    with suppress(ValueError, OverflowError):
+        return _time(text)
+    with suppress(OptionError, OverflowError, ValueError):
+        return (dt.datetime.now(dt.UTC) + dt.timedelta(seconds=parse_duration(text, "--expires"))).timestamp()
+    raise OptionError(f'--expires {text!r}: give a number and a unit (s, min, h, d), such as "90d", or a date, such as "2026-12-31".')
 
 
 def _network(address: str) -> str:

@@ -133,9 +133,7 @@ def destination(roots: Roots, ident: str, *, checkpoint: bool = True) -> Locatio
     place = roots.locate(ident)
     parts = ident.split("/")
     if any(map(is_attempt_name, parts[1:])):
-        raise OptionError(
-            f"to={shorten(ident)}: a name in it is like that of a save's own directory, which is never listed; choose another."
-        )
+        raise OptionError(f"to={shorten(ident)}: a name in it is like a save's own directory, which is never listed; choose another.")
     if checkpoint and len(parts) > DEPTH:
         raise OptionError(f"to={shorten(ident)}: checkpoints below {DEPTH} names are never listed; choose a shorter place.")
     if len(parts) < 2:
@@ -234,9 +232,7 @@ def reshard_checkpoint(work: Work, checkpoint: str, to: str, **asked: Any) -> di
 
 def copy(work: Work, checkpoint: str, to: str, overwrite: bool) -> dict[str, Any]:
     """Copy a checkpoint as it is, with the tensors that lie in its bases; server-side or by hard links where that is possible."""
-    place = destination(work.roots, to)
-    source = work.open(checkpoint)
-    return reshard(str(source.location), str(place), overwrite=overwrite, progress=work.progress, **work.options["writing"]).to_json()
+    return reshard_checkpoint(work, checkpoint, to, overwrite=overwrite)
 
 
 def export(work: Work, checkpoint: str, to: str, **asked: Any) -> dict[str, Any]:

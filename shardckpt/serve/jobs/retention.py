@@ -100,10 +100,7 @@ class RetentionReport:
 
 
 def retain(
-    root: Store,
-    rule: Retention,
-    expected: Mapping[str, str] | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    root: Store, rule: Retention, expected: Mapping[str, str] | None = None, progress: Callable[[int, int], None] | None = None
 ) -> RetentionReport:
     """Delete the steps of an ended run that a rule gives up; if a call was interrupted, the same call finishes it.
 

@@ -36,15 +36,7 @@ class Scrubber(BackgroundWork):
     """Verifies checkpoints in the background."""
 
     def __init__(
-        self,
-        journal: Journal,
-        tally: Tally,
-        directory: Path,
-        roots: Roots,
-        *,
-        period: float,
-        rate: int,
-        vanished: Collection[str] = (),
+        self, journal: Journal, tally: Tally, directory: Path, roots: Roots, *, period: float, rate: int, vanished: Collection[str] = ()
     ) -> None:
         """Nothing is read before `start`.
 

@@ -88,7 +88,7 @@ class Upkeep:
             key: see `Journal.add`.
 
         Raises:
-            HTTPException: it needs another right.
+            HTTPException: it needs another right, or the root that it reads has vanished.
             OptionError, NotFoundError: an argument is invalid. StorageError: the journal cannot be written, or a storage failed.
         """
         asked = operation.arguments(given)
@@ -97,7 +97,11 @@ class Upkeep:
         if found is not None:
             return found, False
         operation.check(asked)
-        subject, destination = operation.places(self._roots, asked)
+        try:
+            subject, destination = operation.places(self._roots, asked)
+        except NotFoundError:
+            self._scanner.watch.check(*filter(None, operation.idents(asked)))
+            raise
         arguments = {**asked}
         if operation.name == "delete" and asked["attempt"] is None:
             store = Store.open(self._roots.locate(subject))

@@ -123,7 +123,8 @@ class VerificationNotes:
         notice = None
         if said["over"] and said["damaged"]:
             first = [one | {"reason": self._roots.without_places(one["reason"])} for one in said["damage"][:_TOLD]]
-            notice = {"event": "damage", "checkpoint": self._ident, "damaged": said["damaged"], "damage": first}
+            one = {"source": "scrub" if self._job is None else "job", "job": self._job, "verification": self.last.number}
+            notice = {"event": "damage", "checkpoint": self._ident, **one, "damaged": said["damaged"], "damage": first}
         self.last = self._journal.update_verification(replace(self.last, **counted), over=said["over"], notice=notice)
 
     def end(self, error: str) -> None:

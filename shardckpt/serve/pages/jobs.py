@@ -195,7 +195,7 @@ def _result(doc: Mapping[str, Any], checkpoints: Collection[str]) -> list[Html |
     if operation == "retain":
         stay = [f"{name}: {why}" for name, why in result["left"].items()]
         return [*parts, steps_table(result, "steps"), *_listed("Steps that stay all the same", stay)]
-    for name, title in (("files", "Files"), ("notes", "Notes"), ("left", "Data that is left")):
+    for name, title in (("files", "Files"), ("notes", "Notes"), ("notices", "Notices"), ("left", "Data that is left")):
         parts += _listed(title, result.get(name))
     return parts
 

@@ -134,12 +134,7 @@ def _restores(doc: dict[str, Any]) -> Html:
     needed = data("restore.bytes_needed", doc["restore"]["bytes_needed"], file_size(doc["restore"]["bytes_needed"]))
     hosts = doc["target"]["hosts"]
     restore, their = ("restores", "its") if hosts == 1 else ("restore", "their")
-    caption = el(
-        "caption",
-        f"{count(hosts, 'host')} {restore} onto the new layout; {their} devices need ",
-        needed,
-        ".",
-    )
+    caption = el("caption", f"{count(hosts, 'host')} {restore} onto the new layout; {their} devices need ", needed, ".")
     table = el("table", caption, el("thead", head), el("tbody", rows), id="restores", class_="cards")
     return section(
         "Bytes that a restore reads", el("div", table, class_="scroll", tabindex=0, role="region", aria_label="Bytes that a restore reads")

@@ -101,6 +101,7 @@ async def lease(service: Service, request: Request) -> Response:
     except (ValueError, KeyError, TypeError, RecursionError) as e:
         raise OptionError('a lease is a JSON document {"url": "gs://bucket/policy", "id": "…", "lease": {"steps": [7], …}}.') from e
     run = run_at(service, url)
+    await on_thread(service.scanner.watch.check, run)
     await on_thread(write_lease, Store.open(service.roots.locate(run)), ident, document)
     return DocumentResponse({"id": ident}, 202)
 
