@@ -24,7 +24,6 @@ from shardckpt.commit.publish import RECORD
 from shardckpt.errors import AlreadyExistsError, CommitError, FormatError, OptionError, OtherJobError, StorageError
 from shardckpt.format.documents import Fields, open_envelope, seal, utc_now
 from shardckpt.format.record import CheckpointRecord, parse_checkpoint
-from shardckpt.reading.missing import other_format
 from shardckpt.runs.steps import step_numbers
 
 if TYPE_CHECKING:
@@ -138,11 +137,8 @@ def check_root(root: Store) -> None:
         place = root.sub(str(step))
         with suppress(FormatError):
             data = place.read_versioned(RECORD)[0]
-            if data is None and (other := other_format(place.list_children())):
-                raise OptionError(
-                    f"{root}: step {step} there is {other}, which a CheckpointManager does not continue; import it (`shardckpt import "
-                    f"{place} URL`), or give the manager a directory of its own. Nothing was published."
-                )
+            if data is None:
+                _check_own(root, place)
             record = None if data is None else parse_checkpoint(data, place.path_of(RECORD))
             if isinstance(record, CheckpointRecord):
                 if PUBLISHED in record.metadata:
@@ -150,6 +146,16 @@ def check_root(root: Store) -> None:
                         f"{root}: a Publisher keeps its versions there; save to a directory of its own. Nothing was published or deleted."
                     )
                 return
+
+
+def _check_own(root: Store, place: Store) -> None:
+    from shardckpt.reading.missing import other_format  # a save does without what reads
+
+    if other := other_format(place.list_children()):
+        raise OptionError(
+            f"{root}: step {place.location.name} there is {other}, which a CheckpointManager does not continue; import it (`shardckpt "
+            f"import {place} URL`), or give the manager a directory of its own. Nothing was published."
+        )
 
 
 def _read(root: Store, data: bytes) -> tuple[str, str] | None:

@@ -115,7 +115,7 @@ def test_neither_orbax_nor_jax_is_imported(written):
 
 def test_a_managers_directory_is_refused_with_its_steps(written):
     assert looks_like(parse(str(written[0] / "steps"))) == "steps of an Orbax CheckpointManager"
-    with pytest.raises(FormatError, match=r"steps of a CheckpointManager: 9, 10\. Import one of them, for example .*/steps/10"):
+    with pytest.raises(FormatError, match=r"steps of a CheckpointManager: 9, 10\. Give one of them, for example .*/steps/10"):
         opened(written[0] / "steps")
 
 
