@@ -290,14 +290,7 @@ def _write_safetensors(
     directory, single = _place(location, split_up=options.max_shard_size is not None)
     if single is not None and plan is plan_adapter_files:
         raise OptionError(f"{location}: an adapter of PEFT has several files; give a directory for them, not the name of one.")
-    model = plan(
-        checkpoint.record.structure,
-        checkpoint.metadata,
-        options,
-        where=str(checkpoint.location),
-        max_shard_size=options.max_shard_size,
-        header_metadata=options.metadata,
-    )
+    model = plan(checkpoint, options)
     file_names = [single] if single is not None else [*model.weights, *([] if model.index is None else [INDEX])]
     configs: dict[str, bytes] = {}
     kept: list[str] = []

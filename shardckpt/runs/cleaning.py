@@ -118,7 +118,7 @@ class Cleaner:
                     self._failed(e)
                     due = []
                 if due:
-                    self._miss_metrics(steps.values())
+                    self._miss_metrics(self._rule, steps.values())
                 for step in sorted(due, key=named.__contains__):
                     if step not in self._named(steps) and step not in held:
                         self._delete(step, steps)
@@ -128,10 +128,10 @@ class Cleaner:
                 self._collected = time.monotonic()
                 self._collect(committed.step)
 
-    def _miss_metrics(self, steps: Collection[StepInfo]) -> None:
+    def _miss_metrics(self, rule: Retention, steps: Collection[StepInfo]) -> None:
         """Warn once if the rule asks for a metric that no step has: then it deletes all steps but the newest."""
         recorded = {metric for info in steps for metric in info.metrics}
-        unknown = sorted({best.metric for best in self._rule.measures} - recorded) if self._rule is not None else []
+        unknown = sorted({best.metric for best in rule.measures} - recorded)
         if unknown and not self._missed:
             self._missed = True
             _log.warning(

@@ -376,8 +376,6 @@ def _listed(found: list[str], others: list[str]) -> str:
     same_text = set(others)
     shown_names = []
     for name in found[:_LISTED]:
-        hint = " (there it is a key of another type)" if name in same_text else names.did_you_mean(name, others)
-        if name not in same_text and (meant := names.nearest(name, others)) is not None and names.nearest(meant, found) != name:
-            hint = ""  # a misspelt name is like several, and was meant as the one that it is most like
+        hint = " (there it is a key of another type)" if name in same_text else names.did_you_mean(name, others, missing=found)
         shown_names.append(shown(name) + hint)
     return ", ".join(shown_names) + (", …" if len(found) > _LISTED else "")

@@ -392,10 +392,16 @@ def _common_start(one: str, other: str) -> int:
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
-def did_you_mean(name: str, candidates: Iterable[str]) -> str:
-    """The end of a message about a missing name: " (did you mean …?)", or empty."""
+def did_you_mean(name: str, candidates: Iterable[str], missing: Iterable[str] | None = None) -> str:
+    """The end of a message about a missing name: " (did you mean …?)", or empty.
+
+    Args:
+        name: the missing name.
+        candidates: the names that may have been meant.
+        missing: all missing names, if a candidate is to be suggested for the most similar one of them only.
+    """
     found = nearest(name, candidates)
-    return "" if found is None else f" (did you mean {found!r}?)"
+    return "" if found is None or (missing is not None and nearest(found, missing) != name) else f" (did you mean {found!r}?)"
 
 
 def natural_key(name: str) -> list[tuple[int, int, str]]:

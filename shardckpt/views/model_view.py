@@ -57,15 +57,7 @@ class ModelView:
             NotFoundError: there is no committed checkpoint.
         """
         self.checkpoint = source if isinstance(source, Checkpoint) else Checkpoint(source)
-        chosen = _options(options)
-        self._model = plan_model_files(
-            self.checkpoint.record.structure,
-            self.checkpoint.metadata,
-            chosen,
-            where=str(self.checkpoint.location),
-            max_shard_size=chosen.max_shard_size,
-            header_metadata=chosen.metadata,
-        )
+        self._model = plan_model_files(self.checkpoint, _options(options))
         self._starts: dict[str, int] = {}
         self._outputs: list[OutputTensor] = []
         for name, file in self._model.weights.items():

@@ -126,14 +126,7 @@ def write_deltas(
         notes = [] if options.overwrite else directories.notes()
         if not notes:
             first = _version(root, since)
-            outputs = plan_model_files(
-                first.record.structure,
-                first.metadata,
-                options,
-                where=str(first.location),
-                max_shard_size=options.max_shard_size,
-                header_metadata=options.metadata,
-            ).outputs.tensors
+            outputs = plan_model_files(first, options).outputs.tensors
             older = [step for step in step_numbers(root) if step < since]
             attempts = map_on_threads(lambda step: published_attempt(root.sub(str(step))), older)
             before = {str(step): unfolded(attempt) for step, attempt in zip(older, attempts, strict=True) if attempt}

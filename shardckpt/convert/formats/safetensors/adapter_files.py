@@ -25,7 +25,7 @@ from shardckpt.text import Message, few, named
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from shardckpt.format.structure import Structure
+    from shardckpt.reading.checkpoint import Checkpoint
     from shardckpt.reading.naming.substitution import Substitution
 
 _WEIGHTS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -44,22 +44,15 @@ class PeftOptions(SafetensorsOptions):
         return (NameTable(f"metadata {ADAPTERS!r}", dict(self.keys or {})),)
 
 
-def plan_adapter_files(
-    structure: Structure, metadata: Mapping[str, Any], options: PeftOptions, *, where: str, **_others: Any
-) -> ModelFiles:
+def plan_adapter_files(checkpoint: Checkpoint, options: PeftOptions) -> ModelFiles:
     """Plan the files of the adapter in a checkpoint.
-
-    Args:
-        structure: structure of the checkpoint.
-        metadata: its metadata.
-        options: selection and dtypes.
-        where: location of the checkpoint, for messages.
 
     Raises:
         OptionError: the checkpoint has no adapter, or several are selected, or PEFT computes a tensor when it saves.
         CorruptionError: the metadata has something else where adapters are described.
         NamesMismatchError, DtypeError, DtypeMismatchError: as in `export_safetensors`.
     """
+    metadata, structure, where = checkpoint.metadata, checkpoint.record.structure, str(checkpoint.location)
     described = _described(metadata, where)
     names = [name for name in structure.tensors if name.startswith(_MODEL)]
     included, excluded = selector(options.include), selector(options.exclude or ())

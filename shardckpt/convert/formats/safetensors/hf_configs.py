@@ -55,11 +55,13 @@ def config_files(metadata: Mapping[str, Any], config: str | os.PathLike[str] | N
 
 def with_dtype(config: bytes | None, tensors: Iterable[OutputTensor]) -> bytes | None:
     """A `config.json` that names the dtype that most elements have, by which transformers loads them all; None: it names none."""
+    if config is None:
+        return None
     elements: Counter[str] = Counter()
     for tensor in tensors:
         elements[tensor.dtype.name] += prod(tensor.shape)
     name = max(elements.keys() & _OF_TRANSFORMERS, key=elements.__getitem__, default=None)
-    if config is None or name is None:
+    if name is None:
         return None
 
     def renamed(key: str, value: Any) -> Any:

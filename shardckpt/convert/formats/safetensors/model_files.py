@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from shardckpt.convert.formats.safetensors.hf_configs import config_files, with_dtype
 from shardckpt.convert.formats.safetensors.hf_index import INDEX, split
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
     from shardckpt.convert.formats.safetensors.layout import SafetensorsFile
     from shardckpt.convert.naming.apply import Outputs
-    from shardckpt.convert.options import NameOptions
-    from shardckpt.format.structure import Structure
+    from shardckpt.convert.options import SafetensorsOptions
+    from shardckpt.reading.checkpoint import Checkpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,42 +42,27 @@ class ModelFiles:
         return {**self.configs, **({} if self.index is None else {INDEX: self.index})}
 
 
-def plan_model_files(
-    structure: Structure,
-    metadata: Mapping[str, Any],
-    names: NameOptions,
-    *,
-    where: str,
-    max_shard_size: int | str | None = None,
-    header_metadata: Mapping[str, str] | None = None,
-) -> ModelFiles:
-    """Plan the files of a checkpoint's tensors.
-
-    Args:
-        structure: structure of the checkpoint.
-        metadata: the checkpoint's metadata, in which an import keeps the small files.
-        names: selection and naming of the tensors.
-        where: location of the checkpoint, for messages.
-        max_shard_size: bytes of tensors per file; None: one file.
-        header_metadata: texts for the files' headers.
+def plan_model_files(checkpoint: Checkpoint, options: SafetensorsOptions) -> ModelFiles:
+    """Plan the files of a checkpoint's tensors, among which those that an import has kept in its metadata.
 
     Raises:
         OptionError, NamesMismatchError, ShapeMismatchError, DtypeError, DtypeMismatchError: as in `export_safetensors`.
     """
-    outputs = outputs_of(structure, names, where, config=metadata.get(CONFIG))
+    metadata, where = checkpoint.metadata, str(checkpoint.location)
+    outputs = outputs_of(checkpoint.record.structure, options, where, config=metadata.get(CONFIG))
     tensors = {output.name: output for output in outputs.tensors}
-    shards = split({name: output.nbytes for name, output in tensors.items()}, max_shard_size)
+    shards = split({name: output.nbytes for name, output in tensors.items()}, options.max_shard_size)
     index = shards.index(sum(prod(output.shape) for output in outputs.tensors))
     notes = [*outputs.notes]
     if shards.oversized:
         more = f" and {len(shards.oversized) - 1:,} more" if len(shards.oversized) > 1 else ""
         notes.append(f"{shown(shards.oversized[0])}{more}: larger than max_shard_size, so in a file of its own.")
-    configs = config_files(metadata, names.config, where)
-    if names.dtype is not None and (converted := with_dtype(configs.get(CONFIG), outputs.tensors)) is not None:
+    configs = config_files(metadata, options.config, where)
+    if options.dtype is not None and (converted := with_dtype(configs.get(CONFIG), outputs.tensors)) is not None:
         configs[CONFIG] = converted
     return ModelFiles(
         outputs,
-        {file: lay_out([tensors[name] for name in members], header_metadata) for file, members in shards.files.items()},
+        {file: lay_out([tensors[name] for name in members], options.metadata) for file, members in shards.files.items()},
         None if index is None else index.encode(),
         configs,
         tuple(notes),
