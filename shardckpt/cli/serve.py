@@ -9,7 +9,6 @@ from typing import Annotated, Any
 import typer
 
 from shardckpt.cli.options import takes
-from shardckpt.io.status import exists
 from shardckpt.serve.options import ServeOptions
 
 
@@ -31,12 +30,13 @@ def serve(
     lacking = [name for name in ("starlette", "uvicorn", "httptools", "prometheus_client") if find_spec(name) is None]
     if lacking:
         raise MissingExtraError(f"the service needs {', '.join(lacking)}; install them with `{install_command('serve')}`.")
+    from shardckpt.io.store import Store
     from shardckpt.serve.roots import Roots
     from shardckpt.serve.server import serve as run
 
     options = ServeOptions(roots=tuple(roots), **ServeOptions.arguments(given))
     for name, place in Roots(roots).places.items():
-        if place.local_path is not None and not exists(place.local_path):
+        if not Store.open(place).has_directory():
             print(f"{name}: there is no directory {place} yet; it is listed as empty until a job saves there", file=sys.stderr)
     try:
         run(options, lambda url: print(f"serving at {url}", flush=True))

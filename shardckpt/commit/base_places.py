@@ -86,7 +86,7 @@ def base_location(checkpoint: Location, base: Base) -> Location:
                 f"the storage of its base."
             )
         )
-    return next((place for place in places if place.local_path is not None and exists(place.local_path / RECORD)), places[0])
+    return next((place for place in places if exists(place.join(RECORD).local_path)), places[0])
 
 
 def base_record(checkpoint: Location, base: Base, of: str, advice: str = _PUT_BACK) -> tuple[Store, CheckpointRecord]:

@@ -38,7 +38,6 @@ from shardckpt.format.record import CheckpointRecord, Tombstone, parse_checkpoin
 from shardckpt.format.table import check_sizes
 from shardckpt.io.descriptor import OpenFile
 from shardckpt.io.files import LARGEST_WHOLE
-from shardckpt.io.status import is_directory
 from shardckpt.io.threads import collector_paused
 from shardckpt.text import Message, named
 
@@ -166,8 +165,7 @@ def _put_placeholder(store: Store, prior: Prior, *, last: bool) -> None:
         put_tombstone(store, make, prior.generation, absent=prior.record is None)
     except StorageError:
         # On a disk, a deletion may have removed the empty directory at this moment.
-        path = store.local_path("")
-        if last or path is None or is_directory(path):
+        if last or store.has_directory():
             raise
 
 

@@ -325,7 +325,8 @@ def _write_safetensors(
 
 def _place(location: Location, *, split_up: bool) -> tuple[Location, str | None]:
     """The directory to write into, and the file's name if `location` names a file."""
-    if location.local_path is None and not kind_of(location).uploads_in_parts:
+    kind = kind_of(location)
+    if not (kind.has_paths or kind.uploads_in_parts):
         raise OptionError(f"{location}: safetensors files are written to a local disk, gs:// or s3://.")
     above = location.parent
     if not location.name.endswith(_SUFFIX):
@@ -340,7 +341,7 @@ def _place(location: Location, *, split_up: bool) -> tuple[Location, str | None]
 def _obsolete(directory: Location, names: Sequence[str], *, overwrite: bool) -> list[str]:
     """Files of another model in the directory, which readers would mistake for files of this one."""
     others = [name for name in Store.open(directory).list_children() if is_of_a_model(name) and name not in names]
-    if others and directory.local_path is None:
+    if others and kind_of(directory).uploads_in_parts:
         left = begun(directory, names[-1])  # the export removes these anyway
         others = [name for name in others if name not in left]
     if others and not overwrite:
@@ -350,8 +351,8 @@ def _obsolete(directory: Location, names: Sequence[str], *, overwrite: bool) -> 
 
 
 def _destination(directory: Location, names: Sequence[str], obsolete: Sequence[str], options: SafetensorsOptions) -> Destination:
-    if directory.local_path is not None:
-        return LocalFiles(directory.local_path, names, overwrite=options.overwrite, obsolete=obsolete)
+    if (path := directory.local_path) is not None:
+        return LocalFiles(path, names, overwrite=options.overwrite, obsolete=obsolete)
     memory = 1 << ((options.budget // 4).bit_length() - 1)
     return ObjectFiles(directory, names, overwrite=options.overwrite, memory=memory, obsolete=obsolete)
 

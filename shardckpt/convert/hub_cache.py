@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shardckpt.errors import FormatError
-from shardckpt.io.status import is_directory
 from shardckpt.io.store import Store
 from shardckpt.text import few
 
@@ -23,10 +22,8 @@ def hub_snapshot(location: Location) -> Location | None:
         FormatError: there are several snapshots, and `refs/main` names none of them.
         StorageError: the storage failed or refused.
     """
-    if location.local_path is not None and not is_directory(location.local_path):
-        return None
     place = Store.open(location)
-    if not place.lists or not {f"{_SNAPSHOTS}/", "refs/"} <= set(place.list_children()):
+    if not place.lists or not place.has_directory() or not {f"{_SNAPSHOTS}/", "refs/"} <= set(place.list_children()):
         return None
     inside = place.sub(_SNAPSHOTS)
     names = [name.removesuffix("/") for name in inside.list_children() if name.endswith("/")]

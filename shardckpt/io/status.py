@@ -2,6 +2,8 @@
 
 These functions replace the predicates of `pathlib` and `os.path`. Those raise untyped errors, or answer False, for a path in a
 directory that this user may not enter, a name that is too long, or a device that fails.
+
+The path may be a `local_path`, which is None on a storage without paths: nothing is there.
 """
 
 from __future__ import annotations
@@ -20,12 +22,14 @@ _NOTHING = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 """Errors that say that there is nothing at a path."""
 
 
-def status(path: Path, *, follow: bool = True) -> os.stat_result | None:
+def status(path: Path | None, *, follow: bool = True) -> os.stat_result | None:
     """The status of a file or directory; None if there is nothing, or a broken link. Without `follow`, the status of a link itself.
 
     Raises:
         StorageError: the path cannot be looked at.
     """
+    if path is None:
+        return None
     with storage_errors("look at", path):
         try:
             return path.stat(follow_symlinks=follow)
@@ -35,24 +39,24 @@ def status(path: Path, *, follow: bool = True) -> os.stat_result | None:
             return None
 
 
-def exists(path: Path, *, follow: bool = True) -> bool:
+def exists(path: Path | None, *, follow: bool = True) -> bool:
     """Whether there is something at a path; without `follow`, a broken link counts. Raises as `status` does."""
     return status(path, follow=follow) is not None
 
 
-def is_directory(path: Path) -> bool:
+def is_directory(path: Path | None) -> bool:
     """Whether there is a directory at a path, or a link to one. Raises as `status` does."""
     found = status(path)
     return found is not None and stat.S_ISDIR(found.st_mode)
 
 
-def is_file(path: Path) -> bool:
+def is_file(path: Path | None) -> bool:
     """Whether there is a regular file at a path, or a link to one. Raises as `status` does."""
     found = status(path)
     return found is not None and stat.S_ISREG(found.st_mode)
 
 
-def is_link(path: Path) -> bool:
+def is_link(path: Path | None) -> bool:
     """Whether there is a symbolic link at a path. Raises as `status` does."""
     found = status(path, follow=False)
     return found is not None and stat.S_ISLNK(found.st_mode)

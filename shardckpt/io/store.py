@@ -62,13 +62,15 @@ class Store(ABC):
     """Keys and bytes below one location. Keys are relative, with slashes. Safe to use from several threads.
 
     The capabilities of a kind of storage are class attributes and cost no request. Other packages ask for a capability, and never for
-    the kind itself. A place with `local_path("")` is on a file system, so that other programs may be given the path.
+    the kind itself.
     """
 
     __slots__ = ("location",)
 
     near: ClassVar[bool] = False
     """Requests take microseconds: they are repeated rather than avoided, and few threads make them."""
+    has_paths: ClassVar[bool] = False
+    """Keys are files of this machine (`local_path`): other programs open and link them, and directories are renamed."""
     appends: ClassVar[bool] = False
     """Data files grow in place, on several threads. Elsewhere the bytes of a file are collected in memory and sent as one object."""
     has_locks: ClassVar[bool] = False
@@ -146,9 +148,13 @@ class Store(ABC):
         return f"{str(self.location).rstrip('/')}/{key}" if key else str(self.location)
 
     def local_path(self, key: str) -> Path | None:
-        """A key's path ("": the location itself) on this machine's file system; None if it is not there."""
+        """A key's path ("": the location itself) on this machine's file system; None unless the kind `has_paths`."""
         del key
         return None
+
+    def has_directory(self) -> bool:
+        """Whether keys may lie below the location: on a disk, whether a directory is there; elsewhere always. Makes no request."""
+        return True
 
     def read(self, key: str, start: int | None = None, stop: int | None = None) -> bytes:
         """Read an object's bytes, or its bytes from `start` to `stop`.

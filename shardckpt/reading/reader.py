@@ -363,7 +363,7 @@ class ChunkReader:
 
     def _moves(self, parts: Iterable[RequestedArray]) -> bool:
         """Whether the extension moves the chunks of these arrays: raw ones on a local disk, whose elements are not converted."""
-        if extension.moving is None or self.source.place.local_path("") is None:
+        if extension.moving is None or not self.source.place.has_paths:
             return False
         return all(
             part.request.convert_from is None
@@ -445,8 +445,7 @@ def _lookup(place: Store, record: CheckpointRecord, stats: ReadStats) -> Lookup:
     try:
         return TableBlocks(place, record.table, stats.count_index, of_hosts if record.hosts else None, record.hosts)
     except (CorruptionError, FormatError, StorageError) as e:
-        path = place.local_path(record.table.key)
-        damaged = not isinstance(e, StorageError) or (path is not None and is_directory(path))
+        damaged = not isinstance(e, StorageError) or is_directory(place.local_path(record.table.key))
         if not record.hosts or not damaged:
             raise
         return of_hosts()

@@ -186,7 +186,7 @@ def run_job(
     first = options.worker is None or options.worker[0] == 0  # one call of the job reads the checkpoints beside the destination
     if first and opened.prior.is_checkpoint and not opened.committed:
         dependants.check_replaceable(opened.prior.attempt)
-    if opened.reuses_files:
+    if opened.reuse:
         try:
             done = _reuse_source(opened, options)
         except NotImplementedError:  # the object store cannot copy
@@ -195,7 +195,7 @@ def run_job(
         done = _run_tasks(opened, options, in_one_memory=private is not None)
     if options.worker is None and not opened.committed:
         _commit(opened, dependants)
-    linked = opened.reuses_files and opened.plan.nbytes and destination.local_path is not None
+    linked = opened.reuse == "links" and opened.plan.nbytes
     return ReshardReport(
         url=str(opened.store.location),
         attempt=opened.attempt,

@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from shardckpt.format.table import Table
     from shardckpt.io.url import Location
     from shardckpt.reshard.options import ReshardOptions
+    from shardckpt.reshard.reuse_method import ReuseMethod
     from shardckpt.streaming.source import SourceSpec
 
 
@@ -100,15 +101,15 @@ class OpenJob:
         self.plan: ReshardPlan = plan_reshard(self.checkpoint, job.options, location)
         self.checkpoint.limit_reading(threads=readers(self.checkpoint.location), memory=self.plan.memory.reading)
         self.store = Store.open(location)
-        self.reuses_files = False
-        """Whether the source's files are reused unchanged (`reuse_files`)."""
+        self.reuse: ReuseMethod | None = None
+        """The method by which the source's files are reused unchanged (`reuse_files`); None: its tensors are read and written."""
         self.prior: Prior = hold_place(self.store, read_prior(self.store, overwrite=True), overwrite=True)
         self.attempt, self.committed = self._attempt()
         """`committed`: whether the job is done: the checkpoint at the destination is this job's result from the earlier state."""
         unchanged = self.checkpoint.native and self.plan.unchanged
-        if job.alone and unchanged and reuse_method(self.source_place, self.store):
+        if job.alone and unchanged and (method := reuse_method(self.source_place, self.store)):
             begun = self.committed or finished_hosts(self.store.sub(self.attempt))  # by workers started elsewhere: continue their attempt
-            self.reuses_files = not begun
+            self.reuse = None if begun else method
             self.attempt, self.committed = self._attempt()
         if not self.committed and not job.options.overwrite and not self.prior.holds:
             self._refuse_to_replace()
@@ -133,13 +134,13 @@ class OpenJob:
     def contents(self) -> Contents:
         """Contents of the new checkpoint; the records of all hosts agree on them."""
         record, small = self.plan.source, dict[str, bytes]()
-        if self.reuses_files and record.small_table is not None:  # no host has these; the committer rewrites them
+        if self.reuse and record.small_table is not None:  # no host has these; the committer rewrites them
             assert isinstance(self.checkpoint, Checkpoint)
             written = read_table(self.source_place, record.small_table).counts
             tensors = record.structure.tensors
             small = {name: self.checkpoint.read(name).tobytes() for name in tensors if tensors[name].pieces[0].path in written}
         by_processes = bool(self.plan.values) or record.processes < len(self.plan.tasks)
-        saved_by = record.saved_by if self.reuses_files else record.processes if by_processes else None
+        saved_by = record.saved_by if self.reuse else record.processes if by_processes else None
         return Contents(self.plan.target, small, record.metadata, processes=saved_by)
 
     @cached_property
@@ -215,7 +216,7 @@ class OpenJob:
             "target": plan.target.to_json(),
             "layout": plan.layout,
             "compression": [plan.compression, _compressor() if plan.compression is not None else None],
-            "tasks": self.reuses_files or [[(s.tensor, s.cells.start, s.cells.stop) for s in task.shares] for task in plan.tasks],
+            "tasks": self.reuse is not None or [[(s.tensor, s.cells.start, s.cells.stop) for s in task.shares] for task in plan.tasks],
             "metadata": plan.source.metadata,
             "prior": prior,
         }
@@ -240,7 +241,7 @@ def check_destination(location: Location) -> None:
         StorageError: the path is something other than a directory.
     """
     path = location.local_path
-    if path is not None and exists(path, follow=False) and not is_directory(path):
+    if exists(path, follow=False) and not is_directory(path):
         what = "a broken symbolic link" if is_link(path) else "a file"
         raise StorageError(f"{location}: {what} is at the place of the new checkpoint; choose another place.")
 

@@ -53,7 +53,7 @@ def reuse_files(opened: OpenJob, progress: Callable[[int, int], None]) -> tuple[
     """Link or copy the files of all hosts of the source that are not done yet.
 
     Args:
-        opened: a job whose source files can be reused (`OpenJob.reuses_files`).
+        opened: a job whose source files can be reused (`OpenJob.reuse`).
         progress: called with the bytes of elements done so far, and in all.
 
     Returns:
@@ -190,14 +190,13 @@ def _link_or_copy(source: Store, target: Store, files: Iterable[tuple[str, str]]
         return
     changed: set[Path] = set()
     for number, (old, new) in enumerate(files):
-        first, final = source.local_path(old), target.local_path(new)
+        draft = new if drafts is None else f"{drafts}/{number}"
+        first, path, final = source.local_path(old), target.local_path(draft), target.local_path(new)
         assert first is not None
+        assert path is not None
         assert final is not None
-        target.make_parents(new)
-        path = final
-        if drafts is not None:
-            target.make_parents(f"{drafts}/{number}")
-            path = target.local_path(f"{drafts}/{number}") or final
+        for key in {draft, new}:
+            target.make_parents(key)
         with storage_errors("link", final):
             try:
                 os.link(first, path, follow_symlinks=True)

@@ -155,7 +155,7 @@ def catalog(root: str | os.PathLike[str], *, everything: bool = False) -> list[C
     if not store.lists:
         raise StorageError(f"{location}: a web server does not list what it has; give the url of a checkpoint to `shardckpt info`.")
     children = store.list_children()
-    if not children and not ((path := store.local_path("")) and exists(path)):
+    if not children and not exists(store.local_path("")):
         raise NotFoundError(f"{location}: no such directory.")
 
     def at(named: tuple[str, Store]) -> list[CatalogEntry]:

@@ -178,7 +178,7 @@ class Cleaner:
         stays as it is.
         """
         try:
-            if self._root.local_path("") is None:
+            if not self._root.has_paths:
                 self._root.delete(_DELETED)
             held = leased_steps(self._root)
             for step in step_numbers(self._root):

@@ -86,7 +86,7 @@ def collect(root: str | os.PathLike[str], *, grace: float = GRACE, dry_run: bool
     if not dry_run:
         store.check_replaces("collect what unfinished saves left at")
     children = store.list_children()
-    if not children and not ((path := store.local_path("")) and exists(path)):
+    if not children and not exists(store.local_path("")):
         raise NotFoundError(f"{location}: no such directory.")
 
     held = leased_steps(store)

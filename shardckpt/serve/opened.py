@@ -192,10 +192,10 @@ def check_chunk(what: str, nbytes: int) -> None:
 
 def _status(place: Location) -> object:
     """Size, time and inode number of the record on a disk; None: there is none, or the place is not on a disk."""
-    if place.local_path is None:
+    if (path := place.local_path) is None:
         return None
     try:
-        stat = os.stat(f"{place.path}/{RECORD}")  # noqa: PTH116  (for each request; a Path takes ten times as long)
+        stat = os.stat(f"{path}/{RECORD}")  # noqa: PTH116  (for each request; a Path takes ten times as long)
     except OSError:
         return None
     return stat.st_mtime_ns, stat.st_ino, stat.st_size

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardckpt.commit.base_places import base_location
@@ -23,7 +24,6 @@ from shardckpt.text import few, shorten
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from pathlib import Path
 
     from shardckpt.io.url import Location
     from shardckpt.reading.checkpoint import Checkpoint
@@ -65,7 +65,7 @@ class Roots:
             place = parse(url)
             if not kind_of(place).lists:
                 raise OptionError(f"{text}: a web server does not list what it has; give a disk or a bucket.")
-            if place.local_path is not None and is_file(place.local_path):
+            if is_file(place.local_path):
                 raise OptionError(f"{name}: {place} is a file; give a directory of runs.")
             self.places[name] = place
         if not self.places:
@@ -101,7 +101,7 @@ class Roots:
         why = unfit(below) if slash else ""
         if why:
             raise NotFoundError(f"{shorten(ident)} is no place below {name}: {why}.")
-        if root.local_path is not None and (
+        if kind_of(root).has_paths and (
             len(below) > _LONGEST_PATH or any(len(part.encode("utf-8", "replace")) > _LONGEST_NAME for part in below.split("/"))
         ):
             raise NotFoundError(f"{shorten(ident)} is no place below {name}: a name is too long.")
@@ -170,7 +170,7 @@ class Roots:
         Raises:
             FormatError: a link does.
         """
-        if place.local_path is None or is_directory(place.local_path):
+        if is_directory(place.local_path):  # only there are links
             needs = Needs()
             self._check_links(place, needs, based=False)
             self.check_needs(needs)
@@ -206,7 +206,8 @@ class Roots:
 
     def _check_links(self, place: Location, needs: Needs, *, based: bool) -> None:
         """Check the links below a directory on a disk; `based`: they may lead to allowed bases."""
-        stack: list[Path] = [] if place.local_path is None else [place.local_path]
+        top = place.local_path
+        stack = [] if top is None else [top]
         while stack:
             below = stack.pop()
             with storage_errors("list", below), os.scandir(below) as entries:
@@ -215,4 +216,4 @@ class Roots:
                         message = f"{place}: the link {shorten(entry.name)} in it leads out of the roots."
                         self._need(needs, parse(os.path.realpath(entry.path)), message, based=based)
                     elif entry.is_dir(follow_symlinks=False):
-                        stack.append(type(place.local_path)(entry.path))  # type: ignore[misc]
+                        stack.append(Path(entry.path))

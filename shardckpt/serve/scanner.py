@@ -225,8 +225,7 @@ class Scanner(BackgroundWork):
 
     def _is_inside(self, ident: str, place: Store) -> bool:
         """Whether a directory on a disk is not a link out of its root."""
-        path = place.local_path("")
-        if path is None or not is_link(path):
+        if not is_link(place.local_path("")):
             return True
         return place.location.is_within(self._roots.places[ident.partition("/")[0]])
 

@@ -297,8 +297,16 @@ def test_places_of_one_kind_have_its_capabilities(store):
 def test_a_path_is_that_of_a_file_with_the_object_s_bytes(store):
     store.write("a/b", b"bytes")
     path = store.local_path("a/b")
-    assert (path is None) == (store.location.local_path is None) == (store.local_path("") is None)
+    assert store.has_paths == (path is not None) == (store.location.local_path is not None) == (store.local_path("") is not None)
     assert path is None or path.read_bytes() == b"bytes"
+
+
+def test_a_place_with_objects_has_a_directory_and_an_object_has_none(store):
+    assert store.has_directory() == (not store.has_paths)
+    store.write("a/b", b"bytes")
+    assert store.has_directory()
+    assert store.sub("a").has_directory()
+    assert store.sub("a/b").has_directory() == (not store.has_paths)
 
 
 def test_tensorstore_sees_the_objects_or_the_error_says_that_it_has_no_driver(store):

@@ -69,11 +69,12 @@ class Draft:
             AlreadyExistsError: something exists there, and may not be replaced.
             StorageError: there is no room, or no permission to write there.
         """
-        if location.local_path is None:
+        final = location.local_path
+        if final is None:
             raise OptionError(
                 f"{location}: this format is written to a local disk only; export it there and upload the result, or export safetensors."
             )
-        self.final: Path = location.local_path
+        self.final: Path = final
         self._marks = None if marks is None else frozenset(marks)
         self._overwrite = overwrite
         self._replacing = False

@@ -16,7 +16,7 @@ from shardckpt.errors import CorruptionError, FormatError, MissingDataError, Rep
 from shardckpt.format.documents import document_digest
 from shardckpt.io.descriptor import OpenFile
 from shardckpt.io.failures import storage_errors
-from shardckpt.io.status import status
+from shardckpt.io.status import is_directory, status
 from shardckpt.io.store import Store
 from shardckpt.reading.fetch import scatter_read
 
@@ -48,14 +48,13 @@ class FileVersion:
             if data is None:
                 raise MissingDataError(f"{self} is missing; put it back from a backup.")
             return
+        now = status(self._path)
+        if now is None:
+            raise MissingDataError(f"{self} is missing; put it back from a backup.")
         with storage_errors("look at", self):
-            try:
-                found = self._path.stat()
-            except (FileNotFoundError, NotADirectoryError) as e:
-                raise MissingDataError(f"{self} is missing; put it back from a backup.") from e
-            if not stat.S_ISREG(found.st_mode):
+            if not stat.S_ISREG(now.st_mode):
                 raise OSError(f"{self._path} is not a file, but a directory, pipe or device")
-        self._known = _version(found)
+        self._known = _version(now)
 
     def __str__(self) -> str:
         """The file's path or url."""
@@ -158,9 +157,8 @@ def file_at(location: Location) -> FileVersion | None:
     Raises:
         StorageError: its metadata cannot be read, or it is a pipe or device.
     """
-    above, path = location.parent, location.local_path
-    found = None if path is None else status(path)
-    if above is None or (path is not None and (found is None or stat.S_ISDIR(found.st_mode))):
+    above = location.parent
+    if above is None or is_directory(location.local_path):
         return None
     try:
         return FileVersion(Store.open(above), location.name)

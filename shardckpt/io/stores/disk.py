@@ -11,7 +11,7 @@ from shardckpt.io.buckets import listing
 from shardckpt.io.deletion import remove_tree
 from shardckpt.io.failures import begin_use, storage_errors
 from shardckpt.io.files import DurableDirectories
-from shardckpt.io.status import is_file
+from shardckpt.io.status import is_directory, is_file
 from shardckpt.io.store import Store, byte_view
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ class DiskStore(Store):
 
     __slots__ = ("_directories", "_top")
     near = True
+    has_paths = True
     appends = True
     has_locks = True
     durable_when_visible = False
@@ -56,6 +57,10 @@ class DiskStore(Store):
             return self._top
         check_key(key.removesuffix("/"), self)
         return self._top / key
+
+    def has_directory(self) -> bool:
+        """See `Store`."""
+        return is_directory(self._top)
 
     def remove_empty(self) -> None:
         """See `Store`."""

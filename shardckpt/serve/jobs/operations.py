@@ -141,7 +141,7 @@ def destination(roots: Roots, ident: str, *, checkpoint: bool = True) -> Locatio
     for n in range(1, len(parts)):
         above = "/".join(parts[:n])
         found = roots.locate(above)
-        if found.local_path is not None and is_file(found.local_path):
+        if is_file(found.local_path):
             raise OptionError(f"to={shorten(ident)}: {above} is a file; give a place outside of it.")
         if Store.open(found).exists(RECORD):
             raise OptionError(f"to={shorten(ident)}: it lies in the checkpoint {above}; give a place outside of it.")
@@ -153,7 +153,7 @@ def destination(roots: Roots, ident: str, *, checkpoint: bool = True) -> Locatio
 
 def _check_free(place: Location, ident: str, *, checkpoint: bool) -> None:
     """Check that what is at a place may be there; raises OptionError."""
-    if place.local_path is not None and is_file(place.local_path):
+    if is_file(place.local_path):
         if checkpoint:
             raise OptionError(f"to={shorten(ident)}: a file is there; choose another place.")
         return

@@ -137,7 +137,7 @@ class VersionDirectories:
 
     def prepare_first(self, *, overwrite: bool) -> Store:
         """The place to write version 0 to; on a disk, it is beside the versions that `finish_first` deletes."""
-        if self._root.local_path("") is None:
+        if not self._root.has_paths:
             if overwrite:
                 self._delete(self._numbers())
             return self.place(0)

@@ -36,7 +36,6 @@ from shardckpt.convert.span import Span
 from shardckpt.convert.strided import read_box, run_of, strided_chunks
 from shardckpt.errors import CorruptionError, DtypeError, FormatError, OptionError
 from shardckpt.io.files import LARGEST_WHOLE
-from shardckpt.io.status import is_directory
 from shardckpt.io.store import Store
 from shardckpt.io.threads import map_on_threads
 from shardckpt.layout.dtypes import by_name
@@ -107,8 +106,7 @@ def open_foreign(location: Location, *, trust_pickle: bool = False) -> Foreign:
 def children(location: Location) -> list[str]:
     """The names in a directory; an empty list if there is no directory."""
     store = Store.open(location)
-    path = store.local_path("")
-    return store.list_children() if path is None or is_directory(path) else []
+    return store.list_children() if store.has_directory() else []
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,9 +51,9 @@ _MSGPACK_MAPS = frozenset({*range(0x80, 0x90), 0xDE, 0xDF})
 
 def looks_like(location: Location) -> str | None:
     """The signs of an Orbax checkpoint, or of a directory of them, in words; None: there are none."""
-    if location.local_path is not None and not is_directory(location.local_path):
-        return None
     place = Store.open(location)
+    if not place.has_directory():
+        return None
     names = place.list_children()
     if _is_unfinished(location.name):
         return "an Orbax checkpoint that is not finished, by its name"
@@ -151,7 +151,7 @@ def _check_finished(place: Store, names: list[str]) -> None:
     where = place.location
     if _is_unfinished(where.name):
         raise UncommittedError(f"{where} was not finished, or is still being written; import another step.")
-    if where.local_path is not None or _FINISHED in names or not _is_checkpoint(place, names):
+    if place.has_paths or _FINISHED in names or not _is_checkpoint(place, names):
         return
     above = where.parent  # the file is in the item's directory or in its checkpoint's
     if above is None or not Store.open(above).exists(_FINISHED):
@@ -178,7 +178,7 @@ def _identity(place: Store) -> str:
     digest = hashlib.sha256(str(place).encode())
     for key, time in sorted(place.modification_times()):
         path = place.local_path(key)
-        if path is not None and exists(path) and not is_file(path) and not is_directory(path):
+        if exists(path) and not is_file(path) and not is_directory(path):
             raise StorageError(f"{path} is a pipe or device, not a file, and TensorStore would wait for it; remove it.")
         # Without times of the last write, the contents are hashed.
         digest.update(f"{key} {time!r}\n".encode() if place.keeps_times else place.read(key))

@@ -113,9 +113,8 @@ def without_others(files: Mapping[str, bytes], directory: Location, last: str) -
         The files to write, and the names of the others.
     """
     store = Store.open(directory)
-    if directory.local_path is not None:
-        own = list(files) if is_directory(directory.local_path / f".{last}.partial") else []
-    else:
-        own = begun(directory, last)
+    own = begun(directory, last) if store.uploads_in_parts else []
+    if is_directory(store.local_path(f".{last}.partial")):
+        own = list(files)
     others = [name for name in files if name not in own and store.exists(name)]
     return {name: data for name, data in files.items() if name not in others}, others

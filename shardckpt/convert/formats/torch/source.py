@@ -18,7 +18,6 @@ from shardckpt.convert.placed import place_tensors
 from shardckpt.convert.span import Span
 from shardckpt.convert.strict_json import parse_json
 from shardckpt.errors import FormatError, NotFoundError
-from shardckpt.io.status import is_directory
 from shardckpt.io.store import Store
 from shardckpt.io.threads import map_on_threads
 from shardckpt.state.names import shown
@@ -43,7 +42,8 @@ def looks_like(location: Location) -> str | None:
     """The signs of files of `torch.save` at a location, in words; None: there are none."""
     file = file_at(location)
     if file is None:
-        names = [] if location.local_path is not None and not is_directory(location.local_path) else Store.open(location).list_children()
+        store = Store.open(location)
+        names = store.list_children() if store.has_directory() else []
         found = [name for name in (_BIN, _BIN.removesuffix(".bin") + _INDEX_SUFFIX, *_parts(names)) if name in names]
         return f"{found[0]} in the directory" if found else None
     if file.key.endswith(_INDEX_SUFFIX):

@@ -17,7 +17,6 @@ from shardckpt.convert.files.file_version import FileVersion, identity_of
 from shardckpt.convert.foreign import ForeignArrays, ForeignPart, ForeignTensor, structure_of, tensors_of
 from shardckpt.errors import DtypeError, FormatError, NotFoundError
 from shardckpt.io.foreign_arrays import open_arrays
-from shardckpt.io.status import is_directory
 from shardckpt.io.store import Store
 from shardckpt.layout.dtypes import by_name
 from shardckpt.state.names import natural_key
@@ -151,8 +150,6 @@ def _is_numeric(dtype: object) -> bool:
 
 def looks_like(location: Location) -> str | None:
     """The signs of a zarr group or array, in words; None: there are none."""
-    if location.local_path is not None and not is_directory(location.local_path):
-        return None
     place = Store.open(location)
     found = next((name for name in _SIGNS if place.exists(name)), None)
     return None if found is None else f"{found} in the directory"
