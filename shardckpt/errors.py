@@ -38,7 +38,7 @@ from functools import wraps
 from os import PathLike
 from typing import TYPE_CHECKING, ClassVar, ParamSpec, TypeVar
 
-from shardckpt.text import Message, named
+from shardckpt.text import Message
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -242,25 +242,6 @@ def of_one_tensor(error: E) -> E:
     """Mark an error: without this tensor the operation would succeed. Its message ends with other advice, and a full stop."""
     error.of_one_tensor = True
     return error
-
-
-def leaves_out_with(option: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Decorate a function that can leave tensors out: its errors of one tensor name its `option`."""
-
-    def decorate(function: Callable[P, T]) -> Callable[P, T]:
-        @wraps(function)
-        def advised(*args: P.args, **kwargs: P.kwargs) -> T:
-            try:
-                return function(*args, **kwargs)
-            except ShardckptError as e:
-                if e.of_one_tensor:
-                    e.of_one_tensor = False  # a function that calls this one has nothing to add
-                    e.args = (Message(e.message.without_stop(), ", or leave the tensor out with ", named(option), "."),)
-                raise
-
-        return advised
-
-    return decorate
 
 
 def by_code(code: object) -> type[ShardckptError]:

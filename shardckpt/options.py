@@ -11,9 +11,10 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
+from functools import wraps
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Self, TypeVar
 
-from shardckpt.errors import OptionError
+from shardckpt.errors import OptionError, ShardckptError
 from shardckpt.format.documents import DEEPEST_METADATA, is_deeper
 from shardckpt.text import Message, file_size, named, shorten
 
@@ -33,6 +34,7 @@ __all__ = [
     "check_whole",
     "checked_options",
     "documented",
+    "leaves_out_with",
     "option",
     "parse_bytes",
     "parse_duration",
@@ -53,6 +55,8 @@ _SECONDS = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
 _DURATION = re.compile(r"\s*(\d{1,9}(?:\.\d{1,9})?)\s*(s|m|min|h|d)?\s*", re.ASCII)
 _OPTIONS_LINE = re.compile(r"^        options: .*\n(?:            .*\n)*", re.MULTILINE)
 F = TypeVar("F", bound=Callable[..., Any])
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 Kind = Literal["text", "texts", "integer", "boolean", "size", "python"]
@@ -285,6 +289,25 @@ def checked_options(options: SaveOptions | None, skip: str | Sequence[str] | Non
     if not isinstance(options, SaveOptions):
         raise OptionError(f"save(options=…): a {type(options).__name__} is not a SaveOptions; give shardckpt.SaveOptions(…).")
     return options if skip is None else replace(options, skip=skip)
+
+
+def leaves_out_with(option: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Decorate a function that can leave tensors out: its errors of one tensor name its `option`."""
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        @wraps(function)
+        def advised(*args: P.args, **kwargs: P.kwargs) -> R:
+            try:
+                return function(*args, **kwargs)
+            except ShardckptError as e:
+                if e.of_one_tensor:
+                    e.of_one_tensor = False  # a function that calls this one has nothing to add
+                    e.args = (Message(e.message.without_stop(), ", or leave the tensor out with ", named(option), "."),)
+                raise
+
+        return advised
+
+    return decorate
 
 
 def parse_bytes(value: int | str, what: str) -> int:

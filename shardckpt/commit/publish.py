@@ -36,8 +36,7 @@ from shardckpt.errors import AlreadyExistsError, CommitError, FormatError, Shard
 from shardckpt.format.documents import seal
 from shardckpt.format.record import CheckpointRecord, Tombstone, parse_checkpoint
 from shardckpt.format.table import check_sizes
-from shardckpt.io.descriptor import OpenFile
-from shardckpt.io.files import LARGEST_WHOLE
+from shardckpt.io.files import LARGEST_WHOLE, OpenFile
 from shardckpt.io.threads import collector_paused
 from shardckpt.text import Message, named
 

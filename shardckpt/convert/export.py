@@ -17,11 +17,11 @@ from shardckpt.convert.formats.safetensors.model_files import plan_model_files
 from shardckpt.convert.formats.safetensors.target import write_safetensors
 from shardckpt.convert.options import DeltaOptions, SafetensorsOptions, StateOptions, ToOptions
 from shardckpt.convert.whole_state import FORMATS, write_state
-from shardckpt.errors import AlreadyExistsError, OptionError, leaves_out_with, out_of_memory_is_typed
+from shardckpt.errors import AlreadyExistsError, OptionError, out_of_memory_is_typed
 from shardckpt.io.failures import reading_takes_threads
 from shardckpt.io.store import Store, kind_of
 from shardckpt.io.url import parse
-from shardckpt.options import documented
+from shardckpt.options import documented, leaves_out_with
 from shardckpt.reading.checkpoint import Checkpoint
 from shardckpt.reshard.options import DEFAULT_MEMORY_LIMIT
 from shardckpt.state.names import shown

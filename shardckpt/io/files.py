@@ -27,13 +27,13 @@ from typing import TYPE_CHECKING
 from weakref import WeakSet
 
 from shardckpt.errors import FormatError
-from shardckpt.io.descriptor import OpenFile
 from shardckpt.io.locks import GONE, HIDDEN, is_at, lock_file, remove_directory
 from shardckpt.io.status import is_directory
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+    from types import TracebackType
 
 LOCK_SUFFIX = ".__lock"
 """Suffix of the name of a file while it is written."""
@@ -51,6 +51,39 @@ _NO_SYNC = frozenset({errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP})
 """Errors of file systems that cannot sync a directory."""
 _MARK_BYTES = 16
 _log = logging.getLogger("shardckpt")
+
+
+class OpenFile:
+    """An open file or directory, which is closed with this object at the latest, and which Ctrl-C cannot leak.
+
+    Python may raise KeyboardInterrupt between the call of `os.open` and the statement that keeps its result. Nobody can close the file
+    then, and a lock on it lasts as long as the process.
+    """
+
+    __slots__ = ("__weakref__", "_held")
+
+    def __init__(self, path: str | Path, flags: int) -> None:
+        """Open as `os.open` does; a new file gets the mode 0o666, and started processes do not inherit the descriptor."""
+        self._held: list[int] = []
+        self._held.extend(map(os.open, (path,), (flags | os.O_CLOEXEC,), (0o666,)))  # C code alone, which no signal interrupts
+
+    def fileno(self) -> int:
+        """The descriptor; -1 if the file is closed."""
+        return self._held[0] if self._held else -1
+
+    def close(self) -> None:
+        """Close the file, unless it is closed."""
+        held = self._held
+        held[:] = filter(None, map(os.close, map(list.pop, (held,) * len(held))))  # C code alone, as above
+
+    def __enter__(self) -> int:
+        return self._held[0]
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()
 
 
 def read(path: Path, start: int = 0, stop: int | None = None) -> bytes | None:

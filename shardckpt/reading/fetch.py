@@ -22,8 +22,8 @@ from shardckpt.errors import CorruptionError, MissingDataError, ShardckptError, 
 from shardckpt.format.zarr_arrays import CHECKSUM_BYTES, decompress
 from shardckpt.io import extension
 from shardckpt.io.buffers import MOST_VECTORS, after
-from shardckpt.io.descriptor import OpenFile
 from shardckpt.io.failures import failure_at
+from shardckpt.io.files import OpenFile
 from shardckpt.reading.runs import EVERYTHING, Band, places_of
 
 if TYPE_CHECKING:

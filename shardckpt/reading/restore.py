@@ -27,7 +27,6 @@ from shardckpt.errors import (
     OptionError,
     ShardckptError,
     StructureMismatchError,
-    leaves_out_with,
     out_of_memory,
 )
 from shardckpt.frameworks.coordination import Coordinator, check_coordinator
@@ -38,7 +37,7 @@ from shardckpt.io.failures import reading_takes_threads
 from shardckpt.io.store import kind_of
 from shardckpt.io.threads import collector_paused, read_ahead, short_pause
 from shardckpt.io.url import parse
-from shardckpt.options import DEFAULT_MEMORY_LIMIT, check_flag, parse_bytes
+from shardckpt.options import DEFAULT_MEMORY_LIMIT, check_flag, leaves_out_with, parse_bytes
 from shardckpt.plan.pieces import batches
 from shardckpt.reading.checkpoint import Checkpoint, empty
 from shardckpt.reading.cooperative import Choice, Meeting, check_choice, exchange_bytes

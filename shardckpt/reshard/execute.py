@@ -24,12 +24,12 @@ from shardckpt.commit.assemble import assemble
 from shardckpt.commit.dependants import Dependants
 from shardckpt.commit.publish import data_stays, is_published, publish, remove_replaced
 from shardckpt.commit.remove import remove_strays
-from shardckpt.errors import CommitError, OptionError, ShardckptError, leaves_out_with, out_of_memory_is_typed
+from shardckpt.errors import CommitError, OptionError, ShardckptError, out_of_memory_is_typed
 from shardckpt.io.datafile import check_space
 from shardckpt.io.failures import reading_takes_threads
 from shardckpt.io.store import kind_of
 from shardckpt.io.url import parse
-from shardckpt.options import documented
+from shardckpt.options import documented, leaves_out_with
 from shardckpt.reshard.clusters import WorkerLostError
 from shardckpt.reshard.engines import start_engine
 from shardckpt.reshard.forecast.words import notice_text

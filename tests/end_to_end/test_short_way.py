@@ -9,7 +9,7 @@ import sys
 import pytest
 from paths import CHILDREN
 
-SAVE, RESTORE = 35, 29
+SAVE, RESTORE = 34, 27
 """Of the second save and the second restore in a process; the first ones also enter what finds frameworks and opens the storage."""
 
 

@@ -13,7 +13,7 @@ import pytest
 from paths import CHILDREN
 
 import shardckpt
-from shardckpt.io.descriptor import OpenFile
+from shardckpt.io.files import OpenFile
 
 
 @pytest.mark.parametrize("call", ["save", "restore", "export", "torch", "dcp", "import"])

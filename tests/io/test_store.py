@@ -17,9 +17,8 @@ from fault_proxy import FaultProxy
 from fault_rules import Rule
 
 from shardckpt.errors import StorageError
-from shardckpt.io.descriptor import OpenFile
 from shardckpt.io.failures import storage_errors
-from shardckpt.io.files import LOCK_SUFFIX
+from shardckpt.io.files import LOCK_SUFFIX, OpenFile
 from shardckpt.io.locks import lock_file
 from shardckpt.io.store import Store
 

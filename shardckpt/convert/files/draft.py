@@ -28,9 +28,8 @@ from shardckpt.convert.files.replacement import (
 )
 from shardckpt.errors import AlreadyExistsError, OptionError, StorageError
 from shardckpt.io.datafile import lack_of_space
-from shardckpt.io.descriptor import OpenFile
 from shardckpt.io.failures import storage_errors
-from shardckpt.io.files import DurableDirectories, sync_directory, sync_open_directory
+from shardckpt.io.files import DurableDirectories, OpenFile, sync_directory, sync_open_directory
 from shardckpt.io.locks import lock_whole
 from shardckpt.io.status import exists, is_directory, is_file, is_link
 from shardckpt.io.store import Store

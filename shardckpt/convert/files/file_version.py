@@ -14,8 +14,8 @@ import numpy as np
 
 from shardckpt.errors import CorruptionError, FormatError, MissingDataError, ReplacedError
 from shardckpt.format.documents import document_digest
-from shardckpt.io.descriptor import OpenFile
 from shardckpt.io.failures import storage_errors
+from shardckpt.io.files import OpenFile
 from shardckpt.io.status import is_directory, status
 from shardckpt.io.store import Store
 from shardckpt.reading.fetch import scatter_read

@@ -29,9 +29,8 @@ from shardckpt.convert.files.notes import Notes
 from shardckpt.convert.files.read_back import WrittenBlock, read_back
 from shardckpt.errors import AlreadyExistsError, StorageError
 from shardckpt.io.buffers import gather_write
-from shardckpt.io.descriptor import OpenFile
 from shardckpt.io.failures import storage_errors
-from shardckpt.io.files import DurableDirectories, sync_directory
+from shardckpt.io.files import DurableDirectories, OpenFile, sync_directory
 from shardckpt.io.locks import HIDDEN, remove_directory
 from shardckpt.io.status import exists, is_directory, status
 from shardckpt.io.store import Store

@@ -18,8 +18,8 @@ import crc32c
 import numpy as np
 
 from shardckpt.errors import StorageError
-from shardckpt.io.descriptor import OpenFile
 from shardckpt.io.failures import storage_errors
+from shardckpt.io.files import OpenFile
 from shardckpt.io.locks import is_at, lock_whole
 
 if TYPE_CHECKING:

@@ -23,8 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardckpt.errors import StorageError
-from shardckpt.io.descriptor import OpenFile
-from shardckpt.io.files import sync_directory
+from shardckpt.io.files import OpenFile, sync_directory
 from shardckpt.io.status import exists
 
 if TYPE_CHECKING:
