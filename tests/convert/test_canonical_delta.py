@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 import zlib
+from contextlib import contextmanager
 from itertools import pairwise
 
 import ml_dtypes
@@ -122,15 +123,22 @@ class Training:
         self.publisher.wait()
 
 
-@pytest.fixture
-def training(tmp_path):
-    made = Training(tmp_path / "policy")
+@contextmanager
+def published(url):
+    """A training that has published six versions."""
+    made = Training(url)
     with made.publisher:
         for step in (30, 40, 41):
             made.publish(step)
         made.publish(50, ["bias"])
         made.publish(51, [])
         made.publish(60, ["w", "bias"])
+        yield made
+
+
+@pytest.fixture
+def training(tmp_path):
+    with published(tmp_path / "policy") as made:
         yield made
 
 
@@ -374,6 +382,17 @@ def delete(file):
     file.unlink()
 
 
+@pytest.fixture(scope="module")
+def behind(tmp_path_factory):
+    """A policy, directories with all of its versions but the last, and the options of their export; nothing there is changed."""
+    place = tmp_path_factory.mktemp("behind")
+    options = {"to": "canonical-delta", "since": 40, **NAMED}
+    with published(place / "policy") as made:
+        shardckpt.export(place / "policy", place / "out", **options)
+        made.publish(61)
+    return place / "policy", place / "out", options
+
+
 @pytest.mark.parametrize(
     ("number", "name", "damage"),
     [
@@ -396,14 +415,12 @@ def delete(file):
         (0, NOTE, lambda file: file.write_text("[" * 100_000)),
     ],
 )
-def test_damage_in_written_directories_is_named_before_anything_is_written(training, tmp_path, number, name, damage):
-    out = tmp_path / "out"
-    options = {"to": "canonical-delta", "since": 40, **NAMED}
-    shardckpt.export(tmp_path / "policy", out, **options)
-    training.publish(61)
+def test_damage_in_written_directories_is_named_before_anything_is_written(behind, tmp_path, number, name, damage):
+    policy, whole, options = behind
+    out = shutil.copytree(whole, tmp_path / "out")
     damage(out / f"weight_v{number:06d}" / name)
     with pytest.raises(FormatError, match=rf"weight_v{number:06d}/{name}.*(directory|copy|damaged)"):
-        shardckpt.export(tmp_path / "policy", out, **options)
+        shardckpt.export(policy, out, **options)
     assert len([*out.iterdir()]) == 5
 
 

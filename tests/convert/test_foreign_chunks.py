@@ -207,7 +207,7 @@ def test_in_an_object_store_several_pieces_are_looked_for_at_a_time(monkeypatch:
     both, run = threading.Barrier(2), Placed.run
 
     def waited_for(self: Placed, *of: Any) -> StoredRun | None:
-        both.wait(20)
+        both.wait(60)
         return run(self, *of)
 
     monkeypatch.setattr(Placed, "run", waited_for)

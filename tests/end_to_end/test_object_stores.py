@@ -74,7 +74,7 @@ def test_a_checkpoint_is_saved_verified_restored_replaced_collected_around_and_d
     assert save(0) == ["saved"] * processes
     assert_holds(url, 0)
 
-    refused = save(1, commit_timeout=5)
+    refused = save(1)
     assert {answer["error"] for answer in refused} == {"AlreadyExistsError"}
     assert save(1, overwrite=True) == ["saved"] * processes
     assert_holds(url, 1)

@@ -198,7 +198,7 @@ def test_threads_go_on_with_the_next_batch_of_chunks_before_all_of_one_is_read(s
 
     class Waiting(ReadableChunks):
         def read_into(self, task, vectors):
-            at_work.wait(20)
+            at_work.wait(60)
             super().read_into(task, vectors)
 
     monkeypatch.setattr("shardckpt.reading.locate.MOST_CHUNKS", 1)

@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -274,16 +273,21 @@ def test_a_package_that_is_not_installed_is_named(source, tmp_path, monkeypatch)
 
 @pytest.mark.parametrize("cancel", [False, True])
 def test_dask_drops_the_calls_that_have_not_begun_when_its_executor_is_shut_down(tmp_path, cancel):
-    from distributed import LocalCluster
+    from distributed import Client, LocalCluster
 
     from shardckpt.reshard.on_dask import OnDask
 
-    begun = tmp_path / "begun"
+    begun, released = tmp_path / "begun", tmp_path / "released"
     with LocalCluster(n_workers=1, threads_per_worker=1, processes=False, protocol="tcp", dashboard_address="127.0.0.1:0") as cluster:
         executor = OnDask("dask://here", cluster.scheduler_address.removeprefix("tcp://"))
-        futures = [executor.submit(os.system, f"echo {n} >>{begun}; sleep 0.5") for n in range(6)]
+        held = f"until [ -e {released} ]; do sleep 0.01; done"
+        futures = [executor.submit(os.system, f"echo {n} >>{begun}; {held}") for n in range(6)]
         wait_for(begun.exists)
         executor.shutdown(cancel_futures=cancel)
-        time.sleep(1.5)
-        assert len(begun.read_text().split()) < len(futures) / 2
+        wait_for(lambda: not cluster.scheduler.tasks)
+        wait_for(lambda: not any(worker.state.ready for worker in cluster.workers.values()))
+        released.touch()
+        with Client(cluster) as client:  # its call gets the only thread after the one that had begun
+            client.submit(os.getpid, pure=False).result(PATIENCE)
+        assert len(begun.read_text().split()) == 1
         assert all(isinstance(future.exception(0), errors.CoordinationError) for future in futures)

@@ -97,7 +97,7 @@ class Running:
         assert reply.status == status, reply
         return reply.json
 
-    def send(self, data, seconds=10):
+    def send(self, data, seconds=60):
         """Bytes that come back for raw bytes, until the service closes the connection."""
         with socket.create_connection(self.address, timeout=seconds) as one:
             one.sendall(data)
@@ -106,7 +106,7 @@ class Running:
                 found += part
             return found
 
-    def wait_until(self, holds, seconds=20):
+    def wait_until(self, holds, seconds=60):
         """Wait until a condition holds."""
         end = time.monotonic() + seconds
         while not holds():
