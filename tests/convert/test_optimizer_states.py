@@ -40,13 +40,13 @@ def go_on(model, optimizer, scheduler):
     return steps(model, optimizer, 3, 6, scheduler), sorted(group["lr"] for group in optimizer.param_groups)
 
 
-@pytest.fixture(params=SCHEDULERS)
-def saved(request, tmp_path):
-    """A checkpoint of three steps, the kind of its scheduler, and how the training goes on."""
-    run = made(request.param)
+@pytest.fixture(scope="module", params=SCHEDULERS)
+def saved(request, tmp_path_factory):
+    """A checkpoint of three steps, which no test changes, the kind of its scheduler, and how the training goes on."""
+    run, checkpoint = made(request.param), tmp_path_factory.mktemp("saved") / "c"
     steps(*run[:2], 0, 3, run[2])
-    shardckpt.save(tmp_path / "c", state_of(*run, step=3))
-    return tmp_path / "c", request.param, go_on(*run)
+    shardckpt.save(checkpoint, state_of(*run, step=3))
+    return checkpoint, request.param, go_on(*run)
 
 
 def as_torch_has_it(model, optimizer, flat):
