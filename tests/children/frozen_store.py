@@ -6,7 +6,6 @@ python frozen_store.py torch|jax <process> <port> <directory>
 import json
 import os
 import sys
-import time
 
 import numpy as np
 
@@ -56,12 +55,9 @@ if process:
         "announce": failure_of(lambda: job.announce("word", 1)),
         "agree": failure_of(lambda: job.agree("step", lambda: 1, timeout=0.5)),
     }
-    began = time.monotonic()
-    failed = failure_of(lambda: shardckpt.save(f"{place}/saved", state, options=options))
     tell(
         **questions,
-        save=failed,
-        save_seconds=time.monotonic() - began,
+        save=failure_of(lambda: shardckpt.save(f"{place}/saved", state, options=options)),
         begun=manager.save(1, state),
         waited=failure_of(manager.wait),
         begun_again=manager.save(2, state),

@@ -5,7 +5,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 
 import numpy as np
 import pytest
@@ -299,14 +298,12 @@ def test_ten_thousand_rows_are_listed_by_index(tmp_path):
         for i in range(10_000)
     }
     catalogue.replace(entries, [])
-    begun = time.perf_counter()
     assert len(catalogue.runs(limit=500)[0]) == 200
     found, following = catalogue.checkpoints(CheckpointQuery(metric=("loss", "<", 500.0), limit=400))
     assert len(found) == 400
     assert len(catalogue.checkpoints(CheckpointQuery(metric=("loss", "<", 500.0), limit=400, cursor=following))[0]) == 100
     plan = catalogue._read("EXPLAIN QUERY PLAN SELECT id FROM checkpoints WHERE run = ? ORDER BY run, step, id LIMIT 5", ("x",))
     assert "in_order" in str(plan)
-    assert time.perf_counter() > begun
     catalogue.close()
 
 

@@ -72,7 +72,6 @@ def test_while_process_0_is_stopped_every_wait_for_it_ends_with_an_error_that_na
         assert found[question].startswith(f"SilentStoreError: {silent}")
         assert "process 0 (or the launcher), which holds it, is stopped or cannot be reached" in found[question]
     missing = f"this process has written its share, and process 0 has not committed within 2 s ({silent}"
-    assert found["save_seconds"] < 60, "commit_timeout=2"
     assert found["begun"]
     assert found["begun_again"]
     for save in ("save", "waited", "next", "close"):
