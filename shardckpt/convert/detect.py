@@ -56,6 +56,8 @@ _NAMED = 12
 _FILES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
 """Ends of the names of files that `detect_below` looks into."""
 _LOOSE = ("safetensors", "torch")
+_STEPS = "steps of "
+"""Beginning of the signs of a directory of several checkpoints, in `looks_like` of each format."""
 _MOST_BELOW = 128
 """Most files and directories that it looks into."""
 
@@ -145,7 +147,7 @@ def detect_below(location: Location, known: Collection[str] = ()) -> dict[str, D
     """The checkpoints of other formats in a directory: of the directory itself ("."), and directly below it.
 
     Names below a checkpoint are parts of it, unless it consists of loose files, as safetensors and torch's; then those of its own format
-    are.
+    are. Below a directory of steps are its steps.
 
     Args:
         location: a directory, or a file.
@@ -159,7 +161,7 @@ def detect_below(location: Location, known: Collection[str] = ()) -> dict[str, D
     """
     itself = _detected(location)
     here = {} if itself is None else {".": itself}
-    if file_at(location) is not None or (itself is not None and itself.format not in _LOOSE):
+    if file_at(location) is not None or not (itself is None or itself.format in _LOOSE or itself.seen.startswith(_STEPS)):
         return here
     store = Store.open(location)
     names = [name for name in store.list_children() if name.endswith(("/", *_FILES)) and not name.startswith(".")]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from itertools import islice
+from shlex import quote
 from typing import TYPE_CHECKING
 
 from shardckpt.commit.attempts import is_attempt, step_of
@@ -62,8 +63,10 @@ def no_checkpoint(store: Store, found: Tombstone | None) -> ShardckptError:
     if other := other_format(names):
         return _foreign(store, other)
     beside = _steps_beside(store)
-    nearest = f"; the nearest {'step is' if len(beside) == 1 else 'steps are'} {few(beside)}" if beside else ""
-    return NotFoundError(f"{store}: no checkpoint there{nearest}.")
+    hint = f"; the nearest {'step is' if len(beside) == 1 else 'steps are'} {few(beside)}" if beside else ""
+    if children and not hint:
+        hint = f"; `shardckpt ls {quote(str(store))}` lists the checkpoints and runs below it"
+    return NotFoundError(f"{store}: no checkpoint there{hint}.")
 
 
 def _steps_beside(store: Store) -> list[str]:

@@ -12,10 +12,13 @@ the root names the run that saves there.
 This does not prevent one save of either job from being published between the check and the publication. If two jobs save one
 step at the same time, the conditional write of the commit record decides: no data of either is lost. The job that
 comes second finds the other one's step, and its error names that run (`of_other_job`).
+
+Managers of one process have the same run id, so `job.json` does not tell them apart: `ProcessClaim` does.
 """
 
 from __future__ import annotations
 
+import logging
 import socket
 from contextlib import suppress
 from typing import TYPE_CHECKING
@@ -36,6 +39,9 @@ RUN = "run_id"
 PUBLISHED = "published"
 """The member of a version's metadata that its `Publisher` writes: an object with `began`, the time at which process 0 began it."""
 _ROUNDS = 10
+_log = logging.getLogger("shardckpt")
+_claims: dict[tuple[str, str, int], ProcessClaim] = {}
+"""By root, run and process: the claim of the manager that saves there."""
 
 
 def holder(root: Store) -> str | None:
@@ -117,12 +123,41 @@ class JobFence:
             document = self._document()
             if self._root.create(JOB, document) if data is None else self._root.replace(JOB, document, generation):
                 self._claimed = True
+                if data is None:
+                    _log.info("%s: a new run begins there; no manager has saved there before.", self._root)
                 return
         raise StorageError(f"cannot claim {self._root.path_of(JOB)}: other jobs keep changing it; let only one job save there.")
 
     def _document(self) -> bytes:
         since = utc_now()
         return seal({"run": self._run_id, "machine": socket.gethostname(), "since": since})
+
+
+class ProcessClaim:
+    """One manager's claim on a root among the managers of this process. As with jobs, the latest that begins to save there controls it."""
+
+    def __init__(self, root: Store, run_id: str, process: int) -> None:
+        self._key = str(root.location.resolved), run_id, process
+        self._claimed = False
+
+    def hold(self) -> None:
+        """Claim the root at the first call; later check that no other open manager has claimed it since.
+
+        Raises:
+            OtherJobError: one has.
+        """
+        if self._claimed and _claims.get(self._key, self) is not self:
+            raise OtherJobError(
+                f"{self._key[0]}: another CheckpointManager of this process saves there now; use one manager for each root, or close the "
+                "newer one first. This step was not saved."
+            )
+        self._claimed = True
+        _claims[self._key] = self
+
+    def release(self) -> None:
+        """Leave the root to other managers."""
+        if _claims.get(self._key) is self:
+            del _claims[self._key]
 
 
 def check_root(root: Store) -> None:

@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from shardckpt.errors import OptionError, ShardckptError, StorageError, UrlError
+from shardckpt.errors import OptionError, ShardckptError, UrlError
 from shardckpt.io.store import kind_of
 from shardckpt.io.url import parse
 from shardckpt.serve import api, files, hub, problems, ui
@@ -52,15 +52,6 @@ def application(service: Service, options: ServeOptions) -> Guard:
         yield
         await to_thread.run_sync(service.close)
 
-    def of_error(request: Request, error: Exception) -> Response:
-        said = problems.of_error(error, service.roots)
-        try:
-            if said.status_code == 404:
-                service.scanner.watch.check(*request.path_params.values(), *request.query_params.values())
-        except (HTTPException, StorageError) as e:
-            said = problems.of_error(e, service.roots)
-        return said
-
     routes = [
         Route("/healthz", _healthz),
         Route("/readyz", partial(_readyz, service)),
@@ -80,6 +71,7 @@ def application(service: Service, options: ServeOptions) -> Guard:
         Route("/api/models/{path:path}", partial(_hub_api, service)),
         Route("/{ident:path}/resolve/{rest:path}", partial(_hub_file, service)),
     ]
+    of_error = partial(problems.of_request, service.roots, service.scanner.watch)
     handlers: dict[Any, Any] = {ShardckptError: of_error, HTTPException: of_error, Exception: failed}
     app = Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers)
     app.router.redirect_slashes = False

@@ -87,14 +87,12 @@ def raw(service: Service, path: str) -> ByteSource:
     store = Store.open(service.roots.locate(ident))
     if whole:
         found = stored_file(service, store, key, _JSON)
-        if found is None:
-            raise NotFoundError(f"{shorten(path)}: there is no such file.")
-        return found
-    size = store.size(key)
-    if size is None:
+    else:  # names of attempts are never used again
+        size, read = store.size(key), lambda offset, into: store.read_into(key, offset, [into])
+        found = None if size is None else ByteSource(size, service.tag(path, str(size)), read)
+    if found is None:
         raise NotFoundError(f"{shorten(path)}: there is no such file.")
-    # Names of attempts are never used again.
-    return ByteSource(size, service.tag(path, str(size)), lambda offset, into: store.read_into(key, offset, [into]))
+    return found
 
 
 def stored_file(service: Service, store: Store, key: str, kind: str, headers: Mapping[str, str] | None = None) -> ByteSource | None:

@@ -13,13 +13,13 @@ from starlette.exceptions import HTTPException
 from starlette.responses import HTMLResponse, RedirectResponse, Response
 
 from shardckpt.errors import OptionError, ShardckptError
+from shardckpt.reading.inspection.markup import PREFIX, Html, el
 from shardckpt.serve import problems
 from shardckpt.serve.access.guard import COOKIE, LOGIN, Guard
 from shardckpt.serve.access.identity import note, only_readable
 from shardckpt.serve.jobs.endpoints import job_number, key_of, operation_of, upkeep_of
 from shardckpt.serve.pages.actions import CONFIRM, KEY
 from shardckpt.serve.pages.frame import POLICY, Viewer, error_page, link, login_page
-from shardckpt.serve.pages.markup import PREFIX, Html, el
 from shardckpt.serve.pool import on_thread
 from shardckpt.text import visible
 
@@ -48,7 +48,7 @@ def viewer_of(service: Service, request: Request) -> Viewer:
 
 def refused(service: Service, request: Request, error: ShardckptError | HTTPException, back: Html | None = None) -> HTMLResponse:
     """The page that says what went wrong."""
-    said = problems.of_error(error, service.roots)
+    said = problems.of_request(service.roots, service.scanner.watch, request, error)
     return html(error_page(said.status_code, *problems.words(said), viewer_of(service, request), back), said.status_code)
 
 

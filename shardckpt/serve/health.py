@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -70,11 +71,9 @@ def damaged_checkpoints(service: Service) -> list[dict[str, Any]]:
 
 def with_damaged(service: Service, runs: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Runs with `damaged`, the number of their checkpoints in which the latest verification found damage, and `vanished`."""
-    counts: dict[str, int] = {}
-    for one in damaged_checkpoints(service):
-        counts[one["run"]] = counts.get(one["run"], 0) + 1
+    counts = Counter(one["run"] for one in damaged_checkpoints(service))
     gone = service.scanner.watch.vanished
-    return [run | {"damaged": counts.get(run["run"], 0), "vanished": run["run"].partition("/")[0] in gone} for run in runs]
+    return [run | {"damaged": counts[run["run"]], "vanished": run["run"].partition("/")[0] in gone} for run in runs]
 
 
 def health(service: Service) -> dict[str, Any]:

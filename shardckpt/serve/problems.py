@@ -9,13 +9,16 @@ from typing import TYPE_CHECKING
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
-from shardckpt.errors import ShardckptError
+from shardckpt.errors import ShardckptError, StorageError
 from shardckpt.text import visible
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from starlette.requests import Request
+
     from shardckpt.serve.roots import Roots
+    from shardckpt.serve.vanished import RootWatch
 
 STATUS = {
     "url": 400,
@@ -100,6 +103,17 @@ def of_error(error: Exception, roots: Roots) -> JSONResponse:
     assert isinstance(error, HTTPException)
     headers = dict(error.headers) if error.headers else None
     return problem(error.status_code, _CODES.get(error.status_code, f"http-{error.status_code}"), error.detail, headers)
+
+
+def of_request(roots: Roots, watch: RootWatch, request: Request, error: Exception) -> JSONResponse:
+    """The same for a request; what is not found in a root that has vanished may still be there."""
+    said = of_error(error, roots)
+    try:
+        if said.status_code == 404:
+            watch.check(*request.path_params.values(), *request.query_params.values())
+    except (HTTPException, StorageError) as e:
+        said = of_error(e, roots)
+    return said
 
 
 def words(response: JSONResponse) -> tuple[str, str]:

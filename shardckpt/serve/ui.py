@@ -12,9 +12,10 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.routing import Route
 
-from shardckpt.errors import FormatError, NamesMismatchError, NotFoundError, OptionError, ShardckptError
+from shardckpt.errors import FormatError, NamesMismatchError, NotFoundError, ShardckptError
 from shardckpt.io.store import Store
 from shardckpt.reading.documents import find_node
+from shardckpt.reading.inspection.markup import PREFIX, Html, el
 from shardckpt.reading.naming.mapping_file import PRESETS
 from shardckpt.runs.ended import ended
 from shardckpt.serve import api, forms
@@ -31,7 +32,6 @@ from shardckpt.serve.pages.checkpoint import checkpoint_page, diff_page, found_n
 from shardckpt.serve.pages.frame import STATIC, Viewer, crumbs, frame
 from shardckpt.serve.pages.health import health_page, verification_section
 from shardckpt.serve.pages.jobs import job_page, jobs_page, jobs_table
-from shardckpt.serve.pages.markup import PREFIX, Html, el
 from shardckpt.serve.pages.plan import section
 from shardckpt.serve.pages.retention import retention_section
 from shardckpt.serve.pages.runs import RUN_ORDERS, run_page, run_state, runs_page, storage_page
@@ -85,7 +85,7 @@ async def _rendered(page: _Page, service: Service, request: Request) -> Response
     try:
         return html(await on_thread(page, service, request, viewer_of(service, request), long=page in (_tensor, _diff, _plan)))
     except (ShardckptError, HTTPException) as e:
-        return refused(service, request, e)
+        return await on_thread(refused, service, request, e)
 
 
 def _text(request: Request, name: str) -> str | None:
@@ -234,7 +234,7 @@ def _diff(service: Service, request: Request, viewer: Viewer) -> str:
 
 
 def _plan(service: Service, request: Request, viewer: Viewer) -> str:
-    ident = service.exactly(request.path_params["path"])
+    ident = service.opened.get(service.exactly(request.path_params["path"])).ident
     asked: dict[str, Any] = {one.name: one.default for one in api.PLAN}
     asked |= {name: _text(request, name) for name in ("mesh", "preset")}
     asked["rule"] = (_text(request, "rule") or "").split() or None
@@ -244,7 +244,7 @@ def _plan(service: Service, request: Request, viewer: Viewer) -> str:
     form = section("Reshard", plan_form(ident, asked))
     try:
         parts = json.loads(service.calculations.run("_plan_page", ident, **asked))
-    except (OptionError, ShardckptError) as e:
+    except ShardckptError as e:
         said = el("p", service.roots.without_places(text_of(e)), class_="bad", role="alert")
         return frame("Plan", crumbs(ident, checkpoint=True), el("main", el("h1", "Reshard plan"), said, form, id="main"), viewer=viewer)
     header, main, footer, flow = map(Html, parts)

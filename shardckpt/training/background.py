@@ -26,7 +26,7 @@ from shardckpt.format.documents import utc_now
 from shardckpt.io.failures import saving_takes_threads
 from shardckpt.io.shutdown import start_background
 from shardckpt.runs.cleaning import Cleaner
-from shardckpt.runs.job import JobFence, of_other_job
+from shardckpt.runs.job import JobFence, ProcessClaim, of_other_job
 from shardckpt.runs.lineage import Lineage
 from shardckpt.runs.steps import StepInfo, step_numbers, steps_among
 from shardckpt.training import events
@@ -70,6 +70,7 @@ class Background:
         self._tell = tell
         self._saver = Saver(memory_limit=options.budget, coordinator=coordinator)
         self._job = JobFence(root, coordinator.run_id)
+        self._claim = ProcessClaim(root, coordinator.run_id, coordinator.world.process)
         grace = 2 * options.commit_timeout  # silence for this long means that every process has given up waiting
         bases = steps_among(root, [] if options.base is None else [options.base])
         self.cleaner = Cleaner(root, rule, grace=grace, bases=bases, deleted=lambda step: self.emit(events.StepDeleted, step))
@@ -94,7 +95,11 @@ class Background:
 
         Returns:
             The number of earlier failures. `raise_failures` takes it as `first`, so that a failure of this save waits for the next call.
+
+        Raises:
+            OtherJobError: another manager of this process saves to the root.
         """
+        self._claim.hold()
         self._ended.wait()
         self._warmed = True
         failed, url = len(self._failures), self.url(step)
@@ -142,6 +147,7 @@ class Background:
 
     def close(self) -> None:
         """Wait for the save in flight, even if it fails, and free the buffers."""
+        self._claim.release()
         self._saver.close()
 
     def raise_failures(self, decide: Callable[[BaseException, int], Literal["raise", "continue"]] | None, first: int | None = None) -> None:

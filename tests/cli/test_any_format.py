@@ -124,6 +124,20 @@ def test_ls_names_the_format_and_its_signs(run, foreign):
     assert name in run("ls", place).out
 
 
+def test_a_directory_of_steps_says_which_to_give_and_ls_lists_them(run, tmp_path):
+    for step in (100, 200):
+        _orbax(tmp_path / "orbax" / f"{step}")
+        dcp.save(TORCH, checkpoint_id=tmp_path / "dcp" / f"{step}")
+    answer = run("info", tmp_path / "orbax")
+    assert (answer.status, answer.out) == (3, "")
+    assert f"steps of a CheckpointManager: 100, 200. Give one of them, for example {tmp_path}/orbax/200." in answer.err
+    names = {"orbax": [".", "100", "200"], "dcp": ["100", "200"]}
+    assert {name: [one["name"] for one in run("ls", tmp_path / name, "--json").json["foreign"]] for name in names} == names
+    answer = run("info", tmp_path / "dcp")
+    assert (answer.status, answer.out) == (3, "")
+    assert f"`shardckpt ls {tmp_path}/dcp` lists the checkpoints and runs below it." in answer.err
+
+
 def test_looking_at_a_pickle_calls_nothing_in_it(run, tmp_path):
     class Evil:
         def __reduce__(self):

@@ -105,7 +105,9 @@ def test_rates_are_measured_and_nothing_is_left_behind(run, source, tmp_path):
     assert rates["read"] is None  # too little to say anything about more
     assert rates["write"]["sample_bytes"] == 32 << 20
     assert answer.json["reshard"]["seconds"] is None
-    assert "there is too little to read; give --rate" in " ".join(run("plan", source, *OPTIONS).out.split())
+    out = " ".join(run("plan", source, *OPTIONS).out.split())
+    assert "The rates were not measured: there is too little to read, and no destination is named. Give --rate" in out
+    assert out.count("not measured") == 1
     assert list(tmp_path.iterdir()) == []
     assert sorted(path for path in source.rglob("*")) == before
 

@@ -21,7 +21,7 @@ import shardckpt
 from shardckpt import Mesh, PartitionSpec, Sharding
 from shardckpt.convert.formats.orbax.source import looks_like, open_foreign
 from shardckpt.convert.importing import import_checkpoint
-from shardckpt.errors import CorruptionError, FormatError, MissingDataError, ReplacedError, StorageError, UncommittedError
+from shardckpt.errors import CorruptionError, FormatError, MissingDataError, NotFoundError, ReplacedError, StorageError, UncommittedError
 from shardckpt.io.store import Store
 from shardckpt.io.url import parse
 
@@ -115,7 +115,7 @@ def test_neither_orbax_nor_jax_is_imported(written):
 
 def test_a_managers_directory_is_refused_with_its_steps(written):
     assert looks_like(parse(str(written[0] / "steps"))) == "steps of an Orbax CheckpointManager"
-    with pytest.raises(FormatError, match=r"steps of a CheckpointManager: 9, 10\. Give one of them, for example .*/steps/10"):
+    with pytest.raises(NotFoundError, match=r"steps of a CheckpointManager: 9, 10\. Give one of them, for example .*/steps/10"):
         opened(written[0] / "steps")
 
 

@@ -68,7 +68,7 @@ def test_every_device_has_a_piece_of_its_own(base):
 
 
 def test_of_several_steps_one_is_to_be_named_and_of_one_it_is_taken(base, tmp_path):
-    assert from_torch_xla.looks_like(parse(base)) == "a directory of torch_xla's CheckpointManager with step 10, 20"
+    assert from_torch_xla.looks_like(parse(base)) == "steps of torch_xla's CheckpointManager: 10, 20"
     with pytest.raises(OptionError, match=r"has the steps 10, 20; name one: .*/20"):
         from_torch_xla.open_foreign(parse(base), trust_pickle=True)
     (tmp_path / "base").mkdir()

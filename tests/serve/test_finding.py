@@ -7,6 +7,7 @@ from urllib.parse import quote
 
 import numpy as np
 import pytest
+from safetensors.numpy import load
 from serving import serving
 
 import shardckpt
@@ -177,6 +178,25 @@ def test_the_page_of_a_checkpoint_folds_layers_and_has_numbers_metadata_and_comm
     folded = service.ask("/ui/checkpoint/lab/a/3").body.decode()
     assert "/ui/tensor/lab/a/3?name=model%2Fmodel.layers.0.mlp.up_proj.weight" in folded
     assert service.ask("/ui/checkpoint/lab/a/3?text=model.layers").status == 200
+
+
+def test_a_download_has_the_models_own_names_and_all_tensors_are_another_one(service, tmp_path):
+    optimizer = {"state": {"w": np.ones(3)}}
+    states = {"both": {"model": {"w": np.ones(2)}, "optimizer": optimizer}, "weights": {"model": {"w": np.ones(2)}}, "other": optimizer}
+    for name, state in states.items():
+        shardckpt.save(tmp_path / "runs" / name / "1", state)
+    found = {}
+    with serving(("lab", tmp_path / "runs")) as lab:
+        for name in states:
+            page = unescape(lab.ask(f"/ui/checkpoint/lab/{name}/1", Host="localhost").body.decode())
+            links = re.findall(r'href="(/files/[^"]+)" download="([a-z.]+)">([^<]+)</a>', page)
+            found[name] = {(text, file): sorted(load(lab.ask(link).body)) for link, file, text in links}
+            commands = re.findall(r"curl [^<]* -o ([a-z.]+) 'http://localhost(/files/[^']+)'", page)
+            assert commands == [(file, link) for link, file, _ in links]
+    model, everything = ("Download the model", "model.safetensors"), ("Download all tensors of the state", "state.safetensors")
+    assert found["both"] == {model: ["w"], everything: ["model.w", "optimizer.state.w"]}
+    assert found["weights"] == {model: ["w"]}
+    assert found["other"] == {everything: ["state.w"]}
 
 
 def test_a_tree_of_many_keys_fits_on_a_page(tmp_path):

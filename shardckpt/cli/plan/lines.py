@@ -88,7 +88,8 @@ def _costs(screen: Screen, doc: dict[str, Any]) -> Iterator[str]:
     work = f"{count(reshard['tasks'], 'task')} for {count(reshard['workers'], 'worker')}"
     made = f"{count(reshard['chunks'], 'chunk')} in about {count(reshard['files'], 'file')}"
     for what, text in (("memory", memory), ("work", work), ("makes", made), ("rates", rate_text(doc["rates"]))):
-        yield from screen.rows([[Cell(what, "dim"), Cell(text)]], (8, 0))
+        if text:
+            yield from screen.rows([[Cell(what, "dim"), Cell(text)]], (8, 0))
 
 
 def _cost_row(name: str, costs: dict[str, Any], written: str, most: str) -> list[Cell]:

@@ -33,22 +33,22 @@ def hosts_text(span: Sequence[int]) -> str:
 
 
 def span_text(seconds: float | None) -> str:
-    """An approximate duration as text.
+    """An approximate duration as text; `assumptions` says why one is not known.
 
     >>> span_text(0.2), span_text(59.6), span_text(500), span_text(None)
-    ('under 1 s', '60 s', '8 min', 'not measured')
+    ('under 1 s', '60 s', '8 min', '–')
     """
     if seconds is None:
-        return "not measured"
+        return "–"
     return "under 1 s" if seconds < 1 else f"{seconds:.0f} s" if seconds < 120 else duration_text(seconds)
 
 
 def rate_text(rates: dict[str, Any]) -> str:
-    """The rates that the estimated times are based on."""
+    """The rates that the estimated times are based on; empty if none is known."""
     known = [
         f"{what} at {file_size(rates[key]['bytes_per_second'])}/s" for key, what in (("read", "reads"), ("write", "writes")) if rates[key]
     ]
-    return ", ".join(known) or "not measured"
+    return ", ".join(known)
 
 
 def route(doc: dict[str, Any]) -> tuple[str, str]:
@@ -94,18 +94,22 @@ def assumptions(doc: dict[str, Any]) -> Iterator[str]:
         yield "A checkpoint is there already; a reshard replaces it only with --overwrite."
     per_host = count(target["devices_per_host"], "device")
     yield f"Each host is assumed to have {per_host}, in order of their ids (--devices-per-host)."
-    for key, what in (("read", "reading"), ("write", "writing")):
-        rate = doc["rates"][key]
-        if rate is None:
-            how = "there is too little to read; give --rate" if key == "read" else "name a destination, or give --rate"
-            yield f"The rate of {what} was not measured: {how}."
-        elif rate["sample_bytes"] is None:
-            yield f"{what.capitalize()} at {file_size(rate['bytes_per_second'])}/s was given."
+    known = {key: rate for key, rate in doc["rates"].items() if rate is not None}
+    if "read" not in known:
+        which, also = ("rate of reading was", "") if "write" in known else ("rates were", ", and no destination is named")
+        yield f"The {which} not measured: there is too little to read{also}. Give --rate for estimates of time."
+    elif "write" not in known:
+        yield "The rate of writing was not measured: name a destination, or give --rate."
+    for key, rate in known.items():
+        what = {"read": "Reading", "write": "Writing"}[key]
+        if rate["sample_bytes"] is None:
+            yield f"{what} at {file_size(rate['bytes_per_second'])}/s was given."
         else:
             sample = f"{file_size(rate['sample_bytes'])} in {rate['sample_seconds']:.2f} s"
-            yield f"{what.capitalize()} at {file_size(rate['bytes_per_second'])}/s was measured just now: {sample}, by this machine alone."
+            yield f"{what} at {file_size(rate['bytes_per_second'])}/s was measured just now: {sample}, by this machine alone."
     work = "reading, writing and reading back" if doc["reshard"]["bytes_read_back"] else "reading and writing"
-    yield f"The time of the reshard is the time for {work} at these rates; a restore takes as long as the host that reads most."
+    if "read" in known:
+        yield f"The time of the reshard is the time for {work} at these rates; a restore takes as long as the host that reads most."
     if restore["requests"] is not None and restore["requests_counted_hosts"] < target["hosts"]:
         yield f"Requests were counted of {count(restore['requests_counted_hosts'], 'host')}, evenly chosen, and scaled up to all."
     if not doc["flow"]["exact"]:

@@ -21,9 +21,9 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import RedirectResponse
 
+from shardckpt.reading.inspection.markup import PREFIX
 from shardckpt.serve.access.identity import ANYBODY, NOBODY, begin_request
 from shardckpt.serve.access.tokens import Guesses
-from shardckpt.serve.pages.markup import PREFIX
 from shardckpt.serve.problems import problem
 from shardckpt.serve.sources import ABORT, ANSWERS, NO_MEMORY, PIECE, RETRY, STREAMED, send_seconds, until_gone
 

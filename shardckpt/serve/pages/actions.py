@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from typing import TYPE_CHECKING, Any
 
-from shardckpt.serve.pages.markup import Html, Part, el
+from shardckpt.reading.inspection.markup import Html, Part, el
 from shardckpt.serve.pages.plan import section
 from shardckpt.text import visible
 

@@ -6,8 +6,8 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.reading.inspection.figures import svg
+from shardckpt.reading.inspection.markup import Html, el
 from shardckpt.serve.pages.frame import address
-from shardckpt.serve.pages.markup import Html, el
 from shardckpt.text import count, file_size
 
 if TYPE_CHECKING:

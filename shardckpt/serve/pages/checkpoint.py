@@ -5,22 +5,23 @@ from __future__ import annotations
 import json
 from math import inf, prod
 from typing import TYPE_CHECKING, Any
-from urllib.parse import quote
+from urllib.parse import quote, urlencode
 
+from shardckpt.convert.options import below
 from shardckpt.layout.text import layout_text, spec_text
 from shardckpt.reading.inspection.figures import tile_grid
+from shardckpt.reading.inspection.markup import Html, data, el
 from shardckpt.reading.inspection.outline import number_text, outline
 from shardckpt.reading.inspection.words import leaf_text
 from shardckpt.serve.pages.actions import disclosed
 from shardckpt.serve.pages.charts import histogram, is_damaged, words
 from shardckpt.serve.pages.frame import Viewer, address, crumbs, facts, frame, link, search, table, when
-from shardckpt.serve.pages.markup import Html, data, el
 from shardckpt.serve.pages.plan import section
 from shardckpt.state.document import Branch, Tensor, Tied, leaves_of
 from shardckpt.text import count, file_size, shape_text
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from shardckpt.reading.checkpoint import Checkpoint
     from shardckpt.reading.inspection.outline import OutlineEntry
@@ -80,7 +81,7 @@ def checkpoint_page(
             "Reshard",
             disclosed("Plan a reshard", "Nothing is written: the plan says what would be read and written.", plan_form(ident, {})),
         ),
-        section("Fetch", *_commands(ident, url)),
+        section("Fetch", *_commands(ident, url, ckpt.names())),
         id="main",
     )
     return frame(ident, crumbs(ident, checkpoint=True), main, here="/ui/runs", viewer=viewer)
@@ -98,18 +99,22 @@ def _metadata(found: Mapping[str, Any]) -> Html | None:
     return section("Metadata", items) if items else None
 
 
-def _commands(ident: str, url: str) -> list[Html]:
-    """Commands that fetch a checkpoint, with the url of this service; the token is read from a variable."""
+def _commands(ident: str, url: str, names: Iterable[str]) -> list[Html]:
+    """Files to download, and commands that fetch a checkpoint, with the url of this service; the token is read from a variable."""
     here, origin = f"{url}/raw/{quote(ident)}", "/".join(url.split("/")[:3])
+    path, part = f"/files/{quote(ident)}/model.safetensors", below("model/", names)
+    files = [("the model", "model.safetensors", f"{path}?{urlencode(part, safe='/*')}")] if part else []
+    files += [] if part and "include" not in part else [("all tensors of the state", "state.safetensors", path)]
     said = (
         ("Once, for all of them", f'export SHARDCKPT_HTTP_HEADERS="{origin} Authorization: Bearer $SHARDCKPT_TOKEN"'),
         ("Restore", f'state = shardckpt.restore("{here}")'),
         ("Copy", f"shardckpt reshard {here} ./{ident.rpartition('/')[2]}"),
-        ("Safetensors", f'curl -OH "Authorization: Bearer $SHARDCKPT_TOKEN" {url}/files/{quote(ident)}/model.safetensors'),
+        *((what.capitalize(), f"curl -H \"Authorization: Bearer $SHARDCKPT_TOKEN\" -o {name} '{url}{file}'") for what, name, file in files),
         ("zarr", f'zarr.open_group("{url}/zarr/{quote(ident)}", mode="r")'),
     )
-    download = el("p", el("a", "Download model.safetensors", href=f"/files/{quote(ident)}/model.safetensors"))
-    return [download, el("details", el("summary", "Commands"), facts([(title, el("pre", text)) for title, text in said], "commands"))]
+    links = [el("p", el("a", f"Download {what}", href=file, download=name), " (safetensors)") for what, name, file in files]
+    commands = el("details", el("summary", "Commands"), facts([(title, el("pre", text)) for title, text in said], "commands"))
+    return [*links, commands]
 
 
 def unreadable_page(ident: str, reason: str, viewer: Viewer, sections: Sequence[Html | None]) -> str:

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from shardckpt.reading.inspection.figures import COLORS, svg
+from shardckpt.reading.inspection.markup import Html, el
 from shardckpt.reshard.forecast.hosts import joined
 from shardckpt.reshard.forecast.words import hosts_text
-from shardckpt.serve.pages.markup import Html, el
 from shardckpt.text import count, file_size
 
 if TYPE_CHECKING:

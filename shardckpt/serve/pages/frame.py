@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import quote, urlencode
 
 from shardckpt._version import __version__
-from shardckpt.serve.pages.markup import PREFIX, Html, Part, el
+from shardckpt.reading.inspection.markup import PREFIX, Html, Part, el
 from shardckpt.serve.rhythm import time_of
 
 if TYPE_CHECKING:

@@ -18,9 +18,9 @@ import numpy as np
 from shardckpt._version import __version__
 from shardckpt.layout.text import spec_text
 from shardckpt.reading.inspection.figures import tile_grid
+from shardckpt.reading.inspection.markup import Html, data, el
 from shardckpt.reshard.forecast.words import assumptions, factor, hosts_text, notice_text, rate_text, route, span_text, verdict
 from shardckpt.serve.pages.figures import LEVELS, balance, heat_map, ribbons
-from shardckpt.serve.pages.markup import Html, data, el
 from shardckpt.text import count, file_size, shape_text
 
 if TYPE_CHECKING:

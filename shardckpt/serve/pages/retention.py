@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from shardckpt.reading.inspection.markup import Html, Part, data, el
 from shardckpt.serve.pages.actions import job_form
 from shardckpt.serve.pages.frame import facts, table, when
 from shardckpt.serve.pages.jobs import steps_table
-from shardckpt.serve.pages.markup import Html, Part, data, el
 from shardckpt.serve.pages.plan import section
 from shardckpt.text import count, file_size
 

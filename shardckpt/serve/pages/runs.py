@@ -7,10 +7,10 @@ from math import isfinite
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlencode
 
+from shardckpt.reading.inspection.markup import Html, Part, data, el
 from shardckpt.serve.pages.actions import choice
 from shardckpt.serve.pages.charts import curve, kind, metric_chart, time_line, words
 from shardckpt.serve.pages.frame import Viewer, address, ago, crumbs, facts, frame, link, more, search, span, table, when
-from shardckpt.serve.pages.markup import Html, Part, data, el
 from shardckpt.serve.pages.plan import section
 from shardckpt.serve.rhythm import rhythm_of
 from shardckpt.text import count, file_size

@@ -120,6 +120,47 @@ def test_a_step_that_this_run_has_saved_itself_exists(run):
             again.wait()
 
 
+def test_the_older_of_two_managers_of_one_process_is_told_and_what_is_saved_stays(run):
+    with run.manager() as old, run.manager() as new:
+        old.save(1, state(1))
+        old.wait()
+        assert new.restore().step == 1  # a reader takes nothing over
+        old.save(2, state(2))
+        old.wait()
+        new.save(3, state(3))
+        with pytest.raises(errors.OtherJobError, match="another CheckpointManager of this process saves there now") as caught:
+            old.save(4, state(4))
+        assert str(run.root) in str(caught.value)
+        new.save(5, state(5))
+        new.wait()
+        old.wait()
+        assert new.all_steps() == [1, 2, 3, 5]
+        new.close()
+        old.save(6, state(6))
+        old.wait()
+        assert old.all_steps() == [1, 2, 3, 5, 6]
+
+
+def test_a_link_to_the_root_and_a_relative_path_are_the_same_root(run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "link").symlink_to(run.root.name)
+    with run.manager() as old, shardckpt.CheckpointManager("link") as new:
+        old.save(1, state(1))
+        old.wait()
+        new.save(2, state(2))
+        with pytest.raises(errors.OtherJobError):
+            old.save(3, state(3))
+
+
+def test_the_first_save_of_a_run_says_in_the_log_where_it_begins(run, caplog):
+    caplog.set_level("INFO", "shardckpt")
+    for step in (1, 2):
+        with run.manager() as manager:
+            manager.save(step, state(step))
+    (begun,) = [one.getMessage() for one in caplog.records if "a new run begins" in one.getMessage()]
+    assert begun.startswith(f"{run.root}: ")
+
+
 def test_every_process_of_the_second_job_is_told_of_the_other(tmp_path):
     with Processes("manager_jobs") as jobs:
         assert jobs.run("save_steps", 2, tmp_path, [1]) == ["saved"] * 2

@@ -51,7 +51,7 @@ def looks_like(location: Location) -> str | None:
         return None if backend is None else f"a checkpoint of Megatron-Core, format {backend}: {CONFIG}"
     if NEWEST in names:
         newest = _newest(location)
-        return f"checkpoints of Megatron's training, of which {NEWEST} says that {newest.name} is the newest"
+        return f"steps of Megatron's training, of which {NEWEST} says that {newest.name} is the newest"
     return None
 
 

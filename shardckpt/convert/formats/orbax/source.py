@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from shardckpt.convert.foreign import ForeignArrays, structure_of, tensors_of
 from shardckpt.convert.formats.orbax.metadata import parse_json
 from shardckpt.convert.formats.orbax.tree import METADATA, MSGPACK, read_tree
-from shardckpt.errors import FormatError, StorageError, UncommittedError
+from shardckpt.errors import FormatError, NotFoundError, StorageError, UncommittedError
 from shardckpt.io.status import exists, is_directory, is_file
 from shardckpt.io.store import Store
 from shardckpt.state.names import natural_key
@@ -71,7 +71,8 @@ def open_foreign(location: Location, *, trust_pickle: bool = False) -> Foreign: 
     """Open an Orbax checkpoint: a tree, a checkpoint of items, or one step of a `CheckpointManager`.
 
     Raises:
-        FormatError: it is malformed, or has several steps; give the path of one step.
+        FormatError: it is malformed.
+        NotFoundError: it is a directory of steps; give the path of one.
         UncommittedError: it was not finished, or is still being written.
         CorruptionError, MissingDataError: files are damaged or missing.
         DtypeError: an array's elements cannot be stored.
@@ -85,7 +86,7 @@ def open_foreign(location: Location, *, trust_pickle: bool = False) -> Foreign: 
         steps = _steps(place, names)
         if steps:
             listed = ("…, " if len(steps) > _MOST_STEPS else "") + ", ".join(steps[-_MOST_STEPS:])
-            raise FormatError(
+            raise NotFoundError(
                 f"{location} holds steps of a CheckpointManager: {listed}. Give one of them, for example {location}/{steps[-1]}."
             )
     sources: Sources = {}

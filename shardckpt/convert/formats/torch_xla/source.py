@@ -31,7 +31,7 @@ def looks_like(location: Location) -> str | None:
     if {METADATA, WRITTEN_LAST} <= set(names):
         return f"a step of torch_xla's CheckpointManager: {METADATA} and {WRITTEN_LAST}"
     steps = _steps(location, names)
-    return f"a directory of torch_xla's CheckpointManager with step {', '.join(map(str, steps))}" if steps else None
+    return f"steps of torch_xla's CheckpointManager: {', '.join(map(str, steps))}" if steps else None
 
 
 def open_foreign(location: Location, *, trust_pickle: bool = False) -> Foreign:
