@@ -71,7 +71,7 @@ def save(place, contents=None, **options):
     return place
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def saver():
     """The function that saves."""
     return save

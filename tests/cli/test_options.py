@@ -20,12 +20,23 @@ DECLARED = (AnyExportOptions, ImportOptions, ReshardOptions)
 ARGUMENT = re.compile(rf"(?<![\w-])(?:{'|'.join(name for declared in DECLARED for name in declared.declared())})=")
 
 
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory, saver):
+    """A directory with two checkpoints and a file, for commands that are refused and change nothing."""
+    top = tmp_path_factory.mktemp("places")
+    saver(top / "a")
+    saver(top / "b")
+    save_file({"w": np.ones(4, np.float32)}, top / "model.safetensors")
+    return top
+
+
 @pytest.fixture
-def places(tmp_path, saver, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    saver(tmp_path / "a")
-    saver(tmp_path / "b")
-    save_file({"w": np.ones(4, np.float32)}, tmp_path / "model.safetensors")
+def places(saved, monkeypatch):
+    """That directory, which becomes the working directory."""
+    before = sorted(saved.rglob("*"))
+    monkeypatch.chdir(saved)
+    yield saved
+    assert sorted(saved.rglob("*")) == before
 
 
 @pytest.mark.parametrize(
@@ -77,10 +88,10 @@ def test_a_message_speaks_of_options(run, places, command, said):
 
 
 @pytest.mark.parametrize("flag", ["worker", "mesh", "from", "into", "preset", "like", "unmatched", "layout", "engine", "memory-limit"])
-def test_an_import_with_an_empty_value_is_refused_and_not_done_without_it(run, places, tmp_path, flag):
+def test_an_import_with_an_empty_value_is_refused_and_not_done_without_it(run, places, flag):
     """As `--worker "$SHARE"`, where nothing has set the variable."""
     assert run("import", "model.safetensors", "new", f"--{flag}", "").status == 2
-    assert not (tmp_path / "new").exists()
+    assert not (places / "new").exists()
 
 
 def test_every_declared_option_is_a_flag_or_only_for_python():
