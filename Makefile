@@ -95,8 +95,13 @@ fuse: setup ## tests of storage, commits and exports on mounts with the habits o
 	unshare --mount $(BIN)/python tools/fuse_mount.py $(BIN)/python -m pytest -n 2 --dist load --max-worker-restart 0 \
 	  --basetemp={mount}/pytest -m "not slow and not fuse" -k "not gs and not s3 and not memory and $(NOT_ON_FUSE)" $(ON_FUSE)
 
-ray: setup ## reshards on real Ray clusters of two nodes, whose parts are killed; takes minutes
-	$(BIN)/python -m pytest -p no:xdist -m ray tests/reshard
+ray: setup .ray-train/.installed ## reshards on real Ray clusters of two nodes, whose parts are killed, and Ray Train; takes minutes
+	$(BIN)/python -m pytest -p no:xdist -o faulthandler_timeout=0 -m ray tests/reshard tests/training/integrations/test_ray_train.py
+
+# Beside .venv, where other packages would find pandas and import it.
+.ray-train/.installed: pyproject.toml
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --target .ray-train --no-deps pandas==3.1.1 pyarrow==26.0.1 tensorboardX==2.6.5
+	@touch $@
 
 vllm: .vllm/.installed ## vLLM on the CPU, and ModelExpress, in an environment of their own: 4 GB, some twenty minutes
 	.vllm/bin/python -m pytest -p no:xdist -o faulthandler_timeout=0 -s -m vllm tests/convert/test_modelexpress.py tests/views/test_vllm_follow.py tests/views/test_vllm.py
@@ -187,7 +192,8 @@ layers: setup
 	$(BIN)/lint-imports
 
 examples: setup ## the examples in docstrings, run (those in README.md and docs/ are among the tests)
-	$(BIN)/python -m pytest --doctest-modules shardckpt --ignore-glob='shardckpt/frameworks/*xla*' --ignore-glob='shardckpt/views/vllm_*.py' --ignore='shardckpt/training/integrations/torchtitan.py' -p no:xdist
+	$(BIN)/python -m pytest --doctest-modules shardckpt --ignore-glob='shardckpt/frameworks/*xla*' --ignore-glob='shardckpt/views/vllm_*.py' --ignore='shardckpt/training/integrations/torchtitan.py' \
+	  --ignore='shardckpt/training/integrations/ray_train.py' -p no:xdist
 
 docs: setup ## the documentation as a site, in build/site; a broken link is an error
 	$(BIN)/python -m typer shardckpt.cli.app utils docs --name shardckpt --title Commands --output docs/reference/cli.md
