@@ -32,7 +32,7 @@ GUARDS := $(shell sed -n 's/^serve = \[\(.*\)\]$$/\1/p' pyproject.toml | tr -d '
 ON_FUSE := $(addprefix tests/io/test_,store.py file_systems.py ages.py datafile.py space.py) tests/commit $(addprefix tests/convert/test_,several_files.py notes.py \
   export_interrupted.py export_places.py to_safetensors.py to_dcp.py to_orbax.py to_torch.py)
 BOTH_WAYS := tests/golden tests/damage/test_swaps.py tests/io/test_moving.py tests/io/test_datafile.py tests/reading/test_bands.py \
-  tests/reading/test_reader.py tests/writing/test_encoder.py tests/writing/test_packed.py tests/end_to_end/test_guards.py
+  tests/reading/test_reader.py tests/writing/test_encoder.py tests/writing/test_kept.py tests/writing/test_packed.py tests/end_to_end/test_guards.py
 # They change modes, make a pipe, or count what only links spare.
 NOT_ON_FUSE := not may_not_be_written and not one_place_that_cannot_be_collected and not tidied_up_is_made_again
 # The tests start hundreds of processes: each would compile all that it imports again.

@@ -25,7 +25,7 @@ except ImportError:  # run as a program
     BuildHookInterface = object  # type: ignore[assignment,misc]
 
 ROOT = Path(__file__).parents[1]
-SOURCES = ("moving_binding.c", "moving.c")
+SOURCES = ("moving_binding.c", "moving.c", "changes.c")
 NAME = "_moving.abi3.so"
 FLAGS = ("-std=gnu11", "-O2", "-Wall", "-Wextra", "-fPIC", "-fvisibility=hidden", "-D_FILE_OFFSET_BITS=64")
 SANITIZERS = ("-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer")

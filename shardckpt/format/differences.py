@@ -80,8 +80,13 @@ def encode_changes(position: NDArray[np.int64], growth: Growth, nbytes: int, crc
     folded = (growth << 1) ^ -(growth >> (8 * growth.itemsize - 1))  # the sign becomes the lowest bit
     planes = np.ascontiguousarray(folded).view(np.uint8).reshape(-1, itemsize).T
     parts = (np.minimum(gaps, _LONG).astype(np.uint8), rest.view(np.uint8), planes.reshape(-1))
-    frame = compress(np.concatenate(parts))
-    return _HEAD.pack(DIFFERENCE, crc, len(gaps), len(rest)) + frame if 2 * (_HEAD.size + len(frame)) <= nbytes else None
+    return pack_changes(np.concatenate(parts), len(gaps), len(rest), nbytes, crc)
+
+
+def pack_changes(body: Bytes, changed: int, long_gaps: int, nbytes: int, crc: int) -> bytes | None:
+    """As `encode_changes`, of what the frame has before it is compressed: gaps, long gaps and growth of so many changed elements."""
+    frame = compress(body)
+    return _HEAD.pack(DIFFERENCE, crc, changed, long_gaps) + frame if 2 * (_HEAD.size + len(frame)) <= nbytes else None
 
 
 class Joined:

@@ -26,3 +26,6 @@ def read_chunks(
     seconds: float,
     /,
 ) -> tuple[int, int, int]: ...
+def find_changes(
+    olds: tuple[NDArray[Any], ...], news: tuple[NDArray[Any], ...], itemsize: int, results: NDArray[Any], room: NDArray[Any], /
+) -> int: ...

@@ -1,7 +1,8 @@
 """The C extension, which moves the elements of raw chunks between memory and local files; Python does the same where it is missing.
 
 One call copies, sums and writes, or reads, checks and copies, many chunks without the interpreter lock. Python takes several calls for
-each of them, and waits up to 5 ms for the lock after each where another thread is busy in Python.
+each of them, and waits up to 5 ms for the lock after each where another thread is busy in Python. Another call compares chunks with those
+of an earlier version (`format.differences`).
 
 The installation builds the extension if the machine has a C compiler, and goes on without it otherwise. `SHARDCKPT_NO_EXTENSION=1`
 in the environment switches it off.
@@ -39,3 +40,5 @@ MOST_DIMS = 8
 """Most dimensions of boxes that C moves."""
 KINDS = {n: np.dtype(f"u{n}") for n in (1, 2, 4, 8)} | {16: np.dtype("c16")}
 """Types of the buffers that C gets, by the bytes of an element; others numpy does not describe to C, and they are not moved."""
+COMPARED = (1, 2, 4, 8)
+"""Bytes of the elements that C compares with those of an earlier version."""

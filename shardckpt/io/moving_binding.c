@@ -1,4 +1,4 @@
-/* The Python module `shardckpt.io._moving`: checks all arguments, and calls moving.c without the interpreter lock. */
+/* The Python module `shardckpt.io._moving`: checks all arguments, and calls moving.c and changes.c without the interpreter lock. */
 
 #define Py_LIMITED_API 0x030b0000 /* CPython 3.11 and later */
 #define PY_SSIZE_T_CLEAN
@@ -6,6 +6,8 @@
 #include <stdlib.h>
 
 #include "moving.c"
+
+#include "changes.c"
 
 /* The buffers of one call, and the memory for what describes them. */
 struct call {
@@ -261,9 +263,53 @@ static PyObject *read_chunks(PyObject *self, PyObject *arguments) {
     return ended(&c, how, &p);
 }
 
+static PyObject *find_changes(PyObject *self, PyObject *arguments) {
+    (void)self;
+    PyObject *olds, *news, *results, *room;
+    int size;
+    if (!PyArg_ParseTuple(arguments, "O!O!iOO", &PyTuple_Type, &olds, &PyTuple_Type, &news, &size, &results, &room))
+        return NULL;
+    const Py_ssize_t n = PyTuple_Size(olds);
+    if (PyTuple_Size(news) != n)
+        return refuse("another number of chunks"), NULL;
+    if (size != 1 && size != 2 && size != 4 && size != 8)
+        return refuse("elements of other sizes are compared by Python"), NULL;
+    struct call c = {0};
+    if (!prepare(&c, 2 * n + 2, 1))
+        return leave(&c, NULL);
+    const Py_buffer *found = take(&c, results, PyBUF_WRITABLE | PLAIN);
+    const Py_buffer *out = found ? take(&c, room, PyBUF_WRITABLE | PLAIN) : NULL;
+    if (!out || !apart(found, out) || (found->len != n * (Py_ssize_t)sizeof(struct found) && !refuse("another number of results")))
+        return leave(&c, NULL);
+    const Py_buffer *chunks = out + 1;
+    for (Py_ssize_t i = 0; i < n; i++) {
+        const Py_buffer *old = take(&c, PyTuple_GetItem(olds, i), PyBUF_WRITABLE | PLAIN);
+        const Py_buffer *new = old ? take(&c, PyTuple_GetItem(news, i), PLAIN) : NULL;
+        if (!new || !apart(old, new) || !apart(old, out) || !apart(new, out) || !apart(old, found) || !apart(new, found))
+            return leave(&c, NULL);
+        if ((old->len != new->len || old->len % size || old->len / size > UINT32_MAX) && !refuse("a chunk has another length"))
+            return leave(&c, NULL);
+        if (room_for_changes(old->len / size, size) > out->len && !refuse("too little room for what changed"))
+            return leave(&c, NULL);
+    }
+    c.thread = PyEval_SaveThread();
+    int64_t used = 0, done = 0;
+    struct found *to = found->buf;
+    for (; done < n; done++) {
+        const Py_buffer *old = &chunks[2 * done], *new = old + 1;
+        if (room_for_changes(old->len / size, size) > out->len - used)
+            break;
+        to[done] = changes(old->buf, new->buf, old->len, size, (char *)out->buf + used);
+        used += to[done].changed * (1 + size) + 4 * to[done].long_gaps;
+    }
+    PyEval_RestoreThread(c.thread);
+    return leave(&c, PyLong_FromLongLong(done));
+}
+
 static PyMethodDef functions[] = {
     {"write_chunks", write_chunks, METH_VARARGS, "Write chunks of blocks to a file; return how the call ended, chunks written, errno."},
     {"read_chunks", read_chunks, METH_VARARGS, "Read chunks from a file; return how the call ended, chunks read, errno."},
+    {"find_changes", find_changes, METH_VARARGS, "Compare chunks with earlier ones, which become these; return how many had room."},
     {NULL, NULL, 0, NULL},
 };
 

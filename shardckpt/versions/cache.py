@@ -17,10 +17,10 @@ from shardckpt.plan.pieces import chunk_boxes
 from shardckpt.reading.fetch import ReadableChunks
 from shardckpt.reading.locate import Request, RequestedChunks
 from shardckpt.reading.reader import ChunkReader, open_reader
-from shardckpt.reading.runs import Band, places_of
+from shardckpt.reading.runs import places_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -62,6 +62,15 @@ class Needed(NamedTuple):
         """Those of the chunks that are chosen by path and position."""
         return self._replace(positions=np.array([at for at in self.positions.tolist() if choose((self.piece.path, at))], np.int64))
 
+    def is_alike(self, other: Needed | None) -> bool:
+        """Whether chunks of the two have elements of the same boxes in the same form."""
+        return other is not None and (self.piece, self.dtype) == (other.piece, other.dtype)
+
+    @property
+    def keys(self) -> list[tuple[str, int]]:
+        """Path and position of each chunk."""
+        return [(self.piece.path, position) for position in self.positions.tolist()]
+
     @property
     def chunk_bytes(self) -> int:
         """Bytes of a chunk's elements."""
@@ -94,17 +103,19 @@ def requests_of(job: RestoreJob) -> list[Request]:
     return requests
 
 
-def read_chunks(checkpoint: Checkpoint, needed: Iterable[Needed]) -> Chunks:
+def read_chunks(checkpoint: Checkpoint, needed: Sequence[Needed]) -> Chunks:
     """Read chunks with all of their elements, by path and position."""
-    requests, chunks = [], Chunks()
+    chunks = Chunks()
     for one in needed:
-        memory = [np.zeros(one.chunk_bytes, np.uint8) for _ in one.positions]
-        if memory:
-            requests.append(one.request(memory))
-            chunks |= zip(((one.piece.path, position) for position in one.positions.tolist()), memory, strict=True)
-    with checkpoint.reading():
-        checkpoint.reader.read(requests)
+        chunks |= zip(one.keys, np.zeros((len(one.positions), one.chunk_bytes), np.uint8), strict=True)
+    read_into(checkpoint, needed, chunks)
     return chunks
+
+
+def read_into(checkpoint: Checkpoint, needed: Iterable[Needed], chunks: Chunks) -> None:
+    """Read chunks with all of their elements into their memory."""
+    with checkpoint.reading():
+        checkpoint.reader.read([one.request([chunks[key] for key in one.keys]) for one in needed if len(one.positions)])
 
 
 class ChunkCache:
@@ -118,15 +129,19 @@ class ChunkCache:
         """The version's attempt; "": none, or an update has failed."""
         self.read_bytes = 0
         """Stored bytes that updates have read."""
+        self._needed: dict[str, Needed] = {}
+        """Array path → its chunks that are here."""
+        self._memory: dict[str, NDArray[np.uint8]] = {}
+        """Array path → (chunks, bytes) their elements: what follows one another in the grid is copied at once."""
         self._chunks: Chunks = {}
-        self._forms: dict[str, tuple[Piece, np.dtype[np.generic]]] = {}
-        """Array path → the array and dtype that its chunks are of."""
+        """The rows of that memory."""
 
     def forget(self) -> None:
         """Free the memory."""
         self.contents = self.attempt = ""
+        self._needed.clear()
+        self._memory.clear()
         self._chunks.clear()
-        self._forms.clear()
 
     def update(
         self, checkpoint: Checkpoint, path: Sequence[tuple[Store, CheckpointRecord]] | None, needed: Sequence[Needed], memory: int
@@ -145,32 +160,48 @@ class ChunkCache:
         """
         self.contents = self.attempt = ""
         changed = set[str]()
-        wanted = {(one.piece.path, position) for one in needed for position in one.positions.tolist()}
-        forms = {one.piece.path: (one.piece, one.dtype) for one in needed}
-        same = set() if path is None else {name for name, form in forms.items() if self._forms.get(name) == form}
-        self._chunks = {key: chunk for key, chunk in self._chunks.items() if key in wanted and key[0] in same}
-        self._forms = forms
+        lacking = self._make_room(needed, path is not None)
         for place, record in path or ():
-            changed |= self._apply(place, record, needed, checkpoint.record.structure, memory)
-        changed |= self._read_missing(checkpoint, needed)
+            changed |= self._apply(place, record, needed, lacking, checkpoint.record.structure, memory)
+        changed |= self._read(checkpoint, [one.part(lacking.__contains__) for one in needed])
         if checkpoint.record.fingerprint is not None:
             self.contents = checkpoint.record.fingerprint.sha256
         self.attempt = checkpoint.record.attempt
         return changed
 
-    def _apply(self, place: Store, record: CheckpointRecord, needed: Sequence[Needed], last: Structure, memory: int) -> set[str]:
-        """Apply the differences of one version; `last` is the structure of the last one."""
+    def _make_room(self, needed: Sequence[Needed], keep: bool) -> set[tuple[str, int]]:
+        """Make room for chunks; return those that are not here. `keep` says whether those that are here are of use."""
+        before, self._needed = self._needed, {one.piece.path: one for one in needed}
+        alike = {one.piece.path: one for one in before.values() if keep and one.is_alike(self._needed.get(one.piece.path))}
+        same = {path for path, one in alike.items() if np.array_equal(one.positions, self._needed[path].positions)}
+        here = {key: chunk for key, chunk in self._chunks.items() if key[0] in alike}
+        self._memory = {path: self._memory[path] for path in same}
+        self._chunks, lacking = {}, set[tuple[str, int]]()
+        for path, one in self._needed.items():
+            if path not in same:
+                self._memory[path] = np.zeros((len(one.positions), one.chunk_bytes), np.uint8)
+            self._chunks |= zip(one.keys, self._memory[path], strict=True)
+            for key in one.keys if path not in same else ():
+                if key in here:
+                    self._chunks[key][:] = here[key]
+                else:
+                    lacking.add(key)
+        return lacking
+
+    def _apply(
+        self, place: Store, record: CheckpointRecord, needed: Sequence[Needed], lacking: set[tuple[str, int]], last: Structure, memory: int
+    ) -> set[str]:
+        """Apply the differences of one version to chunks that are not lacking; `last` is the structure of the last one."""
         changed = set[str]()
         requests = []
         for one in needed:
             tensor = last.tensors.get(one.name)
             fits = tensor is not None and has_array(record.structure, tensor, one.piece)
-            have = [position for position in one.positions.tolist() if (one.piece.path, position) in self._chunks]
-            if fits and have:
-                requests.append(one._replace(positions=np.array(have)).request())
-                continue
-            for position in have:  # read at the end
-                del self._chunks[one.piece.path, position]
+            have = one.part(lambda key: key not in lacking)
+            if fits and len(have.positions):
+                requests.append(have.request())
+            else:
+                lacking.update(have.keys)  # read at the end
 
         def take(request: Request, position: int, stored: NDArray[np.uint8]) -> None:
             (piece,) = request.pieces
@@ -184,26 +215,25 @@ class ChunkCache:
         self.read_bytes += reader.stats.bytes_read
         return changed
 
-    def _read_missing(self, checkpoint: Checkpoint, needed: Sequence[Needed]) -> set[str]:
-        """Read the chunks that are not here, with all of their elements."""
-        lacking = [one.part(lambda key: key not in self._chunks) for one in needed]
+    def _read(self, checkpoint: Checkpoint, lacking: Sequence[Needed]) -> set[str]:
+        """Read chunks with all of their elements."""
         before = checkpoint.stats.bytes_read
-        self._chunks |= read_chunks(checkpoint, lacking)
+        read_into(checkpoint, lacking, self._chunks)
         self.read_bytes += checkpoint.stats.bytes_read - before
         return {one.name for one in lacking if len(one.positions)}
 
-    def reader(self, checkpoint: Checkpoint, needed: Sequence[Needed]) -> ChunkReader:
+    def reader(self, checkpoint: Checkpoint) -> ChunkReader:
         """A reader of the chunks that are here."""
-        return ChunkReader(_Cached(checkpoint.place, self._chunks, needed))
+        return ChunkReader(_Cached(checkpoint.place, self._needed, self._memory))
 
 
 class _Cached(ReadableChunks):
     """Chunks in memory."""
 
-    def __init__(self, place: Store, chunks: Chunks, needed: Sequence[Needed]) -> None:
+    def __init__(self, place: Store, needed: Mapping[str, Needed], memory: Mapping[str, NDArray[np.uint8]]) -> None:
         """Show chunks as those of the attempt at `place`."""
-        super().__init__(place, _Table({one.piece.path: one.chunk_bytes for one in needed}), self._elements)
-        self._chunks = chunks
+        super().__init__(place, _Table({path: one.chunk_bytes for path, one in needed.items()}), self._elements)
+        self._needed, self._memory = needed, memory
 
     def lengths(self, nbytes: int) -> tuple[int, int]:
         """See `ChunkSource`."""
@@ -213,10 +243,12 @@ class _Cached(ReadableChunks):
         """See `Codec`."""
         del read
         wanted = task.chunks.wanted
-        for row in range(task.begin, task.end):
-            alone = Band(task.chunks, row, row + 1)
-            chunk = self._chunks[wanted.part_of(row).piece.path, int(wanted.position[row])]
-            yield alone, places_of([alone])[0], chunk[np.newaxis]
+        bands = [band for run in task.runs for band in run.bands]
+        for band, places in zip(bands, places_of(bands), strict=True):
+            path = wanted.part_of(band.begin).piece.path
+            # Its chunks follow one another in the grid, and all of them are here: so they do in memory.
+            first = int(np.searchsorted(self._needed[path].positions, wanted.position[band.begin]))
+            yield band, places, self._memory[path][first : first + band.end - band.begin]
 
 
 class _Table:

@@ -323,7 +323,7 @@ class FollowedVersion:
         cache = self._follower.cache
         if self._needed is None or cache.attempt != self.checkpoint.record.attempt:
             raise OptionError(f"{self.checkpoint.location}: this version is not prepared; call prepare() first.")
-        return self.checkpoint.reading_from(cache.reader(self.checkpoint, self._needed))
+        return self.checkpoint.reading_from(cache.reader(self.checkpoint))
 
     def prove(self) -> list[str]:
         """Compare the tensors' elements with the fingerprint that the publisher recorded; return the names that are proved.

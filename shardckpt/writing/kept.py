@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
+import numpy as np
+
 from shardckpt.errors import CommitError
-from shardckpt.format.differences import difference, whole
+from shardckpt.format.differences import difference, pack_changes, whole
+from shardckpt.io import extension
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Collection, Iterator, Sequence
 
-    import numpy as np
     from numpy.typing import NDArray
 
     from shardckpt.format.record import CheckpointRecord, Contents
@@ -120,16 +122,39 @@ class KeptChunks:
             rows: their elements.
             itemsize: bytes of an element.
         """
-        stored, changed = [], 0
+        stored, compared, changed = [b""] * len(keys), list[int](), 0
         for i, (key, path) in enumerate(zip(keys, paths, strict=True)):
             kept, row = self._chunks.get(key), rows[i]
             if kept is not None and path in self._differing and self._version_of[key] == self._version - 1 and kept.nbytes == row.nbytes:
-                chunk, count = difference(kept, row, itemsize)
-                stored.append(chunk)
-                changed += count * itemsize
+                compared.append(i)
                 self._version_of[key] = self._version
             else:
                 self.keep([key], rows[i : i + 1])
-                stored.append(whole(row))
+                stored[i] = whole(row)
                 changed += row.nbytes
+        pairs = [(self._chunks[keys[i]], rows[i]) for i in compared]
+        for i, (chunk, count) in zip(compared, _differences(pairs, itemsize), strict=True):
+            stored[i] = chunk
+            changed += count * itemsize
         return stored, changed
+
+
+def _differences(pairs: Sequence[tuple[NDArray[np.uint8], NDArray[np.uint8]]], itemsize: int) -> Iterator[tuple[bytes, int]]:
+    """The `difference` of each old and new chunk; the extension compares many with one call."""
+    if extension.moving is None or itemsize not in extension.COMPARED:
+        yield from (difference(old, new, itemsize) for old, new in pairs)
+        return
+    olds, news = tuple(old for old, _ in pairs), tuple(new for _, new in pairs)
+    nbytes = max((new.nbytes for new in news), default=0)
+    elements = nbytes // itemsize
+    room = np.empty(elements * (1 + itemsize) + 4 * (elements // 256 + 1) + len(pairs) * nbytes // 4, np.uint8)
+    found = np.empty((len(pairs), 3), np.int64)
+    done = 0
+    while done < len(pairs):
+        ready = done + extension.moving.find_changes(olds[done:], news[done:], itemsize, found[done:], room)
+        at = 0
+        for new, (changed, long_gaps, crc) in zip(news[done:ready], found[done:ready].tolist(), strict=True):
+            body = room[at : (at := at + changed * (1 + itemsize) + 4 * long_gaps)]
+            packed = pack_changes(body, changed, long_gaps, new.nbytes, crc) if changed else b""
+            yield whole(new) if packed is None else packed, changed
+        done = ready

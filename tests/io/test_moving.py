@@ -15,12 +15,13 @@ from below_python import CALLS, lead_through_os
 from failing import failing, state
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from moves import FOREVER, check_in, check_out, stored
+from moves import FOREVER, check_changes, check_in, check_out, stored
 from paths import ROOT, TESTS, TOOLS
 
 import shardckpt
 from shardckpt.errors import CorruptionError, StorageError
 from shardckpt.io import extension
+from tools.build_extension import build
 
 moving = extension.moving
 with_extension = pytest.mark.skipif(moving is None, reason="the extension is off, or was not built")
@@ -42,6 +43,13 @@ def test_chunks_are_read_to_where_numpy_would_copy_them_and_the_first_wrong_one_
     check_in(moving, seed)
 
 
+@with_extension
+@given(seeds)
+@settings(max_examples=300, deadline=None)
+def test_what_differs_from_an_earlier_chunk_is_found_as_numpy_finds_it(seed):
+    check_changes(moving, seed)
+
+
 def run_moves(built, count, **environment):
     command = [sys.executable, TESTS / "support" / "moves.py", str(built), "0", str(count)]
     return subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, timeout=600)
@@ -50,6 +58,12 @@ def run_moves(built, count, **environment):
 @with_extension
 def test_the_checksum_by_table_is_the_same():
     assert run_moves(moving.__file__, 100, SHARDCKPT_CRC_TABLE="1").returncode == 0
+
+
+@with_extension
+def test_processors_without_sse_find_the_same_changes(tmp_path):
+    built = build(ROOT, tmp_path, ("-DWITHOUT_SSE",))
+    assert run_moves(built, 100).returncode == 0
 
 
 @pytest.mark.slow
@@ -96,6 +110,35 @@ def test_a_write_that_cannot_be_right_is_refused_before_a_byte_moves(tmp_path, c
     with (tmp_path / "file").open("wb") as file, pytest.raises(ValueError):
         moving.write_chunks(file.fileno(), *WRONG_WRITES[case], FOREVER)
     assert (tmp_path / "file").stat().st_size == 0
+
+
+CHUNK, ROOM = np.zeros(64, "u1"), np.zeros(1000, "u1")
+WRONG_COMPARISONS = {
+    "another number of chunks": ((CHUNK,), (), 2, np.zeros(3, "i8"), ROOM),
+    "another number of results": ((CHUNK,), (CHUNK.copy(),), 2, np.zeros(6, "i8"), ROOM),
+    "a chunk of another length": ((CHUNK,), (CHUNK[:32].copy(),), 2, np.zeros(3, "i8"), ROOM),
+    "half an element": ((CHUNK[:63],), (CHUNK[:63].copy(),), 2, np.zeros(3, "i8"), ROOM),
+    "elements of three bytes": ((CHUNK[:63],), (CHUNK[:63].copy(),), 3, np.zeros(3, "i8"), ROOM),
+    "too little room": ((CHUNK,), (CHUNK.copy(),), 2, np.zeros(3, "i8"), ROOM[:99]),
+    "the same chunk twice": ((CHUNK,), (CHUNK,), 2, np.zeros(3, "i8"), ROOM),
+    "room in a chunk": ((ROOM[:64],), (CHUNK,), 2, np.zeros(3, "i8"), ROOM),
+    "results in the room": ((CHUNK,), (CHUNK.copy(),), 2, ROOM[:24].view("i8"), ROOM),
+}
+
+
+@with_extension
+@pytest.mark.parametrize("case", WRONG_COMPARISONS)
+def test_a_comparison_that_cannot_be_right_is_refused(case):
+    with pytest.raises(ValueError):
+        moving.find_changes(*WRONG_COMPARISONS[case])
+
+
+@with_extension
+def test_a_chunk_that_cannot_be_written_does_not_become_the_new_one():
+    constant = CHUNK.copy()
+    constant.flags.writeable = False
+    with pytest.raises(ValueError, match="read-only"):
+        moving.find_changes((constant,), (CHUNK,), 2, np.zeros(3, "i8"), ROOM)
 
 
 def band(offset=0, count=1, itemsize=4, chunk=(4,), places=()):
@@ -280,9 +323,10 @@ def test_the_extension_imports_no_other_call_of_the_kernel_and_makes_none_beside
     assert not any("JUMP" in kind or "GLOB" in kind for kind in kinds)
 
 
-def test_the_core_knows_nothing_of_python_and_both_files_are_small():
-    core, binding = ((SOURCE / name).read_text() for name in ("moving.c", "moving_binding.c"))
-    assert "Python.h" not in core.partition("*/")[2]
-    assert "Py" not in re.sub(r"/\*.*?\*/", "", core, flags=re.DOTALL)
+def test_the_core_knows_nothing_of_python_and_all_files_are_small():
+    core, comparing, binding = ((SOURCE / name).read_text() for name in ("moving.c", "changes.c", "moving_binding.c"))
+    for source in (core, comparing):
+        assert "Python.h" not in source.partition("*/")[2]
+        assert "Py" not in re.sub(r"/\*.*?\*/", "", source, flags=re.DOTALL)
     assert f"MOST_DIMS = {extension.MOST_DIMS}," in core
-    assert core.count("\n") + binding.count("\n") <= 840
+    assert core.count("\n") + comparing.count("\n") + binding.count("\n") <= 1010

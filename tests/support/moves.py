@@ -1,4 +1,4 @@
-"""Random moves of the C extension between memory and a file, compared with numpy.
+"""Random moves of the C extension between memory and a file, and comparisons of chunks, compared with numpy.
 
 python moves.py <extension> <first seed> <number>     with that build of the extension, which may have sanitizers
 """
@@ -17,7 +17,7 @@ from math import prod
 import crc32c
 import numpy as np
 
-__all__ = ["FOREVER", "check_in", "check_out", "stored"]
+__all__ = ["FOREVER", "check_changes", "check_in", "check_out", "stored"]
 
 FOREVER = 1e6
 MOVED, WRONG_CHECKSUM, END_OF_FILE = 0, 1, 2
@@ -137,6 +137,44 @@ def check_in(moving, seed):
         assert memory.tobytes() == wanted.tobytes()
 
 
+def check_changes(moving, seed):
+    """Compare some chunks with earlier ones, of which some elements differ, in as many calls as the room demands."""
+    chance = random.Random(seed)
+    rng = np.random.default_rng(seed)
+    size = chance.choice([1, 2, 4, 8])
+    olds, news, bodies = [], [], []
+    for _ in range(chance.randint(0, 4)):
+        count, shift = chance.choice([0, 1, chance.randrange(300), chance.randrange(5000)]), chance.choice([0, 0, 1])
+        old = rng.integers(0, 256, count * size + shift, np.uint8)[shift:]
+        new = rng.integers(0, 256, count * size + shift, np.uint8)[shift:]
+        new[:] = old
+        rows = rng.random(count) < chance.choice([0, 0.001, 0.02, 0.5, 1])
+        new.reshape(count, size)[rows, chance.randrange(size)] ^= rng.integers(1, 256, int(rows.sum()), np.uint8)
+        number, last, gaps, longs, folded = f"<u{size}", -1, [], [], []
+        for i in np.flatnonzero(rows).tolist():
+            gap, last = i - last - 1, i
+            gaps.append(min(gap, 255))
+            longs += [gap - 255] if gap >= 255 else []
+            growth = (int(new.view(number)[i]) - int(old.view(number)[i]) + (1 << 8 * size - 1)) % (1 << 8 * size) - (1 << 8 * size - 1)
+            folded.append(2 * growth if growth >= 0 else -2 * growth - 1)
+        planes = np.array(folded, number).view(np.uint8).reshape(-1, size).T
+        bodies.append(
+            (bytes(gaps) + np.array(longs, "<u4").tobytes() + planes.tobytes(), len(gaps), len(longs), crc32c.crc32c(new.tobytes()))
+        )
+        olds.append(old)
+        news.append(new)
+    least = max((old.size // size * (1 + size) + 4 * (old.size // size // 256 + 1) for old in olds), default=0)
+    room, found = np.empty(least + chance.choice([0, 0, least]), np.uint8), np.zeros((len(olds), 3), np.int64)
+    done = 0
+    while done < len(olds):
+        ready = done + moving.find_changes(tuple(olds[done:]), tuple(news[done:]), size, found[done:], room)
+        assert ready > done
+        assert room.tobytes().startswith(b"".join(body for body, *_ in bodies[done:ready]))
+        done = ready
+    assert found.tolist() == [[*numbers] for _, *numbers in bodies]
+    assert [old.tobytes() for old in olds] == [new.tobytes() for new in news]
+
+
 def _load(path):
     spec = spec_from_file_location("shardckpt.io._moving", path, loader=ExtensionFileLoader("shardckpt.io._moving", path))
     assert spec is not None
@@ -151,3 +189,4 @@ if __name__ == "__main__":
         print(f"seed {seed}", flush=True) if seed % 100 == 0 else None
         check_out(moving, seed)
         check_in(moving, seed)
+        check_changes(moving, seed)

@@ -1,0 +1,115 @@
+/* Compares chunks with those of an earlier version.
+
+This file knows no Python, allocates nothing and reaches no file: moving_binding.c checks all arguments. It uses `crc32c` of moving.c.
+Memory is accessed by memcpy, so that nothing need be aligned. */
+
+#include <stdint.h>
+#include <string.h>
+
+#define INLINED __attribute__((always_inline)) static inline /* so that the size of an element is a constant */
+
+enum { LONG_GAP = 255 };
+
+/* What one chunk's comparison found; numpy reads it as three 64-bit numbers. */
+struct found {
+    int64_t changed;   /* elements that differ */
+    int64_t long_gaps; /* gaps between them of at least LONG_GAP elements */
+    int64_t crc;       /* crc32c of the new elements */
+};
+
+/* Bytes that a comparison needs at `out`, of so many elements of so many bytes. */
+static int64_t room_for_changes(int64_t elements, int64_t itemsize) {
+    return elements * (1 + itemsize) + 4 * (elements / (LONG_GAP + 1) + 1);
+}
+
+/* A number of `size` bytes, 1, 2, 4 or 8, little-endian. */
+INLINED uint64_t load(const char *at, int size) {
+    uint64_t value = 0;
+    memcpy(&value, at, (size_t)size);
+    return value;
+}
+
+/* Which of 64 bytes differ: bit k for byte k. */
+#if defined(__x86_64__) && !defined(WITHOUT_SSE) /* a test builds without */
+#include <emmintrin.h>
+INLINED uint64_t differing(const char *a, const char *b) {
+    uint64_t equal = 0;
+    for (int k = 0; k < 64; k += 16) {
+        const __m128i one = _mm_loadu_si128((const __m128i *)(a + k)), other = _mm_loadu_si128((const __m128i *)(b + k));
+        equal |= (uint64_t)(uint32_t)_mm_movemask_epi8(_mm_cmpeq_epi8(one, other)) << k;
+    }
+    return ~equal;
+}
+#else
+INLINED uint64_t differing(const char *a, const char *b) {
+    uint64_t found = 0;
+    for (int k = 0; k < 64; k += 8) {
+        const uint64_t word = load(a + k, 8) ^ load(b + k, 8), low = UINT64_C(0x7f7f7f7f7f7f7f7f);
+        const uint64_t set = (((word & low) + low) | word) & ~low; /* the highest bit of each byte that is not zero */
+        found |= ((set >> 7) * UINT64_C(0x0102040810204080) >> 56) << k; /* these bits together */
+    }
+    return found;
+}
+#endif
+
+/* What is written of one chunk. */
+struct writer {
+    uint8_t *gaps;
+    char *longs, *planes;
+    int64_t plane; /* bytes from one byte of an element to the next one */
+    int64_t last;  /* the last element that differs */
+};
+
+INLINED void add(const char *old, const char *new, int64_t i, int size, struct writer *w, struct found *f) {
+    const uint64_t growth = load(new + i * size, size) - load(old + i * size, size);
+    const uint64_t folded = growth << 1 ^ (growth >> (8 * size - 1) & 1 ? ~UINT64_C(0) : 0); /* the sign becomes the lowest bit */
+    const int64_t gap = i - w->last - 1;
+    if (gap >= LONG_GAP) {
+        const uint32_t rest = (uint32_t)(gap - LONG_GAP);
+        memcpy(w->longs + 4 * f->long_gaps++, &rest, 4);
+    }
+    w->gaps[f->changed] = (uint8_t)(gap < LONG_GAP ? gap : LONG_GAP);
+    for (int k = 0; k < size; k++)
+        w->planes[k * w->plane + f->changed] = (char)(folded >> 8 * k);
+    f->changed++;
+    w->last = i;
+}
+
+/* Compare `n` elements of `size` bytes, 64 bytes at a time: of most of these, no element differs or one does. */
+INLINED struct found compare(char *old, const char *new, int64_t n, int size, char *out) {
+    struct found f = {0, 0, 0};
+    char *longs = out + n;
+    struct writer w = {(uint8_t *)out, longs, longs + 4 * (n / (LONG_GAP + 1) + 1), n, -1};
+    const uint64_t element = UINT64_MAX >> (64 - size);
+    int64_t i = 0;
+    for (; i + 64 / size <= n; i += 64 / size) {
+        uint64_t differ = differing(new + i * size, old + i * size);
+        if (!differ)
+            continue;
+        while (differ) {
+            const int k = __builtin_ctzll(differ) / size;
+            add(old, new, i + k, size, &w, &f);
+            differ &= ~(element << k * size);
+        }
+        memcpy(old + i * size, new + i * size, 64);
+    }
+    for (int64_t k = i; k < n; k++)
+        if (load(new + k * size, size) != load(old + k * size, size))
+            add(old, new, k, size, &w, &f);
+    memcpy(old + i * size, new + i * size, (size_t)((n - i) * size));
+    memmove(out + f.changed, w.longs, (size_t)(4 * f.long_gaps)); /* what was found moves together */
+    for (int k = 0; k < size; k++)
+        memmove(out + f.changed + 4 * f.long_gaps + k * f.changed, w.planes + k * n, (size_t)f.changed);
+    return f;
+}
+
+/* Write gaps, long gaps and planes of the growth of a chunk's elements to `out` (shardckpt/format/differences.py has the form), and make
+   the old elements the new ones. `size`: bytes of an element, 1, 2, 4 or 8. */
+static struct found changes(char *old, const char *new, int64_t nbytes, int size, char *out) {
+    struct found f = size == 1   ? compare(old, new, nbytes, 1, out)
+                     : size == 2 ? compare(old, new, nbytes / 2, 2, out)
+                     : size == 4 ? compare(old, new, nbytes / 4, 4, out)
+                                 : compare(old, new, nbytes / 8, 8, out);
+    f.crc = crc32c(0, new, nbytes);
+    return f;
+}

@@ -1,0 +1,36 @@
+"""Differences of many chunks at a time, which the extension finds where it is there: the same bytes as one by one in numpy."""
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardckpt.format.differences import apply, difference, whole
+from shardckpt.writing.kept import KeptChunks
+
+
+@given(seed=st.integers(0, 1 << 32), itemsize=st.sampled_from([1, 2, 4, 8, 16]), chunks=st.integers(1, 12), elements=st.integers(1, 3000))
+def test_many_chunks_are_stored_as_each_of_them_would_be(seed, itemsize, chunks, elements):
+    rng = np.random.default_rng(seed)
+    old = rng.integers(0, 256, (chunks, elements * itemsize), np.uint8)
+    new = old.copy()
+    for row, share in zip(new, rng.choice([0, 0.001, 0.02, 0.4, 1], chunks), strict=True):
+        differ = rng.random(elements) < share
+        row.reshape(elements, itemsize)[differ, rng.integers(itemsize)] ^= rng.integers(1, 256, int(differ.sum()), np.uint8)
+    keys, paths = [f"w/c/{i}" for i in range(chunks)], ["w"] * chunks
+    kept = KeptChunks()
+    kept.begin("first", ())
+    unknown = rng.random(chunks) < 0.2  # this process has not written them
+    kept.keep([key for key, is_unknown in zip(keys, unknown, strict=True) if not is_unknown], old[~unknown])
+    kept.begin("second", {"w"})
+    expected = [
+        (whole(after), elements) if is_unknown else difference(before.copy(), after, itemsize)
+        for before, after, is_unknown in zip(old, new, unknown, strict=True)
+    ]
+    stored, changed = kept.differences(keys, paths, new, itemsize)
+    assert stored == [data for data, _ in expected]
+    assert changed == itemsize * sum(count for _, count in expected)
+    for before, after, data in zip(old, new, stored, strict=True):
+        apply(np.frombuffer(data, np.uint8), before, itemsize, "w")
+        np.testing.assert_array_equal(before, after)
+    kept.begin("third", {"w"})
+    assert kept.differences(keys, paths, new, itemsize) == ([b""] * chunks, 0)
