@@ -84,7 +84,7 @@ def encode_changes(position: NDArray[np.int64], growth: Growth, nbytes: int, crc
 
 
 def pack_changes(body: Bytes, changed: int, long_gaps: int, nbytes: int, crc: int) -> bytes | None:
-    """As `encode_changes`, of what the frame has before it is compressed: gaps, long gaps and growth of so many changed elements."""
+    """Like `encode_changes`, for changes that are encoded but not compressed yet: `body` has gaps, rests of long gaps, and planes."""
     frame = compress(body)
     return _HEAD.pack(DIFFERENCE, crc, changed, long_gaps) + frame if 2 * (_HEAD.size + len(frame)) <= nbytes else None
 

@@ -46,7 +46,7 @@ _AT_A_TIME = 4 << 20
 _DENSE_BYTES = 1024
 """Rows that are so close to each other are summed with the zeros between them: a row by itself takes as long as so many bytes."""
 _FEW = 16
-"""Sums that are shifted one by one, in less time than the calls of numpy take."""
+"""So few sums are shifted one by one: the calls of numpy would take longer."""
 _SHIFTED = 1 << 15
 """Sums that are shifted at a time, so that they stay in the processor's cache."""
 

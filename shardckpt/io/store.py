@@ -148,7 +148,7 @@ class Store(ABC):
         return f"{str(self.location).rstrip('/')}/{key}" if key else str(self.location)
 
     def local_path(self, key: str) -> Path | None:
-        """A key's path ("": the location itself) on this machine's file system; None unless the kind `has_paths`."""
+        """A key's path ("": the location itself) on this machine's file system; None if this kind of storage has no paths."""
         del key
         return None
 

@@ -65,7 +65,7 @@ def no_checkpoint(store: Store, found: Tombstone | None) -> ShardckptError:
     beside = _steps_beside(store)
     hint = f"; the nearest {'step is' if len(beside) == 1 else 'steps are'} {few(beside)}" if beside else ""
     if children and not hint:
-        hint = f"; `shardckpt ls {quote(str(store))}` lists the checkpoints and runs below it"
+        hint = f"; `shardckpt ls {quote(str(store))}` lists what is directly below it"
     return NotFoundError(f"{store}: no checkpoint there{hint}.")
 
 

@@ -18,10 +18,12 @@ Managers of one process have the same run id, so `job.json` does not tell them a
 
 from __future__ import annotations
 
+import gc
 import logging
 import socket
 from contextlib import suppress
 from typing import TYPE_CHECKING
+from weakref import WeakValueDictionary
 
 from shardckpt.commit.publish import RECORD
 from shardckpt.errors import AlreadyExistsError, CommitError, FormatError, OptionError, OtherJobError, StorageError
@@ -40,8 +42,8 @@ PUBLISHED = "published"
 """The member of a version's metadata that its `Publisher` writes: an object with `began`, the time at which process 0 began it."""
 _ROUNDS = 10
 _log = logging.getLogger("shardckpt")
-_claims: dict[tuple[str, str, int], ProcessClaim] = {}
-"""By root, run and process: the claim of the manager that saves there."""
+_claims: WeakValueDictionary[tuple[str, str, int], ProcessClaim] = WeakValueDictionary()
+"""By root, run and process: the claim of the manager that saves there. It ends with its manager."""
 
 
 def holder(root: Store) -> str | None:
@@ -134,25 +136,30 @@ class JobFence:
 
 
 class ProcessClaim:
-    """One manager's claim on a root among the managers of this process. As with jobs, the latest that begins to save there controls it."""
+    """One manager's claim on a root among the open managers of this process: the one whose first save began last has it."""
 
     def __init__(self, root: Store, run_id: str, process: int) -> None:
         self._key = str(root.location.resolved), run_id, process
         self._claimed = False
 
-    def hold(self) -> None:
-        """Claim the root at the first call; later check that no other open manager has claimed it since.
-
-        Raises:
-            OtherJobError: one has.
-        """
-        if self._claimed and _claims.get(self._key, self) is not self:
+    def check(self) -> None:
+        """Check that no other open manager has claimed the root since this one did; raises OtherJobError if one has."""
+        if self._is_taken():
+            gc.collect()  # that manager may be gone: managers are in cycles of references
+        if self._is_taken():
             raise OtherJobError(
-                f"{self._key[0]}: another CheckpointManager of this process saves there now; use one manager for each root, or close the "
-                "newer one first. This step was not saved."
+                f"{self._key[0]}: another CheckpointManager of this process has begun to save there; use one manager for each root, or "
+                "close that one first. This one saves and deletes nothing more there."
             )
-        self._claimed = True
-        _claims[self._key] = self
+
+    def _is_taken(self) -> bool:
+        return self._claimed and _claims.get(self._key, self) is not self
+
+    def take(self) -> None:
+        """Claim the root at the first call, or if no other manager has it."""
+        if not self._claimed or self._key not in _claims:
+            self._claimed = True
+            _claims[self._key] = self
 
     def release(self) -> None:
         """Leave the root to other managers."""

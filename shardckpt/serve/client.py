@@ -10,7 +10,7 @@ import json
 import time
 import uuid
 from contextlib import closing
-from typing import TYPE_CHECKING, Any, Literal, Self, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, Self, TypedDict, cast
 from urllib.parse import quote
 
 import numpy as np
@@ -338,12 +338,10 @@ class Client:
                 return
 
     def _entry(self, method: str, path: str, **how: Any) -> JobEntry:
-        found: JobEntry = self._document(self._send(method, path, **how), path)
-        return found
+        return cast("JobEntry", self._document(self._send(method, path, **how), path))
 
     def _json(self, path: str, **asked: Any) -> dict[str, Any]:
-        found: dict[str, Any] = self._document(self._get(path, asked), path)
-        return found
+        return cast("dict[str, Any]", self._document(self._get(path, asked), path))
 
     def _document(self, reply: httpx.Response, path: str) -> Any:
         try:

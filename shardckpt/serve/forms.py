@@ -32,10 +32,11 @@ if TYPE_CHECKING:
 _MOST_FIELDS, _LONGEST_KEY = 300, 100
 
 
-def html(text: str, status: int = 200) -> HTMLResponse:
-    """A page as a response."""
+def html(text: str, status: int = 200, retry: str | None = None) -> HTMLResponse:
+    """A page as a response; `retry`: seconds after which to ask again."""
+    headers = {"Content-Security-Policy": POLICY} | ({} if retry is None else {"Retry-After": retry})
     # Lone surrogates in names, which no encoding has, are shown escaped.
-    return HTMLResponse(text.encode("utf-8", "backslashreplace"), status, {"Content-Security-Policy": POLICY})
+    return HTMLResponse(text.encode("utf-8", "backslashreplace"), status, headers)
 
 
 def viewer_of(service: Service, request: Request) -> Viewer:
@@ -49,7 +50,8 @@ def viewer_of(service: Service, request: Request) -> Viewer:
 def refused(service: Service, request: Request, error: ShardckptError | HTTPException, back: Html | None = None) -> HTMLResponse:
     """The page that says what went wrong."""
     said = problems.of_request(service.roots, service.scanner.watch, request, error)
-    return html(error_page(said.status_code, *problems.words(said), viewer_of(service, request), back), said.status_code)
+    page = error_page(said.status_code, *problems.words(said), viewer_of(service, request), back)
+    return html(page, said.status_code, said.headers.get("Retry-After"))
 
 
 class PageSession:

@@ -103,9 +103,7 @@ class Parameter:
             "integer": {"type": "integer", "minimum": self.least, "maximum": self.most},
             "boolean": {"type": "boolean"},
         }[self.kind]
-        if self.default is not None:
-            schema = schema | {"default": self.default}
-        return schema
+        return schema if self.default is None else schema | {"default": self.default}
 
     def document(self) -> dict[str, Any]:
         """The parameter in OpenAPI."""

@@ -106,7 +106,7 @@ def of_error(error: Exception, roots: Roots) -> JSONResponse:
 
 
 def of_request(roots: Roots, watch: RootWatch, request: Request, error: Exception) -> JSONResponse:
-    """The same for a request; what is not found in a root that has vanished may still be there."""
+    """The response for an error of a request: 503, not 404, where the root has vanished, as what was asked for may still be there."""
     said = of_error(error, roots)
     try:
         if said.status_code == 404:

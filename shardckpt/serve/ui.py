@@ -85,7 +85,8 @@ async def _rendered(page: _Page, service: Service, request: Request) -> Response
     try:
         return html(await on_thread(page, service, request, viewer_of(service, request), long=page in (_tensor, _diff, _plan)))
     except (ShardckptError, HTTPException) as e:
-        return await on_thread(refused, service, request, e)
+        decided = isinstance(e, HTTPException) and e.status_code != 404  # then no storage is asked: perhaps no thread is free
+        return refused(service, request, e) if decided else await on_thread(refused, service, request, e)
 
 
 def _text(request: Request, name: str) -> str | None:

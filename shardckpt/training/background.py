@@ -99,7 +99,6 @@ class Background:
         Raises:
             OtherJobError: another manager of this process saves to the root.
         """
-        self._claim.hold()
         self._ended.wait()
         self._warmed = True
         failed, url = len(self._failures), self.url(step)
@@ -108,11 +107,13 @@ class Background:
         ended, begun = threading.Event(), SimpleQueue[SaveHandle | None]()
         thread = threading.Thread(target=self._follow, args=(begun, step, metrics, ended), name=f"shardckpt-step-{step}", daemon=True)
         try:
+            self._claim.check()
             with saving_takes_threads(url):  # checked first: if threads cannot be started, nothing would wait for the save
                 start_background(thread)
             handle = self._saver.begin(
                 url, state, options, before_publish=lambda: self._before_publish(step), progress=self._tell.progress("save", url, step)
             )
+            self._claim.take()
             self._ended = ended
             self._threads = [*(before for before in self._threads if before.is_alive()), thread]
             self.emit(events.SaveStaged, step, seconds=time.monotonic() - began, nbytes=handle.nbytes)
@@ -218,6 +219,11 @@ class Background:
 
     def _clean(self, committed: StepInfo) -> None:
         """Delete the steps that are no longer kept. Runs on the leader."""
+        try:
+            self._claim.check()
+        except OtherJobError as e:  # the other manager deletes
+            _log.warning("%s", e)
+            return
         try:
             self._job.check()
             self.cleaner.clean(committed)

@@ -240,7 +240,7 @@ class CheckpointManager(RunSteps):
             OptionError: the step is smaller than the last one given to `should_save`, `save` or `restore`.
             ShardckptError: an earlier save failed. This save has begun all the same, because all processes save the same steps.
             LeafError, ShardingError, OptionError: the state cannot be saved; nothing was begun.
-            OtherJobError: another job, or another open manager of this process, saves to this root since.
+            OtherJobError: another job, or another open manager of this process, has begun to save to this root.
         """
         step = self._check_ascends(step)
         if not (self._due(step) or force):

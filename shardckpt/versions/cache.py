@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from shardckpt.commit.base_places import base_record, has_array
+from shardckpt.errors import OptionError
 from shardckpt.format.differences import apply
 from shardckpt.format.table import ArrayChunks
 from shardckpt.plan.pieces import chunk_boxes
@@ -18,6 +19,7 @@ from shardckpt.reading.fetch import ReadableChunks
 from shardckpt.reading.locate import Request, RequestedChunks
 from shardckpt.reading.reader import ChunkReader, open_reader
 from shardckpt.reading.runs import places_of
+from shardckpt.state.names import shown
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -113,7 +115,7 @@ def read_chunks(checkpoint: Checkpoint, needed: Sequence[Needed]) -> Chunks:
 
 
 def read_into(checkpoint: Checkpoint, needed: Iterable[Needed], chunks: Chunks) -> None:
-    """Read chunks with all of their elements into their memory."""
+    """Read all elements of some chunks, each into its memory in `chunks`."""
     with checkpoint.reading():
         checkpoint.reader.read([one.request([chunks[key] for key in one.keys]) for one in needed if len(one.positions)])
 
@@ -132,7 +134,7 @@ class ChunkCache:
         self._needed: dict[str, Needed] = {}
         """Array path → its chunks that are here."""
         self._memory: dict[str, NDArray[np.uint8]] = {}
-        """Array path → (chunks, bytes) their elements: what follows one another in the grid is copied at once."""
+        """Array path → (chunks, bytes) the elements of these chunks, in the order of the grid. Neighbours are copied at once."""
         self._chunks: Chunks = {}
         """The rows of that memory."""
 
@@ -170,7 +172,7 @@ class ChunkCache:
         return changed
 
     def _make_room(self, needed: Sequence[Needed], keep: bool) -> set[tuple[str, int]]:
-        """Make room for chunks; return those that are not here. `keep` says whether those that are here are of use."""
+        """Make room for chunks; return those that must be read. `keep` is False if all of them must be."""
         before, self._needed = self._needed, {one.piece.path: one for one in needed}
         alike = {one.piece.path: one for one in before.values() if keep and one.is_alike(self._needed.get(one.piece.path))}
         same = {path for path, one in alike.items() if np.array_equal(one.positions, self._needed[path].positions)}
@@ -232,7 +234,7 @@ class _Cached(ReadableChunks):
 
     def __init__(self, place: Store, needed: Mapping[str, Needed], memory: Mapping[str, NDArray[np.uint8]]) -> None:
         """Show chunks as those of the attempt at `place`."""
-        super().__init__(place, _Table({path: one.chunk_bytes for path, one in needed.items()}), self._elements)
+        super().__init__(place, _Table(place, needed), self._elements)
         self._needed, self._memory = needed, memory
 
     def lengths(self, nbytes: int) -> tuple[int, int]:
@@ -254,12 +256,12 @@ class _Cached(ReadableChunks):
 class _Table:
     """A `Lookup` of chunks in memory: each array is a file of its own, so that several threads copy."""
 
-    def __init__(self, chunk_bytes: dict[str, int]) -> None:
-        """Look up chunks of arrays with these bytes per chunk."""
-        self._chunk_bytes = chunk_bytes
+    def __init__(self, place: Store, needed: Mapping[str, Needed]) -> None:
+        """Look up these chunks, by the path of their array."""
+        self._place, self._needed = place, needed
 
     def first_missing(self, path: str, num_chunks: int) -> int | None:
-        """See `Lookup`; none is missing that is needed."""
+        """See `Lookup`; `find` refuses what is not here."""
         del path, num_chunks
         return None
 
@@ -267,8 +269,21 @@ class _Table:
         """See `Lookup`; nothing to do."""
 
     def find(self, paths: Sequence[str], array: NDArray[np.int64], chunks: NDArray[np.int64]) -> tuple[Sequence[str], ArrayChunks]:
-        """See `Lookup`."""
-        each = np.array([self._chunk_bytes.get(path, 0) for path in paths], np.int64)[array]
+        """See `Lookup`.
+
+        Raises:
+            OptionError: a chunk is not here.
+        """
+        order = np.argsort(array, kind="stable")
+        edges = np.searchsorted(array[order], np.arange(len(paths) + 1))
+        for i, path in enumerate(paths):
+            wanted, one = chunks[order[edges[i] : edges[i + 1]]], self._needed.get(path)
+            if len(wanted) and (one is None or not np.isin(wanted, one.positions).all()):
+                raise OptionError(
+                    f"{self._place}: a part of {shown(path if one is None else one.name)} was not prepared; the tensors to fill are not "
+                    f"those of prepare(). Call prepare() again."
+                )
+        each = np.array([self._needed[path].chunk_bytes if path in self._needed else 0 for path in paths], np.int64)[array]
         return paths, ArrayChunks.of_columns(chunks, array, chunks * each, each, np.zeros(len(chunks), np.int64))
 
     def whole(self) -> WholeTable:

@@ -135,7 +135,7 @@ def test_a_directory_of_steps_says_which_to_give_and_ls_lists_them(run, tmp_path
     assert {name: [one["name"] for one in run("ls", tmp_path / name, "--json").json["foreign"]] for name in names} == names
     answer = run("info", tmp_path / "dcp")
     assert (answer.status, answer.out) == (3, "")
-    assert f"`shardckpt ls {tmp_path}/dcp` lists the checkpoints and runs below it." in answer.err
+    assert f"`shardckpt ls {tmp_path}/dcp` lists what is directly below it." in answer.err
 
 
 def test_looking_at_a_pickle_calls_nothing_in_it(run, tmp_path):

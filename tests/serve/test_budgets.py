@@ -11,6 +11,7 @@ import pytest
 from job_services import operated
 from load import apart, bomb, resident, slow_clients
 from serving import save_run, serving
+from starlette.exceptions import HTTPException
 
 import shardckpt
 from shardckpt.reading.checkpoint import Checkpoint
@@ -43,6 +44,16 @@ def test_clients_that_do_not_read_take_a_bounded_amount_of_memory(tmp_path):
         for one in clients:
             one.close()
         service.wait_until(lambda: service.ask("/v1/checkpoints/lab/a/1").body == described)
+
+
+def test_a_page_for_which_no_thread_is_free_is_a_page_that_says_so(service, monkeypatch):
+    async def refuse(*arguments, **options):
+        raise HTTPException(503, "too many requests are at work", {"Retry-After": "5"})
+
+    monkeypatch.setattr("shardckpt.serve.ui.on_thread", refuse)
+    reply = service.ask("/ui/runs")
+    assert (reply.status, reply.headers["retry-after"]) == (503, "5")
+    assert reply.headers["content-type"].startswith("text/html")
 
 
 def test_an_answer_that_finds_no_memory_is_told_to_come_again(service, monkeypatch):

@@ -151,7 +151,10 @@ def test_what_a_vanished_root_has_is_not_told_to_be_deleted(tmp_path, written):
                 assert (hidden.status, b"vanished" in hidden.body) == (404, False), path
             for page in ("checkpoint/b/run/1", "tensor/b/run/1?name=w", "plan/b/run/1", "diff?a=c/run/1&b=b/run/1"):
                 reply, hidden = lab.ask(f"/ui/{page}"), lab.ask(f"/ui/{page}", Authorization=f"Bearer {stranger}")
-                assert (reply.status, b"root b has vanished" in reply.body) == (503, True), (page, reply)
+                assert (reply.status, b"root b has vanished" in reply.body, reply.headers["retry-after"]) == (503, True, "30"), (
+                    page,
+                    reply,
+                )
                 assert (hidden.status, b"vanished" in hidden.body) == (404, False), page
             assert lab.ask("/files/c/none/1").status == 404
             for operation in ("verify", "delete"):

@@ -11,7 +11,7 @@ import torch
 from numcodecs import Zstd
 
 import shardckpt
-from shardckpt.errors import CorruptionError, ShapeMismatchError
+from shardckpt.errors import CorruptionError, OptionError, ShapeMismatchError
 from shardckpt.runs.collecting import delete
 
 SHAPES = [(512, 512)] * 8 + [(1376, 512)] * 4 + [(4096, 512)]
@@ -66,6 +66,27 @@ def test_a_follower_of_an_eighth_of_a_tensor_reads_an_eighth_of_the_differences(
         follower.poll().prepare().apply()
         assert 0.9 * stored / 8 <= follower.cache.read_bytes - whole <= 1.1 * stored / 8
     assert like["w"].tobytes() == second[: shape[0], : shape[1]].tobytes()
+
+
+def test_a_part_that_was_not_prepared_is_refused_by_name(tmp_path):
+    """The tensors to fill were replaced between prepare() and apply(); or `checkpoint` reads something else."""
+    whole = np.arange(1000 * 1000, dtype=np.int32).reshape(1000, 1000)
+    publish(tmp_path, [{"w": whole, "other": whole + 1}])
+    like = {"w": np.zeros((1000, 50), np.int32)}
+    with shardckpt.follow(tmp_path, like, fit={"w": "slice"}, strict="like") as follower:
+        version = follower.poll().prepare()
+        with version.reading():
+            read = version.checkpoint.read("w", shardckpt.Box((0, 0), (1000, 50)))
+            np.testing.assert_array_equal(read, whole[:, :50])
+            for name, box in (("w", ((0, 0), (50, 1000))), ("w", ((900, 900), (910, 910))), ("other", ((0, 0), (50, 50)))):
+                with pytest.raises(OptionError, match=f"a part of '{name}' was not prepared"):
+                    version.checkpoint.read(name, shardckpt.Box(*box))
+        like["w"] = replaced = np.zeros((50, 1000), np.int32)
+        with pytest.raises(OptionError, match="Call prepare"):
+            version.apply()
+        assert not replaced.any()
+        version.prepare().apply()
+        np.testing.assert_array_equal(replaced, whole[:50])
 
 
 def test_a_publisher_that_goes_back_says_how_many_versions_it_supersedes(tmp_path, caplog):

@@ -21,7 +21,7 @@ from shardckpt.state.document import Branch, Tensor, Tied, leaves_of
 from shardckpt.text import count, file_size, shape_text
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from shardckpt.reading.checkpoint import Checkpoint
     from shardckpt.reading.inspection.outline import OutlineEntry
@@ -99,12 +99,12 @@ def _metadata(found: Mapping[str, Any]) -> Html | None:
     return section("Metadata", items) if items else None
 
 
-def _commands(ident: str, url: str, names: Iterable[str]) -> list[Html]:
+def _commands(ident: str, url: str, names: Sequence[str]) -> list[Html]:
     """Files to download, and commands that fetch a checkpoint, with the url of this service; the token is read from a variable."""
     here, origin = f"{url}/raw/{quote(ident)}", "/".join(url.split("/")[:3])
     path, part = f"/files/{quote(ident)}/model.safetensors", below("model/", names)
     files = [("the model", "model.safetensors", f"{path}?{urlencode(part, safe='/*')}")] if part else []
-    files += [] if part and "include" not in part else [("all tensors of the state", "state.safetensors", path)]
+    files += [] if not names or (part and "include" not in part) else [("all tensors of the state", "state.safetensors", path)]
     said = (
         ("Once, for all of them", f'export SHARDCKPT_HTTP_HEADERS="{origin} Authorization: Bearer $SHARDCKPT_TOKEN"'),
         ("Restore", f'state = shardckpt.restore("{here}")'),

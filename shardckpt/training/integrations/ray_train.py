@@ -9,9 +9,9 @@
 
 Each worker saves its own shards to the run, in the background. Ray Train uploads nothing (`CheckpointUploadMode.NO_UPLOAD`).
 
-1. Ray takes only directories in the experiment's own directory, deletes them file by file (`CheckpointConfig(num_to_keep=…)`), and does not
-   start an experiment again if one is missing. So it never gets a step itself. It gets a directory with one small file, Ray's
-   own metadata, that has the url of the step. Ray's retention deletes these; the manager's `keep` deletes steps.
+1. Ray takes only directories in the experiment's own directory, and deletes them file by file (`CheckpointConfig(num_to_keep=…)`). If one
+   of them is missing, an experiment cannot be resumed. So Ray never gets a step's own directory: it gets one with a single small file,
+   Ray's own metadata, which has the url of the step. Ray's retention deletes these; the manager's `keep` deletes steps.
 2. A step is reported when it is committed, with its own metrics: when the next save begins, by `wait`, and by `close`. All workers
    report equally often, because a report is a barrier.
 3. A restore takes the run's latest step. If Ray does not know it yet, because a worker died before the report, it is reported then.
@@ -151,7 +151,9 @@ class RayTrainManager(CheckpointManager):
         Raises:
             ShardckptError: a save failed; its step is not reported.
         """
+        unreported, self._unreported = self._unreported, None
         super().close()
+        self._unreported = unreported
         self._report_committed()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:

@@ -1,5 +1,7 @@
 """Two live jobs on one root: the older one is told, and nothing of either is lost."""
 
+import threading
+
 import pytest
 from processes import Processes
 from training_runs import state
@@ -10,6 +12,7 @@ from shardckpt.frameworks.coordination.base import SingleProcess
 from shardckpt.io.store import Store
 from shardckpt.io.url import parse
 from shardckpt.runs.job import JobFence
+from shardckpt.training import events
 from shardckpt.writing import attempt
 
 
@@ -120,7 +123,7 @@ def test_a_step_that_this_run_has_saved_itself_exists(run):
             again.wait()
 
 
-def test_the_older_of_two_managers_of_one_process_is_told_and_what_is_saved_stays(run):
+def test_of_two_managers_of_one_process_the_one_that_began_first_is_told_and_what_is_saved_stays(run):
     with run.manager() as old, run.manager() as new:
         old.save(1, state(1))
         old.wait()
@@ -128,7 +131,7 @@ def test_the_older_of_two_managers_of_one_process_is_told_and_what_is_saved_stay
         old.save(2, state(2))
         old.wait()
         new.save(3, state(3))
-        with pytest.raises(errors.OtherJobError, match="another CheckpointManager of this process saves there now") as caught:
+        with pytest.raises(errors.OtherJobError, match="another CheckpointManager of this process has begun to save there") as caught:
             old.save(4, state(4))
         assert str(run.root) in str(caught.value)
         new.save(5, state(5))
@@ -139,6 +142,57 @@ def test_the_older_of_two_managers_of_one_process_is_told_and_what_is_saved_stay
         old.save(6, state(6))
         old.wait()
         assert old.all_steps() == [1, 2, 3, 5, 6]
+
+
+def test_a_manager_that_lost_the_root_deletes_nothing_there(run):
+    committed, go_on = threading.Event(), threading.Event()
+
+    def hold(event):
+        if isinstance(event, events.SaveCommitted):
+            committed.set()
+            assert go_on.wait(60)
+
+    with run.manager(keep=1, on_event=hold) as old, run.manager(keep=3) as new:
+        old.save(1, state(1))
+        assert committed.wait(60)  # its deletions are still to come
+        new.restore(step=1)
+        for step in (2, 3):
+            new.save(step, state(step))
+            new.wait()
+        go_on.set()
+        old.wait()
+        assert new.all_steps() == [1, 2, 3]
+
+
+def test_a_save_that_begins_nothing_takes_nothing_over_and_is_an_event(run):
+    seen = []
+    with run.manager() as old, run.manager(on_event=seen.append) as new:
+        old.save(1, state(1))
+        old.wait()
+        with pytest.raises(errors.LeafError):
+            new.save(2, {"w": object()})
+        old.save(2, state(2))
+        old.wait()
+        new.save(3, state(3))
+        new.wait()
+        with pytest.raises(errors.OtherJobError):
+            old.save(4, state(4))
+    assert [event.step for event in seen if isinstance(event, events.SaveFailed)] == [2]
+
+
+def test_a_manager_that_is_gone_without_a_close_leaves_the_root(run):
+    def save_by_another(step):
+        manager = shardckpt.CheckpointManager(run.root)
+        manager.save(step, state(step))
+        manager.wait()
+
+    with run.manager() as manager:
+        manager.save(1, state(1))
+        manager.wait()
+        save_by_another(2)
+        manager.save(3, state(3))
+        manager.wait()
+        assert manager.all_steps() == [1, 2, 3]
 
 
 def test_a_link_to_the_root_and_a_relative_path_are_the_same_root(run, tmp_path, monkeypatch):
