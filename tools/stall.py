@@ -83,7 +83,7 @@ def measure(place: str, state: Callable[[], Any], step: Callable[[], Any], saves
         return read(plan_save(sources, SaveOptions(), world), sources, room)
 
     def host_arrays() -> list[np.ndarray]:
-        return [elements for batch in batches(sys.maxsize) for _, elements, _ in batch]
+        return [elements for batch in batches(sys.maxsize) for _, elements, *_ in batch]
 
     def hand_out(fetched: Iterator[Iterator[BlockElements]]) -> None:
         for batch in fetched:

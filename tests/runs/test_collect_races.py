@@ -168,6 +168,7 @@ def all_end(stage, *parties):
 # --- every order of two that matters --------------------------------------------------------------------------------
 
 
+@pytest.mark.timeout(400)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("first", "second", "before", "stride"),
