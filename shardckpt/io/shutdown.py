@@ -12,13 +12,14 @@ import atexit
 import concurrent.futures.thread  # noqa: F401  (registers its own shutdown hook, which must run after ours)
 import os
 import threading
+from _thread import start_new_thread
 from contextlib import suppress
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,15 +88,36 @@ def _end_all() -> None:
                 tasks = [*_tasks.items()]
             if finish:
                 finish = False
-                for _, task in tasks:
-                    with suppress(Exception):
-                        task.finish()
-            for _, task in tasks:
-                task.stop()
+                _call_on_a_thread([task.finish for _, task in tasks])
+            _call_on_a_thread([task.stop for _, task in tasks])
             for thread, task in tasks:
                 if thread.ident is not None:  # otherwise Ctrl-C came before the thread started
                     task.ended.get()
             return
+
+
+def _call_on_a_thread(functions: Sequence[Callable[[], None]]) -> None:
+    """Call functions that use locks on a thread that Ctrl-C does not interrupt, and wait.
+
+    `Condition` and `Event` acquire their lock in Python: an exception that comes then leaves it locked, and the task waits for it for ever.
+    What waits here is C code alone.
+    """
+    ended: SimpleQueue[None] = SimpleQueue()
+
+    def call() -> None:
+        try:
+            for function in functions:
+                with suppress(Exception):
+                    function()
+        finally:
+            ended.put(None)
+
+    if functions:
+        try:
+            start_new_thread(call, ())  # `Thread.start` waits for an Event
+        except RuntimeError:  # no more threads
+            call()
+        ended.get()
 
 
 getattr(threading, "_register_atexit", atexit.register)(_end_all)
