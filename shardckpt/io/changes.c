@@ -10,8 +10,8 @@ Memory is accessed by memcpy, so that nothing need be aligned. */
 
 enum { LONG_GAP = 255 };
 
-/* What one chunk's comparison found; numpy reads it as three 64-bit numbers. */
-struct found {
+/* The result of one chunk's comparison; numpy reads it as three 64-bit numbers. */
+struct comparison {
     int64_t changed;   /* elements that differ */
     int64_t long_gaps; /* gaps between them of at least LONG_GAP elements */
     int64_t crc;       /* crc32c of the new elements */
@@ -42,13 +42,13 @@ INLINED uint64_t differing(const char *a, const char *b) {
 }
 #else
 INLINED uint64_t differing(const char *a, const char *b) {
-    uint64_t found = 0;
+    uint64_t mask = 0;
     for (int k = 0; k < 64; k += 8) {
         const uint64_t word = load(a + k, 8) ^ load(b + k, 8), low = UINT64_C(0x7f7f7f7f7f7f7f7f);
         const uint64_t set = (((word & low) + low) | word) & ~low; /* the highest bit of each byte that is not zero */
-        found |= ((set >> 7) * UINT64_C(0x0102040810204080) >> 56) << k; /* these bits together */
+        mask |= ((set >> 7) * UINT64_C(0x0102040810204080) >> 56) << k; /* these bits together */
     }
-    return found;
+    return mask;
 }
 #endif
 
@@ -60,7 +60,7 @@ struct writer {
     int64_t last;  /* the last element that differs */
 };
 
-INLINED void add(const char *old, const char *new, int64_t i, int size, struct writer *w, struct found *f) {
+INLINED void add(const char *old, const char *new, int64_t i, int size, struct writer *w, struct comparison *f) {
     const uint64_t growth = load(new + i * size, size) - load(old + i * size, size);
     const uint64_t folded = growth << 1 ^ (growth >> (8 * size - 1) & 1 ? ~UINT64_C(0) : 0); /* the sign becomes the lowest bit */
     const int64_t gap = i - w->last - 1;
@@ -76,8 +76,8 @@ INLINED void add(const char *old, const char *new, int64_t i, int size, struct w
 }
 
 /* Compare `n` elements of `size` bytes, 64 bytes at a time: of most of these, no element differs or one does. */
-INLINED struct found compare(char *old, const char *new, int64_t n, int size, char *out) {
-    struct found f = {0, 0, 0};
+INLINED struct comparison compare(char *old, const char *new, int64_t n, int size, char *out) {
+    struct comparison f = {0, 0, 0};
     char *longs = out + n;
     struct writer w = {(uint8_t *)out, longs, longs + 4 * (n / (LONG_GAP + 1) + 1), n, -1};
     const uint64_t element = UINT64_MAX >> (64 - size);
@@ -105,8 +105,8 @@ INLINED struct found compare(char *old, const char *new, int64_t n, int size, ch
 
 /* Write gaps, long gaps and planes of the growth of a chunk's elements to `out` (shardckpt/format/differences.py has the form), and make
    the old elements the new ones. `size`: bytes of an element, 1, 2, 4 or 8. */
-static struct found changes(char *old, const char *new, int64_t nbytes, int size, char *out) {
-    struct found f = size == 1   ? compare(old, new, nbytes, 1, out)
+static struct comparison changes(char *old, const char *new, int64_t nbytes, int size, char *out) {
+    struct comparison f = size == 1   ? compare(old, new, nbytes, 1, out)
                      : size == 2 ? compare(old, new, nbytes / 2, 2, out)
                      : size == 4 ? compare(old, new, nbytes / 4, 4, out)
                                  : compare(old, new, nbytes / 8, 8, out);

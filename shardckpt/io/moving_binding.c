@@ -277,15 +277,15 @@ static PyObject *find_changes(PyObject *self, PyObject *arguments) {
     struct call c = {0};
     if (!prepare(&c, 2 * n + 2, 1))
         return leave(&c, NULL);
-    const Py_buffer *found = take(&c, results, PyBUF_WRITABLE | PLAIN);
-    const Py_buffer *out = found ? take(&c, room, PyBUF_WRITABLE | PLAIN) : NULL;
-    if (!out || !apart(found, out) || (found->len != n * (Py_ssize_t)sizeof(struct found) && !refuse("another number of results")))
+    const Py_buffer *written = take(&c, results, PyBUF_WRITABLE | PLAIN);
+    const Py_buffer *out = written ? take(&c, room, PyBUF_WRITABLE | PLAIN) : NULL;
+    if (!out || !apart(written, out) || (written->len != n * (Py_ssize_t)sizeof(struct comparison) && !refuse("another number of results")))
         return leave(&c, NULL);
     const Py_buffer *chunks = out + 1;
     for (Py_ssize_t i = 0; i < n; i++) {
         const Py_buffer *old = take(&c, PyTuple_GetItem(olds, i), PyBUF_WRITABLE | PLAIN);
         const Py_buffer *new = old ? take(&c, PyTuple_GetItem(news, i), PLAIN) : NULL;
-        if (!new || !apart(old, new) || !apart(old, out) || !apart(new, out) || !apart(old, found) || !apart(new, found))
+        if (!new || !apart(old, new) || !apart(old, out) || !apart(new, out) || !apart(old, written) || !apart(new, written))
             return leave(&c, NULL);
         if ((old->len != new->len || old->len % size || old->len / size > UINT32_MAX) && !refuse("a chunk has another length"))
             return leave(&c, NULL);
@@ -294,7 +294,7 @@ static PyObject *find_changes(PyObject *self, PyObject *arguments) {
     }
     c.thread = PyEval_SaveThread();
     int64_t used = 0, done = 0;
-    struct found *to = found->buf;
+    struct comparison *to = written->buf;
     for (; done < n; done++) {
         const Py_buffer *old = &chunks[2 * done], *new = old + 1;
         if (room_for_changes(old->len / size, size) > out->len - used)

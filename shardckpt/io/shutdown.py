@@ -100,7 +100,7 @@ def _call_on_a_thread(functions: Sequence[Callable[[], None]]) -> None:
     """Call functions that use locks on a thread that Ctrl-C does not interrupt, and wait.
 
     `Condition` and `Event` acquire their lock in Python: an exception that comes then leaves it locked, and the task waits for it for ever.
-    What waits here is C code alone.
+    The thread that calls this function waits in C code, which leaves no lock behind.
     """
     ended: SimpleQueue[None] = SimpleQueue()
 

@@ -176,7 +176,8 @@ class ChunkCache:
         before, self._needed = self._needed, {one.piece.path: one for one in needed}
         alike = {one.piece.path: one for one in before.values() if keep and one.is_alike(self._needed.get(one.piece.path))}
         same = {path for path, one in alike.items() if np.array_equal(one.positions, self._needed[path].positions)}
-        here = {key: chunk for key, chunk in self._chunks.items() if key[0] in alike}
+        moved = alike.keys() - same
+        here = {key: chunk for key, chunk in self._chunks.items() if key[0] in moved}
         self._memory = {path: self._memory[path] for path in same}
         self._chunks, lacking = {}, set[tuple[str, int]]()
         for path, one in self._needed.items():
@@ -276,14 +277,16 @@ class _Table:
         """
         order = np.argsort(array, kind="stable")
         edges = np.searchsorted(array[order], np.arange(len(paths) + 1))
+        nbytes = np.zeros(len(paths), np.int64)
         for i, path in enumerate(paths):
-            wanted, one = chunks[order[edges[i] : edges[i + 1]]], self._needed.get(path)
-            if len(wanted) and (one is None or not np.isin(wanted, one.positions).all()):
+            asked, one = chunks[order[edges[i] : edges[i + 1]]], self._needed.get(path)
+            nbytes[i] = 0 if one is None else one.chunk_bytes
+            if len(asked) and (one is None or not np.isin(asked, one.positions).all()):
                 raise OptionError(
                     f"{self._place}: a part of {shown(path if one is None else one.name)} was not prepared; the tensors to fill are not "
                     f"those of prepare(). Call prepare() again."
                 )
-        each = np.array([self._needed[path].chunk_bytes if path in self._needed else 0 for path in paths], np.int64)[array]
+        each = nbytes[array]
         return paths, ArrayChunks.of_columns(chunks, array, chunks * each, each, np.zeros(len(chunks), np.int64))
 
     def whole(self) -> WholeTable:

@@ -148,12 +148,12 @@ def _differences(pairs: Sequence[tuple[NDArray[np.uint8], NDArray[np.uint8]]], i
     nbytes = max((new.nbytes for new in news), default=0)
     elements = nbytes // itemsize
     room = np.empty(elements * (1 + itemsize) + 4 * (elements // 256 + 1) + len(pairs) * nbytes // 4, np.uint8)
-    found = np.empty((len(pairs), 3), np.int64)
+    results = np.empty((len(pairs), 3), np.int64)
     done = 0
     while done < len(pairs):
-        ready = done + extension.moving.find_changes(olds[done:], news[done:], itemsize, found[done:], room)
+        ready = done + extension.moving.find_changes(olds[done:], news[done:], itemsize, results[done:], room)
         at = 0
-        for new, (changed, long_gaps, crc) in zip(news[done:ready], found[done:ready].tolist(), strict=True):
+        for new, (changed, long_gaps, crc) in zip(news[done:ready], results[done:ready].tolist(), strict=True):
             body = room[at : (at := at + changed * (1 + itemsize) + 4 * long_gaps)]
             packed = pack_changes(body, changed, long_gaps, new.nbytes, crc) if changed else b""
             yield whole(new) if packed is None else packed, changed

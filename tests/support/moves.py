@@ -164,14 +164,14 @@ def check_changes(moving, seed):
         olds.append(old)
         news.append(new)
     least = max((old.size // size * (1 + size) + 4 * (old.size // size // 256 + 1) for old in olds), default=0)
-    room, found = np.empty(least + chance.choice([0, 0, least]), np.uint8), np.zeros((len(olds), 3), np.int64)
+    room, results = np.empty(least + chance.choice([0, 0, least]), np.uint8), np.zeros((len(olds), 3), np.int64)
     done = 0
     while done < len(olds):
-        ready = done + moving.find_changes(tuple(olds[done:]), tuple(news[done:]), size, found[done:], room)
+        ready = done + moving.find_changes(tuple(olds[done:]), tuple(news[done:]), size, results[done:], room)
         assert ready > done
         assert room.tobytes().startswith(b"".join(body for body, *_ in bodies[done:ready]))
         done = ready
-    assert found.tolist() == [[*numbers] for _, *numbers in bodies]
+    assert results.tolist() == [[*numbers] for _, *numbers in bodies]
     assert [old.tobytes() for old in olds] == [new.tobytes() for new in news]
 
 

@@ -151,7 +151,7 @@ class RayTrainManager(CheckpointManager):
         Raises:
             ShardckptError: a save failed; its step is not reported.
         """
-        unreported, self._unreported = self._unreported, None
+        unreported, self._unreported = self._unreported, None  # a save that fails is not reported, in a second call neither
         super().close()
         self._unreported = unreported
         self._report_committed()
@@ -216,7 +216,7 @@ def checkpoint_url(checkpoint: ray.train.Checkpoint) -> str:
         url = checkpoint.get_metadata().get(_KEY)
     except (ValueError, AttributeError) as e:
         raise CorruptionError(
-            f"{checkpoint.path}/.metadata.json: is not an object in JSON ({e}); restore from the run's url instead."
+            f"{checkpoint.path}/.metadata.json is not an object in JSON ({e}); restore from the run's url instead."
         ) from e
     if not isinstance(url, str):
         raise OptionError(f"{checkpoint.path}: this checkpoint of Ray Train has no url of a step; RayTrainManager has not reported it.")
