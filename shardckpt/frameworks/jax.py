@@ -28,6 +28,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from math import prod
+from threading import Lock
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
@@ -58,6 +59,8 @@ if TYPE_CHECKING:
     from shardckpt.layout.world import World
 
 _ON_HOST = ("pinned_host", "unpinned_host")
+_LISTING = Lock()
+"""JAX lists an array's shards at the first use. Another thread that asks meanwhile gets a part of the list, and JAX keeps that part."""
 
 
 def matches(leaf: object) -> bool:
@@ -102,6 +105,8 @@ class _JaxSource(HostSource):
     shards: JaxShards
     holders: list[tuple[int, ...]] | None
     """None where each process has its own devices, and for an uncommitted array."""
+    held: dict[int, Any]
+    """The array of each of this process's devices, by the device's id."""
     own_pieces: bool = False
 
     @property
@@ -137,8 +142,7 @@ class _JaxSource(HostSource):
 
     def on_device(self) -> Sequence[Any]:
         _check_alive(self.name, self.array)
-        held = {shard.device.id: shard.data for shard in self.array.addressable_shards}
-        return [held[holder] for holder in self.shards.holders]
+        return [self.held[holder] for holder in self.shards.holders]
 
     @classmethod
     def fetch(cls, sources: Sequence[_JaxSource], wanted: Sequence[Sequence[int]]) -> list[list[Array]]:
@@ -153,12 +157,11 @@ class _JaxSource(HostSource):
     def distinct(self, wanted: Sequence[int]) -> list[Any]:
         """For each requested box one local shard; unless `private`, as a separate array over its memory."""
         _check_alive(self.name, self.array)
-        held = {shard.device.id: shard.data for shard in self.array.addressable_shards}
         arrays: list[Any] = []
         holders = self.shards.holders
         for k in wanted:
             device = holders[k]
-            data = held[device]
+            data = self.held[device]
             if data.shape != self.shards.tile:  # JAX has no unevenly cut arrays
                 raise ShardingError(
                     f"{shown(self.name)}: the shard on device {device} has shape {data.shape} and its sharding says "
@@ -205,7 +208,9 @@ def sources(leaves: dict[str, Any], world: World) -> dict[str, Source]:
         array = words_of(leaf) if is_keys(leaf) else leaf
         shards = _shards(name, array.sharding, tuple(array.shape))
         layout = layout_of(array.sharding, array.ndim) if array.committed else None
-        found[name] = _JaxSource(name, array, dtype, layout, shards, holders_of(name, array, layout, shards, world))
+        with _LISTING:
+            held = {shard.device.id: shard.data for shard in array.addressable_shards}
+        found[name] = _JaxSource(name, array, dtype, layout, shards, holders_of(name, array, layout, shards, world), held)
     return found
 
 

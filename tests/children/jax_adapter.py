@@ -3,6 +3,9 @@
 import json
 import sys
 import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from threading import Barrier
 from unittest import mock
 
 import jax
@@ -278,6 +281,32 @@ def pmapped(_):
     }
 
 
+def together(_):
+    """Eight threads fetch one shard each of an array of which JAX has not listed the shards, over and over: what went wrong."""
+    wrong, interval = [], sys.getswitchinterval()
+    sharding = NamedSharding(Mesh(devices(range(8)), NAMES[:1]), PartitionSpec("x"))
+    whole = np.arange(16, dtype=np.float32)
+
+    def ask(leaf, barrier, k):
+        barrier.wait()
+        try:
+            ((found,),) = frameworks.fetch([frameworks.source("w", leaf)], [[k]])
+        except KeyError as e:
+            return f"no shard of device {e}"
+        return None if same_bits(found, whole[2 * k : 2 * k + 2]) else f"other elements in shard {k}"
+
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(8) as pool:
+            for _ in range(50):
+                leaf = jax.device_put(whole, sharding)
+                wrong += filter(None, pool.map(partial(ask, leaf, Barrier(8)), range(8)))
+                wrong += [] if len(leaf.addressable_shards) == 8 else ["JAX keeps a part of the list"]
+    finally:
+        sys.setswitchinterval(interval)
+    return wrong
+
+
 class Sorted(jax.sharding.Sharding):
     """Somebody's own kind, of which XLA has never heard."""
 
@@ -346,6 +375,7 @@ def main():
             wanted,
             told,
             pmapped,
+            together,
             refusals,
         ),
     )

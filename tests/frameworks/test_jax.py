@@ -112,7 +112,8 @@ CASES = {
     ],
     "dtypes": [{"dtype": dtype, "x64": x64} for dtype in DTYPES for x64 in (False, True)],
     **{
-        key: [None] for key in ["control", "uncommitted", "adoption", "memory_kinds", "x64", "identities", "guarded", "pmapped", "refusals"]
+        key: [None]
+        for key in ["control", "uncommitted", "adoption", "memory_kinds", "x64", "identities", "guarded", "pmapped", "together", "refusals"]
     },
 }
 
@@ -194,6 +195,10 @@ def test_a_device_that_belongs_to_nobody_is_refused_by_name(answers):
 
 def test_what_pmap_returns_is_an_array_like_any_other(answers):
     assert answers["pmapped"] == [{"boxes": 8, "bits": True, "devices": True, "compiles": 0}]
+
+
+def test_several_threads_fetch_one_array_of_which_jax_has_not_listed_the_shards(answers):
+    assert answers["together"] == [[]]
 
 
 def test_no_copy_stays_with_the_array_when_it_was_fetched(round_trips):
