@@ -327,7 +327,9 @@ def target(name: str, leaf: object, shape: tuple[int, ...], dtype: DType) -> Sin
         LeafError: nothing can be restored into this leaf, or only by a framework that is not imported.
         ShardingError: a sharding does not fit the tensor or this process's devices.
     """
-    return _module(_required(name, leaf, "restored")).target(name, leaf, shape, dtype)
+    known = _BY_CLASS.get(type(leaf))
+    adapter = known[2] if known is not None and known[1](leaf) else _module(_required(name, leaf, "restored"))
+    return adapter.target(name, leaf, shape, dtype)
 
 
 def framework_of(leaf: object) -> str | None:

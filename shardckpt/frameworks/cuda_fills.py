@@ -35,7 +35,7 @@ _BETWEEN = 64
 """Bytes that lie between two buffers of one lease, at most, plus one."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class CudaSink(TensorSink):
     """Device memory that is filled for a leaf, from pinned memory, box by box or in parts of boxes."""
 

@@ -90,7 +90,7 @@ class TensorSource(HostSource):
         ]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TensorSink(PlainSink):
     """Torch memory that is filled for a leaf, box by box."""
 
@@ -110,20 +110,18 @@ class TensorSink(PlainSink):
     adopts: bool = False
     on_host: bool = field(init=False)
     """Whether all of the memory is on the host."""
+    destinations: list[Array] | None = field(init=False)
+    """The memory itself; None if it is not on the host."""
 
     def __post_init__(self) -> None:
         """Ask once where the memory is."""
-        object.__setattr__(self, "on_host", {*map(device_type, self.views)} <= {"cpu"})
+        self.on_host = all([device_type(view) == "cpu" for view in self.views])  # noqa: C419  (faster than a generator)
+        self.destinations = [array_of(view, self.dtype) for view in self.views] if self.on_host else None
 
     @property
     def buffer_shapes(self) -> list[tuple[int, ...]]:
         """The boxes' own shapes."""
         return [tuple(view.shape) for view in self.views]
-
-    @property
-    def destinations(self) -> list[Array] | None:
-        """The memory itself; None if it is not on the host."""
-        return [array_of(view, self.dtype) for view in self.views] if self.on_host else None
 
     def sharers(self, world: World) -> tuple[int, ...] | None:
         """The processes that the layout gives."""
@@ -131,11 +129,13 @@ class TensorSink(PlainSink):
 
     def place(self, buffers: Sequence[Array]) -> object:
         """Copy the buffers that are not the memory itself into it, and record the write as autograd does under no_grad."""
-        for view, buffer in zip(self.views, buffers, strict=True):
-            if not self.on_host:
+        if self.destinations is None:
+            for view, buffer in zip(self.views, buffers, strict=True):
                 view.copy_(tensor_of(buffer, self.dtype))
-            elif buffer.__array_interface__["data"][0] != view.data_ptr():
-                array_of(view, self.dtype)[...] = buffer
+        elif buffers is not self.destinations:
+            for memory, buffer in zip(self.destinations, buffers, strict=True):
+                if memory is not buffer:
+                    memory[...] = buffer
         self.mark_written()
         return self.leaf
 
@@ -249,8 +249,9 @@ def target(name: str, leaf: Any, shape: tuple[int, ...], dtype: DType) -> Sink:
         tie_key = "torch", type(leaf), shape, dtype.name, str(device)
         leaf = new if isinstance(leaf, Target) or type(leaf) in CLASSES else new.as_subclass(type(leaf))
     check_fillable(name, leaf)
-    boxes = whole(shape)
-    return sink_of(TensorSink(leaf, shape, dtype, boxes, (_elements(leaf).detach(),) * len(boxes), tie_key, (leaf,), "all"))
+    boxes, elements = whole(shape), _elements(leaf)
+    views = (elements.detach() if elements.requires_grad else elements,) * len(boxes)
+    return sink_of(TensorSink(leaf, shape, dtype, boxes, views, tie_key, (leaf,), "all"))
 
 
 def check_aliases(sources: Mapping[str, Source], *, plain: bool) -> None:

@@ -177,11 +177,12 @@ class Checkpoint:
         """
         if not isinstance(name, str):
             raise OptionError(f"{self.location}: {shorten(name)} is not a name of a tensor; give one of its names, as a str.")
-        if name not in self._stored_name:
+        stored = self._stored_name.get(name)
+        if stored is None:
             raise NamesMismatchError(
                 f"{self.location}: no tensor {name!r}{naming.did_you_mean(name, self._stored_name)}; `shardckpt info` lists its names."
             )
-        return self.record.structure.tensors[self._stored_name[name]]
+        return self.record.structure.tensors[stored]
 
     def info(self, name: str) -> TensorInfo:
         """Shape, dtype, layout and chunks of a tensor."""

@@ -168,6 +168,9 @@ class RestoreJob:
 
     def requests(self) -> list[Request]:
         """Requests for all boxes of all landings, so that a chunk that several of them need is read once."""
+        if len(self.landings) == 1 and not isinstance(self.tensor, MadeTensor):
+            (landing,) = self.landings
+            return [Request.of(self.tensor, landing.boxes, landing.targets, converts=landing.converts)]
         converts = any(landing.converts for landing in self.landings)
         boxes = BoxArray.concatenate([landing.boxes for landing in self.landings])
         buffers = [buffer for landing in self.landings for buffer in landing.targets]
@@ -223,13 +226,15 @@ class Staging:
         groups: dict[type[Placer], list[Landing]] = {}
         for job in batch:
             for landing in job.landings:
-                landing.complete()
+                if landing.filled is not None:
+                    landing.complete()
                 kind = landing.sink.placer
                 if kind is not None:
                     groups.setdefault(kind, []).append(landing)
                     continue
                 leaf = landing.sink.place(landing.buffers)
-                restored |= dict.fromkeys(landing.names, leaf)
+                for name in landing.names:
+                    restored[name] = leaf
                 landing.buffers = []
         arrivals = []
         for kind, landings in groups.items():

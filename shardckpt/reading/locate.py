@@ -373,9 +373,9 @@ class ChunkFinder:
 
     def prepare(self, requests: Sequence[Request]) -> None:
         """Read the tables' rows for the chunks of all requests together, then call `check_table` for each request."""
-        for source in dict.fromkeys(map(self.source, requests)):
-            some = requests if source is self._own else [request for request in requests if self.source(request) is source]
-            source.table.prepare((piece, r.boxes) for r in some for piece in touched(r.pieces, r.boxes))
+        for source in dict.fromkeys([request.source for request in requests]):
+            some = [request for request in requests if request.source is source]
+            self.source(some[0]).table.prepare([(piece, r.boxes) for r in some for piece in touched(r.pieces, r.boxes)])
         for request in requests:
             self.check_table(request)
 
@@ -467,7 +467,9 @@ class ChunkFinder:
 
     def impossible(self, chunks: Located) -> Ints:
         """Rows of the chunks whose length is impossible for that chunk."""
-        least, most = np.array([self._lengths(part) for part in chunks.wanted.parts], np.int64).reshape(-1, 2).T
+        forms = [(array.request.source, array.chunk_bytes) for array in chunks.wanted.parts]
+        known = {form: self._lengths(array) for form, array in dict(zip(forms, chunks.wanted.parts, strict=True)).items()}
+        least, most = np.array([known[form] for form in forms], np.int64).reshape(-1, 2).T
         part = chunks.wanted.part
         return np.flatnonzero((chunks.length < least[part]) | (chunks.length > most[part]))
 

@@ -205,12 +205,13 @@ class TableBlocks:
 
     def _units_of(self, piece: Piece, boxes: BoxArray) -> Iterable[int]:
         """Units with the rows of the chunks that the boxes touch; a unit may occur more than once."""
-        if not 0 < piece.num_chunks <= self._source.header.counts.get(piece.path, 0):
+        num_chunks, rows = piece.num_chunks, self._source.rows
+        if not 0 < num_chunks <= self._source.header.counts.get(piece.path, 0):
             return ()
         first = self._first[piece.path]
-        low, high = first // self._source.rows, (first + piece.num_chunks - 1) // self._source.rows
+        low, high = first // rows, (first + num_chunks - 1) // rows
         if high - low < 2:
-            return range(low, high + 1)
+            return (low, high)
         starts, stops = chunk_runs(piece, boxes)
         units: list[int] = _spread((first + starts) // self._source.rows, (first + stops - 1) // self._source.rows + 1).tolist()
         return units

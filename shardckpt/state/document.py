@@ -219,7 +219,12 @@ class _Parser:
             )
         children: list[Node] = []
         for component, node in zip(names.component_names(keys), nodes, strict=True):
-            children.append(self.parse(node, name if self.in_leaf else names.child_name(name, component), depth + 1))
+            own = name if self.in_leaf else names.child_name(name, component)
+            if node == "$tensor" and not self.in_leaf:  # most nodes are; without a call for each
+                self.tensors.add(own)
+                children.append(Tensor(own))
+            else:
+                children.append(self.parse(node, own, depth + 1))
         return Branch(name, form, keys, children)
 
     def described(self, tag: str, content: dict[str, JSON], node: JSON, name: str, depth: int) -> Branch:
