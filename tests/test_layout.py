@@ -107,6 +107,24 @@ def test_nothing_outside_of_io_asks_for_the_kind_of_a_storage():
     assert not asking
 
 
+def test_what_the_main_thread_waits_for_is_locked_by_the_lock_of_its_condition():
+    """`with` on a Condition runs Python code, in which Ctrl-C leaves the lock locked; on the lock itself it does not."""
+    entered = []
+    for path in (path for folder in ("io", "writing", "versions") for path in (PACKAGE / folder).rglob("*.py")):
+        tree = ast.parse(path.read_text())
+        conditions = {
+            ast.unparse(node.targets[0])
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Assign) and "Condition(" in ast.unparse(node.value)
+        }
+        entered += [
+            f"{path.relative_to(PACKAGE)}:{node.lineno}"
+            for node in ast.walk(tree)
+            if isinstance(node, ast.With) and {ast.unparse(item.context_expr) for item in node.items} & conditions
+        ]
+    assert not entered
+
+
 def test_nothing_outside_of_io_asks_whether_a_place_has_a_path_without_using_the_path():
     """`local_path` is for code that opens, links or renames the file; other code asks a capability (`has_paths`, `has_directory`)."""
     asking = []

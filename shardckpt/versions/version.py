@@ -174,7 +174,8 @@ class PublishedVersion:
         self._decide = decide
         self._settle = settle
         self._timeout = timeout
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()  # `with self._changed` runs Python, and Ctrl-C there leaves it locked
+        self._changed = threading.Condition(self._lock)
         self._began = ""
         """Time at which process 0 began it."""
         self._skip = False
@@ -192,7 +193,7 @@ class PublishedVersion:
 
     def skip(self) -> bool:
         """Skip it, unless it has started; return whether it is skipped. Process 0 alone decides that."""
-        with self._changed:
+        with self._lock:
             self._skip = not self._started
             self._changed.notify_all()
             return self._skip
@@ -296,11 +297,11 @@ class PublishedVersion:
             if before.done:
                 before = before.before
                 continue
-            with self._changed:
+            with self._lock:
                 if self._skip:
                     return {"skipped": True}
                 self._changed.wait(_LOOK)
-        with self._changed:
+        with self._lock:
             if self._skip:
                 return {"skipped": True}
             self._started = True

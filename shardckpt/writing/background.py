@@ -382,7 +382,8 @@ class SaveProgress:
         self._durable = False
         self._error: BaseException | None = None
         self._process = os.getpid()
-        self._changed = Condition()
+        self._lock = threading.RLock()  # `with self._changed` runs Python, and Ctrl-C there leaves it locked
+        self._changed = Condition(self._lock)
 
     @property
     def ended(self) -> bool:
@@ -403,7 +404,7 @@ class SaveProgress:
                 f"{self.url}: this process was forked from the one that saves; wait for the save there. Start processes that save "
                 f'with multiprocessing.get_context("spawn").'
             )
-        with self._changed:
+        with self._lock:
             self._changed.wait_for(lambda: self.ended or (until == "local" and self._durable), timeout)
         if self._error is not None:
             raise self._error
@@ -413,13 +414,13 @@ class SaveProgress:
 
     def durable(self) -> None:
         """Note that this process's share is durable."""
-        with self._changed:
+        with self._lock:
             self._durable = True
             self._changed.notify_all()
 
     def end(self, ended: SaveReport | BaseException) -> None:
         """Note that the save has ended, with a report or with an error."""
-        with self._changed:
+        with self._lock:
             if isinstance(ended, SaveReport):
                 self.report = ended
             else:

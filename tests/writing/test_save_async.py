@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from itertools import count
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from emulators import environment, gcs_emulator
 from faults import patience_of
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from interrupting import interrupted as interrupted_at
 from paths import CHILDREN
 from processes import Processes
 
@@ -22,7 +24,7 @@ import shardckpt
 from shardckpt import Coordinator, SaveOptions, errors
 from shardckpt.layout.world import World
 from shardckpt.options import parse_bytes
-from shardckpt.writing.background import Saver, _shared_saver
+from shardckpt.writing.background import SaveProgress, Saver, _shared_saver
 
 FRAMEWORKS = ["torch", "DTensor", "JAX", "torch_xla"]
 MiB = 1 << 20
@@ -518,6 +520,24 @@ def test_the_stall_is_measured_beside_a_copy_of_the_same_bytes():
     assert (found["tensors"], found["bytes"]) == (16, 3 * 4 * 2 * (64 * 64 + 64) + 4 * 4)  # parameters, two moments, steps
     assert min(found["memcpy_s"], found["planning_s"], found["step_s"]) > 0
     assert found["stall_s"] > found["planning_s"]
+
+
+def test_ctrl_c_at_any_line_of_a_wait_leaves_nothing_locked():
+    """The thread that writes could not note the end of its save, and the program never ended."""
+
+    def free():
+        other = threading.Thread(target=progress.durable, daemon=True)
+        other.start()
+        other.join(60)
+        return not other.is_alive()
+
+    for at in count():
+        progress = SaveProgress("runs/7")
+        progress.durable()
+        outcome = interrupted_at(at, threading.__file__, lambda _code: False, lambda progress=progress: progress.wait("local", None), free)
+        if outcome is None:
+            break
+        assert outcome, f"interrupt {at}"
 
 
 def test_an_interrupt_as_the_background_begins_leaves_a_checkpoint_that_is_whole_or_none(tmp_path):
