@@ -17,6 +17,7 @@ one after the other's death, do not disturb each other.
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from itertools import chain, compress
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -34,7 +35,7 @@ from shardckpt.format.zarr_arrays import chunk_object_key, chunk_object_keys, en
 from shardckpt.frameworks.coordination import ALL_MUST_CALL, WaitNotice
 from shardckpt.io.failures import storage_errors
 from shardckpt.io.files import LARGEST_WHOLE, sync_directory
-from shardckpt.io.threads import map_on_threads
+from shardckpt.io.threads import collector_paused, map_on_threads
 from shardckpt.plan.pieces import chunk_boxes
 from shardckpt.state.names import shown
 from shardckpt.text import few, numbered
@@ -117,25 +118,29 @@ def read_host_record(place: Store, host: int) -> tuple[HostRecord, FileReference
     return record, FileReference.of(key, data)
 
 
-def assemble(place: Store, said: Mapping[FileReference, Contents] | None = None) -> CheckpointRecord:
+def assemble(
+    place: Store, said: Mapping[FileReference, Contents] | None = None, written: Mapping[TableReference, Table] | None = None
+) -> CheckpointRecord:
     """Build the commit record of an attempt whose host records are all there, and write everything that it refers to.
 
     Args:
         place: the attempt.
         said: contents that the caller already has, by their file: the file's digest is checked, and it is not parsed.
+        written: chunk tables that the caller has written, in the same way.
 
     Raises:
         CommitError: records contradict each other, or a chunk was written by no host or by several.
     """
     place = place.names_later()
-    record = _assemble(place, said or {})
+    with collector_paused() if place.near else nullcontext():
+        record = _assemble(place, said or {}, written or {})
     place.sync_names()
     return record
 
 
-def _assemble(place: Store, said: Mapping[FileReference, Contents]) -> CheckpointRecord:
+def _assemble(place: Store, said: Mapping[FileReference, Contents], written: Mapping[TableReference, Table]) -> CheckpointRecord:
     hosts, references = _host_records(place)
-    if (records := place.local_path("records")) is not None:
+    if (records := place.local_path("records")) is not None and not (written and len(hosts) == 1):  # the only host is the caller itself
         with storage_errors("write", records):
             sync_directory(records)  # a host may have been killed, or be at work, between naming its record and making the name durable
     first = hosts[0]
@@ -144,7 +149,7 @@ def _assemble(place: Store, said: Mapping[FileReference, Contents]) -> Checkpoin
     structure = contents.structure
     if len(hosts) > 1:
         check_replicas(place, hosts, structure.tensors)
-    tables = _tables(place, hosts)
+    tables = _tables(place, hosts, written)
     small, data = _small_chunks(contents, first.compression)
     small_table = _small_table(small, packed=first.layout == "packed")
     table = _merged(place, [*tables, small_table], parts, structure.tensors.values())
@@ -234,9 +239,16 @@ def _contents(place: Store, hosts: Sequence[HostRecord], said: Mapping[FileRefer
     return list(zip(said_by.values(), map_on_threads(read, said_by), strict=True))
 
 
-def _tables(place: Store, hosts: Sequence[HostRecord]) -> list[Table]:
+def _tables(place: Store, hosts: Sequence[HostRecord], written: Mapping[TableReference, Table]) -> list[Table]:
     """Each host's chunk table."""
-    return map_on_threads(lambda host: read_table(place, host.files.table), hosts)
+
+    def read(reference: TableReference) -> Table:
+        known = written.get(reference)
+        if known is not None and reference.size <= LARGEST_WHOLE and known.is_stored_as(place.read(reference.key), reference):
+            return known
+        return read_table(place, reference)
+
+    return map_on_threads(read, [host.files.table for host in hosts])
 
 
 def _check_counts(place: Store, hosts: Sequence[HostRecord], tables: Sequence[Table]) -> None:
@@ -331,7 +343,11 @@ def _places(table: Table, structure: Structure) -> index.Chunks:
     own = np.array([file != SMALL for file in table.files], bool)[table.rows.file]
     keys: list[str] = []
     for path, count in table.counts.items():
-        keys += chunk_object_keys(pieces[path], table.rows.chunk[len(keys) : len(keys) + count])
+        piece = pieces[path]
+        if count == 1 and piece.shape == piece.chunks:
+            keys.append(f"{path}/c{'/0' * len(piece.shape)}")
+        else:
+            keys += chunk_object_keys(piece, table.rows.chunk[len(keys) : len(keys) + count])
     columns = (table.rows.file, table.rows.offset, table.rows.length)
     rows = np.stack([column[own].astype(np.int64) for column in columns], axis=1)
     return index.Chunks([key.encode() for key in compress(keys, own)], table.files, rows)

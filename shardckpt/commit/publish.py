@@ -96,9 +96,10 @@ def read_prior(store: Store, *, overwrite: bool) -> Prior:
         FormatError: the record there is unreadable and `overwrite` is False.
     """
     data, generation = store.read_versioned(RECORD)
-    record: CheckpointRecord | Tombstone | None = None
+    digest, record = record_digest(data), None
     try:
-        record = None if data is None else parse_checkpoint(data, f"{store}/{RECORD}")
+        known, published = _last_published[0]
+        record = published if digest == known else _parsed(store, data)
     except VersionError:
         raise
     except FormatError as e:
@@ -109,7 +110,7 @@ def read_prior(store: Store, *, overwrite: bool) -> Prior:
         record = _UNREADABLE
     if isinstance(record, CheckpointRecord) and not overwrite:
         raise AlreadyExistsError(f"{store}: a checkpoint is committed there already; save elsewhere, or with SaveOptions(overwrite=True).")
-    return Prior(record, generation, record_digest(data))
+    return Prior(record, generation, digest)
 
 
 def hold_place(store: Store, prior: Prior, *, overwrite: bool, wait_seconds: float = 0.0) -> Prior:
@@ -245,6 +246,7 @@ def publish(store: Store, record: CheckpointRecord, prior: Prior) -> bool:
             raise StorageError(f"{store}: the checkpoint is committed, but a crash of the machine now might undo that ({e})") from e
         raise _unpublished(store, e) from e
     if published:
+        _last_published[0] = hashlib.sha256(data).hexdigest(), record
         return True
     with data_stays(store):
         there, _ = store.read_versioned(RECORD)
@@ -295,10 +297,14 @@ def _check_readable(store: Store, record: CheckpointRecord, data: bytes) -> None
     if len(data) > LARGEST_WHOLE:
         raise CommitError(f"{why}: its record would have {len(data)} bytes, and readers take at most {LARGEST_WHOLE}.")
     try:
-        if record.structure.known_to_be_readable and not record.structure.chain:
-            parse_checkpoint(record.seal(tensors=False), store.path_of(RECORD), record.structure.tensors)
+        known = record.structure.known_to_be_readable and not record.structure.chain
+        if known and record.structure.tree_is_known_to_be_readable:
+            parse_checkpoint(record.seal_without_tensors(tree=False), store.path_of(RECORD), {})
         else:
-            parse_checkpoint(data, store.path_of(RECORD))
+            if known:
+                parse_checkpoint(record.seal_without_tensors(tree=True), store.path_of(RECORD), record.structure.tensors)
+            else:
+                parse_checkpoint(data, store.path_of(RECORD))
             record.structure.note_readable()
         for table in (record.table, record.small_table):
             if table is not None:
@@ -307,13 +313,24 @@ def _check_readable(store: Store, record: CheckpointRecord, data: bytes) -> None
         raise CommitError(f"{why}: {e}") from e
 
 
+_last_published: list[tuple[str, CheckpointRecord | None]] = [("", None)]
+"""The digest of the last record that this process has published, and the record: the next save to the place need not parse it."""
+
+
+def _parsed(store: Store, data: bytes | None) -> CheckpointRecord | Tombstone | None:
+    if data is None:
+        return None
+    with collector_paused():
+        return parse_checkpoint(data, f"{store}/{RECORD}")
+
+
 def published_attempt(store: Store) -> str | None:
     """The attempt that the commit record names now; None if there is none."""
     return _attempt(store, store.read_versioned(RECORD)[0])
 
 
 def _attempt(store: Store, data: bytes | None) -> str | None:
-    record = None if data is None else parse_checkpoint(data, f"{store}/{RECORD}")
+    record = _parsed(store, data)
     return record.attempt if isinstance(record, CheckpointRecord) else None
 
 

@@ -200,9 +200,13 @@ class CheckpointRecord:
         """The oldest version of the format that can hold this record."""
         return self.structure.version
 
-    def seal(self, *, tensors: bool = True) -> bytes:
-        """The stored form; or the same without the tensors, to try how the rest is read."""
-        return seal(self._own_json(), self.version, members=self.structure.encoded if tensors else self.structure.encoded_tree)
+    def seal(self) -> bytes:
+        """The stored form."""
+        return seal(self._own_json(), self.version, members=self.structure.encoded)
+
+    def seal_without_tensors(self, *, tree: bool) -> bytes:
+        """The stored form without the tensors, or also without the tree, to try how the rest is read."""
+        return seal(self._own_json(), self.version, members=self.structure.encoded_tree if tree else '"tree":{}')
 
     def to_json(self) -> dict[str, Any]:
         """JSON form."""

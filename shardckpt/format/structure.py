@@ -99,6 +99,8 @@ class _KnownTensors:
     """All members of the JSON form but the tree, encoded; "": not yet."""
     readable: bool = False
     """Whether that text has been read again without an error."""
+    readable_tree: str = ""
+    """The last tree that has been read again without an error, as text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,9 +192,14 @@ class Structure:
         """Whether these tensors have been read from their JSON form, here or in a structure that this one was made from."""
         return self._known.readable
 
+    @property
+    def tree_is_known_to_be_readable(self) -> bool:
+        """Whether these tensors and this tree have been read together."""
+        return self._known.readable and self._known.readable_tree == self.encoded_tree
+
     def note_readable(self) -> None:
         """Note that the JSON form has been read without an error."""
-        self._known.readable = True
+        self._known.readable, self._known.readable_tree = True, self.encoded_tree
 
     def with_tree(self, tree: Any) -> Structure:
         """The same tensors in another tree. They are encoded, and found readable, once for both."""

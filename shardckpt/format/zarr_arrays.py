@@ -18,6 +18,7 @@ import re
 from dataclasses import replace
 from functools import lru_cache
 from itertools import product, repeat
+from json.encoder import encode_basestring
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,7 @@ import crc32c
 import numpy as np
 
 from shardckpt.errors import CorruptionError
+from shardckpt.plan.pieces import whole_chunks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from shardckpt.format.structure import Structure, TensorRecord
+    from shardckpt.layout.box import Box
     from shardckpt.layout.dtypes import DType
     from shardckpt.plan.pieces import Piece
 
@@ -116,9 +119,10 @@ def parent_groups(array_paths: Iterable[str]) -> list[str]:
     ['', 'model', 'model/layers']
     """
     groups = {""}
-    for path in array_paths:
-        names = path.split("/")
-        groups.update("/".join(names[:i]) for i in range(1, len(names)))
+    above = {path.rpartition("/")[0] for path in array_paths}
+    while not above <= groups:
+        groups |= above
+        above = {path.rpartition("/")[0] for path in above}
     return sorted(groups)
 
 
@@ -184,12 +188,11 @@ def document_encoder(structure: Structure, compression: str | None) -> Callable[
         if cut is None:
             before, _, after = encode_document(document(replace(tensor, name=_NAME), piece)).decode().partition(json.dumps(_NAME))
             cut = forms[form] = before, after
-        return f"{cut[0]}{_json_text(tensor.name)}{cut[1]}".encode()
+        return f"{cut[0]}{encode_basestring(tensor.name)}{cut[1]}".encode()
 
     return encoded
 
 
-_json_text = json.JSONEncoder(ensure_ascii=False).encode
 _NAME = "\0"
 """A name that no tensor has."""
 
@@ -257,6 +260,15 @@ def chunk_object_key(piece: Piece, position: int) -> str:
         position, i = divmod(position, n)
         index.append(i)
     return f"{piece.path}/{chunk_key(index[::-1])}"
+
+
+def chunk_places(piece: Piece, box: Box) -> tuple[list[int], list[str]]:
+    """Grid positions of an array's chunks in a box, and the parts of their keys after the array's path."""
+    positions, ends = [0], ["/c"]
+    for span, n in zip(whole_chunks(piece, box), piece.grid, strict=True):
+        positions = [row * n + i for row in positions for i in span]
+        ends = [f"{end}/{i}" for end in ends for i in span]
+    return positions, ends
 
 
 def chunk_object_keys(piece: Piece, positions: NDArray[np.integer]) -> list[str]:

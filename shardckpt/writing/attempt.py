@@ -53,8 +53,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from types import TracebackType
 
-    from shardckpt.format.documents import FileReference
+    from shardckpt.format.documents import FileReference, TableReference
     from shardckpt.format.record import CheckpointRecord, Contents, HostRecord
+    from shardckpt.format.table import Table
     from shardckpt.frameworks.coordination import Coordinator
     from shardckpt.io.url import Location
     from shardckpt.options import SaveOptions
@@ -102,6 +103,8 @@ class Attempt:
         """Bytes that this process writes, before compression."""
         self._said: dict[FileReference, Contents] = {}
         """This process's contents by their file, if it saves alone."""
+        self._tables: dict[TableReference, Table] = {}
+        """This process's chunk table by its file, if it saves alone."""
         self._wrote = False
         """Whether any file of the attempt may exist."""
         self._stopped = ""
@@ -229,7 +232,8 @@ class Attempt:
         finally:
             self._vouches = writer.vouches
         if self.alone:
-            self._said[self.record.files.contents] = contents
+            assert writer.table is not None
+            self._said[self.record.files.contents], self._tables[self.record.files.table] = contents, writer.table
 
     def _await_turn(self) -> None:
         """Wait for what comes before this attempt: earlier versions, and after a failed save the other processes."""
@@ -277,7 +281,7 @@ class Attempt:
         """The commit record, with everything that it refers to in place; only publishing remains."""
         assert self.prior is not None
         with data_stays(self.store):
-            record = assemble(self.place, self._said)
+            record = assemble(self.place, self._said, self._tables)
         if record.structure.bases:
             check_bases(self.store.location, record, self.prior.attempt)
         check_local(self._unused_local, record.structure.tree, self.store)

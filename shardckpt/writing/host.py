@@ -31,15 +31,15 @@ from shardckpt.format.fingerprint import StateSums
 from shardckpt.format.record import HostFiles, HostRecord
 from shardckpt.format.replicas import ReplicasReference, seal_checksums
 from shardckpt.format.table import OWN_OBJECT, ArrayChunks, Table
-from shardckpt.format.zarr_arrays import CHECKSUM_BYTES, chunk_object_key, close, lay_out_all, room_for, with_checksums
+from shardckpt.format.zarr_arrays import CHECKSUM_BYTES, chunk_object_key, chunk_places, close, lay_out_all, room_for, with_checksums
 from shardckpt.io import extension
 from shardckpt.io.buffers import round_up
 from shardckpt.io.datafile import BlocksOut
 from shardckpt.io.failures import storage_errors
 from shardckpt.io.threads import run_on_threads
 from shardckpt.layout.dtypes import with_plain_bools
-from shardckpt.plan.blocks import parts_of
-from shardckpt.plan.pieces import batches, padded_size, whole_chunks
+from shardckpt.plan.blocks import cut_elements
+from shardckpt.plan.pieces import batches, padded_size
 from shardckpt.writing.packed import PackedWriter
 from shardckpt.writing.plain import PlainWriter
 
@@ -161,6 +161,8 @@ class HostWriter:
         ]
         self.vouches = False
         """Whether the host's record may exist. Then other processes may commit what it refers to, so none of that may be deleted."""
+        self.table: Table | None = None
+        """The chunk table, once it is written."""
 
     def append(self, portions: Iterable[Portion]) -> None:
         """Write portions on as many threads as the writer has; their elements are not used any more when this returns.
@@ -190,14 +192,13 @@ class HostWriter:
         if self._encoders[0].moves_blocks:  # larger portions, but still one for each thread
             most = max(at_a_time, min(extension.CALL_BYTES, nbytes // len(self._encoders)))
         for some in batches(blocks, lambda block: (_bytes_of_chunks(block),), (most,)):
-            yield Portion(some, partial(written, sum(elements.nbytes for _, _, elements in some)))
+            yield Portion(some, partial(written, sum([elements.nbytes for _, _, elements in some])))
 
     def portions_of(
         self, blocks: Sequence[tuple[Block, Array]], at_a_time: int, written: Callable[[int], None] = lambda _: None
     ) -> Iterator[Portion]:
         """Cut blocks into boxes of at most `at_a_time` bytes with their padding, or of one chunk, and group these; see `portions`."""
-        cut = ((block.piece, box, elements[index]) for block, elements in blocks for box, index in parts_of(block, at_a_time))
-        return self.portions(cut, at_a_time, sum(elements.nbytes for _, elements in blocks), written)
+        return self.portions(cut_elements(blocks, at_a_time), at_a_time, sum([elements.nbytes for _, elements in blocks]), written)
 
     def append_laid_out(self, chunks: Sequence[tuple[Piece, int, NDArray[np.uint8]]]) -> None:
         """Write chunks of arrays by position from elements in their stored form; see `Encoder.append_laid_out`."""
@@ -225,7 +226,7 @@ class HostWriter:
             values: file of this process's own values; None: there are none.
             replicas: checksums of boxes that other hosts hold, too; None: there are none.
         """
-        record, _ = self.complete(self.describe(contents), hosts=hosts, prior=prior, values=values, replicas=replicas)
+        record, self.table = self.complete(self.describe(contents), hosts=hosts, prior=prior, values=values, replicas=replicas)
         self.vouches = True  # even if the write fails: perhaps only its response was lost
         write_record(self._place, record)
         return record
@@ -391,15 +392,22 @@ class Encoder:
         numbers: list[int] = []
         positions: list[int] = []
         keys: list[str] = []
+        chunks, paths = blocks[0][0].chunks, self._paths
+        only = "/c" + "/0" * len(chunks)
         for piece, box, _ in blocks:
+            if piece.shape == chunks:  # an array of one chunk
+                numbers.append(paths.setdefault(piece.path, len(paths)))
+                positions.append(0)
+                keys.append(piece.path + only)
+                continue
             lies = (piece.start, piece.shape, box)
             if lies not in known:
-                known[lies] = _places(piece, box)
+                known[lies] = chunk_places(piece, box)
             places, ends = known[lies]
-            numbers += [self._paths.setdefault(piece.path, len(self._paths))] * len(places)
+            numbers += [paths.setdefault(piece.path, len(paths))] * len(places)
             positions += places
             keys += map(piece.path.__add__, ends)
-        chunks, elements = blocks[0][0].chunks, [elements for _, _, elements in blocks]
+        elements = [elements for _, _, elements in blocks]
         size = room_for(chunks, elements[0].itemsize)
         crcs = self._append_with_extension(keys, size, elements, chunks) if self.moves_blocks else None
         if crcs is None:
@@ -470,15 +478,6 @@ class Encoder:
         self._room = np.empty(0, np.uint8)
         columns = (np.array(self._path, np.uint32), np.array(self._chunk, np.uint64), np.array(self._crc, np.uint32))
         return Written(tuple(self._paths), *columns)
-
-
-def _places(piece: Piece, box: Box) -> tuple[list[int], list[str]]:
-    """Grid positions of an array's chunks in a box, and the parts of their keys after the array's path."""
-    positions, ends = [0], ["/c"]
-    for span, n in zip(whole_chunks(piece, box), piece.grid, strict=True):
-        positions = [row * n + i for row in positions for i in span]
-        ends = [f"{end}/{i}" for end in ends for i in span]
-    return positions, ends
 
 
 def _bytes_of_chunks(block: Elements) -> int:

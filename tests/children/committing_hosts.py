@@ -13,9 +13,9 @@ def save_and_copy(coordinator, url, copy, options=None):
     """The committer copies what the hosts have left before it commits."""
     assemble = attempt.assemble
 
-    def copy_first(place, said=None):
+    def copy_first(place, *known):
         shutil.copytree(url, copy)
-        return assemble(place, said)
+        return assemble(place, *known)
 
     attempt.assemble = copy_first
     return save(coordinator, url, options)

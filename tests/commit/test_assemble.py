@@ -307,3 +307,21 @@ def test_another_versions_record_is_refused(saved):
     saved.place.write(key, saved.place.read(key).replace(b'"version":[1,0]', b'"version":[1,1]'))
     with pytest.raises(CommitError, match="another format version than this process writes"):
         assemble(saved.place)
+
+
+def test_a_table_that_its_host_has_in_memory_is_compared_with_the_file(saved):
+    tables = {}
+    for host in range(HOSTS):
+        reference = saved.record(host).files.table
+        tables[reference] = Table.decode(saved.place.read(reference.key), "")
+    assert replace(assemble(saved.place, None, tables), created="") == replace(assemble(saved.place), created="")
+    for reference in tables:
+        data = saved.place.read(reference.key)
+        for position in (0, reference.header - 1, reference.header, reference.size - 1):
+            saved.place.write(reference.key, data[:position] + bytes([data[position] ^ 1]) + data[position + 1 :])
+            with pytest.raises(FormatError):
+                assemble(saved.place, None, tables)
+        saved.place.write(reference.key, data + b"\0")
+        with pytest.raises(FormatError):
+            assemble(saved.place, None, tables)
+        saved.place.write(reference.key, data)

@@ -376,3 +376,24 @@ def test_a_tree_that_readers_would_refuse_is_not_published_though_its_tensors_ar
         assert other.structure.known_to_be_readable
         with pytest.raises(errors.CommitError, match="could not be read again"):
             commit._check_readable(store, other, other.seal())
+
+
+def test_a_record_that_this_process_has_published_is_not_parsed_by_its_next_save_there(tmp_path, monkeypatch):
+    place, over = tmp_path / "c", SaveOptions(overwrite=True)
+    store, parsed = Store.open(parse(str(place))), []
+    monkeypatch.setattr(commit, "_parsed", lambda store, data, parse=commit._parsed: (parsed.append(data is None), parse(store, data))[1])
+    shardckpt.save(place, {"w": np.zeros(3)})
+    parsed.clear()
+    first = commit.read_prior(store, overwrite=True)
+    with pytest.raises(errors.AlreadyExistsError):
+        commit.read_prior(store, overwrite=False)
+    assert parsed == []
+    assert first.attempt == shardckpt.open(place).record.attempt
+    shardckpt.save(tmp_path / "other", {"w": np.ones(3)})  # another record is the last one now
+    assert commit.read_prior(store, overwrite=True) == first
+    assert len(parsed) > 0
+    shardckpt.save(place, {"w": np.ones(3)}, options=over)
+    path = place / "checkpoint.json"
+    path.write_bytes(path.read_bytes().replace(b'"w"', b'"v"'))
+    with pytest.raises(errors.FormatError):
+        commit.read_prior(store, overwrite=False)
