@@ -74,6 +74,10 @@ _BY_CLASS: dict[type, tuple[str, Callable[[Any], bool], _Adapter]] = {}
 asked then."""
 
 
+ADDRESSES: dict[type, Callable[[Any], int]] = {}
+"""For some classes in there the adapter's function `address`, see `flatten`."""
+
+
 class _Adapter(Protocol):
     """The interface of each framework's module."""
 
@@ -225,8 +229,26 @@ def check_aliases(sources: Mapping[str, Source], *, plain: bool) -> None:
         LeafError: names both.
     """
     torch: Any = sys.modules.get(f"{__name__}.torch")  # imported with the first torch tensor
-    if torch is not None:
-        torch.check_aliases(sources, plain=plain)
+    if torch is None:
+        return
+    seen: dict[Hashable, tuple[str, tuple[int, ...], str]] = {}
+    for name, source in sources.items():
+        described: Any = getattr(source, "of", source)  # a source for a CUDA device is about another one
+        tensor = getattr(described, "local", getattr(described, "tensor", None))
+        if not torch.matches(tensor) or not (plain or source.holders is not None):
+            continue
+        memory = torch.memory_key(tensor)
+        if memory is None:
+            continue
+        boxes = source.boxes
+        claim = name, source.shape, ", ".join(str(boxes[i]) for i in range(len(boxes)))
+        other = seen.setdefault(memory, claim)
+        if other[1:] != claim[1:]:
+            raise LeafError(
+                f"{shown(name)} and {shown(other[0])} are over the same memory, and claim to be different parts: {claim[2]} of shape "
+                f"{claim[1]}, and {other[2]} of shape {other[1]}. A local shard is not the whole tensor: pass the same DTensor under "
+                f"both names, or make the second one with the placements and the shape that are true (DTensor.from_local checks neither)."
+            )
 
 
 def fetch(sources: Sequence[Source], wanted: Sequence[Sequence[int]] | None = None) -> list[list[Array]]:
@@ -351,6 +373,8 @@ def _first_match(leaf: object) -> str | None:
         if adapter.matches(leaf):
             if type(leaf) in getattr(adapter, "CLASSES", ()):
                 _BY_CLASS[type(leaf)] = framework, adapter.owns, adapter
+                if hasattr(adapter, "address"):
+                    ADDRESSES[type(leaf)] = adapter.address
             return framework
     return None
 

@@ -26,7 +26,7 @@ from shardckpt.state.leaves import is_small
 from shardckpt.state.names import shown
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Hashable, Iterable, Iterator, Sequence
 
     from shardckpt.layout.box import BoxArray
     from shardckpt.layout.world import World
@@ -48,9 +48,9 @@ CLASSES = frozenset((torch.Tensor, torch.nn.Parameter))
 """Classes for which `owns` decides."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class TensorSource(HostSource):
-    """A tensor to save."""
+    """A tensor to save. It is not frozen, because that triples the time to make one."""
 
     name: str
     tensor: Any
@@ -187,6 +187,14 @@ def identity(leaf: Any) -> Hashable | None:
     return ("numpy", address, shape, strides, *dtype_names(dtype.numpy)) if address else None
 
 
+def address(leaf: Any) -> int:
+    """The address in the `identity` of an instance of `CLASSES`; 0 for one that needs a closer look."""
+    try:
+        return leaf.data_ptr() if owns(leaf) else 0
+    except RuntimeError:  # as in `identity`
+        return 0
+
+
 def memory_key(tensor: Any) -> tuple[Hashable, ...] | None:
     """A key that is equal for tensors over the same memory in the same form; None for tensors without memory."""
     return _memory(tensor) if _has_memory(tensor) else None
@@ -200,9 +208,9 @@ def _has_memory(tensor: Any) -> bool:
 
 
 def _memory(tensor: Any) -> tuple[Hashable, ...]:
-    seen = (tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg())
+    seen = (str(tensor.device), tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg())
     address = tensor.data_ptr() or ("storage", tensor.untyped_storage()._cdata)  # XLA's tensors tell no address
-    return str(tensor.device), address, *seen
+    return address, *seen
 
 
 def sources(leaves: dict[str, Any], world: World) -> dict[str, Source]:  # noqa: ARG001 - every adapter has the same signatures
@@ -214,6 +222,9 @@ def sources(leaves: dict[str, Any], world: World) -> dict[str, Source]:  # noqa:
     """
     found: dict[str, Source] = {}
     for name, leaf in leaves.items():
+        if type(leaf) in CLASSES and device_type(leaf) == "cpu" and _is_complete(leaf):  # nearly all of a state of many small tensors
+            found[name] = TensorSource(name, leaf, dtype_of_tensor(name, leaf), tuple(leaf.shape), True)
+            continue
         check_kind(name, leaf)
         plain = _elements(leaf)
         source = TensorSource(name, plain, dtype_of_tensor(name, plain), tuple(plain.shape), is_host_memory(plain))
@@ -252,28 +263,6 @@ def target(name: str, leaf: Any, shape: tuple[int, ...], dtype: DType) -> Sink:
     boxes, elements = whole(shape), _elements(leaf)
     views = (elements.detach() if elements.requires_grad else elements,) * len(boxes)
     return sink_of(TensorSink(leaf, shape, dtype, boxes, views, tie_key, (leaf,), "all"))
-
-
-def check_aliases(sources: Mapping[str, Source], *, plain: bool) -> None:
-    """See `frameworks.check_aliases`."""
-    seen: dict[Hashable, tuple[str, tuple[int, ...], str]] = {}
-    for name, source in sources.items():
-        described: Any = getattr(source, "of", source)  # a source for a CUDA device is about another one
-        tensor = getattr(described, "local", getattr(described, "tensor", None))
-        if not isinstance(tensor, torch.Tensor) or not (plain or source.holders is not None):
-            continue
-        memory = memory_key(tensor)
-        if memory is None:
-            continue
-        boxes = source.boxes
-        claim = name, source.shape, ", ".join(str(boxes[i]) for i in range(len(boxes)))
-        other = seen.setdefault(memory, claim)
-        if other[1:] != claim[1:]:
-            raise LeafError(
-                f"{shown(name)} and {shown(other[0])} are over the same memory, and claim to be different parts: {claim[2]} of shape "
-                f"{claim[1]}, and {other[2]} of shape {other[1]}. A local shard is not the whole tensor: pass the same DTensor under "
-                f"both names, or make the second one with the placements and the shape that are true (DTensor.from_local checks neither)."
-            )
 
 
 @contextmanager
@@ -456,6 +445,18 @@ def _without_memory(leaf: Any) -> str | None:
         f"this tensor's elements take {needed} bytes of its storage, which has {held}: its memory was freed, as FSDP and offloading "
         f"do with untyped_storage().resize_(0); restore its memory first, or pass the tensor that has the data now"
     )
+
+
+def _is_complete(leaf: Any) -> bool:
+    """Whether `check_kind` accepts a plain tensor on the CPU, and `host_array` returns its memory; False: perhaps."""
+    if leaf.is_nested or leaf.layout is not torch.strided or leaf.is_conj() or leaf.is_neg() or leaf._is_zerotensor():
+        return False
+    if not leaf.is_contiguous() or leaf.is_quantized:
+        return False
+    try:
+        return leaf.untyped_storage().nbytes() >= (leaf.storage_offset() + leaf.numel()) * leaf.itemsize  # type: ignore[no-any-return]
+    except NotImplementedError:
+        return False
 
 
 def _more_than_elements(leaf: Any) -> str | None:

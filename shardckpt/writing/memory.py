@@ -17,6 +17,7 @@ from shardckpt.errors import ShardckptError
 from shardckpt.io.buffers import round_up
 from shardckpt.io.cores import cores, free_memory
 from shardckpt.io.shutdown import start_background
+from shardckpt.io.threads import collector_paused
 from shardckpt.text import file_size
 from shardckpt.writing.save import thread_bytes, writing_threads
 from shardckpt.writing.staging import Stage, late_bytes
@@ -56,6 +57,7 @@ class SaveMemory:
     """The arguments of `Stage.fit`."""
 
     @classmethod
+    @collector_paused()
     def of(
         cls, share: StateShare, sources: Mapping[str, Source], store: Store, options: SaveOptions, limit: int, compression: str | None
     ) -> SaveMemory:

@@ -138,7 +138,7 @@ def save(
         with saving_takes_threads(attempt.store), attempt:
             share = attempt.take(state)
             planned = time.monotonic()
-            short = attempt.store.near and _is_short(share.plan)  # waits for no network
+            short = attempt.store.near and is_short(share.plan)  # waits for no network
             with collector_paused() if short else nullcontext():
                 _write(attempt, share)
             durable = time.monotonic()
@@ -167,7 +167,7 @@ def _append(writer: HostWriter, batch: Iterable[BlockElements], at_a_time: int) 
     writer.append(writer.portions_of([(block, elements) for block, elements, *_ in batch], at_a_time))
 
 
-def _is_short(plan: SavePlan) -> bool:
+def is_short(plan: SavePlan) -> bool:
     """Whether writing takes less time than visits of the collector of reference cycles meanwhile."""
     return plan.nbytes <= max(_SMALL_STATE, _SMALL_MEAN * sum(map(len, plan.blocks.values())))
 

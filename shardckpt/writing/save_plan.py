@@ -471,9 +471,12 @@ class PlanCache:
 
 def _key(sources: Mapping[str, Source], options: SaveOptions, world: World) -> tuple[Any, ...]:
     rows = []
+    known: dict[int, tuple[BoxArray, bytes, bytes]] = {}  # tensors of one shape mostly share their boxes
     for name, source in sources.items():
-        start, stop = source.boxes.start.tobytes(), source.boxes.stop.tobytes()
-        rows.append((name, source.shape, source.dtype, source.layout, source.own_pieces, source.holders, start, stop))
+        boxes = source.boxes
+        if (held := known.get(id(boxes))) is None:
+            held = known[id(boxes)] = boxes, boxes.start.tobytes(), boxes.stop.tobytes()
+        rows.append((name, source.shape, source.dtype, source.layout, source.own_pieces, source.holders, held[1], held[2]))
     dealt = options.host_tensors, options.check_replicas is False
     return (world.process, world.processes, *dealt, options.layout, [*options.shardings.items()], options.skip, rows)
 

@@ -90,6 +90,7 @@ def share_of(state: Any, options: SaveOptions, world: World, *, waits: bool, ver
         composite=frameworks.composite,
         local=local_names(state),
         process=world.process,
+        addresses=frameworks.ADDRESSES,
     )
     if version is not None:
         flat = version.selected(flat)
@@ -234,6 +235,11 @@ def _cut(
 ) -> Iterator[BlockElements]:
     for (name, source), of_boxes, arrays in zip(sources.items(), boxes, fetched, strict=True):
         blocks, tensor = plan.blocks[name], plan.tensors[name]
+        if len(blocks) == 1 and not source.private and not source.resident:  # nearly all of a state of many small tensors
+            array, block = stored(arrays[0], tensor), blocks[0]
+            if block.nbytes == array.nbytes <= most:
+                yield BlockElements(block, array, own=False)
+                continue
         of_box = {i: stored(array, tensor) for i, array in zip(of_boxes, arrays, strict=True)}
         for block, own in zip(blocks, are_own(blocks, source), strict=True):
             array = of_box[block.held]

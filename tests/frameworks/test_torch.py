@@ -15,6 +15,7 @@ from shardckpt.errors import DtypeError, LeafError
 from shardckpt.frameworks.base import Target, dtype_of
 from shardckpt.frameworks.torch import array_of, tensor_of
 from shardckpt.layout.dtypes import by_name
+from shardckpt.state.flatten import flatten
 
 F32 = by_name("float32")
 DTYPES = (
@@ -351,3 +352,39 @@ def test_jax_imported_beside_torch_is_not_made_to_look_for_devices():
         "assert (a == b).all() and not frameworks.is_tensor(object()) and not xla_bridge.backends_are_initialized()"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_ties_are_the_same_whether_tensors_at_one_address_are_asked_for_first_or_all():
+    w, weight = torch.arange(12.0), torch.nn.Parameter(torch.ones(3, 4))
+    turned = torch.view_as_complex(torch.arange(8.0).reshape(4, 2)).conj()
+    state = {
+        "w": w,
+        "same": w.data,
+        "row": w[:4],
+        "row again": w[:4],
+        "matrix": w.reshape(3, 4),
+        "array": array_of(w, F32),
+        "empty": [torch.empty(0), torch.empty(0)],
+        "inside": {"weight": weight, "detached": weight.detach(), "turned": weight.t()},
+        "conjugated": (turned, turned, turned.conj()),
+        "steps": [torch.tensor(1.0), torch.tensor(1.0)],
+        "words": "text",
+    }
+    for leaf in (w, weight):
+        assert frameworks.is_tensor(leaf)  # from then on its class is known
+    asked = frameworks.is_tensor, frameworks.identity, frameworks.meaning
+    slow = flatten(state, *asked, composite=frameworks.composite)
+    quick = flatten(state, *asked, composite=frameworks.composite, addresses=frameworks.ADDRESSES)
+    assert {torch.Tensor, torch.nn.Parameter} <= frameworks.ADDRESSES.keys()
+    assert (quick.tree, quick.aliases, [*quick.tensors]) == (slow.tree, slow.aliases, [*slow.tensors])
+    assert all(quick.tensors[name] is slow.tensors[name] for name in slow.tensors)
+    assert slow.aliases == {
+        "same": "w",
+        "row again": "row",
+        "array": "w",
+        "inside/detached": "inside/weight",
+        "conjugated/1": "conjugated/0",
+    }
+    backwards = dict(reversed(state.items()))
+    slow, quick = (flatten(backwards, *asked, addresses=addresses) for addresses in (None, frameworks.ADDRESSES))
+    assert (quick.tree, quick.aliases, [*quick.tensors]) == (slow.tree, slow.aliases, [*slow.tensors])
