@@ -18,7 +18,6 @@ import threading
 import time
 from contextlib import nullcontext, suppress
 from functools import cache
-from threading import Condition
 from typing import TYPE_CHECKING, Any, Literal
 
 from shardckpt import frameworks
@@ -385,7 +384,7 @@ class SaveProgress:
         self._error: BaseException | None = None
         self._process = os.getpid()
         self._lock = threading.RLock()  # `with self._changed` runs Python, and Ctrl-C there leaves it locked
-        self._changed = Condition(self._lock)
+        self._changed = threading.Condition(self._lock)
 
     @property
     def ended(self) -> bool:
