@@ -343,11 +343,7 @@ def _places(table: Table, structure: Structure) -> index.Chunks:
     own = np.array([file != SMALL for file in table.files], bool)[table.rows.file]
     keys: list[str] = []
     for path, count in table.counts.items():
-        piece = pieces[path]
-        if count == 1 and piece.shape == piece.chunks:
-            keys.append(f"{path}/c{'/0' * len(piece.shape)}")
-        else:
-            keys += chunk_object_keys(piece, table.rows.chunk[len(keys) : len(keys) + count])
+        keys += chunk_object_keys(pieces[path], table.rows.chunk[len(keys) : len(keys) + count])
     columns = (table.rows.file, table.rows.offset, table.rows.length)
     rows = np.stack([column[own].astype(np.int64) for column in columns], axis=1)
     return index.Chunks([key.encode() for key in compress(keys, own)], table.files, rows)

@@ -246,7 +246,7 @@ def publish(store: Store, record: CheckpointRecord, prior: Prior) -> bool:
             raise StorageError(f"{store}: the checkpoint is committed, but a crash of the machine now might undo that ({e})") from e
         raise _unpublished(store, e) from e
     if published:
-        _last_published[0] = hashlib.sha256(data).hexdigest(), record
+        _last_published[0] = record_digest(data), record
         return True
     with data_stays(store):
         there, _ = store.read_versioned(RECORD)
@@ -313,7 +313,7 @@ def _check_readable(store: Store, record: CheckpointRecord, data: bytes) -> None
         raise CommitError(f"{why}: {e}") from e
 
 
-_last_published: list[tuple[str, CheckpointRecord | None]] = [("", None)]
+_last_published: list[tuple[str | None, CheckpointRecord | None]] = [(None, None)]
 """The digest of the last record that this process has published, and the record: the next save to the place need not parse it."""
 
 

@@ -278,6 +278,8 @@ def chunk_object_keys(piece: Piece, positions: NDArray[np.integer]) -> list[str]
     >>> chunk_object_keys(Piece("w", (0, 0), (4, 4), (2, 2)), np.array([0, 3]))
     ['w/c/0/0', 'w/c/1/1']
     """
+    if len(positions) == 1 and piece.shape == piece.chunks:  # an array of one chunk, as most small tensors are
+        return [f"{piece.path}/c{'/0' * len(piece.shape)}"]
     if len(positions) < _FEW or not piece.grid:
         return [chunk_object_key(piece, position) for position in positions.tolist()]
     columns = (map(str, column.tolist()) for column in np.unravel_index(positions, piece.grid))

@@ -226,8 +226,7 @@ class Staging:
         groups: dict[type[Placer], list[Landing]] = {}
         for job in batch:
             for landing in job.landings:
-                if landing.filled is not None:
-                    landing.complete()
+                landing.complete()
                 kind = landing.sink.placer
                 if kind is not None:
                     groups.setdefault(kind, []).append(landing)
