@@ -31,12 +31,12 @@ FIRST_USES = {
 def test_first_uses_in_several_threads_at_once_succeed(uses):
     for delay in range(4):
         program = [sys.executable, CHILDREN / "first_uses.py", str(delay), *uses]
-        assert subprocess.run(program, capture_output=True, text=True, check=True, timeout=60).stdout == ""
+        assert subprocess.run(program, capture_output=True, text=True, check=True, timeout=200).stdout == ""
 
 
 def test_a_first_save_and_a_first_restore_of_compressed_chunks_succeed_at_once(tmp_path):
     program = [sys.executable, CHILDREN / "first_uses.py", tmp_path]
-    assert subprocess.run(program, capture_output=True, text=True, check=True, timeout=100).stdout == ""
+    assert subprocess.run(program, capture_output=True, text=True, check=True, timeout=250).stdout == ""
 
 
 def test_importlib_is_complete_before_a_second_thread_can_import_a_part_of_it():

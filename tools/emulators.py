@@ -37,7 +37,7 @@ __all__ = ["Emulator", "azure_emulator", "child_server", "environment", "gcs_emu
 
 AZURE_ACCOUNT = "devstoreaccount1"
 AZURE_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="  # the same in each Azurite
-PATIENCE = 30
+PATIENCE = 60
 """Seconds that a server may take to answer for the first time."""
 _DIE_WITH_PARENT = """
 import ctypes, os, signal, sys

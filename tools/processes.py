@@ -20,7 +20,7 @@ class Processes:
         self.module = modules[0]
         self.server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, **(env or {})})
 
-    def run(self, function: str, processes: int, *arguments: object, timeout: float = 60) -> list:
+    def run(self, function: str, processes: int, *arguments: object, timeout: float = 150) -> list:
         """Results of so many processes: the value that each returned, or a dict with `error` or `signal` if it did not return."""
         name = function if ":" in function else f"{self.module}:{function}"
         request = {"function": name, "processes": processes, "arguments": arguments, "timeout": timeout}
@@ -44,7 +44,7 @@ class Processes:
         assert self.server.stdout is not None
         self.server.stdin.close()
         try:
-            self.server.wait(30)
+            self.server.wait(60)
         finally:
             self.server.kill()
             self.server.stdout.close()

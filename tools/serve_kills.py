@@ -33,7 +33,7 @@ from shardckpt.serve.access.tokens import add_token
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-_WAIT = 60.0
+_WAIT = 120.0
 
 
 class ServiceProcess:

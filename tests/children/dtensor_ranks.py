@@ -33,7 +33,7 @@ from shardckpt.layout.dtypes import by_name
 from shardckpt.layout.placements import Placement
 from shardckpt.layout.world import World
 
-SECONDS = 120
+SECONDS = 230
 """For one job."""
 F32 = by_name("float32")
 NAMES = ("a", "b", "c")

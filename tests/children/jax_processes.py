@@ -16,7 +16,7 @@ import jax
 ADDRESS, PROCESS, PROCESSES, COUNT = sys.argv[1], *map(int, sys.argv[2:])
 ANSWERS = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)
-faulthandler.dump_traceback_later(100, exit=True)  # a call that waits for the others must not outlive the test
+faulthandler.dump_traceback_later(250, exit=True)  # a call that waits for the others must not outlive the test
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
 jax.distributed.initialize(ADDRESS, num_processes=PROCESSES, process_id=PROCESS)
 

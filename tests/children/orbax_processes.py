@@ -5,7 +5,7 @@ import sys
 import warnings
 
 warnings.simplefilter("ignore")
-faulthandler.dump_traceback_later(90, exit=True)  # it would wait for the other one for ever
+faulthandler.dump_traceback_later(250, exit=True)  # it would wait for the other one for ever
 
 import jax
 

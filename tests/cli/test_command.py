@@ -18,7 +18,7 @@ ENVIRONMENT = {key: value for key, value in os.environ.items() if key not in {"C
 
 
 def command(*args, **options):
-    return subprocess.run([COMMAND, *args], capture_output=True, text=True, encoding="utf-8", env=ENVIRONMENT, timeout=60, **options)
+    return subprocess.run([COMMAND, *args], capture_output=True, text=True, encoding="utf-8", env=ENVIRONMENT, timeout=200, **options)
 
 
 def on_terminal(*args, columns=80, **environment):
@@ -114,13 +114,13 @@ from shardckpt.cli import main
 
 def slow(url):
     os.kill(os.getpid(), signal.SIGINT)
-    threading.Event().wait(30)
+    threading.Event().wait(60)
 
 opening.open = slow
 sys.argv = ["shardckpt", "info", "anything"]
 sys.exit(main())
 """
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200, check=False)
     assert (result.returncode, result.stdout, result.stderr) == (128 + signal.SIGINT, "", "")
 
 
@@ -141,13 +141,13 @@ from shardckpt.cli import main
 
 def slow(*args, **options):
     os.kill(os.getpid(), signal.SIGINT)
-    threading.Event().wait(30)
+    threading.Event().wait(60)
 
 setattr(importlib.import_module("{module}"), "{name}", slow)
 sys.argv = {["shardckpt", *command]}
 sys.exit(main())
 """
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200, check=False)
     assert (result.returncode, result.stdout, result.stderr) == (130, "", f"interrupted: {said}\n")
 
 
@@ -188,13 +188,13 @@ class Slow:
     def find_spec(self, name, path=None, target=None):
         if name == "shardckpt.cli.app":
             os.kill(os.getpid(), signal.SIGINT)
-            threading.Event().wait(30)
+            threading.Event().wait(60)
 
 sys.meta_path.insert(0, Slow())
 sys.argv = ["shardckpt", "reshard", "a", "b"]
 sys.exit(main())
 """
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200, check=False)
     assert (result.returncode, result.stdout, result.stderr) == (130, "", "interrupted: nothing was begun\n")
 
 
@@ -208,13 +208,13 @@ class Slow:
     def find_spec(self, name, path=None, target=None):
         if name.startswith(("shardckpt.reshard", "shardckpt.convert")):
             os.kill(os.getpid(), signal.SIGINT)
-            threading.Event().wait(30)
+            threading.Event().wait(60)
 
 import shardckpt.cli.app
 sys.meta_path.insert(0, Slow())
 sys.argv = ["shardckpt", "{command}", "a", "b"]
 sys.exit(main())
 """
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200, check=False)
     assert (result.returncode, result.stdout) == (130, "")
     assert result.stderr == "interrupted: run the same command again to continue\n"

@@ -131,7 +131,7 @@ def test_without_a_terminal_nobody_is_asked_and_nothing_deleted(run, runs):
 def test_on_a_terminal_it_asks_first(runs, said, status):
     ours, theirs = pty.openpty()
     os.write(ours, said)
-    done = subprocess.run([COMMAND, "rm", runs / "step_9"], stdin=theirs, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([COMMAND, "rm", runs / "step_9"], stdin=theirs, capture_output=True, text=True, timeout=200, check=False)
     os.close(theirs)
     os.close(ours)
     assert done.returncode == status

@@ -58,7 +58,7 @@ def contents(url):
 
 def child(script, *arguments):
     return subprocess.run(
-        [sys.executable, CHILDREN / script, *map(str, arguments)], capture_output=True, text=True, check=True, timeout=100
+        [sys.executable, CHILDREN / script, *map(str, arguments)], capture_output=True, text=True, check=True, timeout=250
     ).stdout
 
 

@@ -224,7 +224,7 @@ def test_a_process_that_follows_and_is_killed_again_and_again_leaves_a_chain(tra
         assert time.monotonic() < deadline
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=30)
+    _, said = process.communicate(timeout=60)
     assert process.returncode == 130, said
     assert "run the same command again to continue" in said
     check(tmp_path, out, steps, **NAMED)

@@ -79,7 +79,7 @@ def on_disk(source):
 def killed(source, to, size, until):
     """Export in a process that dies when it has written so much."""
     command = [sys.executable, CHILD, source / "c", to, str(size), str(until)]
-    assert subprocess.run(command, env=os.environ, timeout=100, check=False).returncode == -signal.SIGKILL
+    assert subprocess.run(command, env=os.environ, timeout=250, check=False).returncode == -signal.SIGKILL
 
 
 def test_one_file_is_that_of_a_disk_and_nothing_is_beside_it(source, place):

@@ -133,7 +133,7 @@ def test_every_file_and_every_new_directory_of_an_export_is_synced_after_its_las
     top = place / "base"
     final = top / "new" / "models" / "export"
     code = [sys.executable, "-c", DURABLE, top / "two", final, to]
-    synced = json.loads(subprocess.run(code, capture_output=True, text=True, check=True, timeout=100).stdout)
+    synced = json.loads(subprocess.run(code, capture_output=True, text=True, check=True, timeout=250).stdout)
     paths = [top, top / "new", top / "new" / "models", final, *(final.rglob("*") if final.is_dir() else ())]
     for path in paths:
         found = path.stat()

@@ -34,7 +34,7 @@ def written(tmp_path_factory):
     root = tmp_path_factory.mktemp("orbax")
     flags = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
     command = [sys.executable, CHILDREN / "orbax_checkpoints.py", root]
-    done = subprocess.run(command, env={**os.environ, **flags}, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(command, env={**os.environ, **flags}, capture_output=True, text=True, timeout=250, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     return root, json.loads(done.stdout.splitlines()[-1])
 
@@ -84,7 +84,7 @@ def test_what_several_processes_have_saved_is_read(tmp_path):
     command = [sys.executable, CHILDREN / "orbax_processes.py", f"127.0.0.1:{_free_port()}"]
     processes = [subprocess.Popen([*command, str(i), tmp_path], env={**os.environ, **flags}, stderr=subprocess.PIPE) for i in range(2)]
     try:
-        said = [process.communicate(timeout=100)[1] for process in processes]
+        said = [process.communicate(timeout=250)[1] for process in processes]
     finally:
         for process in processes:
             process.kill()
@@ -109,7 +109,7 @@ def test_neither_orbax_nor_jax_is_imported(written):
         f"f = open_foreign(parse({str(written[0] / 'older')!r}));"
         "print(len(f.structure.tensors), [name for name in ('jax', 'orbax', 'torch') if name in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200, check=True)
     assert done.stdout == "5 []\n"
 
 

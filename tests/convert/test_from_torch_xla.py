@@ -34,7 +34,7 @@ SHAPES = {
 def base(tmp_path_factory):
     """Steps 10 and 20 of one state."""
     directory = tmp_path_factory.mktemp("xla") / "base"
-    subprocess.run([sys.executable, CHILD], input=json.dumps(str(directory)), text=True, check=True, capture_output=True, timeout=110)
+    subprocess.run([sys.executable, CHILD], input=json.dumps(str(directory)), text=True, check=True, capture_output=True, timeout=250)
     return directory
 
 

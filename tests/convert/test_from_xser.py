@@ -31,7 +31,7 @@ def saved(tmp_path_factory):
     root = tmp_path_factory.mktemp("torch_xla")
     environ = {**os.environ, "PJRT_DEVICE": "CPU"}
     command = [sys.executable, CHILDREN / "xla_saved.py", root]
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=250, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     return root, json.loads(done.stdout.splitlines()[-1])
 

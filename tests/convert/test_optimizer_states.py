@@ -189,7 +189,7 @@ def ranks():
     with Processes("training_forms", env={"PYTHONWARNINGS": "ignore"}) as processes:
 
         def run(function, *arguments):
-            answers = processes.run(function, 2, *arguments, timeout=100)
+            answers = processes.run(function, 2, *arguments, timeout=250)
             assert not [answer for answer in answers if isinstance(answer, dict)], answers
             return answers
 

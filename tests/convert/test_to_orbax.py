@@ -39,7 +39,7 @@ def root(tmp_path_factory):
 @pytest.fixture(scope="module")
 def orbax(root):
     """Answers of Orbax about the exported checkpoints."""
-    child = subprocess.run([sys.executable, CHILD, root], capture_output=True, text=True, timeout=110, check=False)
+    child = subprocess.run([sys.executable, CHILD, root], capture_output=True, text=True, timeout=250, check=False)
     assert child.returncode == 0, child.stderr[-4000:]
     return json.loads(child.stdout.splitlines()[-1])
 

@@ -64,14 +64,14 @@ def test_the_code_of_each_section_can_be_pasted_into_a_fresh_interpreter(tmp_pat
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(300)
 def test_the_script_of_many_processes_runs_and_goes_on_with_fewer(tmp_path):
     (script,) = [block for block in PYTHON.findall(FRAMEWORKS.read_text()) if block.startswith("# train.py")]
     (tmp_path / "train.py").write_text(script)
     torchrun = [Path(sys.executable).parent / "torchrun", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
     for processes, steps in ((4, {"1", "2"}), (2, {"1", "2", "3", "4"})):
         command = [*torchrun, "--nproc-per-node", str(processes), "train.py"]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=110)
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=250)
         assert done.returncode == 0, done.stderr[-3000:]
         assert {path.name for path in (tmp_path / "fsdp").iterdir() if path.is_dir()} == steps
     for step in "1234":
@@ -89,6 +89,6 @@ def test_the_commands_in_the_readme_run(tmp_path):
     assert len(blocks) == 2
     for line in "".join(blocks).splitlines():
         command = line.partition("  #")[0].replace("shardckpt", str(Path(sys.executable).with_name("shardckpt")), 1)
-        done = subprocess.run(["sh", "-c", command], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(["sh", "-c", command], cwd=tmp_path, capture_output=True, text=True, timeout=200)
         assert done.returncode == 0, (line, done.stdout, done.stderr)
         assert done.stdout or done.stderr

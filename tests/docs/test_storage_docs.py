@@ -31,7 +31,7 @@ def test_its_code_runs(gcs_server):
     (code,) = blocks("python")
     check = "assert state['step'] == 100 and state['model']['w'].sum() == 512 * 512"
     variables = {"STORAGE_EMULATOR_HOST": gcs_server.endpoint, "PATH": "", "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false"}
-    run = subprocess.run([sys.executable, "-c", f"{code}\n{check}"], env=variables, capture_output=True, text=True, timeout=100)
+    run = subprocess.run([sys.executable, "-c", f"{code}\n{check}"], env=variables, capture_output=True, text=True, timeout=250)
     assert run.returncode == 0, run.stderr
 
 

@@ -22,7 +22,7 @@ MARGIN = READERS * 4 * MiB + 24 * MiB
 
 def child(verb, **case):
     finished = subprocess.run(
-        [sys.executable, CHILD], input=json.dumps({"verb": verb, **case}), capture_output=True, text=True, check=False, timeout=100
+        [sys.executable, CHILD], input=json.dumps({"verb": verb, **case}), capture_output=True, text=True, check=False, timeout=250
     )
     assert finished.returncode == 0, finished.stderr
     return json.loads(finished.stdout)

@@ -69,7 +69,7 @@ def test_a_checkpoint_is_saved_verified_restored_replaced_collected_around_and_d
     url, options = cloud.place(), {"layout": layout}
 
     def save(shift, **more):
-        return cloud.job.run("save", processes, url, options | more, shift, timeout=100)
+        return cloud.job.run("save", processes, url, options | more, shift, timeout=250)
 
     assert save(0) == ["saved"] * processes
     assert_holds(url, 0)
@@ -99,7 +99,7 @@ def test_a_checkpoint_is_saved_verified_restored_replaced_collected_around_and_d
 @EVERY
 def test_of_two_jobs_that_save_to_one_place_at_once_exactly_one_commits(cloud):
     url = cloud.place()
-    outcomes = cloud.job.run("race", 2, url, 8, timeout=100)
+    outcomes = cloud.job.run("race", 2, url, 8, timeout=250)
     for attempt, pair in enumerate(zip(*outcomes, strict=True)):
         assert sorted(pair) == ["AlreadyExistsError", "saved"]
         assert_holds(f"{url}/{attempt}", pair.index("saved"))

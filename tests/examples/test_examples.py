@@ -20,7 +20,7 @@ EXAMPLES = ROOT / "examples"
 LOSS = re.compile(r"^(?:step|epoch) (?P<step>\d+) loss (?P<loss>\S+)$|'loss': '(?P<of_hf>\S+)'.*'epoch': '(?P<epoch>\S+)'")
 HF_EPOCH = 64
 """Steps in an epoch of trainer.py."""
-LINES, SECONDS = 80, 110
+LINES, SECONDS = 80, 250
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -260,7 +260,7 @@ TOGETHER = Rule("together", kinds=("upload",), objects=RECORD, times=None)
 """Both have looked, have seen nothing, and want to be first."""
 
 
-@pytest.mark.timeout(240)  # where much else is running
+@pytest.mark.timeout(300)  # where much else is running
 def test_exactly_one_of_two_commits_at_once_wins_and_both_know(cloud, job, record_property):
     urls = [cloud.place() for _ in range(ROUNDS)]
     for url in urls:

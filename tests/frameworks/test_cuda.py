@@ -340,5 +340,5 @@ shardckpt.save_async({str(tmp_path / "b")!r}, state).wait()
 shardckpt.restore({str(tmp_path / "a")!r}, state)
 print([name for name in sys.modules if name.startswith("shardckpt.") and "cuda" in name], torch.cuda.is_initialized())
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=250, check=True)
     assert done.stdout.strip() == "[] False"

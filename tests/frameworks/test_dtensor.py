@@ -83,7 +83,7 @@ JOBS = [
 def answers():
     """By the number of ranks and topic: what each rank answered."""
     command = [sys.executable, CHILD]
-    child = subprocess.run(command, input=json.dumps(JOBS), capture_output=True, text=True, check=False, timeout=110)
+    child = subprocess.run(command, input=json.dumps(JOBS), capture_output=True, text=True, check=False, timeout=250)
     assert child.returncode == 0, child.stderr[-4000:]
     found = json.loads(child.stdout.splitlines()[-1])
     return {

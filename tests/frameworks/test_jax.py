@@ -131,7 +131,7 @@ def answers():
         capture_output=True,
         text=True,
         env=environment(),
-        timeout=110,
+        timeout=250,
     )
     assert child.returncode == 0, child.stderr[-4000:]
     return json.loads(child.stdout.splitlines()[-1])
@@ -373,8 +373,8 @@ def together(tmp_path_factory):
     partner = started("jax_xla_partner.py", root, CROSS) if CROSS else None
     with partner or nullcontext(), started("jax_end_to_end.py", root, PAIRS, CROSS, **environment()) as jax:
         assert partner is None or partner.stdout.readline() == "saved\n"
-        jax_seen, _ = jax.communicate("go on\n", timeout=110)
-        partner_seen, _ = ("{}", None) if partner is None else partner.communicate("go on\n", timeout=110)
+        jax_seen, _ = jax.communicate("go on\n", timeout=250)
+        partner_seen, _ = ("{}", None) if partner is None else partner.communicate("go on\n", timeout=250)
     assert jax.returncode == 0
     assert partner is None or partner.returncode == 0
     return json.loads(jax_seen.splitlines()[-1]), json.loads(partner_seen.splitlines()[-1])

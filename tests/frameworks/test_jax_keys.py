@@ -45,7 +45,7 @@ def answers(cases, tmp_path_factory):
         capture_output=True,
         text=True,
         env={**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=8"},
-        timeout=110,
+        timeout=250,
     )
     assert child.returncode == 0, child.stderr[-4000:]
     return json.loads(child.stdout.splitlines()[-1])

@@ -82,7 +82,7 @@ def job(request, tmp_path_factory):
         seen["connected after"] = ["[Gloo]" in process.log.read_text() for process in processes]
         for process in processes:
             process.tell("end")  # all of them: JAX's farewell waits for the others
-        assert [process.child.wait(timeout=60) for process in processes] == [0] * len(processes)
+        assert [process.child.wait(timeout=200) for process in processes] == [0] * len(processes)
     return {**seen, "local": request.param}
 
 

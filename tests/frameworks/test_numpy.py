@@ -246,7 +246,7 @@ class Slow(PathFinder):
 sys.meta_path.insert(0, Slow)
 with ThreadPoolExecutor(2) as threads:
     first = threads.submit(frameworks.is_tensor, np.zeros(2))
-    begun.wait(30)
+    begun.wait(60)
     second = threads.submit(frameworks.is_tensor, np.zeros(2))
     second.add_done_callback(lambda _: over.set())
     assert first.result() and second.result()
@@ -254,4 +254,4 @@ with ThreadPoolExecutor(2) as threads:
 
 
 def test_a_thread_does_not_find_an_adapter_that_another_one_has_half_imported():
-    subprocess.run([sys.executable, "-c", TWO_THREADS], check=True, timeout=100)
+    subprocess.run([sys.executable, "-c", TWO_THREADS], check=True, timeout=250)

@@ -24,7 +24,7 @@ def run(code, *, given="", **environment):
         input=given,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=250,
         env={**os.environ, "JAX_PLATFORMS": "cpu", **environment},
     )
     assert done.returncode == 0, done.stderr
@@ -148,7 +148,7 @@ except LeafError as e:
     ]
     try:
         for process in processes:
-            out, err = process.communicate(timeout=60)
+            out, err = process.communicate(timeout=200)
             assert "'rng' is a jax.Array that other processes have parts of" in out, err
     finally:
         for process in processes:

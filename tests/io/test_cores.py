@@ -126,7 +126,7 @@ def test_processes_on_a_host_share_its_free_memory(tmp_path, monkeypatch):
 def said(first):
     """The answer of a new process, which runs some code first."""
     program = f"import os; {first}; from shardckpt.io.cores import cores; print(cores())"
-    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=100)
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=250)
     return int(run.stdout)
 
 

@@ -11,7 +11,7 @@ CHILD = CHILDREN / "forked.py"
 
 
 def said(tmp_path, when):
-    done = subprocess.run([sys.executable, CHILD, when, tmp_path], capture_output=True, text=True, check=False, timeout=100)
+    done = subprocess.run([sys.executable, CHILD, when, tmp_path], capture_output=True, text=True, check=False, timeout=250)
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout)
 

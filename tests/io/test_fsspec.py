@@ -135,9 +135,9 @@ def test_a_run_keeps_all_its_steps(written):
 def test_several_processes_save_and_of_two_jobs_one_commits(request, protocol):
     with opened(request, protocol) as bucket, Processes("many_hosts") as job:
         url = f"fsspec+{protocol}://{bucket}"
-        assert job.run("save", 3, f"{url}/1", timeout=100) == ["saved"] * 3
+        assert job.run("save", 3, f"{url}/1", timeout=250) == ["saved"] * 3
         assert shardckpt.open(f"{url}/1").verify().ok
-        for pair in zip(*job.run("race", 2, f"{url}/race", 5, timeout=100), strict=True):
+        for pair in zip(*job.run("race", 2, f"{url}/race", 5, timeout=250), strict=True):
             assert sorted(pair) == ["AlreadyExistsError", "saved"]
         job.run("save_without_committing", 3, f"{url}/2", {})
         (outcome,) = shardckpt.commit(f"{url}/2")

@@ -136,7 +136,7 @@ def test_a_process_that_really_can_start_none_says_so(tmp_path):
                 print(e)
         threading.stack_size(0)
         shardckpt.save(sys.argv[1] + "/d", state)"""
-    done = subprocess.run([sys.executable, "-c", program, tmp_path], capture_output=True, text=True, timeout=100)
+    done = subprocess.run([sys.executable, "-c", program, tmp_path], capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("Python starts no threads any more (can't start new thread)") == 5
     assert shardckpt.open(tmp_path / "d").names() == ["w"]

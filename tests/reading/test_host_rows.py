@@ -223,7 +223,7 @@ def test_a_table_on_a_disk_is_read_by_itself(tmp_path):
 
 
 @given(st.lists(st.tuples(st.integers(0, CHUNKS - 1), st.integers(1, CHUNKS), st.integers(1, 20)), min_size=1, max_size=5))
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 def test_rows_read_in_any_order_are_those_of_the_common_table(wanted):
     saved = Saved()
     blocks, stats = saved.opened()

@@ -170,7 +170,7 @@ def test_a_place_that_is_not_there_is_an_error(tmp_path):
 def kill_at_every_operation(root, action):
     """The operation before which each fork died, in the order of the forks; fork k has left <root>/<k>."""
     command = [sys.executable, CHILDREN / "collect_kill_at_every_operation.py", root, action]
-    result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=100)
+    result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=250)
     return json.loads(result.stdout)
 
 

@@ -242,7 +242,7 @@ def test_a_save_begins_where_a_deletion_removes_the_empty_directory_at_that_mome
             clear_place(disk, prior.generation)
     finally:
         ended.set()
-        thread.join(30)
+        thread.join(60)
 
 
 def test_a_dry_run_tells_the_same_and_changes_nothing(disk):

@@ -121,7 +121,7 @@ def test_what_a_killed_committer_leaves_the_command_line_commits(tmp_path, job, 
     assert {other["error"] for other in others} == {"CommitError"}
     assert all("shardckpt commit" in other["message"] for other in others)
     command = [Path(sys.executable).with_name("shardckpt"), "commit", str(tmp_path), "--json"]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert (ended.returncode, ended.stderr) == (0, "")
     (outcome,) = json.loads(ended.stdout)["attempts"]
     assert (outcome["name"], outcome["state"]) == ("c", "committed")
@@ -133,7 +133,7 @@ def test_what_a_killed_committer_leaves_the_command_line_commits(tmp_path, job, 
 def test_a_commit_killed_at_any_operation_leaves_what_the_next_one_commits(tmp_path, layout):
     save_without_commit(tmp_path / "base", layout=layout)
     command = [sys.executable, CHILDREN / "collect_kill_at_every_operation.py", tmp_path, "commit"]
-    died_before = json.loads(subprocess.run(command, capture_output=True, text=True, check=True, timeout=100).stdout)
+    died_before = json.loads(subprocess.run(command, capture_output=True, text=True, check=True, timeout=250).stdout)
     assert died_before[-2:] == ["rename", "fsync"]
     assert value_of(tmp_path / str(len(died_before) - 1)) == 1
     for k in range(len(died_before) - 1):
@@ -165,7 +165,7 @@ def test_two_commits_of_one_attempt_publish_it_once_and_both_know_that_it_is_pub
     finally:
         for racer in racers:
             racer.kill()
-            racer.communicate(timeout=60)
+            racer.communicate(timeout=200)
 
 
 # --- a committer that sleeps ----------------------------------------------------------------------------------------
@@ -183,7 +183,7 @@ class StoppedCommitter:
     def go_on(self):
         """Wake the committer; returns the outcome that it prints."""
         self.process.send_signal(signal.SIGCONT)
-        out, _ = self.process.communicate(timeout=60)
+        out, _ = self.process.communicate(timeout=200)
         assert self.process.returncode == 0
         return out.strip()
 

@@ -276,14 +276,14 @@ def test_the_command_serves_until_it_is_told_to_end(tmp_path):
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
         try:
             assert process.stdout.readline().startswith("serving at http://127.0.0.1:")
-            second = subprocess.run(command, capture_output=True, text=True, timeout=60)
+            second = subprocess.run(command, capture_output=True, text=True, timeout=200)
             assert second.returncode == 2
             assert "another server" in second.stderr
             assert f"new: there is no directory {tmp_path / 'none'} yet" in second.stderr
             assert "lab: " not in second.stderr
         finally:
             process.terminate()
-            assert process.wait(30) in (0, -15)
+            assert process.wait(60) in (0, -15)
     assert (tmp_path / "state" / "catalogue.sqlite").exists()
 
 

@@ -138,7 +138,7 @@ def test_random_bytes_leave_the_service_as_it_was(service):
         for _ in range(rng.randrange(1, 8)):
             at = rng.randrange(len(data))
             data[at : at + rng.randrange(2)] = rng.randbytes(rng.randrange(3))
-        with socket.create_connection(service.address, timeout=10) as one, suppress(ConnectionError):
+        with socket.create_connection(service.address, timeout=60) as one, suppress(ConnectionError):
             one.sendall(data)
             one.shutdown(socket.SHUT_WR)
             while part := one.recv(65536):

@@ -168,4 +168,4 @@ def test_a_certificate_is_loaded_again_when_its_file_changes(place, monkeypatch)
     while shown() != second.split():
         assert time.monotonic() < end
     running.should_exit = True
-    thread.join(30)
+    thread.join(60)

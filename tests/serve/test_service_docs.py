@@ -79,7 +79,7 @@ def served(command, place):
 
 def run(command, place, **environ):
     """Output of a command. It succeeds; only a job may end before it is cancelled."""
-    done = subprocess.run(["sh", "-c", command], cwd=place, env=environment(place, **environ), capture_output=True, text=True, timeout=100)
+    done = subprocess.run(["sh", "-c", command], cwd=place, env=environment(place, **environ), capture_output=True, text=True, timeout=250)
     assert done.returncode == 0 or "only one that waits or runs can be cancelled" in done.stderr, (command, done.stdout, done.stderr)
     return done.stdout
 

@@ -166,7 +166,7 @@ def nginx(top):
         trusting = ssl.create_default_context(cafile=str(top / "cert.pem"))
 
         def ask(path, method="GET", body=None, **headers):
-            connection = http.client.HTTPSConnection("localhost", port, timeout=30, context=trusting)
+            connection = http.client.HTTPSConnection("localhost", port, timeout=60, context=trusting)
             try:
                 connection.request(method, path, body, {name.replace("_", "-"): value for name, value in headers.items()})
                 answer = connection.getresponse()
@@ -175,7 +175,7 @@ def nginx(top):
                 connection.close()
 
         try:
-            end = time.monotonic() + 30
+            end = time.monotonic() + 60
             while True:
                 assert process.poll() is None, process.stderr.read()
                 assert time.monotonic() < end
@@ -187,7 +187,7 @@ def nginx(top):
             yield ask, f"https://localhost:{port}"
         finally:
             process.terminate()
-            process.wait(30)
+            process.wait(60)
             process.stderr.close()
             authenticator.shutdown()
 

@@ -10,7 +10,7 @@ from urllib.parse import quote, urlsplit
 __all__ = ["Objects", "ask"]
 
 
-def ask(url, method, target, body=None, headers=None, timeout=30):
+def ask(url, method, target, body=None, headers=None, timeout=60):
     """Status, headers and body of the answer to one request on a connection of its own."""
     with closing(http.client.HTTPConnection(urlsplit(url).netloc, timeout=timeout)) as connection:
         connection.request(method, target, body, headers or {})

@@ -17,7 +17,7 @@ def asked(program):
     with Processes(program, env={"PYTHONWARNINGS": "ignore"}) as processes:
 
         def run(function, count, *arguments):
-            answers = processes.run(function, count, *arguments, timeout=100)
+            answers = processes.run(function, count, *arguments, timeout=250)
             failed = [answer for answer in answers if isinstance(answer, dict) and "error" in answer]
             assert not failed, failed
             return answers
@@ -33,7 +33,7 @@ def run_ranks(child, server, count, *arguments):
         started.append(subprocess.Popen([*map(str, command)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
     answers = []
     for process in started:
-        out, err = process.communicate(timeout=100)
+        out, err = process.communicate(timeout=250)
         assert process.returncode == 0, err
         answers.append(json.loads(out.splitlines()[-1]))
     return answers

@@ -89,7 +89,7 @@ class Running:
 
     def connect(self):
         """A connection."""
-        return HTTPConnection(*self.address, timeout=30)
+        return HTTPConnection(*self.address, timeout=60)
 
     def get(self, path, status=200, **headers):
         """The document at a path."""
@@ -119,7 +119,7 @@ class RunningAtSocket(Running):
     """A running service at a unix socket."""
 
     def connect(self):
-        connection = HTTPConnection("localhost", timeout=30)
+        connection = HTTPConnection("localhost", timeout=60)
         connection.sock = socket.socket(socket.AF_UNIX)
         connection.sock.connect(self.url.removeprefix("unix:"))
         return connection
@@ -134,12 +134,12 @@ def serving(*roots, **options):
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     try:
-        assert begun.wait(30)
+        assert begun.wait(60)
         kind = RunningAtSocket if urls[0].startswith("unix:") else Running
         found = kind(urls[0], chosen, server.service.upkeep, tuple(server.config.app._app.routes))
         found.wait_until(lambda: found.ask("/readyz").status == 200)
         yield found
     finally:
         server.should_exit = True
-        thread.join(30)
+        thread.join(60)
         assert not thread.is_alive()

@@ -145,7 +145,7 @@ def ranks():
 
 @pytest.mark.parametrize("layout", ["FSDP2", "meta", "TP"])
 def test_sharded_modules_with_hooks_hold_what_was_read_or_the_error_names_what_they_lack(ranks, tmp_path, layout):
-    for answer in ranks("restored", 2, layout, tmp_path, timeout=100):
+    for answer in ranks("restored", 2, layout, tmp_path, timeout=250):
         assert "error" not in answer, answer
         for case, found in answer.items():
             kind, loads = case.split()
@@ -159,4 +159,4 @@ def test_sharded_modules_with_hooks_hold_what_was_read_or_the_error_names_what_t
 
 def test_nested_state_of_sharded_parameters_keeps_its_dtypes(ranks, tmp_path):
     kinds = [["DTensor", "torch.float32"], ["Tensor", "torch.float64"], ["Tensor", "torch.int64"]]
-    assert ranks("nested", 2, tmp_path / "c", timeout=100) == [{"same": True, "kinds": kinds}] * 2
+    assert ranks("nested", 2, tmp_path / "c", timeout=250) == [{"same": True, "kinds": kinds}] * 2

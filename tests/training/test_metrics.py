@@ -112,7 +112,7 @@ def test_requests_that_a_bucket_answered_only_when_asked_again_are_counted(regis
 
 def test_without_prometheus_client_the_error_says_what_to_install():
     code = "import sys; sys.modules['prometheus_client'] = None; import shardckpt.training.metrics"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200)
     assert (
         "MissingExtraError: shardckpt.training.metrics needs prometheus-client; install it with "
         f"`{install_command('metrics')}`." in done.stderr

@@ -20,7 +20,7 @@ def cell():
 
     def run(code):
         found = []
-        reply = client.execute_interactive(code, timeout=100, output_hook=found.append)
+        reply = client.execute_interactive(code, timeout=250, output_hook=found.append)
         assert reply["content"]["status"] == "ok", reply["content"]
         return [(message["msg_type"], message["content"]) for message in found]
 

@@ -119,7 +119,7 @@ def test_progress_of_what_never_began_is_not_shown(terminal):
 
 def test_a_file_or_a_pipe_is_no_terminal_and_nothing_is_written_there():
     env = {name: value for name, value in os.environ.items() if name not in {"FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"}}
-    done = subprocess.run([sys.executable, "-c", SAVES_AND_SHOWS], env=env, capture_output=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", SAVES_AND_SHOWS], env=env, capture_output=True, timeout=200, check=True)
     assert (done.stdout, done.stderr) == (b"", b"")
 
 
@@ -128,7 +128,7 @@ def test_on_a_real_terminal_the_line_is_on_standard_error():
     try:
         env = {**os.environ, "TERM": "xterm", "COLUMNS": "100"}
         done = subprocess.run(
-            [sys.executable, "-c", SAVES_AND_SHOWS], env=env, stdout=subprocess.PIPE, stderr=theirs, timeout=60, check=True
+            [sys.executable, "-c", SAVES_AND_SHOWS], env=env, stdout=subprocess.PIPE, stderr=theirs, timeout=200, check=True
         )
         drawn = os.read(ours, 1 << 16).decode()
     finally:

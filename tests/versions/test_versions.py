@@ -511,7 +511,7 @@ def histories(draw):
     return states, Box(tuple(a for a, _ in sides), tuple(b for _, b in sides))
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 @given(histories(), st.integers(1, 4))
 def test_any_box_of_any_version_is_what_was_published(tmp_path, history, anchor_every):
     states, box = history

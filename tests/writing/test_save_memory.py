@@ -22,7 +22,7 @@ MiB = 1 << 20
 
 def measured(to, *options):
     command = [sys.executable, TOOL, "--to", to, *options]
-    run = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
+    run = subprocess.run(command, capture_output=True, text=True, check=False, timeout=250)
     assert run.returncode == 0, run.stderr
     return json.loads(run.stdout)
 
@@ -76,7 +76,7 @@ def test_no_objects_stay_for_each_save_and_verification(tmp_path):
 def test_what_the_system_gives_no_memory_for_is_an_error_of_ours(tmp_path):
     shardckpt.save(tmp_path / "large", {"w": np.zeros(64 << 20, np.uint8)})
     child = CHILDREN / "out_of_memory.py"
-    run = subprocess.run([sys.executable, child, tmp_path], capture_output=True, text=True, check=False, timeout=100)
+    run = subprocess.run([sys.executable, child, tmp_path], capture_output=True, text=True, check=False, timeout=250)
     assert run.returncode == 0, run.stderr
     told = [line.split(" ", 2) for line in run.stdout.splitlines()]
     assert [name for name, _, _ in told] == ["export_safetensors", "restore", "save_async", "manager"]
@@ -126,7 +126,7 @@ print(peak() - before)
 @pytest.mark.parametrize("work", ["verify", *(pytest.param(work, marks=pytest.mark.slow) for work in ("export", "reshard"))])
 def test_work_on_10_000_tensors_takes_less_than_10_kib_for_each(tmp_path, work):
     shardckpt.save(tmp_path / "many", {"model": {f"layers.{i}.w": np.full(10, i, np.float32) for i in range(10_000)}})
-    run = subprocess.run([sys.executable, "-c", MANY_TENSORS, tmp_path, work], capture_output=True, text=True, check=False, timeout=100)
+    run = subprocess.run([sys.executable, "-c", MANY_TENSORS, tmp_path, work], capture_output=True, text=True, check=False, timeout=250)
     assert run.returncode == 0, run.stderr
     assert int(run.stdout) < 10 * 10_000 >> 10
 
@@ -153,6 +153,6 @@ assert all(np.array_equal(restored[name], value) for name, value in state.items(
 @pytest.mark.parametrize("layout", ["packed", "zarr"])
 def test_forty_descriptors_are_enough(tmp_path, layout):
     run = subprocess.run(
-        [sys.executable, "-c", FEW_DESCRIPTORS, tmp_path / "c", layout], capture_output=True, text=True, check=False, timeout=100
+        [sys.executable, "-c", FEW_DESCRIPTORS, tmp_path / "c", layout], capture_output=True, text=True, check=False, timeout=250
     )
     assert run.returncode == 0, run.stderr

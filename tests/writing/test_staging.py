@@ -145,7 +145,7 @@ class Saved:
             raise
         finally:
             if self.stage.started:
-                self.thread.join(20)
+                self.thread.join(60)
         assert not self.thread.is_alive()
 
     def start(self):

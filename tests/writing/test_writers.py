@@ -166,7 +166,7 @@ class WriterTests(ABC):
         url = emulator.url(uuid.uuid4().hex) if emulator is not None else {"file": str(tmp_path), "memory": "memory://x"}[place]
         variables = {**os.environ, **(emulator.env() if emulator is not None else {})}
         program = MEMORY_USE.format(chunks=CHUNKS, **self.memory_program(limit << 20))
-        run = subprocess.run([sys.executable, "-c", program, url], env=variables, capture_output=True, text=True, check=True, timeout=100)
+        run = subprocess.run([sys.executable, "-c", program, url], env=variables, capture_output=True, text=True, check=True, timeout=250)
         assert int(run.stdout) <= allowed
 
 

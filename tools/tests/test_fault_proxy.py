@@ -471,4 +471,4 @@ def test_it_runs_from_the_command_line(gcs_server, bucket):
             assert json.loads(ask(url, "GET", "/__proxy__/stats")[2])["requests"] == 2
         finally:
             process.terminate()
-            process.wait(30)
+            process.wait(60)

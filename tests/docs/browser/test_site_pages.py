@@ -25,7 +25,7 @@ class Quiet(SimpleHTTPRequestHandler):
 @pytest.fixture(scope="module")
 def site():
     """The site, built strictly and served on loopback; its url."""
-    subprocess.run(["make", "docs"], cwd=ROOT, check=True, capture_output=True, timeout=110)
+    subprocess.run(["make", "docs"], cwd=ROOT, check=True, capture_output=True, timeout=250)
     with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=SITE)) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}"

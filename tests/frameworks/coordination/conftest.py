@@ -10,7 +10,7 @@ import sys
 import pytest
 from paths import CHILDREN
 
-SECONDS = 100
+SECONDS = 250
 
 
 @pytest.fixture

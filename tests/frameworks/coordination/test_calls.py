@@ -55,7 +55,7 @@ store.make(lambda: 1)
 
 
 def test_a_fork_is_refused():
-    done = subprocess.run([sys.executable, "-c", FORKED], stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", FORKED], stderr=subprocess.PIPE, text=True, timeout=200, check=False)
     assert done.returncode == 1
     assert "CoordinationError: this process was forked from one that uses the store, and cannot use it" in done.stderr
 

@@ -17,7 +17,7 @@ def test_managers_save_and_restore_without_a_collective(tmp_path):
     ranks = [subprocess.Popen([*command, str(rank), "2"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for rank in range(2)]
     answers = []
     for rank in ranks:
-        out, err = rank.communicate(timeout=100)
+        out, err = rank.communicate(timeout=250)
         assert rank.returncode == 0, err
         answers.append(json.loads(out.splitlines()[-1]))
     for rank, answer in enumerate(answers):

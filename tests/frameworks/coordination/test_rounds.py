@@ -7,7 +7,7 @@ import pytest
 from paths import CHILDREN
 
 SCRIPT = "coordination_torch.py"
-SECONDS = 100
+SECONDS = 250
 
 
 def job(scenario, place):

@@ -150,5 +150,5 @@ def test_the_command_line_knows_azure(azure):
     url = azure.url(uuid.uuid4().hex)
     shardckpt.save(url, {"w": 1})
     command = [sys.executable, "-m", "shardckpt", "verify", url]
-    done = subprocess.run(command, env={**os.environ}, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(command, env={**os.environ}, capture_output=True, text=True, timeout=250, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -107,7 +107,7 @@ def test_zarr_reads_arrays_of_the_plain_layout_through_fsspec(cloud, tmp_path):
 
 def test_the_command_line_knows_object_stores(cloud, saved):
     command = [Path(sys.executable).parent / "shardckpt", "verify", saved]
-    run = subprocess.run(command, env={**os.environ, **cloud.env()}, capture_output=True, text=True, timeout=100)
+    run = subprocess.run(command, env={**os.environ, **cloud.env()}, capture_output=True, text=True, timeout=250)
     assert run.returncode == 0, run.stdout + run.stderr
 
 
@@ -135,7 +135,7 @@ def use(url, variables, home, program=USE):
     """Run it in a process that has those variables, and no others that object stores go by."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("AWS_", "GOOGLE_", "TENSORSTORE_", "STORAGE_"))}
     variables = {**clean, "HOME": str(home), "AWS_EC2_METADATA_DISABLED": "true", **variables}
-    return subprocess.run([sys.executable, "-c", program, url], env=variables, capture_output=True, text=True, timeout=100)
+    return subprocess.run([sys.executable, "-c", program, url], env=variables, capture_output=True, text=True, timeout=250)
 
 
 @pytest.mark.parametrize("variable", ["TENSORSTORE_GCS_HTTP_URL", "STORAGE_EMULATOR_HOST", "STORAGE_EMULATOR_HOST without a scheme"])

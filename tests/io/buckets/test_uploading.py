@@ -314,7 +314,7 @@ def test_of_several_that_finish_at_once_exactly_one_wins(cloud, place, lost_answ
     def write(seed):
         with open_upload(place, part_bytes=PART) as one:
             one.write(content(PART + 5, seed))
-            together.wait(30)
+            together.wait(60)
             try:
                 one.finish()
             except AlreadyExistsError:

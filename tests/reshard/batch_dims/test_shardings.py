@@ -53,7 +53,7 @@ def test_what_cannot_be_is_said(statistics):
 
 def test_the_code_of_the_page_runs():
     code = "\n".join(re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL))
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stderr[-3000:]
     said = re.findall(r"  # (.*)$", code, re.MULTILINE)
     assert [line for line in said if line not in done.stdout] == []
@@ -61,4 +61,4 @@ def test_the_code_of_the_page_runs():
 
 def test_nothing_imports_torch():
     code = "import sys, shardckpt.reshard.batch_dims; assert 'torch' not in sys.modules and 'sympy' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=200)

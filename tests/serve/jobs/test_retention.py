@@ -287,7 +287,7 @@ def test_killed_at_any_operation_it_is_finished_by_the_same_call(tmp_path):
     expected = expected_of(retain(Store.open(base), Latest(1)))
     (tmp_path / "expected.json").write_text(json.dumps(expected))
     command = [sys.executable, CHILDREN / "retention_killed.py", tmp_path]
-    died_before = json.loads(subprocess.run(command, capture_output=True, text=True, check=True, timeout=100).stdout)
+    died_before = json.loads(subprocess.run(command, capture_output=True, text=True, check=True, timeout=250).stdout)
     assert {"rename", "unlink", "rmdir"} <= set(died_before)
     for k in range(len(died_before) + 1):
         root = Store.open(tmp_path / str(k))

@@ -14,7 +14,7 @@ def job(request):
     with Processes(request.module.CHILDREN, env=ENVIRONMENT) as processes:
 
         def run(function, ranks, *arguments):
-            answers = processes.run(function, ranks, *arguments, timeout=100)
+            answers = processes.run(function, ranks, *arguments, timeout=250)
             assert not [a for a in answers if "error" in a], answers
             return answers
 

@@ -23,7 +23,7 @@ def job():
             ranks = 1
             for n in mesh:
                 ranks *= n
-            answers = processes.run(function, ranks, *arguments, timeout=100)
+            answers = processes.run(function, ranks, *arguments, timeout=250)
             failed = [a for a in answers if isinstance(a, dict) and {"error", "signal"} & set(a)]
             assert not failed, failed
             return answers

@@ -77,7 +77,7 @@ def train_step(state):
 
 
 def run(place, *command):
-    done = subprocess.run([str(part) for part in command], cwd=place, capture_output=True, text=True, timeout=100)
+    done = subprocess.run([str(part) for part in command], cwd=place, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stderr[-3000:]
 
 

@@ -20,7 +20,7 @@ STEPS, SAVED, DIES = 11, 6, 8
 
 def program(who, api, place, mesh, dies_at=0):
     arguments = [sys.executable, CHILDREN / "integration_orbax.py", who, api, place, json.dumps(mesh), str(STEPS), str(dies_at)]
-    done = subprocess.run([str(one) for one in arguments], capture_output=True, text=True, timeout=100)
+    done = subprocess.run([str(one) for one in arguments], capture_output=True, text=True, timeout=250)
     if dies_at:
         assert done.returncode == -9, done.stderr[-3000:]
         return None
@@ -230,7 +230,7 @@ def test_the_program_of_the_page_runs(tmp_path):
     (block,) = re.findall(r"^```python\n(.*?)^```", section.split("\n## ")[0], re.MULTILINE | re.DOTALL)
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", block], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100
+        [sys.executable, "-W", "ignore", "-c", block], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=250
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert shardckpt.CheckpointManager(tmp_path / "runs" / "v1").all_steps() == [2, 4, 6]

@@ -159,7 +159,7 @@ def test_saves_and_deletions_at_once_leave_every_step_whole(run):
         for step in range(1, 12):
             manager.save(step, state(step))
     ended.set()
-    reader.join(30)
+    reader.join(60)
     assert seen
     assert all(seen)
     assert {0, 11} <= {*run.manager().all_steps()} <= {0, 10, 11}  # what the reader had open may still be there

@@ -15,7 +15,7 @@ def test_a_manager_joins_processes_that_meet_before_its_first_save_and_says_it_i
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     ranks = [subprocess.Popen([*command, str(rank), tmp_path], **pipes, text=True) for rank in range(2)]
     for rank in ranks:
-        out, err = rank.communicate(timeout=100)
+        out, err = rank.communicate(timeout=250)
         assert rank.returncode == 0, err
         answer = json.loads(out.splitlines()[-1])
         assert "made before the processes of the job met, and has gone through step 1 by itself" in answer.pop("refused")

@@ -24,7 +24,7 @@ def test_the_code_of_the_guide_runs_and_does_what_it_says(tmp_path):
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=250,
     )
     assert done.returncode == 0, done.stderr
 

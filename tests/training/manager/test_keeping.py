@@ -124,7 +124,7 @@ def test_pinning_a_step_while_it_is_deleted_either_fails_or_keeps_it(run):
             deleted = True
         except errors.OptionError:
             deleted = False
-        thread.join(30)
+        thread.join(60)
         assert run.holds(step) is not deleted
         assert answer == ["too late" if deleted else "pinned"]
         outcomes.add(deleted)

@@ -23,7 +23,7 @@ class Gate:
 
         def held(background, step):
             self.reached.set()
-            assert self.opened.wait(30)
+            assert self.opened.wait(60)
             return real(background, step)
 
         monkeypatch.setattr(Background, "_before_publish", held)
@@ -164,13 +164,13 @@ def test_should_save_says_what_save_will_do(run):
 def test_a_second_save_waits_for_the_one_in_flight(run, gate):
     with run.manager() as manager:
         manager.save(1, state(1))
-        assert gate.reached.wait(30)
+        assert gate.reached.wait(60)
         second = threading.Thread(target=manager.save, args=(2, state(2)))
         second.start()
         assert not run.holds(1)
         assert len(run.told("SaveStarted")) == 1
         gate.opened.set()
-        second.join(30)
+        second.join(60)
         assert run.holds(1)
     assert run.holds(2)
 
@@ -178,7 +178,7 @@ def test_a_second_save_waits_for_the_one_in_flight(run, gate):
 def test_or_is_skipped_with_an_event_by_choice(run, gate):
     with run.manager(in_flight="skip") as manager:
         assert manager.save(1, state(1))
-        assert gate.reached.wait(30)
+        assert gate.reached.wait(60)
         assert not manager.save(2, state(2))
         gate.opened.set()
         manager.wait()
@@ -190,7 +190,7 @@ def test_or_is_skipped_with_an_event_by_choice(run, gate):
 def test_continuous_saves_again_when_the_last_is_done(run, gate):
     with run.manager(every=Continuous()) as manager:
         assert manager.save(1, state(1))
-        assert gate.reached.wait(30)
+        assert gate.reached.wait(60)
         assert not any(manager.save(step, state(step)) for step in range(2, 50))
         gate.opened.set()
         manager.wait()
