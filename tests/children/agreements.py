@@ -26,11 +26,13 @@ def interrupt_the_wait(coordinator):
     coordinator._timeout = 600
     process = coordinator.world.process
     if process == 0:
-        threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+        interrupt = threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT))
     else:
         while coordinator.peek("interrupted") is None:
             time.sleep(0.01)
     try:
+        if process == 0:
+            interrupt.start()
         first = _agreed(coordinator, process)
     except KeyboardInterrupt:
         coordinator.announce("interrupted", True)

@@ -130,7 +130,7 @@ def forked(_coordinator, url):
     """A fork of a process with saves in flight, as data loaders make them: it cannot wait for these. (TensorStore cannot be used there.)"""
     held, told = threading.Event(), os.pipe()
     saver = Saver()
-    handle = saver.begin(f"{url}/parent", state(1), SaveOptions(), before_publish=lambda: held.wait(30))
+    handle = saver.begin(f"{url}/parent", state(1), SaveOptions(), before_publish=lambda: held.wait(60))
     pid = os.fork()
     if pid == 0:
         error = error_of(handle.wait)
@@ -172,7 +172,7 @@ def peak(_coordinator, url, mebibytes, limit):
 
 def host_of_several(coordinator, url, mode):
     """One of two processes; what became of its save."""
-    options = SaveOptions(commit_timeout=1.0)
+    options = SaveOptions(commit_timeout=1.0 if mode == "absent" else 60)
     process = coordinator.world.process
     if mode == "absent" and process:
         return "absent"

@@ -22,7 +22,17 @@ def save_and_copy(coordinator, url, copy, options=None):
 
 
 def save_and_be_killed(coordinator, url, options=None):
-    """The committer is killed as soon as all hosts have finished; the others do not wait for it for long."""
-    attempt.assemble = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
-    attempt._COMMITTING = 0.2
-    return save(coordinator, url, {"commit_timeout": 5.0, **(options or {})})
+    """The committer is killed as soon as all hosts have finished; then the time for which the others wait for it is over."""
+    heard = attempt.Attempt._committer_word
+
+    def die(*_arguments):
+        coordinator.announce("killed", True)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def listen(ours):
+        if coordinator.peek("killed"):
+            attempt._COMMITTING = -ours.options.commit_timeout
+        return heard(ours)
+
+    attempt.assemble, attempt.Attempt._committer_word = die, listen
+    return save(coordinator, url, options)

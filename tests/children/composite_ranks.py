@@ -51,7 +51,7 @@ def uneven(coordinator, url):
     join(coordinator)
     local = Code.zeros((3 - dist.get_rank(), 4))
     code = DTensor.from_local(local, mesh(2), [Shard(0)], run_check=False, shape=torch.Size([5, 4]), stride=(4, 1))
-    error = attempt(lambda: shardckpt.save(url, {"w": code}, options=shardckpt.SaveOptions(commit_timeout=20)))
+    error = attempt(lambda: shardckpt.save(url, {"w": code}, options=shardckpt.SaveOptions(commit_timeout=60)))
     leave(coordinator)
     return error
 
@@ -157,7 +157,7 @@ def local_optimizer(coordinator, url, size, save, local):
     error = None
     if save:
         steps(0, 3)
-        error = attempt(lambda: shardckpt.save(url, state, options=shardckpt.SaveOptions(commit_timeout=20)))
+        error = attempt(lambda: shardckpt.save(url, state, options=shardckpt.SaveOptions(commit_timeout=60)))
     else:
         error = attempt(lambda: shardckpt.restore(url, state))
     answer = error or steps(3, 6)
@@ -182,7 +182,7 @@ def local_module(coordinator, url, wrapping):
     inner = fresh.module if wrapping == "DDP" else fresh
     answer = [inner.fill, inner.history.tolist(), inner.amax.tolist(), inner.cache[::39_999].tolist()]
     unnamed = attempt(
-        lambda: shardckpt.save(f"{url}-unnamed", shardckpt.train_state(model=made(rank)), options=shardckpt.SaveOptions(commit_timeout=20))
+        lambda: shardckpt.save(f"{url}-unnamed", shardckpt.train_state(model=made(rank)), options=shardckpt.SaveOptions(commit_timeout=60))
     )
     leave(coordinator)
     return [answer, unnamed]
@@ -194,7 +194,7 @@ def local_patterns(coordinator, url, local):
     model = Statistics(coordinator.world.process + 3)
     mine = {"of the last": ForOne(coordinator.world.process)} if coordinator.world.process == 1 else {}
     state = shardckpt.train_state(model=model, rng=False, local=["model/amax", "model/cache", "model/_extra_state", *local], **mine)
-    options = shardckpt.SaveOptions(commit_timeout=20, host_tensors="local")
+    options = shardckpt.SaveOptions(commit_timeout=60, host_tensors="local")
     error = attempt(lambda: shardckpt.save(url, state, options=options))
     leave(coordinator)
     return error

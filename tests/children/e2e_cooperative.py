@@ -127,7 +127,7 @@ def managed(coordinator, root):
 def interrupted(coordinator, url, where, how):
     """Rank 1 comes to an end in its third round: while it packs what it has read, or when the others wait for its bytes."""
     connect(coordinator)
-    ours = Coordinator.current(timeout=5 if (where, how) == ("packing", "killed") else 60)
+    ours = Coordinator.current(timeout=12 if (where, how) == ("packing", "killed") else 60)
     place, name = {"packing": (_Packed, "pack"), "sending": (TorchInterconnect, "all_gather")}[where]
     original, calls = getattr(place, name), []
 

@@ -14,8 +14,8 @@ from shardckpt.frameworks.coordination import Coordinator, calls
 from shardckpt.training.policies import OnPreemption
 
 framework, process, port, place = sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4]
-calls.ANSWER_SECONDS = 1.0
-options = shardckpt.SaveOptions(commit_timeout=2)
+calls.ANSWER_SECONDS = 60.0
+options = shardckpt.SaveOptions(commit_timeout=6)
 state = {"w": np.ones(100)}
 
 
@@ -50,6 +50,7 @@ job.share("ready", None)
 tell(pid=os.getpid())
 sys.stdin.readline()
 if process:
+    calls.ANSWER_SECONDS = 1.0  # process 0 is stopped
     questions = {
         "peek": failure_of(lambda: job.peek("word")),
         "announce": failure_of(lambda: job.announce("word", 1)),
@@ -66,6 +67,7 @@ if process:
         decision=failure_of(lambda: by_leader.should_save(500)),
     )
     sys.stdin.readline()  # until process 0 goes on
+    calls.ANSWER_SECONDS = 60.0
     tell(heard=job.share("goes on", None, timeout=60))
 else:
     job.share("goes on", None, timeout=60)

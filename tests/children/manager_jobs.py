@@ -160,7 +160,7 @@ def train_without(coordinator, root, missing, on_failure):
 
     done = -1
     try:
-        with manager(coordinator, root, [1], commit_timeout=5, on_failure=decide) as mgr:
+        with manager(coordinator, root, [1], commit_timeout=10, on_failure=decide) as mgr:
             for step in range(3):
                 if step == 1 and coordinator.world.process == missing:
                     mgr.wait()
@@ -216,7 +216,7 @@ def roll_back_until_killed(coordinator, root, to, step, k):
     killer = Killer(k)
     if coordinator.world.processes > 1:
         Lineage.tell_storage = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
-    with manager(coordinator, root, [1], commit_timeout=5) as mgr:
+    with manager(coordinator, root, [1], commit_timeout=15) as mgr:
         mgr.restore(step=to)
         if coordinator.world.process == 0:
             killer.arm()

@@ -85,7 +85,7 @@ def save_what_cannot_be_encoded(coordinator, url):
     if coordinator.world.process == 1:
         shardckpt.register_leaf(Unsaveable, name="unsaveable", encode=lambda _leaf: {}["missing"], decode=lambda _json: Unsaveable())
         leaf = Unsaveable()
-    shardckpt.save(url, {"leaf": leaf}, options=SaveOptions(commit_timeout=20), coordinator=coordinator)
+    shardckpt.save(url, {"leaf": leaf}, coordinator=coordinator)
 
 
 def save_per_process(coordinator, url):
@@ -116,7 +116,7 @@ def save_without_committing(coordinator, url, options=None, shift=0, leave_out=(
     if coordinator.world.process in leave_out:
         return "absent"
     try:
-        shardckpt.save(url, state(shift), options=SaveOptions(**{"commit_timeout": 5.0, **(options or {})}), coordinator=coordinator)
+        shardckpt.save(url, state(shift), options=SaveOptions(**(options or {})), coordinator=coordinator)
     except (KeyboardInterrupt, shardckpt.ShardckptError) as e:
         return f"{type(e).__name__}: {e}"
     return "saved"
@@ -140,14 +140,14 @@ def restore_without_choice(coordinator, url):
 
 def save_two(coordinator, first, second):
     save(coordinator, first)
-    save(coordinator, second, {"commit_timeout": 5})
+    save(coordinator, second)
 
 
 def save_then_differ(coordinator, root):
     """A save that succeeds, and one to another place that cannot: leaves differ."""
     save(coordinator, f"{root}/same")
     mine = {"leaf": coordinator.world.process}
-    shardckpt.save(f"{root}/different", mine, options=SaveOptions(commit_timeout=10), coordinator=coordinator)
+    shardckpt.save(f"{root}/different", mine, coordinator=coordinator)
 
 
 def save_and_forget(coordinator, url):

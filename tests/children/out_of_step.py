@@ -17,7 +17,7 @@ port, rank, ranks, place, misses, how = int(sys.argv[1]), int(sys.argv[2]), int(
 attempt._COMMITTING = 1
 store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
 dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
-options = shardckpt.SaveOptions(overwrite=True, commit_timeout=4)
+options = shardckpt.SaveOptions(overwrite=True, commit_timeout=8)
 
 
 def saved(i, leaf=None):

@@ -58,7 +58,7 @@ def train_described(coordinator, url, resume):
 
 def save_same_shard(coordinator, url):
     local = described(0, 1, 40)
-    shardckpt.save(url, {"w": local}, coordinator=coordinator, options=SaveOptions(commit_timeout=20))
+    shardckpt.save(url, {"w": local}, coordinator=coordinator, options=SaveOptions(commit_timeout=60))
     return "saved"
 
 
@@ -123,7 +123,7 @@ def save_aliases(coordinator, url, kind):
         "view": DTensor.from_local(a.to_local().view(4, 6000), mesh, [Shard(0)], run_check=False),
     }
     try:
-        shardckpt.save(url, {"a": a, "b": aliases[kind]}, options=SaveOptions(commit_timeout=20))
+        shardckpt.save(url, {"a": a, "b": aliases[kind]}, options=SaveOptions(commit_timeout=60))
     finally:
         leave(coordinator)
     return "saved"

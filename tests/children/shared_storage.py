@@ -16,7 +16,7 @@ def _state():
     return {"w": np.arange(600_000, dtype=np.float32), "b": np.arange(3)}
 
 
-def save(coordinator, urls, how="save", timeout=20, replaces=()):
+def save(coordinator, urls, how="save", timeout=60, replaces=()):
     """Each process saves to its own url of `urls`."""
     url = urls[coordinator.world.process]
     if how == "save":
@@ -81,5 +81,5 @@ def save_again_when_shared(coordinator, urls, shared):
 def save_over(coordinator, url):
     """Replace a checkpoint of an earlier job."""
     coordinator.notes.pop("shared roots", None)
-    shardckpt.save(url, _state(), options=SaveOptions(commit_timeout=20, overwrite=True), coordinator=coordinator)
+    shardckpt.save(url, _state(), options=SaveOptions(commit_timeout=60, overwrite=True), coordinator=coordinator)
     return "saved"

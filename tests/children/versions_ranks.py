@@ -41,7 +41,7 @@ def publish(coordinator, url, placement, steps, fail=None, process=1, anchor_eve
     """Publish steps; a process fails at one of them. With `snapshot="device"` all but the smallest tensor are compared there."""
     join(coordinator)
     device.LEAST_BYTES = 1000
-    publisher = shardckpt.Publisher(url, anchor_every=anchor_every, commit_timeout=20, dtype="bfloat16", snapshot=snapshot)
+    publisher = shardckpt.Publisher(url, anchor_every=anchor_every, commit_timeout=60, dtype="bfloat16", snapshot=snapshot)
     errors = []
     for step in steps:
         state = laid_out(weights(step), placement)
@@ -97,7 +97,7 @@ def follow(coordinator, url, placement, until):
         proved = version.prove()
         digest = hashlib.sha256(b"".join(full(like[name]).view(torch.int16).numpy().tobytes() for name in like)).hexdigest()
         found.append([version.step, proved, digest])
-        if version.step >= until or time.monotonic() - began > 60:
+        if version.step >= until or time.monotonic() - began > 200:
             break
     leave(coordinator)
     return found

@@ -53,12 +53,12 @@ def test_a_save_that_waits_for_others_is_given_up_when_the_program_ends(tmp_path
                 pass
             def _get(self, key):
                 return None
-        saver._SHUTDOWN_SECONDS = 3  # longer than the moment for which a first save waits for process 0
+        saver._SHUTDOWN_SECONDS = 6  # longer than the moment for which a first save waits for process 0
         manager = shardckpt.CheckpointManager(sys.argv[1], every=1, coordinator=Silent(int(sys.argv[2]), 2))
         manager.save(1, {"w": numpy.ones(9)})
         sys.exit(7)"""
     command = [sys.executable, "-c", program, tmp_path, str(process)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=CHILDREN.parent)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250, cwd=CHILDREN.parent)
     assert done.returncode == 7
     assert "the program ends: `shardckpt commit` publishes the save if all processes have written their shares." in done.stderr
     with pytest.raises(errors.NotFoundError):
@@ -85,7 +85,7 @@ def test_a_thread_that_saves_while_the_program_ends_is_told_that_it_is_too_late(
             saved.set()
         threading.Thread(target=late).start()
         sys.exit(7)"""
-    done = subprocess.run([sys.executable, "-c", program, tmp_path], capture_output=True, text=True, timeout=100)
+    done = subprocess.run([sys.executable, "-c", program, tmp_path], capture_output=True, text=True, timeout=250)
     assert (done.returncode, done.stdout) == (7, "CommitError\n"), done.stderr
     assert shardckpt.CheckpointManager(tmp_path).all_steps() == [1]
 
@@ -100,7 +100,7 @@ def test_the_first_save_or_restore_of_a_process_is_refused_once_python_ends(tmp_
                 except shardckpt.ShardckptError as error:
                     print(type(error).__name__, error)
         atexit.register(late)"""
-    done = subprocess.run([sys.executable, "-c", program, tmp_path], capture_output=True, text=True, timeout=100)
+    done = subprocess.run([sys.executable, "-c", program, tmp_path], capture_output=True, text=True, timeout=250)
     assert (done.returncode, done.stderr) == (0, "")
     assert [line.split()[0] for line in done.stdout.splitlines()] == ["CommitError", "CommitError", "StorageError"]
     assert done.stdout.count("Python is shutting down and starts no threads any more") == 3

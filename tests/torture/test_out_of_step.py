@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 
 
 PROCESSES = 3
-SHORT, LONG = 0.7, 30
+SHORT, LONG = 3, 60
 """Timeouts of saves that fail, and of those that do not."""
 
 

@@ -123,7 +123,7 @@ def test_a_process_that_hears_nothing_of_the_commit_finds_it_in_the_storage(tmp_
 
 def test_a_step_can_be_saved_again_and_only_with_overwrite(tmp_path, job):
     job.run("save", 2, tmp_path / "c")
-    refused = job.run("save", 2, tmp_path / "c", {"commit_timeout": 5}, 1)
+    refused = job.run("save", 2, tmp_path / "c", None, 1)
     assert [answer["error"] for answer in refused] == ["AlreadyExistsError"] * 2
     assert_holds(tmp_path / "c", 0)
     assert job.run("save", 2, tmp_path / "c", {"overwrite": True}, 1) == ["saved"] * 2
@@ -150,7 +150,7 @@ def test_the_tree_is_the_union_over_processes(tmp_path, job):
 
 def failing(job, url, states, options=None):
     """The errors of all processes; nothing was published."""
-    answers = job.run("save_different", len(states), url, states, {"commit_timeout": 10, **(options or {})})
+    answers = job.run("save_different", len(states), url, states, options)
     assert {answer["error"] for answer in answers} == {"CommitError"}
     with pytest.raises(errors.NotFoundError):
         shardckpt.open(url)
@@ -263,8 +263,8 @@ def test_of_several_committers_at_once_one_publishes_and_the_others_find_it_publ
 
 
 def test_an_attempt_that_lacks_a_host_is_not_committed_and_names_it(tmp_path, job):
-    said = job.run("save_without_committing", 3, tmp_path / "c", {"commit_timeout": 3}, 0, [1])
-    assert "host 1 (of 3) did not finish within 3 s" in said[0]
+    said = job.run("save_without_committing", 3, tmp_path / "c", {"commit_timeout": 10}, 0, [1])
+    assert "host 1 (of 3) did not finish within 10 s" in said[0]
     (outcome,) = shardckpt.commit(tmp_path / "c")
     assert outcome.state == "incomplete"
     assert outcome.reason == "host 1 (of 3) did not finish"

@@ -122,6 +122,6 @@ def test_copies_of_a_checkpoint_on_each_host_are_not_taken_for_one(tmp_path, job
     roots = own_roots(tmp_path, 2)
     shardckpt.save(roots[0] / "1", {"w": np.arange(3)})
     shutil.copytree(roots[0] / "1", roots[1] / "1")
-    answers = job.run("save", 2, [root / "1" for root in roots], "save", 20, ["1"])
+    answers = job.run("save", 2, [root / "1" for root in roots], "save", 60, ["1"])
     assert all("is not shared: process 1, on " in answer["message"] for answer in answers), answers
     assert [shardckpt.restore(root / "1")["w"].tolist() for root in roots] == [[0, 1, 2]] * 2

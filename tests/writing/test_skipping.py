@@ -447,7 +447,7 @@ def test_the_checkpoints_of_one_job_are_told_apart_as_bases(job, tmp_path):
 
 
 def test_processes_that_skip_different_tensors_are_refused(job, tmp_path):
-    options = {"base": str(tmp_path / "0"), "skip": ["large"], "commit_timeout": 20}
+    options = {"base": str(tmp_path / "0"), "skip": ["large"]}
     found = job.run("save", 2, tmp_path / "1", [options, {**options, "skip": ["medium"]}])
 
     assert [answer["error"] for answer in found] == ["CommitError"] * 2
@@ -464,7 +464,7 @@ def test_what_the_base_lacks_fails_on_all_processes(job, tmp_path):
 
 
 def test_a_save_whose_committer_died_is_committed_from_the_records_alone_unless_the_base_is_gone(job, tmp_path):
-    options = {"base": str(tmp_path / "0"), "skip": ["large", "small"], "commit_timeout": 2}
+    options = {"base": str(tmp_path / "0"), "skip": ["large", "small"]}
     killed, _ = job.run("committing_hosts:save_and_be_killed", 2, tmp_path / "1", options)
     assert killed == {"signal": 9}
     shutil.copytree(tmp_path / "1", tmp_path / "2")

@@ -71,13 +71,13 @@ def test_while_process_0_is_stopped_every_wait_for_it_ends_with_an_error_that_na
     for question in ("peek", "announce", "agree"):
         assert found[question].startswith(f"SilentStoreError: {silent}")
         assert "process 0 (or the launcher), which holds it, is stopped or cannot be reached" in found[question]
-    missing = f"this process has written its share, and process 0 has not committed within 2 s ({silent}"
+    missing = f"this process has written its share, and process 0 has not committed within 6 s ({silent}"
     assert found["begun"]
     assert found["begun_again"]
     for save in ("save", "waited", "next", "close"):
         assert found[save].startswith("CommitError: ")
         assert missing in found[save]
-    assert found["decision"].startswith("CoordinationError: step 500: process 0 has not decided within 2 s whether it is saved")
+    assert found["decision"].startswith("CoordinationError: step 500: process 0 has not decided within 6 s whether it is saved")
 
     os.kill(leader.pid, signal.SIGCONT)
     go_on(leader), go_on(other)

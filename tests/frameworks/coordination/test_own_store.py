@@ -42,11 +42,11 @@ def test_a_round_sees_nothing_of_the_rounds_before_it_in_the_same_store(run_job,
 
 
 def test_a_missing_process_is_named_by_those_that_came_and_the_next_round_goes_well(run_job, tmp_path):
-    answers = run_job(SCRIPT, job(tmp_path, 3, absent=[1], timeout=5))
+    answers = run_job(SCRIPT, job(tmp_path, 3, absent=[1], timeout=10))
     for p, answer in zip((0, 2), answers, strict=True):
         assert answer["is a TimeoutError"]
         assert answer["error"].startswith(
-            f"coordination: process {p} waited 5 s for process 1, which did not answer. All processes of the job must"
+            f"coordination: process {p} waited 10 s for process 1, which did not answer. All processes of the job must"
         )
     answers = run_job(SCRIPT, job(tmp_path, 3))
     assert len({answer["run_id"] for answer in answers}) == 1

@@ -31,7 +31,8 @@ def listed(root):
 @pytest.mark.parametrize("every", [[{"seconds": 0.02}], ["continuous"], [50, {"seconds": 0.1}]], ids=str)
 def test_all_save_the_same_steps_with_wrong_clocks_and_one_slow_process(job, tmp_path, slow, every):
     pauses = [0.004 if process == slow else 0.001 for process in range(4)]
-    answers = job.run("train", 4, tmp_path, every, 20_000, [1.0, 7.0, 0.1, 1.0], pauses, None, None, 4)
+    patience = {"timeout": 280}, {"commit_timeout": 280}  # 40 s by the fastest clock
+    answers = job.run("train", 4, tmp_path, every, 20_000, [1.0, 7.0, 0.1, 1.0], pauses, None, patience[1], 4, **patience[0])
     saved = answers[0]["saved"]
     assert len(saved) == 4
     assert [answer["saved"] for answer in answers] == [saved] * 4
