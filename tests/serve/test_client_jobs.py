@@ -43,7 +43,7 @@ def frozen(lab, client):
     """A job that does not end."""
     number = client.start("verify", checkpoint="lab/llama/10")["number"]
     lock = lab.root.parent / "state" / "jobs" / f"{number}.lock"
-    lab.service.wait_until(lambda: lock.exists() and lock.read_text(), 30)
+    lab.service.wait_until(lambda: lock.exists() and lock.read_text())
     pid = int(lock.read_text())
     os.kill(pid, signal.SIGSTOP)
     yield number
@@ -151,8 +151,8 @@ def test_a_wait_goes_on_after_lost_streams_and_answers(client, cutting, monkeypa
 
 
 def test_a_wait_that_has_long_heard_nothing_goes_on_after_a_lost_answer(client, lab, frozen, cutting, monkeypatch):
-    monkeypatch.setattr(module, "_SILENCE", 1.0)
-    monkeypatch.setattr(client, "_timeout", 0.7)
+    monkeypatch.setattr(module, "_SILENCE", 5.0)
+    monkeypatch.setattr(client, "_timeout", 4.0)
     transport = cutting(range(1, 2))
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(client.wait, frozen)

@@ -116,7 +116,7 @@ def test_curl_goes_on_where_it_was_cut_off(service, exported, tmp_path):
         part = urlopen(Request(service.url + FILE, headers={"Range": "bytes=100-"})).read()
     else:
         (tmp_path / "m").write_bytes(exported[:100])
-        subprocess.run([curl, "-sf", "-C", "-", "-o", tmp_path / "m", service.url + FILE], check=True, timeout=60)
+        subprocess.run([curl, "-sf", "-C", "-", "-o", tmp_path / "m", service.url + FILE], check=True, timeout=200)
         part = (tmp_path / "m").read_bytes()[100:]
     assert part == exported[100:]
 
@@ -210,7 +210,7 @@ def test_a_slow_client_gets_the_bytes_that_were_read_for_it(tmp_path, monkeypatc
     shardckpt.save(tmp_path / "root" / "1", {f"w{i}": rng.integers(0, 255, n, np.uint8) for i, n in enumerate(sizes)})
     shardckpt.export_safetensors(tmp_path / "root" / "1", tmp_path / "exported.safetensors")
     expected = (tmp_path / "exported.safetensors").read_bytes()
-    with serving(("lab", tmp_path / "root")) as service, socket.create_connection(service.address, timeout=30) as one:
+    with serving(("lab", tmp_path / "root")) as service, socket.create_connection(service.address, timeout=60) as one:
         one.sendall(b"GET /files/lab/1/model.safetensors HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
         found, pauses = b"", 0
         while part := one.recv(1 << 18):
@@ -272,8 +272,9 @@ def test_from_pretrained_loads_a_training_checkpoint_over_the_hub(tmp_path):
     config.save_pretrained(tmp_path / "root" / "tiny")
     with serving(("lab", tmp_path / "root")) as service:
         environment = {**os.environ, "HF_ENDPOINT": service.url, "HF_HOME": str(tmp_path / "hf"), "HF_TOKEN": "hf_secret"}
+        environment |= dict.fromkeys(("HF_HUB_ETAG_TIMEOUT", "HF_HUB_DOWNLOAD_TIMEOUT"), "60")
         program = [sys.executable, "-c", HUB, tmp_path / "loaded.pt"]
-        done = subprocess.run(program, env=environment, capture_output=True, text=True, timeout=110)
+        done = subprocess.run(program, env=environment, capture_output=True, text=True, timeout=250)
         assert done.returncode == 0, done.stderr[-3000:]
     loaded = torch.load(tmp_path / "loaded.pt")
     for name, tensor in model.state_dict().items():

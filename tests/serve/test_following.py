@@ -45,8 +45,8 @@ def hear(follower, seen, count):
 
 
 def test_a_follower_hears_of_versions_at_once(policy, monkeypatch):
-    """It would look at the storage after 60 s only."""
-    monkeypatch.setattr(following, "_FIRST_LOOK", 60.0)
+    """It would look at the storage after ten minutes only."""
+    monkeypatch.setattr(following, "_FIRST_LOOK", 600.0)
     seen, like = [], {"w": np.zeros(50_000)}
     with shardckpt.Publisher(policy.root) as publisher, shardckpt.follow(policy.root, like) as follower:
         thread = threading.Thread(target=hear, args=(follower, seen, 4), daemon=True)
@@ -54,8 +54,8 @@ def test_a_follower_hears_of_versions_at_once(policy, monkeypatch):
         policy.service.wait_until(lambda: follower._listener.connected)
         for step in range(4):
             publish(publisher, step)
-            policy.service.wait_until(lambda step=step: seen == [*range(step + 1)], seconds=30)
-        thread.join(30)
+            policy.service.wait_until(lambda step=step: seen == [*range(step + 1)])
+        thread.join(60)
     assert seen == [0, 1, 2, 3]
     assert (like["w"] == np.arange(50_000.0) + (np.arange(50_000) % 997 == 3)).all()
 
@@ -134,7 +134,7 @@ def test_a_reader_that_may_not_write_gets_its_lease_from_the_service_or_is_told_
 
     def run(**env):
         command = [sys.executable, "-c", READER, str(policy.root)]
-        done = subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True, timeout=100, check=False)
+        done = subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True, timeout=250, check=False)
         assert done.returncode == 0, done.stderr
         return done
 

@@ -176,15 +176,17 @@ def test_a_journal_of_a_million_verifications_delays_neither_metrics_nor_pages(t
     shardckpt.save(tmp_path / "runs" / "a" / "1", {"w": np.ones(3)})
     headers = {"Authorization": f"Bearer {add_token(tmp_path / 'tokens', 'ann', 'read')}"}
     flags = ("--token-file", tmp_path / "tokens", "--state", tmp_path / "state", "--scrub", "30d")
+    paths = ("/metrics", "/ui/health") * 50
     with apart(("lab", tmp_path / "runs"), flags=flags) as (service, process):
         before = memory_of_all(process)
+        quiet = [max(slowest(service, [path], 0.0, **headers).values()) for path in paths]
     with sqlite3.connect(tmp_path / "state" / "journal.sqlite") as db:
         rows = ((f"lab/r{i % 50}/{i}", "x", "2026-11-20T10:00:00+00:00", "2026-11-20T10:00:05+00:00") for i in range(1_000_000))
         db.executemany("INSERT INTO verifications (id, attempt, begun, ended) VALUES (?,?,?,?)", rows)
     with apart(("lab", tmp_path / "runs"), flags=flags) as (service, process):
-        took = [max(slowest(service, [path], 0.0, **headers).values()) for path in ("/metrics", "/ui/health") * 50]
+        took = [max(slowest(service, [path], 0.0, **headers).values()) for path in paths]
         more = memory_of_all(process) - before
         print(f"a journal of 1,000,000 verifications: median {median(took):.3f} s, most {max(took):.3f} s, {more >> 20} MiB more")
-        assert median(took) <= 0.2
-        assert max(took) <= 1  # beside other programs
+        assert median(took) <= max(0.2, 3 * median(quiet))
+        assert max(took) <= max(1, 3 * max(quiet))  # beside other programs
         assert more <= 64 << 20

@@ -9,7 +9,6 @@ import json
 import logging
 import re
 import time
-from collections import defaultdict
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from http.client import IncompleteRead
@@ -17,6 +16,7 @@ from urllib.parse import urlencode
 
 import numpy as np
 import pytest
+from job_services import LaterJobs
 from serving import serving
 
 import shardckpt
@@ -422,7 +422,7 @@ def test_what_is_still_sent_ends_with_the_token_without_an_error(tmp_path, monke
     file = tmp_path / "tokens"
     ann, bob = add_token(file, "ann", "lab=operate"), add_token(file, "bob", "lab=operate")
     with serving(("lab", tmp_path / "lab"), token_file=file, state=tmp_path / "state") as service, ExitStack() as stack:
-        service.upkeep.runner._not_before = defaultdict(lambda: time.monotonic() + 600)
+        service.upkeep.runner._not_before = LaterJobs()
         headers = {"Authorization": f"Bearer {bob}", "Content-Type": "application/json"}
         number = service.ask("/v1/jobs/verify", "POST", '{"checkpoint": "lab/run/1"}', **headers).json["number"]
         events, download = stack.enter_context(closing(service.connect())), stack.enter_context(closing(service.connect()))

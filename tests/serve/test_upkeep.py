@@ -92,13 +92,13 @@ def test_a_scrub_keeps_its_rate_and_goes_on_where_it_was_killed(tmp_path):
             return found[0] if found else {"chunks": 0, "ended": None}
 
         begun = time.monotonic()
-        while not last()["chunks"] > 0:
+        while not (before := last())["chunks"] > 0:
             assert time.monotonic() < begun + 60
             time.sleep(0.1)
         service.kill()
-        service.restart()
-        before = last()
         assert before["ended"] is None
+        service.restart()
+        begun = time.monotonic()
         while last()["ended"] is None:
             assert last()["chunks"] >= before["chunks"]
             assert time.monotonic() < begun + 60

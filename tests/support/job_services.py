@@ -12,6 +12,13 @@ from serving import Running, serving
 from shardckpt.serve.access.tokens import add_token
 
 
+class LaterJobs(dict):
+    """Times before which no job is started: in ten minutes, whatever its number."""
+
+    def get(self, _number, _default=None):
+        return time.monotonic() + 600
+
+
 @dataclass
 class Operated:
     """A running service, and tokens of each scope."""
