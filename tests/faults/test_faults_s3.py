@@ -43,7 +43,7 @@ def test_a_tombstone_that_goes_before_its_writer_has_an_answer_does_not_come_bac
             assert commit.hold_place(store, commit.read_prior(store, overwrite=False), overwrite=False).holds
 
     slow = [
-        Rule("latency", seconds=1, kinds=("upload",), objects=RECORD, skip=1),
+        Rule("latency", seconds=5, kinds=("upload",), objects=RECORD, skip=1),
         Rule("latency", seconds=0.3, kinds=("delete",), objects=RECORD, skip=1),
     ]
     with ThreadPoolExecutor(1) as pool, cloud.breaking(*slow, Rule("lost-answer", kinds=("upload",), objects=RECORD)):

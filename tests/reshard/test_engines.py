@@ -99,9 +99,11 @@ def check(source, target):
 
 
 def test_processes_of_this_machine_do_it(start, source, tmp_path):
-    job = start(source, tmp_path / "b", workers=2)
+    go_on = tmp_path / "go on"
+    job = start(source, tmp_path / "b", workers=2, pause=[4, str(go_on)])
     wait_for(lambda: records(tmp_path / "b") or job.poll() is not None)
     os.kill(min(children(job.pid)), signal.SIGKILL)
+    go_on.touch()
     report = finish(job)
     assert (report["tasks"], report["committed"]) == (TASKS, True)
     check(source, tmp_path / "b")
@@ -117,9 +119,10 @@ def test_threads_of_a_user_do_it(source, tmp_path):
 
 def test_workers_that_somebody_else_starts_do_it_and_one_that_is_killed_is_started_again(start, source, tmp_path):
     target = tmp_path / "b"
-    jobs = [start(source, target, worker=[k, 2], workers=1) for k in range(2)]
+    jobs = [start(source, target, worker=[k, 2], workers=1, pause=[4, str(tmp_path / f"go on {k}")]) for k in range(2)]
     wait_for(lambda: len(records(target)) >= 3 or jobs[0].poll() is not None)
     jobs[0].kill()
+    (tmp_path / "go on 1").touch()
     jobs[0].communicate(timeout=PATIENCE)
     finish(jobs[1])
     (outcome,) = shardckpt.commit(target)
@@ -166,11 +169,13 @@ def test_an_error_of_a_task_is_raised_as_it_is(start, source, tmp_path, cluster)
 @pytest.mark.parametrize("cluster", CLUSTERS, indirect=True)
 @pytest.mark.timeout(400)
 def test_a_worker_that_is_killed_in_the_middle_is_done_without(start, source, tmp_path, cluster):
-    job = start(source, tmp_path / "b", engine=cluster.url)
+    go_on = tmp_path / "go on"
+    job = start(source, tmp_path / "b", engine=cluster.url, pause=[4, str(go_on)])
     wait_for(lambda: len(records(tmp_path / "b")) >= 3 or job.poll() is not None)
     killed = cluster.workers()[:1]
     for pid in killed:
         os.kill(pid, signal.SIGKILL)
+    go_on.touch()
     report = finish(job)
     assert killed
     assert report["tasks"] == TASKS
@@ -181,15 +186,18 @@ def test_a_worker_that_is_killed_in_the_middle_is_done_without(start, source, tm
 @pytest.mark.timeout(600)
 def test_machines_are_lost_one_after_the_other(start, source, tmp_path, cluster):
     """With one of two the job goes on; with none it fails in time, and what was done is not lost. The cluster is gone afterwards."""
-    job = start(source, tmp_path / "b", engine=cluster.url)
+    go_on = [tmp_path / "go on", tmp_path / "go on again"]
+    job = start(source, tmp_path / "b", engine=cluster.url, pause=[4, str(go_on[0])])
     wait_for(lambda: len(records(tmp_path / "b")) >= 3 or job.poll() is not None)
     lose(cluster, 0)
+    go_on[0].touch()
     assert finish(job)["tasks"] == TASKS
     check(source, tmp_path / "b")
 
-    job = start(source, tmp_path / "c", engine=cluster.url, patience=2)
+    job = start(source, tmp_path / "c", engine=cluster.url, patience=2, pause=[4, str(go_on[1])])
     wait_for(lambda: len(records(tmp_path / "c")) >= 3 or job.poll() is not None)
     lose(cluster, 1)
+    go_on[1].touch()
     message = failure(job)
     assert message.startswith("shardckpt.errors.CoordinationError"), message
     assert "has had no worker" in message
@@ -206,10 +214,11 @@ STARTS = [pytest.param(dask_cluster, marks=pytest.mark.slow), pytest.param(ray_c
 @pytest.mark.timeout(400)
 def test_a_cluster_whose_head_is_lost_ends_the_job_and_what_was_done_stays(start, source, tmp_path, begin):
     with begin() as cluster:
-        job = start(source, tmp_path / "b", engine=cluster.url, patience=15)
+        job = start(source, tmp_path / "b", engine=cluster.url, patience=15, pause=[4, str(tmp_path / "go on")])
         wait_for(lambda: len(records(tmp_path / "b")) >= 3 or job.poll() is not None)
         for pid in cluster.head:
             os.kill(pid, signal.SIGKILL)
+        (tmp_path / "go on").touch()
         message = failure(job)
     assert message.startswith("shardckpt.errors.CoordinationError"), message
     assert "Finished tasks are kept" in message

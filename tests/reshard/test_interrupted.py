@@ -72,7 +72,7 @@ def test_a_job_that_is_killed_again_and_again_goes_on_where_it_was(source, tmp_p
     finished = {}
     for kill in range(3):
         more = len(finished) + int(rng.integers(1, 4))
-        job = start(source, target, workers=1 + kill % 2, layout=layout)
+        job = start(source, target, workers=1 + kill % 2, layout=layout, pause=[4, "never"])
         wait_for(lambda more=more, job=job: len(records(target)) >= more or job.poll() is not None)
         job.kill()
         job.communicate(timeout=PATIENCE)
@@ -102,7 +102,7 @@ def test_a_job_that_is_killed_again_and_again_goes_on_where_it_was(source, tmp_p
 
 def test_ctrl_c_ends_all_processes_and_the_same_call_goes_on(source, tmp_path):
     target = tmp_path / "b"
-    job = start(source, target, workers=2)
+    job = start(source, target, workers=2, pause=[5, "never"])
     wait_for(lambda: len(records(target)) >= 3 or job.poll() is not None)
     workers = children(job.pid)
     job.send_signal(signal.SIGINT)
@@ -119,7 +119,7 @@ def test_ctrl_c_ends_all_processes_and_the_same_call_goes_on(source, tmp_path):
 
 
 def test_workers_end_with_the_program_that_started_them(source, tmp_path):
-    job = start(source, tmp_path / "b", workers=2)
+    job = start(source, tmp_path / "b", workers=2, pause=[2, "never"])
     wait_for(lambda: records(tmp_path / "b") or job.poll() is not None)
     workers = children(job.pid)
     job.kill()

@@ -6,7 +6,6 @@ A CPU is a device here like any other: the copies are in its memory, and the sam
 from __future__ import annotations
 
 import threading
-import time
 
 import ml_dtypes
 import numpy as np
@@ -114,10 +113,11 @@ def test_shards_of_jax_arrays_are_compared_where_they_are_before_they_are_donate
 
 def test_versions_that_were_skipped_pass_their_changes_on(tmp_path, monkeypatch):
     """The first version is held up while three are published: the last one has what all of them have changed."""
-    gate, arrive = threading.Event(), device.DeviceShare.arrive
+    gate, begun, arrive = threading.Event(), threading.Event(), device.DeviceShare.arrive
 
     def held_up(self, version):
         arrive(self, version)
+        begun.set()
         gate.wait(60)
 
     monkeypatch.setattr(device.DeviceShare, "arrive", held_up)
@@ -126,7 +126,7 @@ def test_versions_that_were_skipped_pass_their_changes_on(tmp_path, monkeypatch)
         for step in range(5):
             publisher.publish(step, {"w": w})
             w[step % 3, :7] += 1
-            time.sleep(0.1)
+            assert begun.wait(60)
         gate.set()
         publisher.wait()
         publisher.publish(5, {"w": w})
