@@ -75,7 +75,7 @@ asked then."""
 
 
 ADDRESSES: dict[type, Callable[[Any], int]] = {}
-"""For some classes in there the adapter's function `address`, see `flatten`."""
+"""The adapter's function `address`, for some of the classes in `_BY_CLASS`; see `flatten`."""
 
 
 class _Adapter(Protocol):

@@ -28,7 +28,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from math import prod
-from threading import Lock
+from threading import RLock
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from shardckpt.layout.world import World
 
 _ON_HOST = ("pinned_host", "unpinned_host")
-_LISTING = Lock()
+_LISTING = RLock()  # a signal handler may save amid a save
 """JAX lists an array's shards at the first use. Another thread that asks meanwhile gets a part of the list, and JAX keeps that part."""
 
 

@@ -188,7 +188,7 @@ def identity(leaf: Any) -> Hashable | None:
 
 
 def address(leaf: Any) -> int:
-    """The address in the `identity` of an instance of `CLASSES`; 0 for one that needs a closer look."""
+    """The address in the `identity` of an instance of `CLASSES`; 0: only `identity` itself can say."""
     try:
         return leaf.data_ptr() if owns(leaf) else 0
     except RuntimeError:  # as in `identity`
@@ -448,7 +448,7 @@ def _without_memory(leaf: Any) -> str | None:
 
 
 def _is_complete(leaf: Any) -> bool:
-    """Whether `check_kind` accepts a plain tensor on the CPU, and `host_array` returns its memory; False: perhaps."""
+    """Whether a plain tensor on the CPU is known to have its elements in memory, contiguous; if not, `check_kind` looks closer."""
     if leaf.is_nested or leaf.layout is not torch.strided or leaf.is_conj() or leaf.is_neg() or leaf._is_zerotensor():
         return False
     if not leaf.is_contiguous() or leaf.is_quantized:

@@ -104,8 +104,10 @@ def collector_paused() -> Iterator[None]:
 
     The plans of 2,000 tensors start the collector several times, and each time it visits all objects of the program: 0.1 s with torch
     and JAX imported, and half of a restore of small tensors in all.
+
+    On the main thread only: beside a thread in the background, the program may call `gc.disable()` itself, and must find that so.
     """
-    with _collector.changed():
+    with _collector.changed() if threading.current_thread() is threading.main_thread() else nullcontext():
         yield
 
 

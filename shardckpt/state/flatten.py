@@ -76,8 +76,8 @@ def flatten(
         local: whether the value of a name belongs to this process alone. Names of its tensors get the process's number.
         process: the number of this process.
         addresses: by class, a function that returns the address of a tensor's memory, for tensors that are not composite and have no
-            meaning; 0 for any other value. An `identity` of such tensors is a tuple whose second item is the address. So it is computed
-            only for tensors at the same address.
+            meaning; 0 for any other value. The `identity` of such tensors, and of whatever else may share their memory, is a tuple whose
+            second item is the address. So the identity is computed only of tensors at an address where another one is.
 
     Raises:
         LeafError: a value cannot be stored, a key is invalid, there is a cycle, or a value is nested in more than 200
@@ -107,7 +107,7 @@ class _Walk:
     ) -> None:
         self.addresses = {} if local is not None or identity is None else addresses
         self.at: dict[int, str] = {}
-        """The first tensor at each address, of those whose identity was not asked for."""
+        """The first tensor at each address, whether its identity was asked for or not."""
         self.composite = composite
         self.is_local = local
         self.process = process
@@ -179,8 +179,8 @@ class _Walk:
         self.refuse_in_leaf(value)
         identity = None if self.identity is None else self.identity(value)
         if identity is not None:
-            if self.at and type(identity) is tuple and (other := self.at.get(identity[1])) is not None:
-                assert self.identity is not None
+            assert self.identity is not None
+            if self.addresses and type(identity) is tuple and (other := self.at.setdefault(identity[1], name)) != name:
                 self.first_names.setdefault(self.identity(self.tensors[other]), other)
             first = self.first_names.setdefault(identity, name)
             if first != name:

@@ -1,6 +1,7 @@
 """Does with real JAX arrays on 8 virtual devices what test_jax.py asks. JSON on stdin, answers on stdout."""
 
 import json
+import signal
 import sys
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
@@ -307,6 +308,30 @@ def together(_):
     return wrong
 
 
+def amid_another(_):
+    """A signal handler saves while a save asks JAX for the shards of an array: what came, and what ended."""
+    state, saved = {"w": jnp.ones(3)}, []
+
+    def handler(*_):
+        shardckpt.save("memory://amid-another/handler", {"w": jnp.ones(3)})
+        saved.append("handler")
+
+    def trace(frame, event, _):
+        if event == "call" and frame.f_code.co_name == "addressable_shards" and "signal" not in saved:
+            saved.append("signal")
+            signal.raise_signal(signal.SIGUSR1)
+
+    before = signal.signal(signal.SIGUSR1, handler)
+    sys.settrace(trace)
+    try:
+        shardckpt.save("memory://amid-another/outer", state)
+        saved.append("outer")
+    finally:
+        sys.settrace(None)
+        signal.signal(signal.SIGUSR1, before)
+    return saved
+
+
 class Sorted(jax.sharding.Sharding):
     """Somebody's own kind, of which XLA has never heard."""
 
@@ -376,6 +401,7 @@ def main():
             told,
             pmapped,
             together,
+            amid_another,
             refusals,
         ),
     )

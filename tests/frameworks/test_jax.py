@@ -113,7 +113,10 @@ CASES = {
     "dtypes": [{"dtype": dtype, "x64": x64} for dtype in DTYPES for x64 in (False, True)],
     **{
         key: [None]
-        for key in ["control", "uncommitted", "adoption", "memory_kinds", "x64", "identities", "guarded", "pmapped", "together", "refusals"]
+        for key in (
+            *("control", "uncommitted", "adoption", "memory_kinds", "x64", "identities", "guarded", "pmapped"),
+            *("together", "amid_another", "refusals"),
+        )
     },
 }
 
@@ -199,6 +202,10 @@ def test_what_pmap_returns_is_an_array_like_any_other(answers):
 
 def test_several_threads_fetch_one_array_of_which_jax_has_not_listed_the_shards(answers):
     assert answers["together"] == [[]]
+
+
+def test_a_signal_handler_saves_while_jax_lists_the_shards_of_an_array(answers):
+    assert answers["amid_another"] == [["signal", "handler", "outer"]]
 
 
 def test_no_copy_stays_with_the_array_when_it_was_fetched(round_trips):

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import warnings
+from itertools import permutations
 from math import prod
 
 import numpy as np
@@ -385,6 +386,23 @@ def test_ties_are_the_same_whether_tensors_at_one_address_are_asked_for_first_or
         "inside/detached": "inside/weight",
         "conjugated/1": "conjugated/0",
     }
-    backwards = dict(reversed(state.items()))
-    slow, quick = (flatten(backwards, *asked, addresses=addresses) for addresses in (None, frameworks.ADDRESSES))
-    assert (quick.tree, quick.aliases, [*quick.tensors]) == (slow.tree, slow.aliases, [*slow.tensors])
+
+    class Own(torch.nn.Parameter):
+        """Not among the known classes."""
+
+    values = [w, w.data, array_of(w, F32), w.reshape(3, 4), Own(w), array_of(w, F32)[:4], weight, torch.nn.Parameter(w)]
+    for some in permutations(values, 3):
+        for known in (frameworks.ADDRESSES, {torch.Tensor: frameworks.ADDRESSES[torch.Tensor]}):
+            slow, quick = (flatten([*some], *asked, composite=frameworks.composite, addresses=addresses) for addresses in (None, known))
+            assert (quick.tree, quick.aliases, [*quick.tensors]) == (slow.tree, slow.aliases, [*slow.tensors])
+
+
+def test_tied_parameters_of_a_class_that_a_save_meets_for_the_first_time_are_restored(tmp_path):
+    """A save before it has met another class."""
+    code = (
+        "import sys, torch, shardckpt; from torch.nn import Parameter\n"
+        "shardckpt.save(sys.argv[1] + '/1', {'x': torch.ones(3)})\n"
+        "p = Parameter(torch.ones(3)); state = {'emb': p, 'head': p}\n"
+        "shardckpt.save(sys.argv[1] + '/2', state); shardckpt.restore(sys.argv[1] + '/2', state)"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True)

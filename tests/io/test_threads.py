@@ -207,6 +207,27 @@ def test_a_pause_of_the_collector_ends_as_it_was_found(enabled):
         (gc.enable if was else gc.disable)()
 
 
+def test_a_thread_in_the_background_pauses_no_collector():
+    """Else the program's own `gc.disable()` meanwhile would be undone at the end of the pause."""
+    seen = []
+
+    def pause():
+        with collector_paused():
+            seen.append(gc.isenabled())
+            gc.disable()
+        seen.append(gc.isenabled())
+
+    was = gc.isenabled()
+    try:
+        gc.enable()
+        thread = threading.Thread(target=pause)
+        thread.start()
+        thread.join()
+    finally:
+        (gc.enable if was else gc.disable)()
+    assert seen == [True, False]
+
+
 @pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")  # by JAX, where another test has imported it
 def test_of_pauses_that_overlap_the_last_one_counts():
     one, other = collector_paused(), collector_paused()
