@@ -8,12 +8,15 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
+from shardckpt.io.store import Store
+from shardckpt.runs.ended import ENDED
 from shardckpt.serve.jobs.background import BackgroundWork
 from shardckpt.serve.rhythm import COMMITS, rhythm_of
 
 if TYPE_CHECKING:
     from shardckpt.serve.catalogue import Catalogue
     from shardckpt.serve.jobs.journal import Journal
+    from shardckpt.serve.roots import Roots
     from shardckpt.serve.scanner import Scanner
 
 _log = logging.getLogger("shardckpt.serve")
@@ -23,10 +26,10 @@ _POLL = 60.0
 class SilenceWatch(BackgroundWork):
     """Looks for runs that have stopped, in the background."""
 
-    def __init__(self, journal: Journal, catalogue: Catalogue, scanner: Scanner) -> None:
+    def __init__(self, journal: Journal, roots: Roots, catalogue: Catalogue, scanner: Scanner) -> None:
         """Nothing is looked for before `start`."""
         super().__init__("silence", _log, "silent runs could not be looked for", first=_POLL, again=_POLL)
-        self._journal, self._catalogue, self._scanner = journal, catalogue, scanner
+        self._journal, self._roots, self._catalogue, self._scanner = journal, roots, catalogue, scanner
 
     def look(self) -> float:
         """Tell of each run that was saving at an earlier look, and is silent now. Raises StorageError."""
@@ -38,12 +41,9 @@ class SilenceWatch(BackgroundWork):
             rhythm = rhythm_of(one["created"] for one in commits)
             if rhythm is None or rhythm.every is None or rhythm.silent != (run in saving):
                 continue
-            if not rhythm.silent:
-                self._journal.set_saving(run, saving=True)
-                continue
-            notice = None
-            if run not in self._scanner.ended:
+            notice = None  # the scanner may not have seen yet that an operator has marked the run as ended
+            if rhythm.silent and not Store.open(self._roots.locate(run)).exists(ENDED):
                 notice = {"event": "silent", "run": run, "last": commits[-1]["created"], "every": rhythm.every}
                 _log.warning("silent", extra={"fields": notice})
-            self._journal.set_saving(run, saving=False, notice=notice)
+            self._journal.set_saving(run, saving=not rhythm.silent, notice=notice)
         return _POLL

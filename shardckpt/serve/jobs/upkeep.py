@@ -55,7 +55,7 @@ class Upkeep:
         )
         self.webhook = None if options.webhook is None else Webhook(self.journal, options.webhook)
         self.journal.keeps_notices = self.webhook is not None
-        self.silence = SilenceWatch(self.journal, catalogue, scanner)
+        self.silence = SilenceWatch(self.journal, roots, catalogue, scanner)
         self.tally = Tally(self.journal, catalogue, scanner, options.scrub)
         self.scrubber = None
         if options.scrub is not None:
