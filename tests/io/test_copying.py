@@ -31,3 +31,15 @@ def test_when_a_copy_fails_no_thread_copies_any_more(place):
     for source in sources:
         source[:] = 2
     np.testing.assert_array_equal(before, targets)
+
+
+def test_threads_draw_small_arrays_many_at_a_time(monkeypatch):
+    monkeypatch.setattr(copying, "cores", lambda: 4)
+    copied, copy = [], copying._copy
+    monkeypatch.setattr(copying, "_copy", lambda pairs: (copied.append(len(pairs)), copy(pairs)))
+    sources = np.arange(20_000 * 256, dtype=np.float32).reshape(20_000, 256)  # 20 MB
+    targets = np.zeros_like(sources)
+    copy_all([*zip(targets, sources, strict=True)])
+    np.testing.assert_array_equal(targets, sources)
+    assert sum(copied) == len(sources)
+    assert len(copied) == -(-sources.nbytes // copying._PART_BYTES)
