@@ -109,7 +109,7 @@ def test_nothing_outside_of_io_asks_for_the_kind_of_a_storage():
 
 def test_what_the_main_thread_waits_for_is_locked_by_the_lock_of_its_condition():
     """`with` on a Condition runs Python code, in which Ctrl-C leaves the lock locked; on the lock itself it does not."""
-    entered = []
+    entered, plain = [], []
     for path in (path for folder in ("io", "writing", "versions") for path in (PACKAGE / folder).rglob("*.py")):
         tree = ast.parse(path.read_text())
         conditions = {
@@ -117,12 +117,18 @@ def test_what_the_main_thread_waits_for_is_locked_by_the_lock_of_its_condition()
             for node in ast.walk(tree)
             if isinstance(node, ast.Assign) and "Condition(" in ast.unparse(node.value)
         }
+        plain += [
+            f"{path.relative_to(PACKAGE)}:{node.lineno}"
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] == "Condition"
+        ]
         entered += [
             f"{path.relative_to(PACKAGE)}:{node.lineno}"
             for node in ast.walk(tree)
             if isinstance(node, ast.With) and {ast.unparse(item.context_expr) for item in node.items} & conditions
         ]
     assert not entered
+    assert not plain, "use InterruptibleCondition"
 
 
 def test_nothing_outside_of_io_asks_whether_a_place_has_a_path_without_using_the_path():

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Self
 import numpy as np
 
 from shardckpt.io.cores import cores
-from shardckpt.io.threads import read_ahead, run_on_threads
+from shardckpt.io.threads import InterruptibleCondition, read_ahead, run_on_threads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -151,8 +151,7 @@ class BufferPool:
         self._unpin: dict[int, Callable[[], object]] = {}
         """For each pinned buffer, by its address, the function that unpins it."""
         self._waiting: deque[object] = deque()
-        self._lock = threading.RLock()  # `with self._changed` runs Python, and Ctrl-C there leaves it locked
-        self._changed = threading.Condition(self._lock)
+        self._changed = InterruptibleCondition()
 
     def take(self, nbytes: int, *, most: int = 0, beside: int = 0) -> Lease:
         """Lease a buffer; wait until there is room for it and all earlier requests are served.
@@ -166,7 +165,7 @@ class BufferPool:
                 `Lease.release` is called.
         """
         turn = object()
-        with self._lock:
+        with self._changed.lock:
             self._waiting.append(turn)
             try:
                 self._changed.wait_for(lambda: self._waiting[0] is turn and self._fits(_size(nbytes) + beside))
@@ -178,19 +177,19 @@ class BufferPool:
 
     def take_at_once(self, nbytes: int, *, beside: int = 0) -> Lease | None:
         """Like `take`, but return None instead of waiting."""
-        with self._lock:
+        with self._changed.lock:
             fits = not self._waiting and self._fits(_size(nbytes) + beside)
             return self._lend(nbytes, beside) if fits else None
 
     def clear(self) -> None:
         """Free the buffers that are kept for reuse; leased ones stay."""
-        with self._lock:
+        with self._changed.lock:
             while self._kept:
                 self._free(self._kept.pop())
 
     def resize(self, limit: int) -> None:
         """Change the limit. Leases stay; kept buffers above the limit are freed."""
-        with self._lock:
+        with self._changed.lock:
             self.limit = limit
             while self._kept and self._allocated() > limit:
                 self._free(self._kept.pop(0))
@@ -202,7 +201,7 @@ class BufferPool:
         Args:
             pin: pins the memory of a buffer, in parts of a size that it chooses, and returns the function that unpins it.
         """
-        with self._lock:
+        with self._changed.lock:
             if self.pin is not pin:
                 self.pin = pin
                 self._kept.clear()
@@ -210,13 +209,13 @@ class BufferPool:
     @property
     def is_used(self) -> bool:
         """Whether anything is leased, or asked for."""
-        with self._lock:
+        with self._changed.lock:
             return bool(self._leased or self._waiting)
 
     @property
     def kept(self) -> list[int]:
         """Addresses of the buffers that are kept for reuse, ascending."""
-        with self._lock:
+        with self._changed.lock:
             return sorted(buffer.ctypes.data for buffer in self._kept)
 
     def _fits(self, wanted: int) -> bool:
@@ -251,7 +250,7 @@ class BufferPool:
         return self._leased + sum(b.nbytes for b in self._kept)
 
     def _take_back(self, buffer: NDArray[np.uint8] | None, beside: int, *, keep: bool = True) -> None:
-        with self._lock:
+        with self._changed.lock:
             self._leased -= beside
             if buffer is not None:
                 self._leased -= buffer.nbytes

@@ -98,6 +98,27 @@ _switching = _Setting(
 )
 
 
+class InterruptibleCondition(threading.Condition):
+    """A condition in whose waits Ctrl-C does no harm. Enter its `lock`: entering the condition itself runs Python code.
+
+    Ctrl-C in that code would leave the lock locked.
+    """
+
+    def __init__(self) -> None:
+        """Make its lock."""
+        self.lock = threading.RLock()
+        super().__init__(self.lock)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """See `threading.Condition`. After Ctrl-C the lock is held, too, as the `with` around this call expects."""
+        try:
+            return super().wait(timeout)
+        except BaseException:
+            if not self._is_owned():  # type: ignore[attr-defined]  # as CPython itself asks
+                self.lock.acquire()
+            raise
+
+
 @contextmanager
 def collector_paused() -> Iterator[None]:
     """Pause Python's collector of reference cycles: for short code that creates objects per tensor, and does not wait for others.

@@ -10,7 +10,6 @@ A version that was not published is never a base: the next one is an anchor.
 
 from __future__ import annotations
 
-import threading
 import time
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -21,6 +20,7 @@ from shardckpt.errors import CommitError, NamesMismatchError, ShardckptError
 from shardckpt.format.bases import Base
 from shardckpt.format.documents import utc_now
 from shardckpt.frameworks.coordination import WaitNotice
+from shardckpt.io.threads import InterruptibleCondition
 from shardckpt.layout.dtypes import castable
 from shardckpt.runs.job import PUBLISHED
 from shardckpt.state.select import matches, select
@@ -174,8 +174,7 @@ class PublishedVersion:
         self._decide = decide
         self._settle = settle
         self._timeout = timeout
-        self._lock = threading.RLock()  # `with self._changed` runs Python, and Ctrl-C there leaves it locked
-        self._changed = threading.Condition(self._lock)
+        self._changed = InterruptibleCondition()
         self._began = ""
         """Time at which process 0 began it."""
         self._skip = False
@@ -193,7 +192,7 @@ class PublishedVersion:
 
     def skip(self) -> bool:
         """Skip it, unless it has started; return whether it is skipped. Process 0 alone decides that."""
-        with self._lock:
+        with self._changed.lock:
             self._skip = not self._started
             self._changed.notify_all()
             return self._skip
@@ -297,11 +296,11 @@ class PublishedVersion:
             if before.done:
                 before = before.before
                 continue
-            with self._lock:
+            with self._changed.lock:
                 if self._skip:
                     return {"skipped": True}
                 self._changed.wait(_LOOK)
-        with self._lock:
+        with self._changed.lock:
             if self._skip:
                 return {"skipped": True}
             self._started = True

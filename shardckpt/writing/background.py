@@ -27,7 +27,7 @@ from shardckpt.io.buffers import BufferPool
 from shardckpt.io.failures import saving_takes_threads
 from shardckpt.io.shutdown import has_begun, start_background
 from shardckpt.io.store import Store
-from shardckpt.io.threads import collector_paused
+from shardckpt.io.threads import InterruptibleCondition, collector_paused
 from shardckpt.io.url import parse
 from shardckpt.options import DEFAULT_MEMORY_LIMIT, LEAST_MEMORY_LIMIT, checked_options, parse_bytes
 from shardckpt.text import file_size
@@ -383,8 +383,7 @@ class SaveProgress:
         self._durable = False
         self._error: BaseException | None = None
         self._process = os.getpid()
-        self._lock = threading.RLock()  # `with self._changed` runs Python, and Ctrl-C there leaves it locked
-        self._changed = threading.Condition(self._lock)
+        self._changed = InterruptibleCondition()
 
     @property
     def ended(self) -> bool:
@@ -405,7 +404,7 @@ class SaveProgress:
                 f"{self.url}: this process was forked from the one that saves; wait for the save there. Start processes that save "
                 f'with multiprocessing.get_context("spawn").'
             )
-        with self._lock:
+        with self._changed.lock:
             self._changed.wait_for(lambda: self.ended or (until == "local" and self._durable), timeout)
         if self._error is not None:
             raise self._error
@@ -415,13 +414,13 @@ class SaveProgress:
 
     def durable(self) -> None:
         """Note that this process's share is durable."""
-        with self._lock:
+        with self._changed.lock:
             self._durable = True
             self._changed.notify_all()
 
     def end(self, ended: SaveReport | BaseException) -> None:
         """Note that the save has ended, with a report or with an error."""
-        with self._lock:
+        with self._changed.lock:
             if isinstance(ended, SaveReport):
                 self.report = ended
             else:

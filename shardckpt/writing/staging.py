@@ -28,7 +28,7 @@ import time
 from collections import deque
 from dataclasses import dataclass, field, replace
 from functools import partial
-from threading import Condition, RLock, get_ident
+from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -37,7 +37,7 @@ from shardckpt import frameworks
 from shardckpt.errors import BudgetError, CorruptionError
 from shardckpt.io.buffers import BufferPool, round_up
 from shardckpt.io.copying import copy_all
-from shardckpt.io.threads import map_on_threads
+from shardckpt.io.threads import InterruptibleCondition, map_on_threads
 from shardckpt.layout.dtypes import with_plain_bools
 from shardckpt.text import file_size
 from shardckpt.writing.replicas import checksum
@@ -142,8 +142,7 @@ class Stage:
         self._interrupted = False
         """Whether copying has failed. After Ctrl-C a thread may still write into the buffer, so the pool must not reuse it."""
         self._failure: BaseException | None = None
-        self._lock = RLock()  # `with self._changed` runs Python, and Ctrl-C there leaves it locked
-        self._changed = Condition(self._lock)
+        self._changed = InterruptibleCondition()
 
     # --- the thread that saves
 
@@ -282,7 +281,7 @@ class Stage:
             self.copies.end()
         self._lease.release(self._fetching)
         self._hand_over()
-        with self._lock:
+        with self._changed.lock:
             self._closed = True
             self._changed.notify_all()
         self._start_writing()
@@ -296,7 +295,7 @@ class Stage:
         self._leave("copying")
 
     def _free_memory(self) -> NDArray[np.generic]:
-        with self._lock:
+        with self._changed.lock:
             if not self._free and self._failure is None:
                 began = time.monotonic()
                 self._changed.wait_for(lambda: self._free or self._failure is not None)
@@ -308,7 +307,7 @@ class Stage:
     def _hand_over(self) -> None:
         """Pass the blocks copied so far to the writing thread."""
         part, self._filling = self._filling, None
-        with self._lock:
+        with self._changed.lock:
             if part is not None and self._failure is None:
                 self._ready.append(part)
                 self._changed.notify_all()
@@ -370,7 +369,7 @@ class Stage:
 
     def _count_portions(self, part: _Part, more: int) -> None:
         """Count the portions of a part; when all are written, the part is free."""
-        with self._lock:
+        with self._changed.lock:
             part.portions += more
             if part.portions == 0:
                 part.blocks.clear()
@@ -382,7 +381,7 @@ class Stage:
         self._leave("writing")
 
     def _next(self) -> _Part | None:
-        with self._lock:
+        with self._changed.lock:
             self._changed.wait_for(lambda: self._ready or self._closed or self._failure is not None)
             if self._failure is not None:
                 raise self._failure
@@ -392,7 +391,7 @@ class Stage:
 
     def fail(self, error: BaseException) -> None:
         """Record the first failure, and wake the other side."""
-        with self._lock:
+        with self._changed.lock:
             if self._failure is None:
                 self._failure = error
             self._ready.clear()
@@ -402,7 +401,7 @@ class Stage:
         """Note that one side no longer uses the buffer; the last side gives the lease back."""
         if side == "copying" and self._fills is not None:
             self._pool.copying.discard(self._fills)
-        with self._lock:
+        with self._changed.lock:
             self._sides.discard(side)
             lease = None
             if not self._sides:

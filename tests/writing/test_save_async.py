@@ -7,7 +7,9 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import count
 
 import numpy as np
@@ -22,6 +24,7 @@ from processes import Processes
 
 import shardckpt
 from shardckpt import Coordinator, SaveOptions, errors
+from shardckpt.io.buffers import BufferPool
 from shardckpt.layout.world import World
 from shardckpt.options import parse_bytes
 from shardckpt.writing.background import SaveProgress, Saver, _shared_saver
@@ -522,22 +525,31 @@ def test_the_stall_is_measured_beside_a_copy_of_the_same_bytes():
     assert found["stall_s"] > found["planning_s"]
 
 
-def test_ctrl_c_at_any_line_of_a_wait_leaves_nothing_locked():
+@pytest.mark.parametrize("waits", [False, True])
+@pytest.mark.parametrize("what", ["save", "memory"])
+def test_ctrl_c_at_any_line_of_a_wait_leaves_nothing_locked_and_stays_ctrl_c(what, waits):
     """The thread that writes could not note the end of its save, and the program never ended."""
-
-    def free():
-        other = threading.Thread(target=progress.durable, daemon=True)
-        other.start()
-        other.join(60)
-        return not other.is_alive()
-
     for at in count():
-        progress = SaveProgress("runs/7")
-        progress.durable()
-        outcome = interrupted_at(at, threading.__file__, lambda _code: False, lambda progress=progress: progress.wait("local", None), free)
+        if what == "save":
+            progress = SaveProgress("runs/7")
+            end, act = progress.durable, partial(progress.wait, "local", None)
+        else:
+            pool = BufferPool(1 << 20)
+            end, act = pool.take(1 << 20).give_back, lambda pool=pool: pool.take(1 << 20).give_back()
+        other = threading.Thread(target=lambda waits=waits, end=end: (time.sleep(0.02 if waits else 0), end()), daemon=True)
+        other.start()
+        if not waits:
+            other.join(60)
+
+        def free(other=other):
+            other.join(60)
+            return not other.is_alive()
+
+        outcome = interrupted_at(at, threading.__file__, lambda _code: False, act, free)
         if outcome is None:
             break
         assert outcome, f"interrupt {at}"
+    assert at > (10 if waits else 0)
 
 
 def test_an_interrupt_as_the_background_begins_leaves_a_checkpoint_that_is_whole_or_none(tmp_path):
