@@ -386,6 +386,9 @@ def test_ties_are_the_same_whether_tensors_at_one_address_are_asked_for_first_or
         "inside/detached": "inside/weight",
         "conjugated/1": "conjugated/0",
     }
+    backwards = dict(reversed(state.items()))
+    slow, quick = (flatten(backwards, *asked, addresses=addresses) for addresses in (None, frameworks.ADDRESSES))
+    assert (quick.tree, quick.aliases, [*quick.tensors]) == (slow.tree, slow.aliases, [*slow.tensors])
 
     class Own(torch.nn.Parameter):
         """Not among the known classes."""

@@ -532,18 +532,23 @@ def test_ctrl_c_at_any_line_of_a_wait_leaves_nothing_locked_and_stays_ctrl_c(wha
     for at in count():
         if what == "save":
             progress = SaveProgress("runs/7")
-            end, act = progress.durable, partial(progress.wait, "local", None)
+            end = lock = progress.durable
+            act = partial(progress.wait, "local", None)
         else:
             pool = BufferPool(1 << 20)
-            end, act = pool.take(1 << 20).give_back, lambda pool=pool: pool.take(1 << 20).give_back()
+            end, lock = pool.take(1 << 20).give_back, pool.clear
+            act = lambda pool=pool: pool.take(1 << 20).give_back()  # noqa: E731
         other = threading.Thread(target=lambda waits=waits, end=end: (time.sleep(0.02 if waits else 0), end()), daemon=True)
         other.start()
         if not waits:
             other.join(60)
 
-        def free(other=other):
-            other.join(60)
-            return not other.is_alive()
+        def free(other=other, lock=lock):
+            later = threading.Thread(target=lock, daemon=True)
+            later.start()
+            for thread in (other, later):
+                thread.join(60)
+            return not other.is_alive() and not later.is_alive()
 
         outcome = interrupted_at(at, threading.__file__, lambda _code: False, act, free)
         if outcome is None:
