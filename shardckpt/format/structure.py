@@ -28,6 +28,7 @@ from shardckpt.layout import dtypes
 from shardckpt.layout.mesh import Mesh
 from shardckpt.layout.op_sharding import OpSharding
 from shardckpt.layout.placements import Placements
+from shardckpt.layout.records import record
 from shardckpt.layout.sharding import Layout, Sharding
 from shardckpt.plan.pieces import Piece, coverage_gap
 from shardckpt.state import parse as parse_tree
@@ -49,7 +50,7 @@ MOST_DEVICES = 1 << 24
 """Most devices over all meshes, and over all shardings; limits the memory for a short record that claims many large ones."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class TensorRecord:
     """One stored tensor."""
 

@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
     from concurrent.futures import Future
-    from contextlib import AbstractContextManager
 
 SWITCH_SECONDS = 0.0005
 """Seconds for which a thread that is busy in Python may keep the interpreter from a thread of ours. Python's own value is ten times as
@@ -143,12 +142,12 @@ def prompt_turns() -> Iterator[None]:
         yield
 
 
-def short_pause(nbytes: int, *, on_disk: bool) -> AbstractContextManager[None]:
-    """Pause the collector during all of a task that moves so many bytes, if it is a matter of seconds.
+def lasts_seconds(nbytes: int) -> bool:
+    """Whether a task that reads so many bytes from a disk is a matter of seconds, so that the collector may pause during all of it.
 
     After each of several pauses, the collector would visit all objects that have been created in it.
     """
-    return collector_paused() if on_disk and nbytes <= SHORT else nullcontext()
+    return nbytes <= SHORT
 
 
 class _AtWork:

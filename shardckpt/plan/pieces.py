@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 
 from shardckpt.errors import FormatError
 from shardckpt.layout.box import Box, BoxArray
+from shardckpt.layout.records import record
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -35,7 +36,7 @@ T = TypeVar("T")
 Ints = NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Piece:
     """A box of a tensor that is stored as one zarr array."""
 

@@ -224,8 +224,7 @@ class Fetch:
         """
         chunks, path = task.chunks, task.source.place.local_path(task.file)
         scratch = _scratch_buffer(self._scratch, extension.SCRATCH_BYTES, extension.SCRATCH_BYTES)
-        places = iter(places_of([band for run in task.runs for band in run.bands]))
-        bands = [_described(band, next(places)) for run in task.runs for band in run.bands]
+        bands = _described([band for run in task.runs for band in run.bands])
         row, crcs = task.begin, np.ascontiguousarray(chunks.crc[task.begin : task.end], np.uint32)
         error: OSError | EOFError | None
         try:
@@ -241,7 +240,7 @@ class Fetch:
 
 
 def _read_bands(
-    fd: int, bands: Sequence[BandOfChunks], crcs: NDArray[np.uint32], scratch: NDArray[np.uint8]
+    fd: int, bands: tuple[BandOfChunks, ...], crcs: NDArray[np.uint32], scratch: NDArray[np.uint8]
 ) -> tuple[int, OSError | EOFError | None]:
     """Read chunks from a file, compare them with their checksums, and copy them to their places.
 
@@ -255,19 +254,9 @@ def _read_bands(
         The number of chunks that were read: all of them, or those before the first that cannot be read. And the reason: the system's
         error, or the end of the file, or None: it does not have its checksum.
     """
-    some = tuple(
-        (
-            offset,
-            count,
-            itemsize,
-            chunk,
-            tuple((array.view(extension.KINDS[array.itemsize]), start, along) for array, start, along in places),
-        )
-        for offset, count, itemsize, chunk, places in bands
-    )
     done = 0
     while done < len(crcs):
-        how, done, error = extension.moving.read_chunks(fd, some, done, crcs, scratch, extension.LONGEST_S)
+        how, done, error = extension.moving.read_chunks(fd, bands, done, crcs, scratch, extension.LONGEST_S)
         if how == extension.SYSTEM_ERROR:
             return done, OSError(error, os.strerror(error))
         if how == extension.END_OF_FILE:
@@ -277,16 +266,18 @@ def _read_bands(
     return done, None
 
 
-def _described(band: Band, places: Sequence[Place]) -> BandOfChunks:
-    """A band as the extension takes it."""
-    chunks, part = band.chunks, band.chunks.wanted.part_of(band.begin)
-    return (
-        int(chunks.offset[band.begin]),
-        band.end - band.begin,
-        part.request.dtype.itemsize,
-        part.piece.chunks,
-        tuple((memory, _corner(in_chunk, part.piece.chunks), along) for memory, in_chunk, along in places),
-    )
+def _described(bands: Sequence[Band]) -> tuple[BandOfChunks, ...]:
+    """Consecutive bands of the same chunks as the extension takes them."""
+    chunks, rows = bands[0].chunks, slice(bands[0].begin, bands[-1].end)
+    part, offset = chunks.wanted.part[rows].tolist(), chunks.offset[rows].tolist()
+    described: list[BandOfChunks] = []
+    for band, places in zip(bands, places_of(bands), strict=True):
+        row, array = band.begin - rows.start, chunks.wanted.parts[part[band.begin - rows.start]]
+        itemsize, sides = array.request.dtype.itemsize, array.piece.chunks
+        kind = extension.KINDS[itemsize]
+        to = tuple([(memory.view(kind), _corner(in_chunk, sides), along) for memory, in_chunk, along in places])
+        described.append((offset[row], band.end - band.begin, itemsize, sides, to))
+    return tuple(described)
 
 
 def _corner(in_chunk: Index, chunks: tuple[int, ...]) -> tuple[int, ...]:

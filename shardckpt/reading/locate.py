@@ -26,6 +26,7 @@ from shardckpt.format.structure import TensorRecord
 from shardckpt.format.table import OWN_OBJECT
 from shardckpt.format.zarr_arrays import chunk_object_key, plain_key
 from shardckpt.layout.box import BoxArray
+from shardckpt.layout.records import record
 from shardckpt.plan.pieces import batches, chunk_boxes, overlaps_of, touched, touching
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ _FARTHEST = 1 << 62
 """An offset beyond the end of any file."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Request:
     """The boxes of one tensor that are to be read."""
 
@@ -129,7 +130,7 @@ class ReadList:
         return [parts.request(tensor, converts=converts) for (_, converts), (tensor, parts) in self._parts.items() if parts.boxes]
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class MadeTensor(TensorRecord):
     """A tensor that is made of stored ones, which no checkpoint has by itself; its pieces are those of these, in its own indices."""
 
@@ -144,7 +145,7 @@ class MadeTensor(TensorRecord):
         return reads.requests()
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class RequestedArray:
     """One array that a request reads from."""
 
@@ -198,7 +199,7 @@ class CopyTargets:
         return self.buffers[int(self.box[pair])], index(self.in_box), index(self.in_chunk)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class RequestedChunks:
     """Chunks that requests need; one row each."""
 
@@ -337,7 +338,7 @@ class Located:
         return int(self.offset[row] + self.length[row])
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class _Range:
     """Consecutive positions in the grid of an array, those of them that the table has, and the number of all chunks up to their end."""
 

@@ -14,7 +14,7 @@ Only a `cooperative` restore communicates with other processes: reads that sever
 from __future__ import annotations
 
 import logging
-from contextlib import closing, nullcontext
+from contextlib import ExitStack, closing, nullcontext
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal
@@ -35,7 +35,7 @@ from shardckpt.io.buffers import BufferPool
 from shardckpt.io.cores import cores
 from shardckpt.io.failures import reading_takes_threads
 from shardckpt.io.store import kind_of
-from shardckpt.io.threads import collector_paused, read_ahead, short_pause
+from shardckpt.io.threads import collector_paused, lasts_seconds, read_ahead
 from shardckpt.io.url import parse
 from shardckpt.options import DEFAULT_MEMORY_LIMIT, check_flag, leaves_out_with, parse_bytes
 from shardckpt.plan.pieces import batches
@@ -189,8 +189,10 @@ def restore_adapted(
     place = source.location if isinstance(source, Checkpoint) else source
     meeting = None if cooperative is False else Meeting(cooperative, coordinator)
     try:
-        with meeting or nullcontext(), reading_takes_threads(place):
+        with ExitStack() as pause, meeting or nullcontext(), reading_takes_threads(place):
+            pause.enter_context(collector_paused())  # a single pause: after each of several, the collector would visit all that is new
             if meeting is not None:
+                pause.close()
                 meeting.location = source.location if isinstance(source, Checkpoint) else parse(source)
                 check_choice(cooperative)
             if not callable(strict) and strict != "like":
@@ -208,16 +210,23 @@ def restore_adapted(
                 checkpoint, checkpoint.parsed_tree, like, adaptation, only=only, strict=strict, cast=cast, coordinator=coordinator
             )
             alone = cooperative is False and kind_of(checkpoint.location).near  # waits neither for others nor for a network
-            with short_pause(checkpoint.record.totals["bytes"], on_disk=alone):
-                jobs, in_place = next(steps)
-                restored = read_all(checkpoint, jobs, limit, in_place=in_place, meeting=meeting, progress=progress)
-                state = finished(steps, restored)
+            if not (alone and lasts_seconds(checkpoint.record.totals["bytes"])):
+                pause.close()
+            state = _carried_out(
+                steps,
+                lambda jobs, in_place: read_all(checkpoint, jobs, limit, in_place=in_place, meeting=meeting, progress=progress),
+            )
             if adaptation is not None and (notes := adaptation.notes()):
                 more = f"\n… and {len(notes) - MOST_NOTES} more" if len(notes) > MOST_NOTES else ""
                 _log.warning("%s: restore(): %s%s", checkpoint.location, "\n".join(notes[:MOST_NOTES]), more)
             return state
     except MemoryError as e:
         raise out_of_memory(str(place), e) from e
+
+
+def _carried_out(steps: Restoring, read: Callable[[Sequence[RestoreJob], bool], dict[str, object]]) -> Any:
+    """The state, after `read` has filled what the first step asks for. All that is made per tensor is gone when this returns."""
+    return finished(steps, read(*next(steps)))
 
 
 def finished(steps: Restoring, restored: dict[str, object]) -> Any:
@@ -471,10 +480,12 @@ def _read_and_place(
         placers: copy to devices, while other batches are read.
     """
     restored: dict[str, object] = {}
-    # Batches have at most half of the limit each: one batch is placed while the next one is read.
-    limits = (largest if pool is None else pool.limit // 2, largest, staged)
     staging = Staging(pool, placers or {}, min(staged, sum(job.staged_bytes for job in jobs)), placed)
-    some = batches(jobs, lambda job: (job.staged_bytes + job.placing_bytes, job.nbytes, job.staged_bytes), limits)
+    if pool is None:
+        some = batches(jobs, lambda job: (job.nbytes,), (largest,))
+    else:  # batches have at most half of the limit each: one batch is placed while the next one is read
+        limits = (pool.limit // 2, largest, staged)
+        some = batches(jobs, lambda job: (job.staged_bytes + job.placing_bytes, job.nbytes, job.staged_bytes), limits)
     copies = any(job.placing_bytes for job in jobs)
     try:
         with closing(read_ahead(some, staging.lend, fetch, ahead=ahead, copies=copies)) as coming:

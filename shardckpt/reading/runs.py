@@ -25,6 +25,7 @@ import numpy as np
 
 from shardckpt.format.table import OWN_OBJECT
 from shardckpt.layout.dtypes import with_plain_bools
+from shardckpt.layout.records import record
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -70,7 +71,7 @@ def continues(chunks: Located) -> NDArray[np.bool_]:
     return found
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Band:
     """A band of chunks: rows `begin` to `end` (exclusive)."""
 

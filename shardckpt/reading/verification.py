@@ -9,7 +9,7 @@ Damage does not stop the verification; all damage is reported.
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from threading import Lock
 from typing import TYPE_CHECKING
@@ -23,7 +23,7 @@ from shardckpt.errors import FormatError, OptionError, ShardckptError
 from shardckpt.format.documents import envelope_digest, format_version
 from shardckpt.format.record import CheckpointRecord, parse_checkpoint
 from shardckpt.format.zarr_arrays import document_encoder
-from shardckpt.io.threads import short_pause
+from shardckpt.io.threads import collector_paused, lasts_seconds
 from shardckpt.layout.box import Box, BoxArray
 from shardckpt.plan.pieces import batches
 from shardckpt.reading.locate import Request
@@ -110,7 +110,7 @@ def verify(
     Raises:
         OptionError: `after` is not a number of chunks of the checkpoint.
     """
-    with short_pause(record.totals["bytes"], on_disk=store.near):
+    with collector_paused() if store.near and lasts_seconds(record.totals["bytes"]) else nullcontext():
         return _Verification(store, record, progress, on_damage, after, group_bytes).run()
 
 

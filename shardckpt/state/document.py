@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import EllipsisType
 from typing import TYPE_CHECKING, TypeAlias
 
 from shardckpt.errors import FormatError
+from shardckpt.layout.records import record
 from shardckpt.state import leaves, names
 from shardckpt.state.names import shown
 
@@ -32,7 +33,7 @@ Meaning = Callable[[object], str | EllipsisType | None]
 """Returns the meaning of a tensor leaf's elements to its framework: None for plain numbers, `...` for a leaf that does not say."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Tensor:
     """A tensor."""
 
@@ -47,7 +48,7 @@ class Tensor:
         return self.name
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Tied:
     """Another name of a tensor."""
 
@@ -57,7 +58,7 @@ class Tied:
     """The name that the tensor is stored under."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Small:
     """A small leaf, not decoded yet."""
 
@@ -67,7 +68,7 @@ class Small:
     """The JSON that `leaves.encode` wrote."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Custom:
     """A leaf of a registered type, not decoded yet."""
 
@@ -79,7 +80,7 @@ class Custom:
     """Its encoded form; every node in it has the leaf's own name."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Owned:
     """A place where every process has a value of its own, which is stored elsewhere."""
 
@@ -87,7 +88,7 @@ class Owned:
     """Its name."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Composite:
     """Description of a tensor that is made of other tensors, such as quantized data and their scales."""
 
@@ -99,7 +100,7 @@ class Composite:
     """Everything except the tensors: small leaves in dicts, lists and tuples; every node in it has the tensor's own name."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Branch:
     """A container."""
 

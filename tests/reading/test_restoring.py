@@ -1,5 +1,6 @@
 """Restoring refuses what it cannot do right, before it reads, and says what is left behind where reading fails."""
 
+import gc
 import itertools
 import warnings
 from dataclasses import dataclass
@@ -217,3 +218,23 @@ def test_a_batch_of_files_has_more_bytes_where_many_threads_read(tmp_path, monke
     restored = shardckpt.restore(tmp_path / "c", into, progress=lambda done, _total: calls.append(done))
     assert calls == [(i + 1) * (8 << 20) // batches for i in range(batches)]
     assert all(np.array_equal(restored[name], array) for name, array in state.items())
+
+
+def test_the_collector_visits_what_a_restore_of_many_tensors_has_made_once_at_most(tmp_path):
+    """With a pause for each of opening, matching and planning, it visited all new objects after each."""
+    state = {f"layer{i}": np.full(4, i) for i in range(3000)}
+    shardckpt.save(tmp_path / "c", state)
+    shardckpt.restore(tmp_path / "c", state)  # imports modules
+    began = []
+
+    def note(phase, info):
+        if phase == "start":
+            began.append(info["generation"])
+
+    gc.collect()
+    gc.callbacks.append(note)
+    try:
+        shardckpt.restore(tmp_path / "c", state)
+    finally:
+        gc.callbacks.remove(note)
+    assert len(began) <= 1
