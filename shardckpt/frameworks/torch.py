@@ -241,6 +241,10 @@ def target(name: str, leaf: Any, shape: tuple[int, ...], dtype: DType) -> Sink:
         BudgetError: the device has no memory for a new tensor.
     """
     tie_key: Hashable = InPlace(id(leaf))
+    if type(leaf) in CLASSES and device_type(leaf) == "cpu" and _is_complete(leaf):  # nearly all of a state of many small tensors
+        boxes = whole(own := tuple(leaf.shape))
+        plain = leaf.detach() if leaf.requires_grad else leaf
+        return TensorSink(leaf, own, dtype_of_tensor(name, leaf), boxes, (plain,) * len(boxes), tie_key, (leaf,), "all")
     device: Any = None
     if isinstance(leaf, Target):
         shape, dtype = leaf.resolve(shape, dtype)
