@@ -103,6 +103,14 @@ class Band:
             raw: (chunks, bytes) elements of each chunk.
             places: destinations of the band.
         """
+        request = self.chunks.wanted.part_of(self.begin).request
+        # An overflow becomes infinite, and NaN any integer: the user asked for the conversion, so there is no warning.
+        with np.errstate(all="ignore") if request.convert_from is not None else nullcontext():
+            for place, elements in self.copies(raw, places):
+                np.copyto(place, elements, casting="unsafe")
+
+    def copies(self, raw: NDArray[np.uint8], places: Sequence[Place]) -> Iterator[tuple[NDArray[Any], NDArray[Any]]]:
+        """For each destination its memory and the elements to copy there, in one shape; for the arguments see `scatter`."""
         part = self.chunks.wanted.part_of(self.begin)
         request, shape, n = part.request, part.piece.chunks, len(raw)
         if raw.shape[1] < part.chunk_bytes:  # foreign chunks at an edge are not padded
@@ -110,13 +118,11 @@ class Band:
         elements = raw.view(request.convert_from or request.dtype).reshape(n, *shape)
         if request.convert_from == np.bool_:
             elements = with_plain_bools(elements)
-        # An overflow becomes infinite, and NaN any integer: the user asked for the conversion, so there is no warning.
-        with np.errstate(all="ignore") if request.convert_from is not None else nullcontext():
-            for place, in_chunk, along in places:
-                # Split the dimension along which chunks follow into chunks and elements.
-                cut = place.reshape(*place.shape[:along], n, -1, *place.shape[along + 1 :]) if n > 1 else place[np.newaxis]
-                axes = (*range(1, along + 1), 0, *range(along + 1, cut.ndim))
-                np.copyto(cut, elements[:, *in_chunk].transpose(axes), casting="unsafe")
+        for place, in_chunk, along in places:
+            # Split the dimension along which chunks follow into chunks and elements.
+            cut = place.reshape(*place.shape[:along], n, -1, *place.shape[along + 1 :]) if n > 1 else place[np.newaxis]
+            axes = (*range(1, along + 1), 0, *range(along + 1, cut.ndim))
+            yield cut, elements[:, *in_chunk].transpose(axes)
 
 
 def places_of(bands: Sequence[Band]) -> list[list[Place]]:

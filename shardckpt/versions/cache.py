@@ -6,7 +6,7 @@ is compared with the checksum of its new elements. Its tensors are then filled f
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -18,11 +18,11 @@ from shardckpt.plan.pieces import chunk_boxes
 from shardckpt.reading.fetch import ReadableChunks
 from shardckpt.reading.locate import Request, RequestedChunks
 from shardckpt.reading.reader import ChunkReader, open_reader
-from shardckpt.reading.runs import places_of
+from shardckpt.reading.runs import Band, places_of
 from shardckpt.state.names import shown
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -37,6 +37,9 @@ if TYPE_CHECKING:
     from shardckpt.reading.landing import RestoreJob
     from shardckpt.reading.lookup import WholeTable
     from shardckpt.reading.runs import ReadTask
+
+    Copy = tuple[NDArray[Any], NDArray[Any]]
+    """A part of a buffer, and its elements."""
 
 
 Chunks = dict[tuple[str, int], "NDArray[np.uint8]"]
@@ -137,6 +140,8 @@ class ChunkCache:
         """Array path → (chunks, bytes) the elements of these chunks, in the order of the grid. Neighbours are copied at once."""
         self._chunks: Chunks = {}
         """The rows of that memory."""
+        self.unapplied = set[tuple[str, int]]()
+        """Array path and position of the chunks whose elements have changed since somebody last emptied this."""
 
     def forget(self) -> None:
         """Free the memory."""
@@ -212,6 +217,7 @@ class ChunkCache:
                 where = f"{request.name}, chunk {position} of {piece.path} in {place}"
                 apply(stored, self._chunks[piece.path, position], request.dtype.itemsize, where)
                 changed.add(request.name)
+                self.unapplied.add((piece.path, position))
 
         reader = open_reader(place, record, memory=memory)
         reader.read_stored(requests, take)
@@ -223,11 +229,28 @@ class ChunkCache:
         before = checkpoint.stats.bytes_read
         read_into(checkpoint, lacking, self._chunks)
         self.read_bytes += checkpoint.stats.bytes_read - before
+        self.unapplied.update(key for one in lacking for key in one.keys)
         return {one.name for one in lacking if len(one.positions)}
 
     def reader(self, checkpoint: Checkpoint) -> ChunkReader:
         """A reader of the chunks that are here."""
         return ChunkReader(_Cached(checkpoint.place, self._needed, self._memory))
+
+    def copies(self, checkpoint: Checkpoint, requests: Sequence[Request], *, changed: bool) -> list[Copy]:
+        """The parts of the requests' buffers, and the elements that belong there; buffers have the stored dtype.
+
+        Args:
+            checkpoint: the version.
+            requests: boxes of tensors.
+            changed: only the parts whose chunks are in `unapplied`.
+
+        Raises:
+            OptionError: a chunk is not here.
+        """
+        copies: list[Copy] = []
+        source = _Copies(checkpoint.place, self._needed, self._memory, self.unapplied if changed else None, copies)
+        ChunkReader(source).read(requests)
+        return copies
 
 
 class _Cached(ReadableChunks):
@@ -252,6 +275,36 @@ class _Cached(ReadableChunks):
             # Its chunks follow one another in the grid, and all of them are here: so they do in memory.
             first = int(np.searchsorted(self._needed[path].positions, wanted.position[band.begin]))
             yield band, places, self._memory[path][first : first + band.end - band.begin]
+
+
+class _Copies(_Cached):
+    """Chunks in memory, whose reader notes what is to be copied where, and copies nothing."""
+
+    def __init__(
+        self,
+        place: Store,
+        needed: Mapping[str, Needed],
+        memory: Mapping[str, NDArray[np.uint8]],
+        only: Container[tuple[str, int]] | None,
+        copies: list[Copy],
+    ) -> None:
+        """Note in `copies`; `only`: path and position of the chunks that are to be copied, None: all."""
+        super().__init__(place, needed, memory)
+        self._only, self._copies = only, copies
+
+    def _elements(self, task: ReadTask, read: ReadStored) -> Iterator[BandOfElements]:
+        """See `Codec`; there are no elements left to copy."""
+        for band, places, elements in super()._elements(task, read):
+            if self._only is None:
+                self._copies += band.copies(elements, places)
+                continue
+            path, positions = band.chunks.wanted.part_of(band.begin).piece.path, band.chunks.wanted.position[band.begin : band.end]
+            due = [(path, position) in self._only for position in positions.tolist()]
+            edges = np.flatnonzero(np.diff([False, *due, False])).tolist()
+            for begin, end in zip(edges[::2], edges[1::2], strict=True):
+                some = Band(band.chunks, band.begin + begin, band.begin + end)
+                self._copies += some.copies(elements[begin:end], places_of([some])[0])
+        yield from ()
 
 
 class _Table:

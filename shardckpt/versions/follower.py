@@ -21,12 +21,13 @@ from shardckpt.io.url import parse
 from shardckpt.options import DEFAULT_MEMORY_LIMIT, LEAST_MEMORY_LIMIT, parse_bytes
 from shardckpt.reading.checkpoint import Checkpoint
 from shardckpt.reading.locate import MadeTensor
-from shardckpt.reading.restore import adaptation_of, finished, read_all, restoring
+from shardckpt.reading.restore import adaptation_of, finished, restoring
 from shardckpt.runs.announcing import Listener, server
 from shardckpt.runs.leases import ReaderLease
 from shardckpt.runs.steps import step_numbers, steps_named
 from shardckpt.state.names import shown
 from shardckpt.text import file_size
+from shardckpt.versions.applying import memory_of, plan_apply
 from shardckpt.versions.cache import ChunkCache, chunks_of, path_between, requests_of
 from shardckpt.writing.fingerprint import fingerprint_of
 
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from shardckpt.reading.naming.mapping import TensorMapping
     from shardckpt.reading.restore import Restoring
     from shardckpt.state.select import Only
+    from shardckpt.versions.applying import Applying, Memory
     from shardckpt.versions.cache import Needed
 
     Mode = Literal["newest", "each"]
@@ -91,6 +93,8 @@ class Follower:
         """Stored tensors of which the leaves may lack the newest elements."""
         self.leaves: dict[str, object] = {}
         """Leaves by name, as the version applied last has left them."""
+        self.memory: Memory | None = None
+        """Of the tensors that the version applied last has filled; None: not known, or they have other elements than it."""
         self.coordinator = Coordinator.current() if coordinator is None else coordinator
         self.limit = parse_bytes(memory_limit, "memory_limit")
         if self.limit < LEAST_MEMORY_LIMIT:
@@ -125,6 +129,11 @@ class Follower:
         """The chunks of a version that this process needs."""
         jobs, _ = next(self.planned(checkpoint))
         return chunks_of(request for job in jobs for request in requests_of(job))
+
+    def lacks(self, job: RestoreJob) -> bool:
+        """Whether the leaves of a tensor may lack the newest elements."""
+        names = (name for landing in job.landings for name in landing.names)
+        return any(stored.name in self.stale for stored in job.stored) or not all(name in self.leaves for name in names)
 
     def poll(self) -> FollowedVersion | None:
         """The next version; None if there is none now. All processes of an engine call it, and get the same one.
@@ -256,6 +265,8 @@ class FollowedVersion:
         """Whether training went back to an earlier step since the version before."""
         self._follower = follower
         self._needed: list[Needed] | None = None
+        self._applying: Applying | None = None
+        """The plan of `apply`; None: there is none yet."""
         self._jobs: list[RestoreJob] = []
         self._recorded: dict[str, str] = {}
         """Recorded digest of each tensor."""
@@ -276,6 +287,7 @@ class FollowedVersion:
                 path = path_between(follower.cache.contents, self.checkpoint, MOST_VERSIONS)
                 self.changed = frozenset(follower.cache.update(self.checkpoint, path, self._needed, _READING))
                 follower.stale |= self.changed
+                self._applying = self._plan() if follower.fills else None
                 self._recorded = recorded_fingerprint(self.checkpoint.place, self.checkpoint.record)
         except Exception as e:  # noqa: BLE001  (raised below, after the others know)
             failed = e
@@ -298,21 +310,25 @@ class FollowedVersion:
         """
         follower = self._follower
         reading = self.reading()
-        steps = follower.planned(self.checkpoint)
-        jobs, in_place = next(steps)
-        stale = [any(stored.name in follower.stale for stored in job.stored) or not self._has(job) for job in jobs]
-        due = [job for job, is_stale in zip(jobs, stale, strict=True) if is_stale or not follower.fills]
+        applying, self._applying = self._applying, None
+        if applying is None or not applying.holds(follower.like, follower.memory):
+            applying = self._plan()
         with reading:
-            restored = read_all(self.checkpoint, due, follower.limit, in_place=in_place)
-        follower.leaves |= restored
-        known = {name for job in jobs for landing in job.landings for name in landing.names}
+            follower.leaves |= applying.run(self.checkpoint, follower.limit, in_place=follower.fills)
+        known = {name for job in applying.jobs for landing in job.landings for name in landing.names}
         follower.leaves = {name: leaf for name, leaf in follower.leaves.items() if name in known}
-        state = finished(steps, dict(follower.leaves))
+        state = finished(applying.steps, dict(follower.leaves))
         if follower.fills:
-            follower.like = state
+            follower.like, follower.memory = state, memory_of(state)
         follower.stale.clear()
-        follower.applied, self._jobs = self, jobs
+        follower.cache.unapplied.clear()
+        follower.applied, self._jobs = self, applying.jobs
         return state
+
+    def _plan(self) -> Applying:
+        follower = self._follower
+        like = follower.like if follower.fills else None
+        return plan_apply(self.checkpoint, like, follower.memory, follower.planned(self.checkpoint), follower.cache, follower.lacks)
 
     def reading(self) -> AbstractContextManager[None]:
         """A context in which `checkpoint` reads the prepared elements from memory, for one thread.
@@ -350,16 +366,14 @@ class FollowedVersion:
         live = fingerprint_of(leaves, follower.coordinator)
         wrong = [name for name in leaves if self._recorded.get(name) != live.tensors[name]]
         if wrong:
-            follower.stale |= {*wrong}  # so that `apply` copies them again
+            follower.stale |= {*wrong}  # so that `apply` copies them again, completely
+            follower.memory = None
             more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
             raise CorruptionError(
                 f"{shown(wrong[0])}{more}: the elements are not those of version {self.step} in {self.checkpoint.location}. Apply it again "
                 f"or restore it."
             )
         return [*leaves]
-
-    def _has(self, job: RestoreJob) -> bool:
-        return all(name in self._follower.leaves for landing in job.landings for name in landing.names)
 
     def __repr__(self) -> str:
         """Step and location."""
