@@ -56,7 +56,7 @@ HOST_FILES = {
     "a host's chunk table": r"hosts/\d{5}/table",
     "small tensors' table": r"hosts/small/table",
     "host record": r"records/\d{5}\.json",
-    "contents": r"contents/[0-9a-f]{64}\.json",
+    "contents": r"(contents/[0-9a-f]{64}|hosts/\d{5}/contents)\.json",
     "values": r"hosts/\d{5}/values\.json",
     "checksums of replicas": r"hosts/\d{5}/replicas\.json",
     "commit record": r"checkpoint\.json",
@@ -78,8 +78,8 @@ KINDS = {
     },
 }
 """Layout → kind of file → its path, relative to the attempt (or, of the commit record, to the checkpoint)."""
-SEVERAL_HOSTS = {"small tensors", "checksums of replicas", "small tensors' table"}
-"""Kinds of files that a checkpoint of one host does not have."""
+SEVERAL_HOSTS = {"small tensors", "checksums of replicas", "small tensors' table", "merged index: nodes"}
+"""Kinds of files that a checkpoint of one host does not have: it has all nodes in the file of its lane's."""
 
 
 @dataclass
@@ -249,6 +249,12 @@ def file_kinds(checkpoint: Path, layout: str) -> dict[str, list[Path]]:
     return {kind: paths for kind, paths in found.items() if paths}
 
 
+def indexes_of(file: str) -> set[str]:
+    """Names that verify may give a file: for nodes it names the index; a lone host has the merged index's nodes in its own file."""
+    of_all = {f"{Path(file).parts[0]}/manifest.ocdbt"} if file.endswith("/d/tree") else set()
+    return {file, re.sub(r"d/\w+$", "manifest.ocdbt", file)} | of_all
+
+
 def flip(checkpoint: Path, path: Path, bit: int, truth: dict[str, Any]) -> Outcome:
     """Flip a bit of a file, see what happens, and put it back."""
     before = path.read_bytes()
@@ -272,7 +278,7 @@ def observe(checkpoint: Path, truth: dict[str, Any], path: Path) -> Outcome:
     except Exception as e:  # noqa: BLE001  (to be counted)
         return Outcome("untyped", reported=False, error=repr(e))
     here = str(path.relative_to(checkpoint))
-    named = here, re.sub(r"d/\w+$", "manifest.ocdbt", here)
+    named = indexes_of(here)
     try:
         opened = shardckpt.open(checkpoint)
         report = opened.verify()

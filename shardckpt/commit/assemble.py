@@ -10,6 +10,8 @@ any time.
 4. Build the metadata for stock zarr readers: the merged OCDBT index, or the `zarr.json` documents.
 5. Write all chunk tables as one, so that a reader needs only one.
 
+The only host of an attempt has written the merged index and the table of all itself, before its record (layout "packed").
+
 All files have the same names and the same bytes whichever process writes them. So two committers that work at the same time, or
 one after the other's death, do not disturb each other.
 """
@@ -18,6 +20,7 @@ from __future__ import annotations
 
 import time
 from contextlib import nullcontext
+from dataclasses import replace
 from itertools import chain, compress
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -152,6 +155,7 @@ def _assemble(place: Store, said: Mapping[FileReference, Contents], written: Map
     tables = _tables(place, hosts, written)
     small, data = _small_chunks(contents, first.compression)
     small_table = _small_table(small, packed=first.layout == "packed")
+    by_host = len(hosts) == 1 and first.layout == "packed" and index.is_by_host(place)
     table = _merged(place, [*tables, small_table], parts, structure.tensors.values())
     _check_coverage(place, parts, structure.tensors.values(), table)
     _check_counts(place, hosts, tables)
@@ -163,7 +167,8 @@ def _assemble(place: Store, said: Mapping[FileReference, Contents], written: Map
     elif first.layout == "packed":
         # Chunks that hosts wrote are there by reference; those of small tensors are values in the index itself.
         values = {chunk_object_key(piece, position): stored.tobytes() for piece, position, stored, _ in small}
-        index.write_index(place, _places(table, structure), [*encoded_documents(structure, first.compression)], values)
+        if not by_host:
+            index.write_index(place, _places(table, structure), [*encoded_documents(structure, first.compression)], values)
     else:
         for piece, position, stored, _ in small:
             place.write(plain_key(chunk_object_key(piece, position)), stored)
@@ -185,7 +190,7 @@ def _assemble(place: Store, said: Mapping[FileReference, Contents], written: Map
             **({"changed_bytes": sum(host.changed_bytes or 0 for host in hosts)} if first.compression == "difference" else {}),
         },
         fingerprint=write_fingerprint(place, hosts, contents) if first.fingerprint else None,
-        table=write_table(place, TABLE, table),
+        table=replace(first.files.table, key=TABLE) if by_host else write_table(place, TABLE, table),
         small_table=write_table(place, SMALL_TABLE, small_table) if small else None,
         saved_by=contents.processes,
     )
@@ -335,6 +340,27 @@ def _lacking(parts: _Parts, *suspects: TensorRecord) -> str:
                 f"{numbered('process', without)}: give it to all, or, if one process alone has it, save with host_tensors='local'."
             )
     return ""
+
+
+def write_merged(place: Store, table: Table, structure: Structure, compression: str | None, nodes: str, leaf: bytes) -> None:
+    """Write the merged index and the table of all (layout "packed"), for the only host of an attempt, before its record.
+
+    If that fails, the host's data is complete all the same: the leaf is written alone, and the committer writes what is lacking.
+
+    Args:
+        place: the attempt.
+        table: the host's chunk table.
+        structure: the structure; all of its chunks are in the table.
+        compression: of the chunks.
+        nodes: the file with the leaf of the host's own index; the nodes of the merged one follow in it.
+        leaf: this leaf.
+    """
+    try:
+        index.write_index(place, _places(table, structure), [*encoded_documents(structure, compression)], {}, nodes, leaf)
+        write_table(place, TABLE, table)
+    except Exception:  # noqa: BLE001  (the committer meets it again, after the host's record, and raises it)
+        place.delete(index.MANIFEST)
+        place.write(nodes, leaf)
 
 
 def _places(table: Table, structure: Structure) -> index.Chunks:

@@ -20,7 +20,7 @@ from urllib.parse import quote
 import numpy as np
 import tensorstore as ts
 
-from shardckpt.errors import CommitError, FormatError
+from shardckpt.errors import CommitError, FormatError, StorageError
 from shardckpt.format.zarr_arrays import PLAIN_ROOT, encode_document, group_json, parent_groups, plain_key
 from shardckpt.io import ocdbt
 from shardckpt.io.failures import storage_errors
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 _MOST_INSIDE = 1 << 20
 """Most bytes of a value inside a node, the format's limit. A document inside is covered by the node's checksum; one outside is not."""
-_MANIFEST = "manifest.ocdbt"
+MANIFEST = "manifest.ocdbt"
 _NODES = "d/leaf"
 """The leaf of a small index, all nodes of a large one."""
 _LARGE = "d/documents"
@@ -57,7 +57,14 @@ class Chunks(NamedTuple):
     """(n, 3) index into `files`, offset of the first byte, bytes."""
 
 
-def write_index(attempt: Store, chunks: Chunks, documents: Sequence[tuple[str, bytes]], values: Mapping[str, bytes]) -> None:
+def write_index(
+    attempt: Store,
+    chunks: Chunks,
+    documents: Sequence[tuple[str, bytes]],
+    values: Mapping[str, bytes],
+    name: str = _NODES,
+    before: bytes = b"",
+) -> None:
     """Build the index of a complete attempt; if one is there already, the result is the same.
 
     Args:
@@ -65,6 +72,8 @@ def write_index(attempt: Store, chunks: Chunks, documents: Sequence[tuple[str, b
         chunks: the chunks in data files.
         documents: array path and encoded `zarr.json` of each array; the groups' documents are made here.
         values: key → chunk, for chunks that are in no data file.
+        name: the file of the nodes, relative to the attempt.
+        before: bytes that come before them in that file.
 
     Raises:
         CommitError: an array's path is another's chunk; or the index that is read back has other keys.
@@ -86,13 +95,24 @@ def write_index(attempt: Store, chunks: Chunks, documents: Sequence[tuple[str, b
         raise CommitError(f"{attempt}: {twice.decode()} is a chunk or document of two arrays; nothing was published.")
     rows = np.concatenate([rows, np.zeros((len(small), 3), np.int64)])[order]
     held = [*repeat(None, len(keys) - len(small)), *(inside[key] for key in small)]
-    nodes, manifest = ocdbt.tree(_NODES, keys, files, rows, [held[i] for i in order.tolist()])
-    attempt.write(_NODES, nodes)
-    attempt.write(_MANIFEST, manifest)
+    nodes, manifest = ocdbt.tree(name, keys, files, rows, [held[i] for i in order.tolist()], len(before))
+    attempt.write(name, before + nodes)
+    attempt.write(MANIFEST, manifest)
     listed = sorted(attempt.with_new_keys(partial(_listed, attempt)))
     if listed != keys:
         reader = "TensorStore finds" if attempt.has_driver else "reading it back finds"
         raise CommitError(f"{attempt}: {reader} {len(listed)} keys in the index where {len(keys)} were written.")
+
+
+def is_by_host(attempt: Store) -> bool:
+    """Whether the only host of an attempt has written the index: its nodes are in the host's own folder, and as durable as its record."""
+    if not attempt.exists(MANIFEST):
+        return False
+    try:
+        root = _versions(attempt)[-1].node
+    except StorageError:  # damaged, or not by us: it is written anew
+        return False
+    return root is not None and root[0].startswith("hosts/")
 
 
 def _listed(attempt: Store) -> list[bytes]:
@@ -192,7 +212,7 @@ def _database(place: Store) -> Any:
 def _versions(place: Store) -> list[Version]:
     """All versions of a database, the newest last."""
     with storage_errors("read the index of", place):
-        return ocdbt.read_manifest(place.read(_MANIFEST))
+        return ocdbt.read_manifest(place.read(MANIFEST))
 
 
 def _entries(place: Store, node: Place | None, prefix: bytes, seen: set[Place], depth: int) -> Iterator[tuple[str, Place | bytes]]:

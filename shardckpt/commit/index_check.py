@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 Fault = tuple[str, str]
 """A file relative to the attempt, and its fault."""
-MANIFEST = "manifest.ocdbt"
 _AT_ONCE = 1 << 12
 """Number of entries that are compared at a time."""
 
@@ -58,7 +57,7 @@ class IndexCheck:
         documents = {index.document_key(path): path for path in (*self._pieces, *self._groups)}
         in_index = yield from self._database("", {**documents, **inline})
         if in_index not in (None, chunks):
-            yield MANIFEST, f"the index has {in_index} chunks, the chunk tables have {chunks}"
+            yield index.MANIFEST, f"the index has {in_index} chunks, the chunk tables have {chunks}"
         in_lanes: int | None = 0
         for lane in lanes:
             in_lane = yield from self._database(lane, {})
@@ -111,12 +110,12 @@ class IndexCheck:
                         chunks.append((key, (prefix + value[0], *value[1:])))
                 count += len(chunks)
                 for fault in self._misplaced(chunks):
-                    yield prefix + MANIFEST, fault
+                    yield prefix + index.MANIFEST, fault
         except ShardckptError as e:
-            yield prefix + MANIFEST, str(e)
+            yield prefix + index.MANIFEST, str(e)
             return None
         for key in others:
-            yield prefix + MANIFEST, f"{key} in the index is missing or not what was written"
+            yield prefix + index.MANIFEST, f"{key} in the index is missing or not what was written"
         return count
 
     def _is(self, expected: str | tuple[int, int], found: bytes) -> bool:

@@ -354,14 +354,14 @@ class Contents:
         )
         return cls(structure, small, metadata, samples, *said)
 
-    def seal(self) -> tuple[FileReference, bytes]:
-        """The contents as a file: the reference to it, and its bytes."""
+    def seal(self, key: str | None = None) -> tuple[FileReference, bytes]:
+        """The contents as a file: the reference to it, and its bytes; by default its key is the one that equal contents share."""
         small = {name: base64.b64encode(elements).decode() for name, elements in self.small.items()}
         samples = {"samples": self.samples} if self.samples else {}
         processes = {} if self.processes is None else {"processes": self.processes}
         doc = {"metadata": self.metadata, "small": small, **samples, **processes}
         data = seal(doc, self.structure.version, members=f'"structure":{{{self.structure.encoded}}}')
-        return FileReference.of(f"contents/{hashlib.sha256(data).hexdigest()}.json", data), data
+        return FileReference.of(key or f"contents/{hashlib.sha256(data).hexdigest()}.json", data), data
 
     @classmethod
     def from_json(cls, doc: Any, where: str) -> Contents:

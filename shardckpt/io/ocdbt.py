@@ -110,6 +110,7 @@ def tree(
     files: Sequence[str],
     rows: NDArray[np.int64],
     inside: Sequence[bytes | None],
+    begin: int = 0,
 ) -> tuple[bytes, bytes]:
     """The B+tree that maps each key to its value: one leaf, or leaves below one inner node.
 
@@ -121,12 +122,13 @@ def tree(
         files: data files, relative to the database.
         rows: (n, 3) index into `files`, offset of the first byte, and bytes, for values in a file.
         inside: n entries: a value that a leaf itself contains, or None for a value in a file.
+        begin: offset of the first node in its file.
     """
     outside = np.array([value is None for value in inside])
     used = np.cumsum([len(key) + len(value or b"") for key, value in zip(keys, inside, strict=True)])
     children: list[_Child] = []
     nodes: list[bytes] = []
-    first = offset = 0
+    first, offset = 0, begin
     while first < len(keys):
         full = int(np.searchsorted(used, used[first] + LEAF_BYTES, "right"))
         here = slice(first, max(first + 1, min(first + LEAF_KEYS, full)))
@@ -137,11 +139,12 @@ def tree(
         value_bytes = int(rows[here, 2][outside[here]].sum())
         children.append(_Child(keys[first], offset, len(node), len(keys[here]), value_bytes))
         first, offset = here.stop, offset + len(node)
-    leaf_bytes, value_bytes = offset, sum(child.value_bytes for child in children)
+    value_bytes = sum(child.value_bytes for child in children)
     if len(nodes) == 1:
-        return nodes[0], manifest(name, leaf_bytes, len(keys), value_bytes)
+        return nodes[0], manifest(name, len(nodes[0]), len(keys), value_bytes, offset=begin)
     root = _inner_node(name, children)
-    return b"".join([*nodes, root]), manifest(name, len(root), len(keys), value_bytes, offset=leaf_bytes, height=1)
+    encoded = manifest(name, len(root), len(keys), value_bytes, offset=offset, below=offset - begin, height=1)
+    return b"".join([*nodes, root]), encoded
 
 
 class _Child(NamedTuple):
@@ -175,11 +178,21 @@ def _inner_node(name: str, children: Sequence[_Child]) -> bytes:
     return _framed(_NODE_MAGIC, body)
 
 
-def manifest(node: str, node_bytes: int, num_keys: int, value_bytes: int, *, offset: int = 0, height: int = 0) -> bytes:
-    """The manifest of a database whose root is in the file `node`, after `offset` bytes of other nodes, and so high above the leaves."""
+def manifest(node: str, node_bytes: int, num_keys: int, value_bytes: int, *, offset: int = 0, below: int = 0, height: int = 0) -> bytes:
+    """The manifest of a database.
+
+    Args:
+        node: the file with the root, relative to the database.
+        node_bytes: bytes of the root.
+        num_keys: number of keys.
+        value_bytes: bytes of all values outside the nodes.
+        offset: offset of the root.
+        below: bytes of all other nodes.
+        height: height of the root above the leaves.
+    """
     root = {
         "location": f"btreenode::{node}:{offset}:{node_bytes}",
-        "statistics": {"num_keys": num_keys, "num_tree_bytes": offset + node_bytes, "num_indirect_value_bytes": value_bytes},
+        "statistics": {"num_keys": num_keys, "num_tree_bytes": below + node_bytes, "num_indirect_value_bytes": value_bytes},
     }
     config = {
         "uuid": secrets.token_hex(16),

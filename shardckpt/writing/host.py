@@ -24,12 +24,13 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
 
-from shardckpt.commit.assemble import write_table
+from shardckpt.commit.assemble import write_merged, write_table
 from shardckpt.errors import ShardckptError
 from shardckpt.format.documents import FileReference, seal
 from shardckpt.format.fingerprint import StateSums
 from shardckpt.format.record import HostFiles, HostRecord
 from shardckpt.format.replicas import ReplicasReference, seal_checksums
+from shardckpt.format.structure import Structure
 from shardckpt.format.table import OWN_OBJECT, ArrayChunks, Table
 from shardckpt.format.zarr_arrays import CHECKSUM_BYTES, chunk_object_key, chunk_places, close, lay_out_all, room_for, with_checksums
 from shardckpt.io import extension
@@ -62,9 +63,9 @@ if TYPE_CHECKING:
     """An array, a box of complete chunks of it (in the tensor's indices), and the box's elements."""
 
 
-def describe(place: Store, contents: Contents, *, always: bool = False) -> FileReference:
+def describe(place: Store, contents: Contents, key: str | None = None, *, always: bool = False) -> FileReference:
     """Write a host's contents into the attempt at `place`, unless a host with the same contents has written them, or `always`."""
-    reference, data = contents.seal()
+    reference, data = contents.seal(key)
     if always or not place.exists(reference.key):
         place.write(reference.key, data)
     return reference
@@ -152,8 +153,7 @@ class HostWriter:
         several = threads if layout == "packed" and place.appends else 1
         self._writer: PackedWriter | PlainWriter
         if layout == "packed":
-            indexed = compression != "difference"  # zarr has no codec for these, and would show differences for weights
-            self._writer = PackedWriter(place, host, folder=self.folder, memory_limit=memory_limit, threads=several, indexed=indexed)
+            self._writer = PackedWriter(place, host, folder=self.folder, memory_limit=memory_limit, threads=several)
         else:
             self._writer = PlainWriter(place, in_flight_bytes=memory_limit, drafts=None if run is None else f"{self.folder}/drafts")
         self._encoders = [
@@ -221,12 +221,15 @@ class HostWriter:
 
         Args:
             contents: the host's contents.
-            hosts: number of hosts that write into the attempt.
+            hosts: number of hosts of the attempt.
             prior: SHA-256 of the commit record that the save found; None: there was none.
             values: file of this process's own values; None: there are none.
             replicas: checksums of boxes that other hosts hold, too; None: there are none.
         """
-        record, self.table = self.complete(self.describe(contents), hosts=hosts, prior=prior, values=values, replicas=replicas)
+        alone = hosts == 1 and not contents.small  # the committer adds the commit record alone, and there are few directories
+        described = describe(self._place, contents, f"{self.folder}/contents.json") if alone else self.describe(contents)
+        all_of = Structure.union([((0,), contents.structure)]) if alone else None
+        record, self.table = self.complete(described, hosts=hosts, prior=prior, values=values, replicas=replicas, all_of=all_of)
         self.vouches = True  # even if the write fails: perhaps only its response was lost
         write_record(self._place, record)
         return record
@@ -239,6 +242,7 @@ class HostWriter:
         prior: str | None,
         values: bytes | None = None,
         replicas: Checksums | None = None,
+        all_of: Structure | None = None,
     ) -> tuple[HostRecord, Table]:
         """Wait until all chunks are durable; write the chunk table and the other files that the host's record refers to.
 
@@ -248,20 +252,21 @@ class HostWriter:
             prior: as for `finish`.
             values: as for `finish`.
             replicas: as for `finish`.
+            all_of: the structure of which this host has all chunks; then it writes the merged index and table, too.
 
         Returns:
             The record, which is not written yet, and the chunk table.
         """
-        extents = self._writer.finish()
+        packed = self._writer if isinstance(self._writer, PackedWriter) else None
+        extents = packed.end() if packed else self._writer.finish()
         written = merge_written([encoder.finish() for encoder in self._encoders])
         order = np.lexsort((written.chunk, written.path))
-        counts = np.bincount(written.path, minlength=len(written.paths)).tolist()
-        # Plain layout: the key determines the place, so the table names no files.
-        file = extents.file if self._layout == "packed" else np.full(len(order), OWN_OBJECT)
+        counts = dict(zip(written.paths, np.bincount(written.path, minlength=len(written.paths)).tolist(), strict=True))
+        file = extents.file if packed else np.full(len(order), OWN_OBJECT)  # plain layout: the key determines the place
         columns = (written.chunk, file, extents.offset, extents.length, written.crc)
-        table = Table(
-            list(extents.files), dict(zip(written.paths, counts, strict=True)), ArrayChunks.of_columns(*(c[order] for c in columns))
-        )
+        table = Table(list(extents.files), counts, ArrayChunks.of_columns(*(c[order] for c in columns)))
+        if packed is not None and self._compression != "difference":  # zarr has no codec for these, and would show them for weights
+            packed.seal(extents, None if all_of is None else partial(write_merged, self._place, table, all_of, self._compression))
         record = HostRecord(
             attempt=self._attempt,
             host=self._host,
@@ -272,7 +277,7 @@ class HostWriter:
             files=HostFiles(
                 contents=contents,
                 table=write_table(self._place, f"{self.folder}/table", table),
-                lanes=tuple(self._writer.lanes) if isinstance(self._writer, PackedWriter) else (),
+                lanes=() if packed is None else tuple(packed.lanes),
                 values=None if values is None else self._write_own("values.json", values),
                 sums=self._write_sums(),
                 replicas=None if not replicas else self._write_replicas(replicas),

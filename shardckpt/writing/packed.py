@@ -41,7 +41,7 @@ from shardckpt.io.store import Store, byte_view
 from shardckpt.io.threads import map_on_threads
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
 
@@ -148,7 +148,6 @@ class PackedWriter:
         data_file_bytes: int | None = None,
         lane_keys: int = LANE_KEYS,
         threads: int = 1,
-        indexed: bool = True,
     ) -> None:
         """Write below `store`, the attempt; nothing is created before the first chunk.
 
@@ -161,9 +160,7 @@ class PackedWriter:
                 `DATA_FILE_BYTES` or `OBJECT_BYTES`.
             lane_keys: chunks per lane, at most 2**20.
             threads: threads that may append at a time; one, unless the place is a local disk.
-            indexed: whether to write the lanes' indexes.
         """
-        self._indexed = indexed
         self._store = store
         if store.appends:
             data_file_bytes, most_waiting = data_file_bytes or DATA_FILE_BYTES, 1
@@ -224,6 +221,12 @@ class PackedWriter:
             StorageError: a file could not be written.
             CommitError: TensorStore does not find every chunk at its place, or two threads have put the same chunk.
         """
+        extents = self.end()
+        self.seal(extents)
+        return extents
+
+    def end(self) -> Extents:
+        """Wait until all data files are durable; see `finish`."""
         if self._failed:
             raise self._unusable()
         self._failed = True  # until this call succeeds
@@ -235,10 +238,19 @@ class PackedWriter:
                 raise _twice(next(key for key in log.keys if key in first))
             first.update(log.keys)
         extents = Extents.concatenate([log.extents(self._lanes.files) for log in logs])
-        if self._indexed:
-            self._lanes.seal([*first], extents)
         self._failed = False
         return extents
+
+    def seal(self, extents: Extents, write_first: Callable[[str, bytes], None] | None = None) -> None:
+        """Write the indexes of the databases, after `end`; see `finish`.
+
+        Args:
+            extents: the places of all chunks.
+            write_first: writes the file of the first database's leaf, by its key and its bytes, perhaps with other nodes after them.
+        """
+        self._failed = True  # until this call succeeds
+        self._lanes.seal([*self._files[0].log.keys], extents, write_first)
+        self._failed = False
 
     def abort(self) -> None:
         """Stop writing and delete this host's files; files that cannot be deleted are removed with the attempt."""
@@ -384,13 +396,15 @@ class _Lanes:
             self._keys[lane] += some
             return some
 
-    def seal(self, keys: Sequence[str], extents: Extents) -> None:
+    def seal(self, keys: Sequence[str], extents: Extents, write_first: Callable[[str, bytes], None] | None) -> None:
         """Complete all databases, when all data files are durable.
 
         Args:
             keys: the keys of all chunks.
             extents: their places.
+            write_first: see `PackedWriter.seal`.
         """
+        write = write_first or self._store.write
         lanes = np.array(self._lane_of, np.int64)
         places = np.stack([extents.file, extents.offset, extents.length], axis=1).astype(np.int64)
         for lane, name in enumerate(self.names):
@@ -398,10 +412,11 @@ class _Lanes:
             order = sorted(rows.tolist(), key=keys.__getitem__)
             first = int(np.searchsorted(lanes, lane))
             files = [file.removeprefix(f"{name}/") for file in self.files[first : int(np.searchsorted(lanes, lane, "right"))]]
-            _seal_lane(self._store.sub(name), [keys[i].encode() for i in order], files, places[order] - (first, 0, 0))
+            write_node = partial(write if lane == 0 else self._store.write, f"{name}/{_TREE}")
+            _seal_lane(self._store.sub(name), [keys[i].encode() for i in order], files, places[order] - (first, 0, 0), write_node)
 
 
-def _seal_lane(store: Store, keys: list[bytes], files: list[str], places: NDArray[np.int64]) -> None:
+def _seal_lane(store: Store, keys: list[bytes], files: list[str], places: NDArray[np.int64], write_node: Callable[[bytes], None]) -> None:
     """Write the leaf of a database, and then its manifest; read them back with TensorStore.
 
     Args:
@@ -409,9 +424,10 @@ def _seal_lane(store: Store, keys: list[bytes], files: list[str], places: NDArra
         keys: keys of the chunks, ascending.
         files: its data files.
         places: (n, 3) file, offset and length of each chunk.
+        write_node: writes the file of the leaf.
     """
     node = ocdbt.leaf_node(keys, files, *places.T)
-    store.write(_TREE, node)
+    write_node(node)
     store.write(_MANIFEST, ocdbt.manifest(_TREE, len(node), len(keys), int(places[:, 2].sum())))
     store.with_new_keys(partial(_check_lane, store, keys, files, places))
 

@@ -63,7 +63,8 @@ def definition(path):
     if path.suffix != ".json" or path.name in ("zarr.json", "sums.json", "fingerprint.json"):
         return None
     own = "replicasFile" if path.name == "replicas.json" else "valuesFile"
-    return {"records": "hostFile", "contents": "contentsFile"}.get(path.parent.name, own)
+    kinds = {"records": "hostFile", "contents": "contentsFile"}
+    return "contentsFile" if path.name == "contents.json" else kinds.get(path.parent.name, own)
 
 
 def records(checkpoint):

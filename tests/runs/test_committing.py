@@ -20,10 +20,11 @@ from processes import Processes
 
 import shardckpt
 from shardckpt import SaveOptions
+from shardckpt.commit import index
 from shardckpt.commit.assemble import assemble
 from shardckpt.commit.index import dump_index, index_values, packed_documents
 from shardckpt.commit.publish import discard, publish, read_prior
-from shardckpt.errors import CommitError, NotFoundError
+from shardckpt.errors import CommitError, NotFoundError, StorageError
 from shardckpt.format.documents import open_envelope, seal
 from shardckpt.format.zarr_arrays import encoded_documents
 from shardckpt.io.store import Store
@@ -112,6 +113,30 @@ def test_a_commit_from_the_records_alone_writes_what_the_save_s_own_commit_write
     if layout == "packed":
         assert index_of(tmp_path / "late") == index_of(tmp_path / "own")
     assert shardckpt.open(tmp_path / "late").verify().damage == []
+
+
+def test_a_later_commit_of_a_lone_process_s_save_leaves_its_index_and_table_as_they_are(tmp_path):
+    attempt = tmp_path / "c" / save_without_commit(tmp_path / "c")
+    before = {path: path.stat().st_ino for path in attempt.rglob("*") if path.is_file()}
+    assert states(shardckpt.commit(tmp_path / "c")) == ["committed"]
+    assert {path: path.stat().st_ino for path in attempt.rglob("*") if path.is_file()} == before
+    assert value_of(tmp_path / "c") == 1
+
+
+def test_where_a_lone_process_could_not_write_the_index_the_committer_does(tmp_path, monkeypatch):
+    tried, write = [], index.write_index
+
+    def refuses_once(*arguments):
+        tried.append(arguments)
+        write(*arguments)
+        if len(tried) == 1:
+            raise StorageError("the disk is full")
+
+    monkeypatch.setattr(index, "write_index", refuses_once)
+    save(tmp_path / "c")
+    (attempt,) = directories(tmp_path / "c")
+    assert (len(tried), (tmp_path / "c" / attempt / "d" / "leaf").exists()) == (2, True)
+    assert value_of(tmp_path / "c") == 1
 
 
 @pytest.mark.parametrize("layout", ["packed", pytest.param("zarr", marks=pytest.mark.slow)])
