@@ -42,14 +42,14 @@ _SIDE = re.compile(r"\s*(\d{1,16})?\s*(?::\s*(\d{1,16})?\s*)?", re.ASCII)
 
 def runs(service: Service, *, text: str | None, sort: str, order: str, limit: int, cursor: str | None) -> dict[str, Any]:
     """List runs: directories of checkpoints."""
-    found, following = service.catalogue.runs(text, limit, cursor, sort=sort, descending=order == "descending")
-    scanner, said = service.scanner, service.roots.without_places
+    page, following = service.catalogue.runs(text, limit, cursor, sort=sort, descending=order == "descending")
+    scanner, without_places = service.scanner, service.roots.without_places
     return {
-        "runs": with_damaged(service, found),
+        "runs": with_damaged(service, page),
         "next": following,
         "complete": scanner.complete.is_set(),
-        "unreachable": {name: said(why) for name, why in only_readable(scanner.problems).items()},
-        "passed_over": {ident: said(why) for ident, why in islice(only_readable(scanner.passed_over).items(), _MOST_PASSED_OVER)},
+        "unreachable": {name: without_places(why) for name, why in only_readable(scanner.problems).items()},
+        "passed_over": {ident: without_places(why) for ident, why in islice(only_readable(scanner.passed_over).items(), _MOST_PASSED_OVER)},
     }
 
 
@@ -80,17 +80,17 @@ def checkpoints(
         descending=order == "descending",
         **asked,
     )
-    found, following = service.catalogue.checkpoints(query)
-    return {"checkpoints": with_verifications(service, found), "next": following}
+    page, following = service.catalogue.checkpoints(query)
+    return {"checkpoints": with_verifications(service, page), "next": following}
 
 
 def checkpoint(service: Service, ident: str, *, only: list[str] | None, depth: int | None) -> dict[str, Any]:
     """Describe a checkpoint: its tensors, small leaves, meshes, layouts, sizes, metrics and bases."""
     if only is None:
-        found = described(service.opened, ident, only=None, depth=depth)
+        document = described(service.opened, ident, only=None, depth=depth)
     else:
-        found = json.loads(service.calculations.run("described", ident, only=only, depth=depth))
-    return {**found, "entry": entry_of(service, ident)}
+        document = json.loads(service.calculations.run("described", ident, only=only, depth=depth))
+    return {**document, "entry": entry_of(service, ident)}
 
 
 def entry_of(service: Service, ident: str) -> dict[str, Any] | None:
@@ -142,10 +142,10 @@ def device_boxes(ckpt: Checkpoint, name: str) -> list[dict[str, Any]]:
     tensor = ckpt.tensor(name)
     if tensor.layout is None or isinstance(tensor.layout, Placements):
         return []
-    found = tensor.layout.tiling(len(tensor.shape)).device_boxes(tensor.shape)
-    if len(found.device_ids) > MOST_ROWS * 16:
-        raise BudgetError(f"{name}: its layout has {len(found.device_ids)} devices; read its OpSharding instead.")
-    devices = zip(found.device_ids.tolist(), found.boxes.start.tolist(), found.boxes.stop.tolist(), strict=True)
+    tiles = tensor.layout.tiling(len(tensor.shape)).device_boxes(tensor.shape)
+    if len(tiles.device_ids) > MOST_ROWS * 16:
+        raise BudgetError(f"{name}: its layout has {len(tiles.device_ids)} devices; read its OpSharding instead.")
+    devices = zip(tiles.device_ids.tolist(), tiles.boxes.start.tolist(), tiles.boxes.stop.tolist(), strict=True)
     return [{"device": device, "start": start, "stop": stop} for device, start, stop in devices]
 
 
@@ -175,14 +175,14 @@ def parse_box(text: str | None, shape: tuple[int, ...], name: str) -> Box:
     sides = text.split(",") if text.strip() else []
     start, stop = [], []
     for side, n in zip(sides, shape, strict=False):
-        found = _SIDE.fullmatch(side)
-        if found is None or (found[1] is None and ":" not in side):
+        match = _SIDE.fullmatch(side)
+        if match is None or (match[1] is None and ":" not in side):
             raise ShapeMismatchError(f"{name}: box={shorten(text)}: write START:STOP for each dimension, as in 0:8,0:64.")
-        first = int(found[1] or 0)
-        if found[2] is not None and int(found[2]) < first:
-            raise ShapeMismatchError(f"{name}: box={shorten(text)}: the start {first} is after the stop {found[2]}; write START:STOP.")
+        first = int(match[1] or 0)
+        if match[2] is not None and int(match[2]) < first:
+            raise ShapeMismatchError(f"{name}: box={shorten(text)}: the start {first} is after the stop {match[2]}; write START:STOP.")
         start.append(first)
-        stop.append((n if found[2] is None else int(found[2])) if ":" in side else first + 1)
+        stop.append((n if match[2] is None else int(match[2])) if ":" in side else first + 1)
     inside = all(0 <= a <= b <= n for a, b, n in zip(start, stop, shape, strict=False))
     if len(sides) != len(shape) or not inside:
         raise ShapeMismatchError(f"{name}: box={shorten(text)} lies outside its shape {shape}; write START:STOP for each dimension.")
@@ -201,10 +201,10 @@ def _steps(text: str | None) -> tuple[int | None, int | None]:
     """First and last step of "100", "100:", ":200" or "100:200"; both ends belong to the range."""
     if text is None:
         return None, None
-    found = _STEPS.fullmatch(text)
-    if found is None or text in ("", ":"):
+    match = _STEPS.fullmatch(text)
+    if match is None or text in ("", ":"):
         raise OptionError(f"step={shorten(text)}: give a step, or a range such as 100:200.")
-    first, colon, last = found.groups()
+    first, colon, last = match.groups()
     low = None if first is None else int(first)
     high = low if not colon else None if last is None else int(last)
     if low is not None and high is not None and low > high:
@@ -217,10 +217,10 @@ def _time(text: str | None, what: str) -> str | None:
     if text is None:
         return None
     try:
-        found = dt.datetime.fromisoformat(text)
-        found = found if found.tzinfo else found.replace(tzinfo=dt.UTC)
+        time = dt.datetime.fromisoformat(text)
+        time = time if time.tzinfo else time.replace(tzinfo=dt.UTC)
         days = int(what == "until" and len(text) == len("2026-01-01"))
-        return (found.astimezone(dt.UTC) + dt.timedelta(days=days)).isoformat(timespec="seconds")
+        return (time.astimezone(dt.UTC) + dt.timedelta(days=days)).isoformat(timespec="seconds")
     except (ValueError, OverflowError):
         raise OptionError(f"{what}={shorten(text)}: give a date, as in 2026-01-31, or a time, as in 2026-01-31T12:00.") from None
 
@@ -228,10 +228,10 @@ def _time(text: str | None, what: str) -> str | None:
 def _metric(text: str | None) -> tuple[str, str, float] | None:
     if text is None:
         return None
-    found = _METRIC.fullmatch(text)
-    if found is None:
+    match = _METRIC.fullmatch(text)
+    if match is None:
         raise OptionError(f"metric={shorten(text)}: give a name, a comparison and a number, as in loss<2.5.")
-    return found[1], found[2], number(found[3], f"metric={shorten(text)}")
+    return match[1], match[2], number(match[3], f"metric={shorten(text)}")
 
 
 _CURSOR = Parameter(name="cursor", about="The `next` of the last page.")

@@ -98,10 +98,10 @@ class _Endpoint:
 
 
 def _answer(service: Service, endpoint: Endpoint, path: tuple[str, ...], request: Request) -> Response | SourceResponse:
-    found = endpoint.answer(service, *path, **endpoint.parse(request))
-    if isinstance(found, bytes):
-        return Response(found, media_type="application/json")
-    return SourceResponse(found, sends=request.method == "GET") if isinstance(found, ByteSource) else DocumentResponse(found)
+    content = endpoint.answer(service, *path, **endpoint.parse(request))
+    if isinstance(content, bytes):
+        return Response(content, media_type="application/json")
+    return SourceResponse(content, sends=request.method == "GET") if isinstance(content, ByteSource) else DocumentResponse(content)
 
 
 async def _of_checkpoint(service: Service, request: Request) -> Any:
@@ -124,28 +124,28 @@ async def _healthz(_request: Request) -> Response:
 async def _readyz(service: Service, _request: Request) -> Response:
     ready, gone = service.scanner.complete.is_set(), service.scanner.watch.vanished
     known = sorted(only_readable(gone))
-    said = "".join(f"root {name} has vanished\n" for name in known)
+    notes = "".join(f"root {name} has vanished\n" for name in known)
     others = len(gone) - len(known)
-    said += f"{others} other root{'s have' if others > 1 else ' has'} vanished\n" if others else ""
-    return PlainTextResponse(f"ready\n{said}" if ready else "the roots are being scanned\n", 200 if ready else 503)
+    notes += f"{others} other root{'s have' if others > 1 else ' has'} vanished\n" if others else ""
+    return PlainTextResponse(f"ready\n{notes}" if ready else "the roots are being scanned\n", 200 if ready else 503)
 
 
 async def _metrics(service: Service, _request: Request) -> Response:
     def text() -> bytes:
         scanner = service.scanner
-        found: dict[str, Any] = {
+        numbers: dict[str, Any] = {
             "checkpoints": dict.fromkeys(("committed", "uncommitted", "unreadable", "deleted"), 0) | service.catalogue.totals(),
             "unreachable_roots": len(only_readable(scanner.problems)),
             "vanished_roots": len(only_readable(scanner.watch.vanished)),
             "passed_over_directories": len(only_readable(scanner.passed_over)),
         }
         if (upkeep := service.upkeep) is not None:
-            found["jobs"] = dict.fromkeys(STATES, 0) | upkeep.journal.counts()
-            found["damaged_checkpoints"] = len(damaged_checkpoints(service))
+            numbers["jobs"] = dict.fromkeys(STATES, 0) | upkeep.journal.counts()
+            numbers["damaged_checkpoints"] = len(damaged_checkpoints(service))
             if upkeep.scrubber is not None:
-                found["scrub_due_bytes"] = upkeep.scrubber.status()["due_bytes"]
+                numbers["scrub_due_bytes"] = upkeep.scrubber.status()["due_bytes"]
         service.metrics.bad_token_lines.set(0 if service.tokens is None else service.tokens.bad_lines)
-        return service.metrics.text(found, traffic=WHO.get().roots is None)
+        return service.metrics.text(numbers, traffic=WHO.get().roots is None)
 
     return Response(await on_thread(text), media_type="text/plain; version=0.0.4; charset=utf-8")
 
@@ -162,8 +162,8 @@ async def _openapi(service: Service, _request: Request) -> Response:
 async def _announce(service: Service, request: Request) -> Response:
     """Look at a place that a manager names, `{"url": …}`, now. Nothing is written; a place outside of the roots is ignored."""
     try:
-        said = await request.json()
-        place = parse(said["url"])
+        announcement = await request.json()
+        place = parse(announcement["url"])
     except (ValueError, KeyError, TypeError, RecursionError, UrlError) as e:
         raise OptionError('an announcement is a JSON document {"url": "gs://bucket/run/100"}.') from e
     ident = service.roots.ident(place)

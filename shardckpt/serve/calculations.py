@@ -128,10 +128,10 @@ def described(opened: OpenCheckpoints, ident: str, *, only: list[str] | None, de
     checkpoint = opened.get(ident).checkpoint
     node = documents.choose_nodes(checkpoint.parsed_tree, selector(only))
     empty: dict[str, Any] = {"tensors": [], "leaves": []}
-    found = documents.checkpoint_json(checkpoint, node if node is not None else checkpoint.parsed_tree)
+    document = documents.checkpoint_json(checkpoint, node if node is not None else checkpoint.parsed_tree)
     if depth is not None:
-        found["tensors"] = [one for one in found["tensors"] if one["name"].count("/") < depth]
-    return {"id": ident, **found, **(empty if node is None else {})}
+        document["tensors"] = [one for one in document["tensors"] if one["name"].count("/") < depth]
+    return {"id": ident, **document, **(empty if node is None else {})}
 
 
 def _statistics(opened: OpenCheckpoints, ident: str, name: str, *, budget: int) -> dict[str, Any]:
@@ -143,8 +143,8 @@ def _compared(opened: OpenCheckpoints, a: str, b: str, *, values: bool, layouts:
     nbytes = first.record.totals["bytes"]
     if values and nbytes > LARGEST_DIFF:
         raise BudgetError(f"{a}: {file_size(nbytes)} are too many to compare here; ask for values=false, or use `shardckpt diff`.")
-    found = compare(first, second, values=values, memory_limit="64MiB")
-    return {"a": a, "b": b, **documents.comparison_json(found, structure=not values, layout=layouts)}
+    comparison = compare(first, second, values=values, memory_limit="64MiB")
+    return {"a": a, "b": b, **documents.comparison_json(comparison, structure=not values, layout=layouts)}
 
 
 def _planned(opened: OpenCheckpoints, ident: str, **asked: Any) -> dict[str, Any]:
@@ -152,8 +152,8 @@ def _planned(opened: OpenCheckpoints, ident: str, **asked: Any) -> dict[str, Any
 
 
 def _plan_page(opened: OpenCheckpoints, ident: str, **asked: Any) -> list[str]:
-    found = _forecast(opened, ident, **asked)
-    return [str(part) for part in plan_parts(found, forecast_document(found))]
+    plan = _forecast(opened, ident, **asked)
+    return [str(part) for part in plan_parts(plan, forecast_document(plan))]
 
 
 def _forecast(opened: OpenCheckpoints, ident: str, *, devices_per_host: int | None, rate: str | None, **asked: Any) -> Forecast:
@@ -179,13 +179,13 @@ def _calculate(sender: Connection, given: Any, limits: tuple[float, int], name: 
     WHO.set(who)
     roots = Roots(*places)
     try:
-        found = _CALCULATED[name](OpenCheckpoints(roots), *path, **asked)
-        kind, data = "", json.dumps(found, allow_nan=False, separators=(",", ":")).encode("ascii")
+        answer = _CALCULATED[name](OpenCheckpoints(roots), *path, **asked)
+        kind, data = "", json.dumps(answer, allow_nan=False, separators=(",", ":")).encode("ascii")
     except ShardckptError as e:
         kind, data = e.code, text_of(e).encode("utf-8", "backslashreplace")
     except MemoryError:
-        said = f"{name}: it takes more than {memory >> 20} MiB of memory; ask for less, or use the command line."
-        kind, data = BudgetError.code, said.encode()
+        message = f"{name}: it takes more than {memory >> 20} MiB of memory; ask for less, or use the command line."
+        kind, data = BudgetError.code, message.encode()
     except Exception:  # noqa: BLE001  (a bug, of which the service tells)
         kind, data = _BUG, traceback.format_exc().encode("utf-8", "backslashreplace")
     sender.send_bytes(kind.encode())

@@ -247,15 +247,15 @@ class Catalogue:
             *("run", "checkpoints", "committed", "uncommitted", "unreadable", "first_step", "last_step"),
             *("bytes", "stored_bytes", "unfinished_bytes", "pinned", "created"),
         )
-        found = [dict(zip(keys, row[:-1], strict=True)) for row in rows[:limit]]
-        return found, _cursor([rows[limit - 1][-1], found[-1]["run"]]) if len(rows) > limit else None
+        page = [dict(zip(keys, row[:-1], strict=True)) for row in rows[:limit]]
+        return page, _cursor([rows[limit - 1][-1], page[-1]["run"]]) if len(rows) > limit else None
 
     def all_runs(self) -> Iterator[str]:
         """The ids of all runs. Raises StorageError."""
         cursor = None
         while True:
-            found, cursor = self.runs(None, MOST_ROWS, cursor)
-            yield from (one["run"] for one in found)
+            page, cursor = self.runs(None, MOST_ROWS, cursor)
+            yield from (one["run"] for one in page)
             if cursor is None:
                 return
 
@@ -322,8 +322,8 @@ class Catalogue:
             f"ORDER BY {in_order} LIMIT ?",
             (*values, query.limit + 1),
         )
-        found = [{"id": row[-1], "run": row[0], **json.loads(row[1])} for row in rows[: query.limit]]
-        return found, _cursor(rows[query.limit - 1][2:]) if len(rows) > query.limit else None
+        page = [{"id": row[-1], "run": row[0], **json.loads(row[1])} for row in rows[: query.limit]]
+        return page, _cursor(rows[query.limit - 1][2:]) if len(rows) > query.limit else None
 
     def find(self, idents: Sequence[str]) -> list[dict[str, Any]]:
         """The checkpoints among some ids, the longest id first.
@@ -376,7 +376,7 @@ class Catalogue:
             db, generation = None, self._generation
             try:
                 db = self._connection()
-                found = list(db.execute(sql, values))
+                rows = list(db.execute(sql, values))
             except sqlite3.Error as e:
                 if db is not None:
                     db.close()
@@ -388,7 +388,7 @@ class Catalogue:
                 self._idle.append(db)
             else:
                 db.close()
-            return found
+            return rows
         raise AssertionError
 
     def _connection(self) -> sqlite3.Connection:
@@ -397,8 +397,8 @@ class Catalogue:
         return sqlite3.connect(f"file:{self._path}?mode=ro", uri=True, check_same_thread=False)
 
 
-def _row(ident: str, found: tuple[str, CatalogEntry]) -> tuple[Any, ...]:
-    run, entry = found
+def _row(ident: str, checkpoint: tuple[str, CatalogEntry]) -> tuple[Any, ...]:
+    run, entry = checkpoint
     step = _NO_STEP if entry.step is None or entry.step >= 1 << 63 else entry.step
     document = json.dumps(entry.to_json())
     return (ident, run, step, entry.state, entry.created, entry.nbytes, entry.stored_bytes, entry.pinned, entry.superseded, document)
@@ -422,11 +422,11 @@ def _position(cursor: str | None, kinds: tuple[type, ...]) -> list[Any] | None:
     if cursor is None:
         return None
     try:
-        found = json.loads(base64.urlsafe_b64decode(cursor + "=" * (-len(cursor) % 4)))
+        values = json.loads(base64.urlsafe_b64decode(cursor + "=" * (-len(cursor) % 4)))
     except (binascii.Error, ValueError, RecursionError):
-        found = None
-    sound = type(found) is list and tuple(map(type, found)) == kinds and all(_has_encoding(str(one)) for one in found)
-    if not sound or any(type(one) is int and not _NO_STEP <= one < 1 << 63 for one in found):
+        values = None
+    sound = type(values) is list and tuple(map(type, values)) == kinds and all(_has_encoding(str(one)) for one in values)
+    if not sound or any(type(one) is int and not _NO_STEP <= one < 1 << 63 for one in values):
         raise OptionError(f"cursor={shorten(cursor)}: give the `next` of the last page.")
-    position: list[Any] = found
+    position: list[Any] = values
     return position

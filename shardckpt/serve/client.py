@@ -259,12 +259,12 @@ class Client:
 
     def operations(self) -> dict[str, dict[str, Any]]:
         """The operations of jobs: name → JSON schema of the arguments."""
-        found = {}
+        schemas = {}
         for path, methods in self._json("/v1/openapi.json")["paths"].items():
             above, _, name = path.rpartition("/")
             if above == "/v1/jobs" and "requestBody" in methods.get("post", {}):
-                found[name] = methods["post"]["requestBody"]["content"]["application/json"]["schema"]
-        return found
+                schemas[name] = methods["post"]["requestBody"]["content"]["application/json"]["schema"]
+        return schemas
 
     def job(self, number: int) -> JobEntry:
         """The job with this number."""
@@ -296,13 +296,13 @@ class Client:
         end = None if timeout is None else time.monotonic() + timeout
         while True:
             try:
-                with closing(self._follow(number, end)) as told:
-                    for found in told:
+                with closing(self._follow(number, end)) as events:
+                    for job in events:
                         lost = None
-                        if progress is not None and found["done"] is not None and found["total"] is not None:
-                            progress(found["done"], found["total"])
-                        if found["state"] in ("done", "failed", "cancelled"):
-                            return _outcome(found)
+                        if progress is not None and job["done"] is not None and job["total"] is not None:
+                            progress(job["done"], job["total"])
+                        if job["state"] in ("done", "failed", "cancelled"):
+                            return _outcome(job)
             except _NoAnswerError:
                 lost = time.monotonic() if lost is None else lost
                 if time.monotonic() >= lost + self._timeout:
@@ -374,8 +374,8 @@ def _left(end: float | None, most: float) -> float:
 def _error(reply: httpx.Response, where: str) -> ShardckptError:
     """The error that the service tells of, by its code."""
     try:
-        said = reply.json()
-        code, detail = str(said["code"]), str(said["detail"])
+        problem = reply.json()
+        code, detail = str(problem["code"]), str(problem["detail"])
     except (ValueError, KeyError, TypeError):
         kind = _NoAnswerError if reply.status_code in (502, 503, 504) else StorageError  # a proxy answers for the service
         return kind(f"{where}: {reply.status_code} {reply.reason_phrase}")
@@ -388,12 +388,12 @@ def _typed(code: str, message: str, unknown: str) -> ShardckptError:
     return kind(message) if kind.code == code else StorageError(unknown)
 
 
-def _outcome(found: JobEntry) -> JobEntry:
+def _outcome(job: JobEntry) -> JobEntry:
     """A job that has ended well; raises CommitError if it was cancelled, or its own error."""
-    what = f"job {found['number']} ({found['operation']} {found['subject']})"
-    if found["state"] == "cancelled":
+    what = f"job {job['number']} ({job['operation']} {job['subject']})"
+    if job["state"] == "cancelled":
         raise CommitError(f"{what} was cancelled.")
-    if found["error"] is not None and found["state"] == "failed":
-        message = f"{what}: {found['error']['message']}"
-        raise _typed(found["error"]["code"], message, message)
-    return found
+    if job["error"] is not None and job["state"] == "failed":
+        message = f"{what}: {job['error']['message']}"
+        raise _typed(job["error"]["code"], message, message)
+    return job

@@ -86,13 +86,13 @@ def raw(service: Service, path: str) -> ByteSource:
         service.opened.get(ident)
     store = Store.open(service.roots.locate(ident))
     if whole:
-        found = stored_file(service, store, key, _JSON)
+        source = stored_file(service, store, key, _JSON)
     else:  # names of attempts are never used again
         size, read = store.size(key), lambda offset, into: store.read_into(key, offset, [into])
-        found = None if size is None else ByteSource(size, service.tag(path, str(size)), read)
-    if found is None:
+        source = None if size is None else ByteSource(size, service.tag(path, str(size)), read)
+    if source is None:
         raise NotFoundError(f"{shorten(path)}: there is no such file.")
-    return found
+    return source
 
 
 def stored_file(service: Service, store: Store, key: str, kind: str, headers: Mapping[str, str] | None = None) -> ByteSource | None:

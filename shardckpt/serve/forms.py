@@ -49,9 +49,9 @@ def viewer_of(service: Service, request: Request) -> Viewer:
 
 def refused(service: Service, request: Request, error: ShardckptError | HTTPException, back: Html | None = None) -> HTMLResponse:
     """The page that says what went wrong."""
-    said = problems.of_request(service.roots, service.scanner.watch, request, error)
-    page = error_page(said.status_code, *problems.words(said), viewer_of(service, request), back)
-    return html(page, said.status_code, said.headers.get("Retry-After"))
+    problem = problems.of_request(service.roots, service.scanner.watch, request, error)
+    page = error_page(problem.status_code, *problems.words(problem), viewer_of(service, request), back)
+    return html(page, problem.status_code, problem.headers.get("Retry-After"))
 
 
 class PageSession:
@@ -118,10 +118,10 @@ def _started(service: Service, request: Request, body: bytes) -> Response:
         if operation.name == "delete" and fields.pop(CONFIRM, [""])[0].strip() != visible(ident).strip():
             raise OptionError(f"nothing was deleted: type {ident} to confirm that it is to be deleted.")
         given = {parameter.name: parameter.parse(_values(parameter, fields.pop(parameter.name, []))) for parameter in operation.parameters}
-        found, _ = upkeep.start_job(request.state.identity, operation, given | fields, key)
+        job, _ = upkeep.start_job(request.state.identity, operation, given | fields, key)
     except (ShardckptError, HTTPException) as e:
         return refused(service, request, e, back)
-    return RedirectResponse(f"/ui/job/{found.number}", 303)
+    return RedirectResponse(f"/ui/job/{job.number}", 303)
 
 
 def _cancelled(service: Service, request: Request) -> Response:

@@ -42,28 +42,28 @@ def with_verifications(service: Service, entries: Sequence[dict[str, Any]]) -> l
 def verifications(service: Service, ident: str | None, *, limit: int) -> list[Verification]:
     """Verifications of a checkpoint, or of all, the latest first, without the places of roots."""
     assert service.upkeep is not None, "they are only asked for where there is a journal"
-    said = service.roots.without_places
+    without_places = service.roots.without_places
     return [
-        replace(one, damage=damage_without_places(service, one.damage), error=one.error and said(one.error))
+        replace(one, damage=damage_without_places(service, one.damage), error=one.error and without_places(one.error))
         for one in service.upkeep.journal.verifications(ident, limit=limit)
     ]
 
 
 def damage_without_places(service: Service, damage: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Damaged parts with names in place of the locations of roots."""
-    said = service.roots.without_places
-    return [{**one, "file": one["file"] and said(one["file"]), "reason": said(one["reason"])} for one in damage]
+    without_places = service.roots.without_places
+    return [{**one, "file": one["file"] and without_places(one["file"]), "reason": without_places(one["reason"])} for one in damage]
 
 
 def damaged_checkpoints(service: Service) -> list[dict[str, Any]]:
     """Entries, with their verification, of committed checkpoints in which the latest verification of that attempt found damage."""
     if service.upkeep is None:
         return []
-    found = service.upkeep.journal.damaged_verifications()
-    idents, entries = sorted(found), []
+    latest = service.upkeep.journal.damaged_verifications()
+    idents, entries = sorted(latest), []
     for first in range(0, len(idents), MOST_ROWS):
         for one in service.catalogue.find(idents[first : first + MOST_ROWS]):
-            verification = _of_attempt(found[one["id"]], one["attempt"])
+            verification = _of_attempt(latest[one["id"]], one["attempt"])
             if one["state"] == "committed" and verification is not None:
                 entries.append(one | {"verification": verification})
     return sorted(entries, key=lambda one: str(one["id"]))
@@ -92,8 +92,8 @@ def health(service: Service) -> dict[str, Any]:
     }
 
 
-def _of_attempt(found: Verification | None, attempt: str | None) -> dict[str, Any] | None:
-    if found is None or found.attempt != attempt:
+def _of_attempt(verification: Verification | None, attempt: str | None) -> dict[str, Any] | None:
+    if verification is None or verification.attempt != attempt:
         return None
-    said = found.to_json()
-    return {name: said[name] for name in _KEPT}
+    document = verification.to_json()
+    return {name: document[name] for name in _KEPT}

@@ -94,9 +94,9 @@ def resolve(service: Service, ident: str, rest: str) -> ByteSource:
     if name in BESIDE:
         store = Store.open(service.roots.locate(model.run))
         service.roots.locate(f"{model.run}/{name}")
-        found = stored_file(service, store, name, "application/octet-stream", headers)
-        if found is not None and found.size <= _LARGEST_BESIDE:
-            return found
+        source = stored_file(service, store, name, "application/octet-stream", headers)
+        if source is not None and source.size <= _LARGEST_BESIDE:
+            return source
     raise _missing("EntryNotFound", f"{ident} has no file {shorten(name)}.", model.commit)
 
 
@@ -104,13 +104,13 @@ def _model(service: Service, ident: str, revision: str) -> _Model:
     parts = ident.split("/")
     run = "/".join([*parts[:-1], *parts[-1].split("__")]) if len(parts) > 1 else ident
     name, _, dtype = revision.partition("+")
-    found = list(_at_revision(service, run, name))
-    if not found:
+    entries = list(_at_revision(service, run, name))
+    if not entries:
         known = service.catalogue.checkpoints(CheckpointQuery(run=run, limit=1))[0]
         if not known:
             raise _missing("RepoNotFound", f"there is no run {shorten(ident)}.")
         raise _missing("RevisionNotFound", f"{ident} has no revision {shorten(revision)}.")
-    for entry in found:
+    for entry in entries:
         opened = service.opened.get(entry["id"])
         part = opened.part("hub", partial(lambda one: below(_PART, one.names()), opened.checkpoint))
         for one in _DTYPES if _COMMIT.fullmatch(name) else (dtype,):

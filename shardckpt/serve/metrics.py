@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100)
 _AREAS = frozenset({"api", "files", "healthz", "metrics", "raw", "readyz", "static", "ui", "v1", "zarr"})
 _METHODS = frozenset({"GET", "HEAD", "POST"})
-_FOUND = {
+_GAUGES = {
     "checkpoints": ("Checkpoints in the catalogue.", "state"),
     "unreachable_roots": ("Roots that the last scan could not list.",),
     "vanished_roots": ("Roots that have vanished, as an unmounted disk.",),
@@ -61,16 +61,16 @@ class ServeMetrics:
         self.scans.inc()
         self.scan_seconds.set(seconds)
 
-    def text(self, found: Mapping[str, int | Mapping[str, int]], *, traffic: bool) -> bytes:
+    def text(self, numbers: Mapping[str, int | Mapping[str, int]], *, traffic: bool) -> bytes:
         """Metrics in Prometheus's text format.
 
         Args:
-            found: numbers that one user may know, by the name in `_FOUND`; those with a label by its values.
+            numbers: numbers that one user may know, by the name in `_GAUGES`; those with a label by its values.
             traffic: whether the user may know what the service does for all users.
         """
         registry = CollectorRegistry()
-        for name, value in found.items():
-            about, *label = _FOUND[name]
+        for name, value in numbers.items():
+            about, *label = _GAUGES[name]
             gauge = Gauge(f"shardckpt_serve_{name}", about, label, registry=registry)
             if isinstance(value, int):
                 gauge.set(value)

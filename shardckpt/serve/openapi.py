@@ -186,7 +186,7 @@ def posted(path: str, answer: Callable[..., Any], parameters: Sequence[Parameter
         answer: its docstring is the summary.
         parameters: members of the JSON object that is sent; None: nothing is sent.
     """
-    found: dict[str, Any] = {
+    description: dict[str, Any] = {
         "summary": (answer.__doc__ or "").partition("\n")[0].rstrip("."),
         "operationId": path.rpartition("/")[2],
         "parameters": path_parameters(path),
@@ -202,8 +202,8 @@ def posted(path: str, answer: Callable[..., Any], parameters: Sequence[Parameter
         }
         required = [one.name for one in parameters if one.required]
         schema = {"type": "object", "properties": members, "additionalProperties": False} | ({"required": required} if required else {})
-        found["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
-    return found
+        description["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
+    return description
 
 
 def document(endpoints: Iterable[Endpoint], posts: Mapping[str, Mapping[str, Any]], *, tokens: bool) -> dict[str, Any]:
@@ -241,9 +241,9 @@ def number(text: str, what: str) -> float:
         OptionError: the text is none.
     """
     try:
-        found = float(text)
+        value = float(text)
     except ValueError:
-        found = math.nan
-    if not math.isfinite(found):
+        value = math.nan
+    if not math.isfinite(value):
         raise OptionError(f"{what}: {shorten(text)} is not a finite number.")
-    return found
+    return value

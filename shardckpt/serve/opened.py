@@ -86,8 +86,8 @@ class Opened:
     @property
     def keys(self) -> ZarrKeys:
         """The checkpoint as a zarr hierarchy."""
-        found: ZarrKeys = self.part("zarr", lambda: ZarrKeys(self.checkpoint.record, self.checkpoint.reader))
-        return found
+        hierarchy: ZarrKeys = self.part("zarr", lambda: ZarrKeys(self.checkpoint.record, self.checkpoint.reader))
+        return hierarchy
 
 
 class OpenCheckpoints:
@@ -128,23 +128,23 @@ class OpenCheckpoints:
             StorageError: the storage failed.
         """
         self._roots.root(ident)
-        found = self._get(ident)
-        self._roots.check_needs(found.needs)
-        return found
+        opened = self._get(ident)
+        self._roots.check_needs(opened.needs)
+        return opened
 
     def _get(self, ident: str) -> Opened:
-        found = self._opened.get(ident)
+        known = self._opened.get(ident)
         now = time.monotonic()
-        if found is not None:
-            place = found.checkpoint.location
-            if not kind_of(place).near and now < found.checked + _TRUSTED:
-                return found
+        if known is not None:
+            place = known.checkpoint.location
+            if not kind_of(place).near and now < known.checked + _TRUSTED:
+                return known
             status = _status(place)
-            if status is not None and status == found.status:
-                return found
-            if _version(place) == found.version:
-                found.checked, found.status = now, status
-                return found
+            if status is not None and status == known.status:
+                return known
+            if _version(place) == known.version:
+                known.checked, known.status = now, status
+                return known
         place = self._roots.locate(ident)
         status, version = _status(place), _version(place)
         checkpoint = Checkpoint(place)
@@ -168,10 +168,10 @@ class OpenCheckpoints:
         """
         key = (opened.ident, opened.attempt, repr(sorted(options.items())))
         with self._lock:
-            found = self._views.get(key)
-            if found is not None:
+            known = self._views.get(key)
+            if known is not None:
                 self._views.move_to_end(key)
-                return found
+                return known
         opened.check_chunks()
         view = ModelView(opened.checkpoint, cache_bytes=_VIEW_BYTES, **options)
         with self._lock:

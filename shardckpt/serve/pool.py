@@ -67,12 +67,12 @@ def of_loop(variable: RunVar[T], make: Callable[[], T]) -> T:
 
 
 def event_stream(
-    told: AsyncGenerator[bytes | None], clients: Counter[str], most: int, busy: HTTPException, closing: threading.Event
+    events: AsyncGenerator[bytes | None], clients: Counter[str], most: int, busy: HTTPException, closing: threading.Event
 ) -> StreamingResponse:
     """The response that sends events.
 
     Args:
-        told: the events; None while nothing happens.
+        events: the events; None while nothing happens.
         clients: counts those who follow, by user.
         most: most of them.
         busy: raised where there are more.
@@ -87,7 +87,7 @@ def event_stream(
         end, sent = clock() + _EVENTS_SECONDS, clock()
         clients[who] += 1
         try:
-            async for event in told:
+            async for event in events:
                 if event is not None or clock() >= sent + _KEEPALIVE_SECONDS:
                     sent = clock()
                     yield b": still there\n\n" if event is None else event
@@ -95,7 +95,7 @@ def event_stream(
                     return
         finally:
             clients[who] -= 1
-            await told.aclose()
+            await events.aclose()
 
     headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
     return StreamingResponse(followed(), headers=headers, media_type="text/event-stream")

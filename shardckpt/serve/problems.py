@@ -107,16 +107,16 @@ def of_error(error: Exception, roots: Roots) -> JSONResponse:
 
 def of_request(roots: Roots, watch: RootWatch, request: Request, error: Exception) -> JSONResponse:
     """The response for an error of a request: 503, not 404, where the root has vanished, as what was asked for may still be there."""
-    said = of_error(error, roots)
+    response = of_error(error, roots)
     try:
-        if said.status_code == 404:
+        if response.status_code == 404:
             watch.check(*request.path_params.values(), *request.query_params.values())
     except (HTTPException, StorageError) as e:
-        said = of_error(e, roots)
-    return said
+        response = of_error(e, roots)
+    return response
 
 
 def words(response: JSONResponse) -> tuple[str, str]:
     """Title and detail of a problem, for people."""
-    said = json.loads(bytes(response.body))
-    return said["title"], said["detail"]
+    document = json.loads(bytes(response.body))
+    return document["title"], document["detail"]

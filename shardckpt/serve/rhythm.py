@@ -40,7 +40,7 @@ def rhythm_of(times: Iterable[str | None], now: dt.datetime | None = None) -> Rh
     Rhythm(every=240.0, since=780.0)
     """
     now = dt.datetime.now(dt.UTC) if now is None else now
-    known = sorted(found for text in times if (found := time_of(text)) is not None)[-COMMITS:]
+    known = sorted(time for text in times if (time := time_of(text)) is not None)[-COMMITS:]
     if not known:
         return None
     intervals = [(b - a).total_seconds() for a, b in pairwise(known)]
@@ -51,7 +51,7 @@ def rhythm_of(times: Iterable[str | None], now: dt.datetime | None = None) -> Rh
 def time_of(text: str | None) -> dt.datetime | None:
     """A time with a zone, as records have it; None: the text is not one."""
     try:
-        found = dt.datetime.fromisoformat(text or "")
+        time = dt.datetime.fromisoformat(text or "")
     except ValueError:
         return None
-    return found if found.tzinfo is not None else None
+    return time if time.tzinfo is not None else None

@@ -209,9 +209,9 @@ class Scanner(BackgroundWork):
             return None
         name = ident.rpartition("/")[2]
         for everything in (False, True):
-            found = entries_at(store, name, listed, everything=everything)
-            if found:
-                last = found[0] if not everything else max(found, key=lambda one: natural_key(one.attempt or ""))
+            entries = entries_at(store, name, listed, everything=everything)
+            if entries:
+                last = entries[0] if not everything else max(entries, key=lambda one: natural_key(one.attempt or ""))
                 return last if last.state != "uncommitted" else self._measured(ident, store, last)
         return None
 

@@ -192,8 +192,10 @@ def _claim(path: Path) -> None:
     """
     try:
         with socket.socket(socket.AF_UNIX) as one:
-            found = status(path)
-            if found is not None and stat.S_ISSOCK(found.st_mode) and one.connect_ex(str(path)) != 0:  # of a server that has ended
+            socket_file = status(path)
+            if (
+                socket_file is not None and stat.S_ISSOCK(socket_file.st_mode) and one.connect_ex(str(path)) != 0
+            ):  # of a server that has ended
                 path.unlink()
         if exists(path):
             raise OptionError(f"--unix-socket {path}: another server or a file is there; give another path.")
@@ -209,8 +211,8 @@ def _claim(path: Path) -> None:
 
 def _states(files: tuple[str, str]) -> list[tuple[int, int, int] | None]:
     """Times, inode numbers and sizes of files."""
-    found = [status(Path(file)) for file in files]
-    return [None if one is None else (one.st_mtime_ns, one.st_ino, one.st_size) for one in found]
+    statuses = [status(Path(file)) for file in files]
+    return [None if one is None else (one.st_mtime_ns, one.st_ino, one.st_size) for one in statuses]
 
 
 class _Server(uvicorn.Server):

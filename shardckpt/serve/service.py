@@ -86,10 +86,10 @@ class Service:
         Raises:
             NotFoundError: there is no such checkpoint.
         """
-        found, rest = self.opened.resolve(ident.strip("/"))
+        checkpoint, rest = self.opened.resolve(ident.strip("/"))
         if rest:
             raise NotFoundError(f"{shorten(ident)}: there is no checkpoint.")
-        return found
+        return checkpoint
 
     @staticmethod
     def tag(*parts: str) -> str:

@@ -123,15 +123,15 @@ class SourceResponse:
         self._source = source
         self._data: memoryview | None = None
         reads = source.whole and sends and source.size > 0
-        self._taken = source.size if reads else source.held
-        if not ANSWERS.take(self._taken, _WAIT_SECONDS):
+        self._reserved = source.size if reads else source.held
+        if not ANSWERS.take(self._reserved, _WAIT_SECONDS):
             raise HTTPException(503, NO_MEMORY, RETRY)
         if reads:
             try:
                 self._data = np.empty(source.size, np.uint8).data
                 source.read_into(0, self._data)
             except BaseException:
-                ANSWERS.give_back(self._taken)
+                ANSWERS.give_back(self._reserved)
                 raise
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -140,7 +140,7 @@ class SourceResponse:
             await self._answer(scope, receive, send)
         finally:
             self._data = None
-            ANSWERS.give_back(self._taken)
+            ANSWERS.give_back(self._reserved)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         source = self._source
@@ -269,13 +269,13 @@ def _matches(condition: str, etag: str, *, strongly: bool = False) -> bool:
 
 def _span(text: str, size: int) -> tuple[int, int] | None:
     """The half-open range that a header asks for; (0, 0): there is none of it; None: a form that is ignored, as several ranges are."""
-    found = _RANGE.fullmatch(text.strip())
-    if found is None:
+    match = _RANGE.fullmatch(text.strip())
+    if match is None:
         return None
-    if found[3] is not None:
-        n = min(int(found[3]), size)
+    if match[3] is not None:
+        n = min(int(match[3]), size)
         return (size - n, size) if n else (0, 0)
-    first, last = int(found[1]), size - 1 if found[2] is None else min(int(found[2]), size - 1)
-    if found[2] is not None and int(found[2]) < first:
+    first, last = int(match[1]), size - 1 if match[2] is None else min(int(match[2]), size - 1)
+    if match[2] is not None and int(match[2]) < first:
         return None
     return (first, last + 1) if first <= last else (0, 0)

@@ -145,9 +145,9 @@ def _retention(service: Service, run: str, viewer: Viewer) -> list[Html | None]:
         mark = None
     looked = service.upkeep.journal.jobs(state="done", operation="retain", subject=run, limit=1)
     last = next((one for one in looked if one.result is not None), None)
-    said = None if mark is None else {"by": mark.by, "when": mark.when}
+    end = None if mark is None else {"by": mark.by, "when": mark.when}
     ruled = service.upkeep.keeper is not None and service.upkeep.keeper.rules.rule_for(run) is not None
-    return [retention_section(run, said, None if last is None else endpoints.job_json(service, last), viewer, ruled=ruled)]
+    return [retention_section(run, end, None if last is None else endpoints.job_json(service, last), viewer, ruled=ruled)]
 
 
 def _storage(service: Service, _request: Request, viewer: Viewer) -> str:
@@ -183,12 +183,12 @@ def _upkeep_sections(service: Service, ident: str, attempt: str, entry: dict[str
     if service.upkeep is None:
         return []
     journal = service.upkeep.journal
-    found = verifications(service, ident, limit=_MOST_VERIFICATIONS)
+    history = verifications(service, ident, limit=_MOST_VERIFICATIONS)
     about = [endpoints.job_json(service, one) for one in journal.jobs(subject=ident, limit=_FEW_JOBS)]
     listed = jobs_table(about, _checkpoints_among(service, about), "jobs") if about else el("p", "There was no job about it.")
     everything = el("p", el("a", "All jobs about it", href=f"/ui/jobs?{urlencode({'subject': ident}, errors='surrogatepass')}"))
     jobs = section("Jobs", listed, everything if len(about) == _FEW_JOBS else None)
-    return [verification_section(ident, attempt, found, viewer), jobs, actions_section(ident, attempt, entry, viewer)]
+    return [verification_section(ident, attempt, history, viewer), jobs, actions_section(ident, attempt, entry, viewer)]
 
 
 def _jobs(service: Service, request: Request, viewer: Viewer) -> str:
@@ -224,8 +224,8 @@ def _tensor(service: Service, request: Request, viewer: Viewer) -> str:
     if name is None:
         raise NamesMismatchError(f"{ident}: name= is missing.")
     ckpt = service.opened.get(ident).checkpoint
-    found = json.loads(api.statistics(service, ident, name, budget=16 << 20)) if _text(request, "values") else None
-    return tensor_page(ident, ckpt, name, api.device_boxes(ckpt, name), found, viewer)
+    values = json.loads(api.statistics(service, ident, name, budget=16 << 20)) if _text(request, "values") else None
+    return tensor_page(ident, ckpt, name, api.device_boxes(ckpt, name), values, viewer)
 
 
 def _diff(service: Service, request: Request, viewer: Viewer) -> str:
@@ -246,8 +246,8 @@ def _plan(service: Service, request: Request, viewer: Viewer) -> str:
     try:
         parts = json.loads(service.calculations.run("_plan_page", ident, **asked))
     except ShardckptError as e:
-        said = el("p", service.roots.without_places(text_of(e)), class_="bad", role="alert")
-        return frame("Plan", crumbs(ident, checkpoint=True), el("main", el("h1", "Reshard plan"), said, form, id="main"), viewer=viewer)
+        notice = el("p", service.roots.without_places(text_of(e)), class_="bad", role="alert")
+        return frame("Plan", crumbs(ident, checkpoint=True), el("main", el("h1", "Reshard plan"), notice, form, id="main"), viewer=viewer)
     header, main, footer, flow = map(Html, parts)
     start = reshard_section(ident, asked, viewer)
     shown = (crumbs(ident, checkpoint=True), header, form, el("div", main, id="main"), start, footer, flow)

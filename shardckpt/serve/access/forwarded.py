@@ -69,6 +69,6 @@ class Proxies:
 
 
 def _values(scope: Scope, name: str) -> list[str]:
-    wanted = f"x-forwarded-{name}".encode()
-    joined = ",".join(value.decode("latin-1") for given, value in scope["headers"] if given == wanted)
+    header = f"x-forwarded-{name}".encode()
+    joined = ",".join(value.decode("latin-1") for given, value in scope["headers"] if given == header)
     return [one.strip() for one in joined.split(",") if one.strip()]

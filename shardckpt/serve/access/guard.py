@@ -272,9 +272,9 @@ class _Answer:
                 raise PermissionError("the rights of the user have changed")
 
     def _take(self, nbytes: int) -> bool:
-        taken = ANSWERS.take(nbytes)
-        self._held = nbytes if taken else 0
-        return taken
+        granted = ANSWERS.take(nbytes)
+        self._held = nbytes if granted else 0
+        return granted
 
     async def _refuse(self) -> None:
         refused = problem(503, "http-503", NO_MEMORY, RETRY)

@@ -84,9 +84,9 @@ def may_read(ident: str) -> bool:
     return WHO.get().may("read", ident.partition("/")[0])
 
 
-def only_readable(found: Mapping[str, T]) -> dict[str, T]:
+def only_readable(values: Mapping[str, T]) -> dict[str, T]:
     """Entries whose keys are names of roots, or ids, that the user may read."""
-    return {ident: value for ident, value in list(found.items()) if may_read(ident)}
+    return {ident: value for ident, value in list(values.items()) if may_read(ident)}
 
 
 def readable(column: str) -> tuple[str, list[str]]:
@@ -105,7 +105,7 @@ def parse_rights(texts: Iterator[str] | list[str]) -> dict[str, str]:
     Raises:
         OptionError: a text is none.
     """
-    found: dict[str, str] = {}
+    rights: dict[str, str] = {}
     for text in texts:
         right = _RIGHT.fullmatch(text)
         if right is None:
@@ -113,5 +113,5 @@ def parse_rights(texts: Iterator[str] | list[str]) -> dict[str, str]:
                 f"right {shorten(text)}: give {', '.join(SCOPES)} for every root, or NAME=SCOPE for one, as in llama=operate."
             )
         name = right[1] or EVERY
-        found[name] = max(found.get(name, right[2]), right[2], key=SCOPES.index)
-    return found
+        rights[name] = max(rights.get(name, right[2]), right[2], key=SCOPES.index)
+    return rights

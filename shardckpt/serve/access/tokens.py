@@ -52,7 +52,7 @@ class Tokens:
         """
         self._file = file
         self._text: bytes | None = None
-        self._told = ""
+        self._reported = ""
         self.bad_lines = 0
         """Number of lines of the file that are none of a token."""
         self._known: dict[str, tuple[Identity, float]] = {}
@@ -124,15 +124,15 @@ class Tokens:
         self.bad_lines = len(bad)
         if self._text is not None or bad:
             _log.log(logging.ERROR if bad else logging.INFO, "tokens", extra={"fields": {"known": len(known), "bad_lines": bad[:10]}})
-        self._known, self._members, self._text, self._told = known, members, data, ""
+        self._known, self._members, self._text, self._reported = known, members, data, ""
 
     def _refuse(self, error: ShardckptError) -> None:
         """Raise an error at the first reading; later, tell it once."""
         if self._text is None:
             raise error
-        if str(error) != self._told:
+        if str(error) != self._reported:
             _log.error("tokens", extra={"fields": {"reason": str(error)}})
-        self._told = str(error)
+        self._reported = str(error)
 
 
 def _parse(content: str) -> tuple[dict[str, tuple[Identity, float]], dict[str, dict[str, str]], list[int]]:
@@ -143,10 +143,10 @@ def _parse(content: str) -> tuple[dict[str, tuple[Identity, float]], dict[str, d
     for number, line in enumerate(content.splitlines(), 1):
         text = line.strip()
         try:
-            if found := _LINE.fullmatch(text):
-                known[found[3]] = Identity(found[1], parse_rights(found[2].split(","))), _time(found[4])
-            elif found := _MEMBER.fullmatch(text):
-                members[found[1]] = parse_rights(found[2].split(","))
+            if match := _LINE.fullmatch(text):
+                known[match[3]] = Identity(match[1], parse_rights(match[2].split(","))), _time(match[4])
+            elif match := _MEMBER.fullmatch(text):
+                members[match[1]] = parse_rights(match[2].split(","))
             elif text and not text.startswith("#"):
                 bad.append(number)
         except (OptionError, ValueError, OverflowError):
@@ -211,8 +211,8 @@ def _time(text: str | None) -> float:
     """Seconds since 1970 of a date or time, which is UTC if it has no zone. Raises ValueError."""
     if text is None:
         return math.inf
-    found = dt.datetime.fromisoformat(text)
-    return (found if found.tzinfo else found.replace(tzinfo=dt.UTC)).timestamp()
+    moment = dt.datetime.fromisoformat(text)
+    return (moment if moment.tzinfo else moment.replace(tzinfo=dt.UTC)).timestamp()
 
 
 def _end(text: str) -> float:

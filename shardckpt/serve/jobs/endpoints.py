@@ -41,9 +41,9 @@ def jobs(
 ) -> dict[str, Any]:
     """List jobs, the latest first."""
     upkeep = upkeep_of(service)
-    found = upkeep.journal.jobs(state=state, operation=operation, subject=subject, before=before, limit=limit)
-    following = found[-1].number if len(found) == limit else None
-    return {"jobs": [job_json(service, one) for one in found], "next": following}
+    page = upkeep.journal.jobs(state=state, operation=operation, subject=subject, before=before, limit=limit)
+    following = page[-1].number if len(page) == limit else None
+    return {"jobs": [job_json(service, one) for one in page], "next": following}
 
 
 def job(service: Service, number: str) -> dict[str, Any]:
@@ -65,17 +65,17 @@ def scrub(service: Service) -> dict[str, Any]:
     return scrubber.status()
 
 
-def job_json(service: Service, found: JobRow) -> dict[str, Any]:
+def job_json(service: Service, row: JobRow) -> dict[str, Any]:
     """A job as JSON, without the places of roots; `waits_for` says why it is not started yet."""
-    doc = found.to_json() | {"waits_for": None, "found_damage": bool((found.result or {}).get("damaged"))}
-    if found.state == "queued":
-        doc["waits_for"] = upkeep_of(service).runner.waits_for.get(found.number)
-    if found.result is not None and "url" in found.result:
-        doc["result"] = {**found.result, "url": service.roots.without_places(found.result["url"])}
-    if found.result is not None and "damage" in found.result:
-        doc["result"] = {**found.result, "damage": health.damage_without_places(service, found.result["damage"])}
-    if found.error is not None:
-        doc["error"] = {**found.error, "message": service.roots.without_places(found.error["message"])}
+    doc = row.to_json() | {"waits_for": None, "found_damage": bool((row.result or {}).get("damaged"))}
+    if row.state == "queued":
+        doc["waits_for"] = upkeep_of(service).runner.waits_for.get(row.number)
+    if row.result is not None and "url" in row.result:
+        doc["result"] = {**row.result, "url": service.roots.without_places(row.result["url"])}
+    if row.result is not None and "damage" in row.result:
+        doc["result"] = {**row.result, "damage": health.damage_without_places(service, row.result["damage"])}
+    if row.error is not None:
+        doc["error"] = {**row.error, "message": service.roots.without_places(row.error["message"])}
     return doc
 
 
@@ -107,10 +107,10 @@ def operation_of(name: str) -> Operation:
     Raises:
         NotFoundError: there is none.
     """
-    found = OPERATIONS.get(name)
-    if found is None:
+    operation = OPERATIONS.get(name)
+    if operation is None:
         raise NotFoundError(f"there is no operation {shorten(name)}; there are {', '.join(OPERATIONS)}.")
-    return found
+    return operation
 
 
 def key_of(text: str) -> str:
@@ -137,15 +137,15 @@ async def start(service: Service, request: Request) -> Response:
         raise OptionError(f"the body is not valid JSON ({e}).") from e
     if not isinstance(given, dict):
         raise OptionError("the body is not a JSON object.")
-    found, new = await on_thread(upkeep.start_job, who, operation, given, key)
-    return DocumentResponse(job_json(service, found), 202 if new else 200, {"Location": f"/v1/jobs/{found.number}"})
+    row, new = await on_thread(upkeep.start_job, who, operation, given, key)
+    return DocumentResponse(job_json(service, row), 202 if new else 200, {"Location": f"/v1/jobs/{row.number}"})
 
 
 async def cancel(service: Service, request: Request) -> Response:
     """Answer a POST that cancels a job."""
     upkeep, number = upkeep_of(service), job_number(request.path_params["job"])
-    found = await on_thread(upkeep.cancel, request.state.identity, number)
-    return DocumentResponse(job_json(service, found), 202)
+    row = await on_thread(upkeep.cancel, request.state.identity, number)
+    return DocumentResponse(job_json(service, row), 202)
 
 
 async def events(service: Service, request: Request) -> Response:
@@ -156,16 +156,16 @@ async def events(service: Service, request: Request) -> Response:
     return event_stream(_follow(service, upkeep, first), service.streams, _MOST_STREAMS, busy, service.closing)
 
 
-async def _follow(service: Service, upkeep: Upkeep, found: JobRow) -> AsyncGenerator[bytes | None]:
-    said = ""
+async def _follow(service: Service, upkeep: Upkeep, row: JobRow) -> AsyncGenerator[bytes | None]:
+    sent = ""
     while True:
-        text = json.dumps(job_json(service, found))
-        yield f"event: job\ndata: {text}\n\n".encode() if text != said else None
-        if found.is_over:
+        text = json.dumps(job_json(service, row))
+        yield f"event: job\ndata: {text}\n\n".encode() if text != sent else None
+        if row.is_over:
             return
-        said = text
+        sent = text
         await asyncio.sleep(_EVENTS_POLL)
-        found = await on_thread(upkeep.journal.job, found.number)
+        row = await on_thread(upkeep.journal.job, row.number)
 
 
 _LIMIT = Parameter(name="limit", kind="integer", about="Most rows.", least=1, most=MOST_ROWS, default=100)

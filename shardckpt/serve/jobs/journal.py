@@ -164,9 +164,9 @@ class Journal:
             StorageError: the journal cannot be written.
         """
         with self.changed:
-            found = None if key is None else self.find(who, key, operation, asked)
-            if found is not None:
-                return found, False
+            earlier = None if key is None else self.find(who, key, operation, asked)
+            if earlier is not None:
+                return earlier, False
             if self._all("SELECT count(*) FROM jobs WHERE state = 'queued'", ())[0][0] >= MOST_QUEUED:
                 raise OptionError(f"{MOST_QUEUED:,} jobs wait already; wait for some, or cancel some.")
             number, roots = self._next("jobs"), _text(WHO.get().roots)
@@ -188,10 +188,10 @@ class Journal:
             NotFoundError: there is none. StorageError: the journal cannot be read.
         """
         mine, names = _readable()
-        found = self._jobs(f"number = ? AND {mine}", (number, *names))
-        if not found:
+        jobs = self._jobs(f"number = ? AND {mine}", (number, *names))
+        if not jobs:
             raise NotFoundError(f"there is no job {number}; GET /v1/jobs lists them.")
-        return found[0]
+        return jobs[0]
 
     def jobs(
         self,
@@ -306,8 +306,8 @@ class Journal:
 
     def unfinished_verification(self, ident: str, job: int | None) -> Verification | None:
         """The verification that a scrub, or a job, has begun and not ended. Raises StorageError."""
-        found = self._verifications("WHERE id = ? AND job IS ? AND ended IS NULL ORDER BY number DESC LIMIT 1", (ident, job))
-        return found[0] if found else None
+        unfinished = self._verifications("WHERE id = ? AND job IS ? AND ended IS NULL ORDER BY number DESC LIMIT 1", (ident, job))
+        return unfinished[0] if unfinished else None
 
     def update_verification(self, one: Verification, *, over: bool = False, notice: Mapping[str, Any] | None = None) -> Verification:
         """Write the progress of a verification, or its end and a notice about it, which is durable with it. Raises StorageError."""
@@ -334,23 +334,23 @@ class Journal:
 
         Other calls go on meanwhile: a journal may have a million verifications.
         """
-        found: dict[str, tuple[str, str]] = {}
+        attempts: dict[str, tuple[str, str]] = {}
         for first in range(0, len(known), _BATCH):
-            some = known[first : first + _BATCH]
-            last = f"SELECT max(number) FROM verifications WHERE {_COMPLETE} AND id IN ({','.join('?' * len(some))}) GROUP BY id"  # noqa: S608
+            batch = known[first : first + _BATCH]
+            last = f"SELECT max(number) FROM verifications WHERE {_COMPLETE} AND id IN ({','.join('?' * len(batch))}) GROUP BY id"  # noqa: S608
             sql = f"SELECT id, attempt, iif(error IS NULL, ended, '') FROM verifications WHERE number IN ({last})"  # noqa: S608
-            found |= {ident: (attempt, ended) for ident, attempt, ended in self._all(sql, some)}
-        return found
+            attempts |= {ident: (attempt, ended) for ident, attempt, ended in self._all(sql, batch)}
+        return attempts
 
     def verified_besides(self, known: Container[str], most: int) -> set[str]:
         """Ids of other checkpoints than the known ones that verifications are of, at most so many. Raises StorageError."""
-        found: set[str] = set()
+        others: set[str] = set()
         sql = "SELECT DISTINCT id FROM verifications WHERE id > ? ORDER BY id LIMIT ?"
         ids = [""]
-        while ids and len(found) < most:
+        while ids and len(others) < most:
             ids = [ident for (ident,) in self._all(sql, (ids[-1], _BATCH))]
-            found.update(islice((ident for ident in ids if ident not in known), most - len(found)))
-        return found
+            others.update(islice((ident for ident in ids if ident not in known), most - len(others)))
+        return others
 
     def forget_verifications(self, idents: Sequence[str]) -> None:
         """Forget all verifications of some checkpoints. Raises StorageError."""
@@ -359,8 +359,8 @@ class Journal:
     def damaged_verifications(self) -> dict[str, Verification]:
         """The latest ended verifications that found damage, by id. Raises StorageError."""
         later = f"SELECT max(number) FROM verifications WHERE {_COMPLETE} AND id = one.id"  # noqa: S608
-        found = self._verifications(f"AS one INDEXED BY by_damage WHERE damaged > 0 AND ended IS NOT NULL AND number = ({later})")
-        return {one.id: one for one in found}
+        verifications = self._verifications(f"AS one INDEXED BY by_damage WHERE damaged > 0 AND ended IS NOT NULL AND number = ({later})")
+        return {one.id: one for one in verifications}
 
     # --- notices for the webhook
 

@@ -140,10 +140,10 @@ def destination(roots: Roots, ident: str, *, checkpoint: bool = True) -> Locatio
         raise OptionError(f"to={shorten(ident)}: give a place below a root, as in {shorten(ident)}/NAME.")
     for n in range(1, len(parts)):
         above = "/".join(parts[:n])
-        found = roots.locate(above)
-        if is_file(found.local_path):
+        parent = roots.locate(above)
+        if is_file(parent.local_path):
             raise OptionError(f"to={shorten(ident)}: {above} is a file; give a place outside of it.")
-        if Store.open(found).exists(RECORD):
+        if Store.open(parent).exists(RECORD):
             raise OptionError(f"to={shorten(ident)}: it lies in the checkpoint {above}; give a place outside of it.")
     if Store.open(roots.locate("/".join(parts[:-1]))).exists(ended.ENDED):
         raise OptionError(f"to={shorten(ident)}: its run is marked as ended; `reopen` the run, or choose another place.")
@@ -173,13 +173,13 @@ def verify(work: Work, checkpoint: str) -> dict[str, Any]:
     """Read every chunk of a checkpoint and compare it with its checksum."""
     place = work.roots.locate(checkpoint)
     try:
-        found = Checkpoint(place)
+        opened = Checkpoint(place)
     except VersionError:
         raise
     except (FormatError, CorruptionError) as e:
         return verify_unreadable(work, e)
-    work.roots.check(found)
-    return verify_checkpoint(work, found)
+    work.roots.check(opened)
+    return verify_checkpoint(work, opened)
 
 
 def pin(work: Work, checkpoint: str) -> dict[str, Any]:
@@ -285,9 +285,9 @@ def retain(work: Work, run: str, apply: int | None, expected: Mapping[str, str] 
 
 def gc(work: Work, run: str, grace: str, dry: bool) -> dict[str, Any]:
     """Publish complete saves of a run, and remove those that nobody goes on with; see `shardckpt gc`."""
-    found = collecting.collect(str(work.roots.locate(run)), grace=parse_duration(grace, "grace"), dry_run=dry)
-    outcomes = Counter(one.outcome for one in found)
-    left = [f"{one.location.name}/{one.attempt}: {one.outcome}: {one.reason}" for one in found if one.outcome in ("kept", "failed")]
+    attempts = collecting.collect(str(work.roots.locate(run)), grace=parse_duration(grace, "grace"), dry_run=dry)
+    outcomes = Counter(one.outcome for one in attempts)
+    left = [f"{one.location.name}/{one.attempt}: {one.outcome}: {one.reason}" for one in attempts if one.outcome in ("kept", "failed")]
     return {"dry": dry, **{name: outcomes[name] for name in ("removed", "published", "kept", "failed")}, "left": left[:_MOST_LEFT]}
 
 

@@ -54,11 +54,11 @@ class RetentionRules:
             OptionError: the file cannot be read, or an entry is invalid; the message names both.
         """
         try:
-            found = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+            document = tomllib.loads(Path(path).read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as e:
             raise OptionError(f"the rules {path} cannot be read: {e}") from None
-        entries = found.get("keep")
-        if not isinstance(entries, list) or not entries or found.keys() != {"keep"}:
+        entries = document.get("keep")
+        if not isinstance(entries, list) or not entries or document.keys() != {"keep"}:
             raise OptionError(f"the rules {path}: write [[keep]] entries, and nothing else.")
         made = []
         for i, entry in enumerate(entries, 1):
@@ -162,7 +162,7 @@ def _delete(root: Store, one: Doomed, attempt: str) -> str | None:
     """Delete a step, or what an interrupted deletion has left of it; return why something stays, None if nothing does."""
     place = root.sub(one.name)
     try:
-        found = delete_place(place, reason=_REASON, grace=GRACE, attempt=attempt)
+        removals = delete_place(place, reason=_REASON, grace=GRACE, attempt=attempt)
     except NotFoundError as e:
         there, generation = place.read_versioned(RECORD)
         if there is not None:  # another attempt, or a save that has begun
@@ -171,7 +171,7 @@ def _delete(root: Store, one: Doomed, attempt: str) -> str | None:
             place.remove(RECORD, generation)  # a process that was killed just here has left the lock of the record
         place.remove_empty()
         return None
-    failed = [data.reason for data in found if data.outcome == "failed"]
+    failed = [data.reason for data in removals if data.outcome == "failed"]
     return f"it is deleted, but its data cannot be removed: {failed[0]}" if failed else None
 
 

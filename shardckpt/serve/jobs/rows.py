@@ -93,25 +93,25 @@ _DAMAGED = object()
 
 def job_of(row: Sequence[Any]) -> JobRow:
     """A job of a row; a damaged row is a job with an error."""
-    found = dict(zip(JobRow.__slots__, row, strict=True))
-    found["cancelling"] = bool(found["cancelling"])
+    fields = dict(zip(JobRow.__slots__, row, strict=True))
+    fields["cancelling"] = bool(fields["cancelling"])
     kinds = {"arguments": dict, "result": dict, "error": dict, "roots": list}
     for name, kind in kinds.items():
-        found[name] = _parsed(found[name], {} if name == "arguments" else None, kind)
-        if found[name] is _DAMAGED:
+        fields[name] = _parsed(fields[name], {} if name == "arguments" else None, kind)
+        if fields[name] is _DAMAGED:
             damaged: dict[str, Any] = {"arguments": {}, "result": None, "error": DAMAGED_ROW, "roots": []}
-            return JobRow(**found | damaged)
-    return JobRow(**found)
+            return JobRow(**fields | damaged)
+    return JobRow(**fields)
 
 
 def verification_of(row: Sequence[Any]) -> Verification:
     """A verification of a row; of a damaged row without its list of damage."""
-    found = dict(zip(Verification.__slots__, row, strict=True))
+    fields = dict(zip(Verification.__slots__, row, strict=True))
     try:
-        damage = [{name: one[name] for name in ("file", "tensor", "box", "reason")} for one in json.loads(found["damage"])]
+        damage = [{name: one[name] for name in ("file", "tensor", "box", "reason")} for one in json.loads(fields["damage"])]
     except (ValueError, TypeError, KeyError, RecursionError):
         damage = []
-    return Verification(**found | {"damage": damage})
+    return Verification(**fields | {"damage": damage})
 
 
 def _parsed(text: str | None, nothing: Any, kind: type) -> Any:
@@ -119,7 +119,7 @@ def _parsed(text: str | None, nothing: Any, kind: type) -> Any:
     if text is None:
         return nothing
     try:
-        found = json.loads(text)
+        value = json.loads(text)
     except (ValueError, RecursionError):
         return _DAMAGED
-    return found if isinstance(found, kind) else _DAMAGED
+    return value if isinstance(value, kind) else _DAMAGED

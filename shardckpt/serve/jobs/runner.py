@@ -124,8 +124,8 @@ class JobProcess:
         if end.result is None and end.error is None:
             end.busy = status == BUSY
             how = f"signal {-status}" if status < 0 else f"status {status}"
-            said = "the process of an earlier service still runs it" if end.busy else f"its process ended with {how}; the log has more"
-            end = JobEnd(error={"code": "storage", "message": f"{said}."}, again=True, busy=end.busy)
+            reason = "the process of an earlier service still runs it" if end.busy else f"its process ended with {how}; the log has more"
+            end = JobEnd(error={"code": "storage", "message": f"{reason}."}, again=True, busy=end.busy)
         elif not end.busy:
             lock.unlink(missing_ok=True)
         return end
@@ -333,9 +333,9 @@ class JobRunner(BackgroundWork):
             self._journal.end(number, "queued", error=end.error)
             self._failures[number] += not end.busy  # a journal that cannot be written is no failure of the job
         else:
-            said = {name: getattr(job, name) for name in ("operation", "subject", "destination", "who")}
+            fields_of_job = {name: getattr(job, name) for name in ("operation", "subject", "destination", "who")}
             error = {"message": self._roots.without_places((end.error or {}).get("message", ""))}
-            self._journal.end(number, "failed", error=end.error, notice={"event": "failed", "job": number, **said, **error})
+            self._journal.end(number, "failed", error=end.error, notice={"event": "failed", "job": number, **fields_of_job, **error})
         ended = self._journal.job(number)
         log = _log.warning if ended.state == "failed" else _log.info
         fields = {"job": number, "operation": ended.operation, "state": ended.state, "who": ended.who, "error": ended.error}

@@ -93,9 +93,9 @@ class Upkeep:
         """
         asked = operation.arguments(given)
         self._require(who, operation.needs(asked), *operation.idents(asked))
-        found = None if key is None else self.journal.find(who.name, key, operation.name, asked)
-        if found is not None:
-            return found, False
+        earlier = None if key is None else self.journal.find(who.name, key, operation.name, asked)
+        if earlier is not None:
+            return earlier, False
         operation.check(asked)
         try:
             subject, destination = operation.places(self._roots, asked)

@@ -28,7 +28,7 @@ _SETTLE_SECONDS = 1.0
 """Pause before the first damage is told, in which somebody who deletes files of the checkpoint comes to its record."""
 _GROUP_SECONDS = 0.25
 _LEAST_GROUP = 1 << 20
-_LONGEST_REASON, _TOLD = 500, 10
+_LONGEST_REASON, _MOST_IN_NOTICE = 500, 10
 
 
 def verify_checkpoint(work: Work, checkpoint: Checkpoint) -> dict[str, Any]:
@@ -41,43 +41,43 @@ def verify_checkpoint(work: Work, checkpoint: Checkpoint) -> dict[str, Any]:
         ReplacedError: another checkpoint took its place meanwhile.
     """
     store, attempt, rate = Store.open(checkpoint.location), checkpoint.record.attempt, work.options.get("rate")
-    found: dict[str, Any] = {"attempt": attempt, "chunks": 0, "total": None, "bytes": 0, "damaged": 0, "damage": [], "over": False}
+    counts: dict[str, Any] = {"attempt": attempt, "chunks": 0, "total": None, "bytes": 0, "damaged": 0, "damage": [], "over": False}
     if work.resume.get("attempt") == attempt:
-        found |= work.resume
-    before, begun, noted = found["bytes"], time.monotonic(), time.monotonic()
-    known = {(one["file"], one["tensor"], one["box"]) for one in found["damage"]}
-    work.note(found)
+        counts |= work.resume
+    before, begun, noted = counts["bytes"], time.monotonic(), time.monotonic()
+    known = {(one["file"], one["tensor"], one["box"]) for one in counts["damage"]}
+    work.note(counts)
 
     def progress(done: int, total: int, nbytes: int) -> None:
         nonlocal noted
-        found.update(chunks=done, total=total, bytes=before + nbytes)
+        counts.update(chunks=done, total=total, bytes=before + nbytes)
         work.progress(done, total)
         if rate is not None:
             time.sleep(max(0.0, begun + nbytes / rate - time.monotonic()))
         if time.monotonic() >= noted + _NOTE_SECONDS:
             noted = time.monotonic()
-            work.note(found)
+            work.note(counts)
 
     def damaged(one: Damage) -> None:
-        said = {"file": one.file, "tensor": one.tensor, "box": None if one.box is None else str(one.box)}
-        key = said["file"], said["tensor"], said["box"]
+        part = {"file": one.file, "tensor": one.tensor, "box": None if one.box is None else str(one.box)}
+        key = part["file"], part["tensor"], part["box"]
         if key in known:  # metadata is verified again after an interruption
             return
         if not known:
             time.sleep(_SETTLE_SECONDS)
         _check_there(store, attempt)  # data of a checkpoint that is being deleted may be missing
         known.add(key)
-        found["damaged"] += 1
-        if len(found["damage"]) < MOST_DAMAGE:
-            found["damage"].append({**said, "reason": one.reason[:_LONGEST_REASON]})
-        work.note(found)
+        counts["damaged"] += 1
+        if len(counts["damage"]) < MOST_DAMAGE:
+            counts["damage"].append({**part, "reason": one.reason[:_LONGEST_REASON]})
+        work.note(counts)
 
     group = {} if rate is None else {"group_bytes": max(_LEAST_GROUP, round(rate * _GROUP_SECONDS))}
     store = Store.open(checkpoint.location)
-    reading.verify(store, checkpoint.record, progress, after=found["chunks"], on_damage=damaged, **group)
+    reading.verify(store, checkpoint.record, progress, after=counts["chunks"], on_damage=damaged, **group)
     _check_there(store, attempt)
-    work.note({**found, "over": True})
-    return {"ok": not found["damaged"], **{name: found[name] for name in ("chunks", "bytes", "damaged", "damage")}}
+    work.note({**counts, "over": True})
+    return {"ok": not counts["damaged"], **{name: counts[name] for name in ("chunks", "bytes", "damaged", "damage")}}
 
 
 def _check_there(store: Store, attempt: str) -> None:
@@ -89,9 +89,9 @@ def _check_there(store: Store, attempt: str) -> None:
 def verify_unreadable(work: Work, error: ShardckptError) -> dict[str, Any]:
     """Note that the commit record of a checkpoint cannot be read, which is damage."""
     damage = [{"file": RECORD, "tensor": None, "box": None, "reason": str(error)[:_LONGEST_REASON]}]
-    found: dict[str, Any] = {"chunks": 0, "bytes": 0, "damaged": 1, "damage": damage}
-    work.note({"attempt": "", "total": None, **found, "over": True})
-    return {"ok": False, **found}
+    counts: dict[str, Any] = {"chunks": 0, "bytes": 0, "damaged": 1, "damage": damage}
+    work.note({"attempt": "", "total": None, **counts, "over": True})
+    return {"ok": False, **counts}
 
 
 class VerificationNotes:
@@ -113,19 +113,19 @@ class VerificationNotes:
             return {}
         return {name: getattr(self.last, name) for name in ("attempt", "chunks", "total", "bytes", "damaged", "damage")}
 
-    def note(self, said: dict[str, Any]) -> None:
+    def note(self, state: dict[str, Any]) -> None:
         """Write down what the process says. Raises StorageError."""
-        if self.last is not None and self.last.attempt != said["attempt"]:
+        if self.last is not None and self.last.attempt != state["attempt"]:
             self.end("it was replaced")
         if self.last is None:
-            self.last = self._journal.begin_verification(self._ident, said["attempt"], self._job)
-        counted = {name: said[name] for name in ("chunks", "total", "bytes", "damaged", "damage")}
+            self.last = self._journal.begin_verification(self._ident, state["attempt"], self._job)
+        counted = {name: state[name] for name in ("chunks", "total", "bytes", "damaged", "damage")}
         notice = None
-        if said["over"] and said["damaged"]:
-            first = [one | {"reason": self._roots.without_places(one["reason"])} for one in said["damage"][:_TOLD]]
+        if state["over"] and state["damaged"]:
+            first = [one | {"reason": self._roots.without_places(one["reason"])} for one in state["damage"][:_MOST_IN_NOTICE]]
             one = {"source": "scrub" if self._job is None else "job", "job": self._job, "verification": self.last.number}
-            notice = {"event": "damage", "checkpoint": self._ident, **one, "damaged": said["damaged"], "damage": first}
-        self.last = self._journal.update_verification(replace(self.last, **counted), over=said["over"], notice=notice)
+            notice = {"event": "damage", "checkpoint": self._ident, **one, "damaged": state["damaged"], "damage": first}
+        self.last = self._journal.update_verification(replace(self.last, **counted), over=state["over"], notice=notice)
 
     def end(self, error: str) -> None:
         """Record that the verification failed. Raises StorageError."""

@@ -79,9 +79,9 @@ def curve(points: Sequence[tuple[int, float]], name: str) -> Html:
     return svg(name, sentence, 80, 20, line, class_="chart curve")
 
 
-def histogram(found: dict[str, Any]) -> Html:
+def histogram(statistics: dict[str, Any]) -> Html:
     """The histogram of a tensor's elements."""
-    counts, edges = found["histogram"], found["edges"]
+    counts, edges = statistics["histogram"], statistics["edges"]
     if not counts:
         return el("p", "There are no finite elements.", class_="quiet")
     most, width = max(counts), (_WIDTH - _LEFT - _RIGHT) / len(counts)
@@ -112,18 +112,18 @@ def kind(one: dict[str, Any]) -> str:
 
 def words(one: dict[str, Any]) -> str:
     """Words about a checkpoint beside its step, such as its state and tags."""
-    said = [one["state"]] if one["state"] != "committed" else []
-    said += ["damaged"] if is_damaged(one) else []
-    said += ["in a root that has vanished"] if one.get("vanished") else []
-    said += [word for word in ("pinned", "superseded") if one[word]]
-    said += [f"tagged {' '.join(one['tags'])}"] if one["tags"] else []
-    return "".join(f", {word}" for word in said)
+    labels = [one["state"]] if one["state"] != "committed" else []
+    labels += ["damaged"] if is_damaged(one) else []
+    labels += ["in a root that has vanished"] if one.get("vanished") else []
+    labels += [word for word in ("pinned", "superseded") if one[word]]
+    labels += [f"tagged {' '.join(one['tags'])}"] if one["tags"] else []
+    return "".join(f", {word}" for word in labels)
 
 
 def is_damaged(one: dict[str, Any]) -> bool:
     """Whether the latest verification of a checkpoint found damage."""
-    found = one.get("verification")
-    return found is not None and found["damaged"] > 0
+    verification = one.get("verification")
+    return verification is not None and verification["damaged"] > 0
 
 
 def thinned(points: list[Any]) -> list[Any]:

@@ -87,10 +87,10 @@ def checkpoint_page(
     return frame(ident, crumbs(ident, checkpoint=True), main, here="/ui/runs", viewer=viewer)
 
 
-def _metadata(found: Mapping[str, Any]) -> Html | None:
+def _metadata(metadata: Mapping[str, Any]) -> Html | None:
     """Metadata of the save, but for the metrics, which are among the facts; long documents are folded."""
     items = []
-    for key, value in sorted(found.items()):
+    for key, value in sorted(metadata.items()):
         if key != "metrics":
             text = value if isinstance(value, str) else json.dumps(value, indent=1)
             whole = text[:_LONGEST_METADATA] + (" …" if len(text) > _LONGEST_METADATA else "")
@@ -105,7 +105,7 @@ def _commands(ident: str, url: str, names: Sequence[str]) -> list[Html]:
     path, part = f"/files/{quote(ident)}/model.safetensors", below("model/", names)
     files = [("the model", "model.safetensors", f"{path}?{urlencode(part, safe='/*')}")] if part else []
     files += [] if not names or (part and "include" not in part) else [("all tensors of the state", "state.safetensors", path)]
-    said = (
+    commands_shown = (
         ("Once, for all of them", f'export SHARDCKPT_HTTP_HEADERS="{origin} Authorization: Bearer $SHARDCKPT_TOKEN"'),
         ("Restore", f'state = shardckpt.restore("{here}")'),
         ("Copy", f"shardckpt reshard {here} ./{ident.rpartition('/')[2]}"),
@@ -113,19 +113,19 @@ def _commands(ident: str, url: str, names: Sequence[str]) -> list[Html]:
         ("zarr", f'zarr.open_group("{url}/zarr/{quote(ident)}", mode="r")'),
     )
     links = [el("p", el("a", f"Download {what}", href=file, download=name), " (safetensors)") for what, name, file in files]
-    commands = el("details", el("summary", "Commands"), facts([(title, el("pre", text)) for title, text in said], "commands"))
+    commands = el("details", el("summary", "Commands"), facts([(title, el("pre", text)) for title, text in commands_shown], "commands"))
     return [*links, commands]
 
 
 def unreadable_page(ident: str, reason: str, viewer: Viewer, sections: Sequence[Html | None]) -> str:
     """A checkpoint that cannot be opened: why, and what is known of it besides."""
-    said = el("p", reason, class_="bad", role="alert")
-    main = el("main", el("h1", ident), section("Unreadable", said), sections, id="main")
+    notice = el("p", reason, class_="bad", role="alert")
+    main = el("main", el("h1", ident), section("Unreadable", notice), sections, id="main")
     return frame(ident, crumbs(ident, checkpoint=True), main, here="/ui/runs", viewer=viewer)
 
 
 def tensor_page(
-    ident: str, ckpt: Checkpoint, name: str, devices: Sequence[dict[str, Any]], found: dict[str, Any] | None, viewer: Viewer
+    ident: str, ckpt: Checkpoint, name: str, devices: Sequence[dict[str, Any]], statistics: dict[str, Any] | None, viewer: Viewer
 ) -> str:
     """A tensor: its layout as a picture, the devices' boxes, and on demand statistics of its values."""
     info = ckpt.info(name)
@@ -145,7 +145,7 @@ def tensor_page(
     )
     details = el("details", el("summary", "Which device held which box"), listed) if listed else None
     ask = el("a", "Read values", href=address("tensor", ident, name=name, values="read"), class_="button", rel="nofollow")
-    values = _values(found) if found is not None else el("p", ask, " Reads at most 16 MiB of it.")
+    values = _values(statistics) if statistics is not None else el("p", ask, " Reads at most 16 MiB of it.")
     main = el(
         "main",
         el("h1", name),
@@ -245,28 +245,28 @@ def leaf_line(ident: str, ckpt: Checkpoint, node: Node | None, text: str, values
 
 def found_names(ident: str, ckpt: Checkpoint, top: Node, text: str) -> Html:
     """The names that contain a text."""
-    wanted = text.lower()
-    found = [leaf for leaf in leaves_of(top) if wanted in leaf.name.lower()]
-    items = [el("li", leaf_line(ident, ckpt, leaf, leaf.name)) for leaf in found[:MOST_FOUND]]
-    more = el("p", f"… and {len(found) - MOST_FOUND:,} more", class_="quiet") if len(found) > MOST_FOUND else None
-    return el("div", el("p", f"{count(len(found), 'name')} found", role="status"), el("ul", items), more, class_="tree")
+    lowered = text.lower()
+    matches = [leaf for leaf in leaves_of(top) if lowered in leaf.name.lower()]
+    items = [el("li", leaf_line(ident, ckpt, leaf, leaf.name)) for leaf in matches[:MOST_FOUND]]
+    more = el("p", f"… and {len(matches) - MOST_FOUND:,} more", class_="quiet") if len(matches) > MOST_FOUND else None
+    return el("div", el("p", f"{count(len(matches), 'name')} found", role="status"), el("ul", items), more, class_="tree")
 
 
-def _values(found: dict[str, Any]) -> Html:
+def _values(statistics: dict[str, Any]) -> Html:
     def text(value: float | None) -> str:
         return "–" if value is None else f"{value:.6g}"
 
     shown = [
-        ("Read", f"{found['read']:,} of {found['elements']:,}"),
-        *((key.capitalize(), text(found[key])) for key in ("min", "max", "mean", "std")),
-        *((key.capitalize(), f"{found[key]:,}") for key in ("zeros", "nans", "infinities")),
+        ("Read", f"{statistics['read']:,} of {statistics['elements']:,}"),
+        *((key.capitalize(), text(statistics[key])) for key in ("min", "max", "mean", "std")),
+        *((key.capitalize(), f"{statistics[key]:,}") for key in ("zeros", "nans", "infinities")),
     ]
-    return el("div", facts(shown), histogram(found))
+    return el("div", facts(shown), histogram(statistics))
 
 
 def _verdict(doc: dict[str, Any], *, structure: bool) -> Html:
     """A comparison in a sentence."""
-    said = "equal" if doc["equal"] else "different"
+    verdict = "equal" if doc["equal"] else "different"
     compared = "values were not compared" if structure else f"{count(doc['tensors_compared'], 'tensor')} compared bit by bit"
     if doc["values"]:
         most = max(doc["values"], key=_relative)
@@ -275,7 +275,7 @@ def _verdict(doc: dict[str, Any], *, structure: bool) -> Html:
     alone = len(doc["only_a"]) + len(doc["only_b"])
     extra = [f"; only one of them has {count(alone, 'name')}"] if alone else []
     extra += [f"; {count(len(doc['changes']), 'name')} with another shape, dtype or small value"] if doc["changes"] else []
-    return el("p", el("strong", said), f": {compared}", *extra, ".", class_="verdict")
+    return el("p", el("strong", verdict), f": {compared}", *extra, ".", class_="verdict")
 
 
 def _relative(one: Mapping[str, Any]) -> float:

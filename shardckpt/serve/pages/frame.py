@@ -176,6 +176,6 @@ def login_page(message: str | None) -> str:
     """The form that begins a session."""
     field = el("input", type="password", name="token", required=True, autocomplete="current-password", id="token")
     form = el("form", el("label", "Token ", field), el("button", "Sign in", type="submit"), method="post", action="/ui/login")
-    said = None if message is None else el("p", message, role="alert", class_="bad")
+    notice = None if message is None else el("p", message, role="alert", class_="bad")
     hint = el("p", "`shardckpt token` makes tokens.", class_="quiet")
-    return frame("Sign in", el("main", el("h1", "Sign in"), el("section", said, form, hint), id="main"))
+    return frame("Sign in", el("main", el("h1", "Sign in"), el("section", notice, form, hint), id="main"))

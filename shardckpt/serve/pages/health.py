@@ -56,8 +56,8 @@ def verification_section(ident: str, attempt: str, history: Sequence[Verificatio
     if last is None:
         parts.append(el("p", "Not verified yet."))
     else:
-        said = el("span", _found(last), class_=f"state {_mark(last)}")
-        parts.append(el("p", said, "verified ", when(last.ended), " by ", _by(last.job)))
+        outcome = el("span", _outcome(last), class_=f"state {_mark(last)}")
+        parts.append(el("p", outcome, "verified ", when(last.ended), " by ", _by(last.job)))
         parts.append(damage_table(last.damage, last.damaged) if last.damaged else None)
     parts.append(job_form("verify", {"checkpoint": ident}, "Verify now") if viewer.may("operate", ident) else None)
     if history:
@@ -65,13 +65,13 @@ def verification_section(ident: str, attempt: str, history: Sequence[Verificatio
     return section("Verification", *parts)
 
 
-def verifications_table(found: Sequence[Verification], *, whose: bool, attempt: str | None = None) -> Html:
+def verifications_table(history: Sequence[Verification], *, whose: bool, attempt: str | None = None) -> Html:
     """Verifications as a table, with their checkpoints if there are several."""
     heads = [("Checkpoint", False)] if whose else []
     heads += [("Found", False), ("Begun", False), ("Ended", False), ("By", False), ("Chunks", True), ("Read", True)]
     rows = []
-    for one in found:
-        state = el("span", _found(one), class_=f"state {_mark(one)}")
+    for one in history:
+        state = el("span", _outcome(one), class_=f"state {_mark(one)}")
         earlier = el("small", "of an earlier attempt") if attempt is not None and one.attempt != attempt else None
         cells: list[Part] = [link("checkpoint", one.id, one.id)] if whose else []
         cells += [el("span", state, earlier), when(one.begun), when(one.ended), _by(one.job)]
@@ -80,7 +80,7 @@ def verifications_table(found: Sequence[Verification], *, whose: bool, attempt: 
     return table(heads, rows, caption=count(len(rows), "verification"), ident="verifications")
 
 
-def _found(one: Verification) -> str:
+def _outcome(one: Verification) -> str:
     if one.damaged:
         return f"{count(one.damaged, 'damaged part')}" + ("" if one.ended else " so far")
     if one.error is not None:
@@ -101,10 +101,10 @@ def _by(job: int | None) -> Html:
 def _damaged(doc: Mapping[str, Any]) -> Html:
     rows: list[Sequence[Part]] = []
     for one in doc["damaged"]:
-        found = one["verification"]
-        parts = f"{count(found['damaged'], 'damaged part')} of {count(found['chunks'], 'chunk')}"
-        said = el("span", parts, class_="state mark-unreadable")
-        rows.append((link("checkpoint", one["id"], one["id"]), said, when(found["ended"]), _by(found["job"])))
+        verification = one["verification"]
+        parts = f"{count(verification['damaged'], 'damaged part')} of {count(verification['chunks'], 'chunk')}"
+        summary = el("span", parts, class_="state mark-unreadable")
+        rows.append((link("checkpoint", one["id"], one["id"]), summary, when(verification["ended"]), _by(verification["job"])))
     for one in doc["unreadable"]:
         reason = el("span", el("span", "unreadable", class_="state mark-unreadable"), el("small", one["reason"] or ""))
         rows.append((link("checkpoint", one["id"], one["id"]), reason, "–", el("span", "scan")))

@@ -208,8 +208,8 @@ def steps_table(result: Mapping[str, Any], ident: str) -> Html:
 
 
 def _listed(title: str, items: Iterable[object] | None) -> list[Html]:
-    found = [str(one) for one in items or ()]
-    return [el("h3", title), el("ul", [el("li", one) for one in found[:100]])] if found else []
+    texts = [str(one) for one in items or ()]
+    return [el("h3", title), el("ul", [el("li", one) for one in texts[:100]])] if texts else []
 
 
 def _title(name: str) -> str:

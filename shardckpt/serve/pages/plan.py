@@ -34,11 +34,11 @@ MOST_FLOW_ROWS = 40
 """Most rows of the table beside the heat map: the pairs of hosts with most bytes."""
 
 
-def page(found: Forecast, doc: dict[str, Any]) -> str:
+def page(forecast: Forecast, doc: dict[str, Any]) -> str:
     """The page of a plan.
 
     Args:
-        found: the plan, for its layouts.
+        forecast: the plan, for its layouts.
         doc: its document (`reshard.forecast.document`), for all numbers.
     """
     style, script = (Html(resources.files(__package__).joinpath(f"plan.{kind}").read_text("utf-8")) for kind in ("css", "js"))
@@ -50,20 +50,20 @@ def page(found: Forecast, doc: dict[str, Any]) -> str:
         el("title", f"Reshard plan: {doc['source']['url']}"),
         el("style", style),
     ]
-    body = el("body", *plan_parts(found, doc), el("script", script))
+    body = el("body", *plan_parts(forecast, doc), el("script", script))
     return "<!DOCTYPE html>\n" + el("html", el("head", head), body, lang="en") + "\n"
 
 
-def plan_parts(found: Forecast, doc: dict[str, Any]) -> list[Html]:
+def plan_parts(forecast: Forecast, doc: dict[str, Any]) -> list[Html]:
     """The plan as a header, a main part, a footer, and the data of the heat map for the script."""
     main = el(
         "main",
         _facts(doc),
         _restores(doc),
-        _layouts(found, doc),
-        *([_one_host(doc)] if _on_one_host(doc) else [_flow(found, doc), _balance(found, doc)]),
-        _notices(found, doc),
-        _tensors(found, doc),
+        _layouts(forecast, doc),
+        *([_one_host(doc)] if _on_one_host(doc) else [_flow(forecast, doc), _balance(forecast, doc)]),
+        _notices(forecast, doc),
+        _tensors(forecast, doc),
     )
     # Inside a script element only `<` could end the element, or begin a comment.
     flow = el("script", Html(json.dumps(doc["flow"]).replace("<", "\\u003c")), type="application/json", id="flow")
@@ -117,14 +117,14 @@ def _facts(doc: dict[str, Any]) -> Html:
 
 def _restores(doc: dict[str, Any]) -> Html:
     def row(title: str, key: str) -> Html:
-        found = doc[key]
+        cost = doc[key]
         cells = [
-            data(f"{key}.bytes_read", found["bytes_read"], file_size(found["bytes_read"])),
-            data(f"{key}.amplification", found["amplification"], factor(found["amplification"])),
-            data(f"{key}.largest_host", found["largest_host"], file_size(found["largest_host"])),
-            data(f"{key}.mean_host", found["mean_host"], file_size(found["mean_host"])),
-            data(f"{key}.requests", found["requests"], "–" if found["requests"] is None else f"{found['requests']:,}"),
-            data(f"{key}.seconds", found["seconds"], span_text(found["seconds"])),
+            data(f"{key}.bytes_read", cost["bytes_read"], file_size(cost["bytes_read"])),
+            data(f"{key}.amplification", cost["amplification"], factor(cost["amplification"])),
+            data(f"{key}.largest_host", cost["largest_host"], file_size(cost["largest_host"])),
+            data(f"{key}.mean_host", cost["mean_host"], file_size(cost["mean_host"])),
+            data(f"{key}.requests", cost["requests"], "–" if cost["requests"] is None else f"{cost['requests']:,}"),
+            data(f"{key}.seconds", cost["seconds"], span_text(cost["seconds"])),
         ]
         return el("tr", el("th", title, scope="row"), [el("td", cell, class_="n") for cell in cells])
 
@@ -141,32 +141,32 @@ def _restores(doc: dict[str, Any]) -> Html:
     )
 
 
-def _layouts(found: Forecast, doc: dict[str, Any]) -> Html:
+def _layouts(forecast: Forecast, doc: dict[str, Any]) -> Html:
     """Drawings of the kinds of tensors with most bytes read, before and after."""
     kinds: dict[Any, list[dict[str, Any]]] = {}
     for entry in doc["tensors"]:
         name = entry["name"]
-        key = (tuple(entry["shape"]), entry["dtype"], found.plan.sources[name].layout, found.plan.decisions[name].layout)
+        key = (tuple(entry["shape"]), entry["dtype"], forecast.plan.sources[name].layout, forecast.plan.decisions[name].layout)
         kinds.setdefault(key, []).append(entry)
     ranked = sorted(kinds.items(), key=lambda kind: -sum(entry["restore_bytes"] for entry in kind[1]))
     by_device = _on_one_host(doc)
-    figures = [_kind(found, key, entries, by_device=by_device) for key, entries in ranked[:MOST_KINDS]]
+    figures = [_kind(forecast, key, entries, by_device=by_device) for key, entries in ranked[:MOST_KINDS]]
     rest = len(ranked) - len(figures)
     note = f"A colour is a {'device' if by_device else 'host'}, numbered where there is room; fine lines are chunks."
     more = f" The {MOST_KINDS} kinds of tensors with most bytes; {rest:,} more are in the table." if rest > 0 else ""
     return section("Layouts before and after", el("p", note + more, class_="quiet"), el("div", figures, class_="kinds"))
 
 
-def _kind(found: Forecast, key: Any, entries: list[dict[str, Any]], *, by_device: bool) -> Html:
+def _kind(forecast: Forecast, key: Any, entries: list[dict[str, Any]], *, by_device: bool) -> Html:
     shape, dtype, before, after = key
     name = entries[0]["name"]
-    source, target = found.plan.sources[name], found.plan.target.tensors[name]
+    source, target = forecast.plan.sources[name], forecast.plan.target.tensors[name]
     nbytes = sum(entry["restore_bytes"] for entry in entries)
     others = f" and {count(len(entries) - 1, 'tensor')} like it" if len(entries) > 1 else ""
     sides = []
     for title, layout, hosts, tensor, plain in (
-        ("Now", before, found.source_hosts, source, "plain, from the host"),
-        ("Then", after, found.hosts, target, "whole, on every host"),
+        ("Now", before, forecast.source_hosts, source, "plain, from the host"),
+        ("Then", after, forecast.hosts, target, "whole, on every host"),
     ):
         chunks = tensor.pieces[0].chunks
         grid = tile_grid(f"{title}: {name}", layout, shape, None if by_device else hosts.owners.of_devices, chunks, plain)
@@ -193,8 +193,8 @@ def _one_host(doc: dict[str, Any]) -> Html:
     return section("Hosts", el("p", text), el("p", hint, class_="quiet"))
 
 
-def _flow(found: Forecast, doc: dict[str, Any]) -> Html:
-    flow, nbytes = doc["flow"], found.before.flow.nbytes
+def _flow(forecast: Forecast, doc: dict[str, Any]) -> Html:
+    flow, nbytes = doc["flow"], forecast.before.flow.nbytes
     writers, readers = flow["source_hosts"], flow["target_hosts"]
     legend = el("svg", [el("rect", x=k, width=1, height=1, class_=f"h{k}") for k in range(LEVELS)], viewBox=f"0 0 {LEVELS} 1",
                 preserveAspectRatio="none", aria_hidden="true")  # fmt: skip
@@ -225,20 +225,20 @@ def _flow(found: Forecast, doc: dict[str, Any]) -> Html:
     return section("Flow between hosts", note, el("div", el("figure", ribbons(nbytes, writers, readers)), heat, class_="two flow"))
 
 
-def _balance(found: Forecast, doc: dict[str, Any]) -> Html:
+def _balance(forecast: Forecast, doc: dict[str, Any]) -> Html:
     keys = el("p", el("span", "as it is stored", class_="key"), el("span", "after the reshard", class_="key after"), class_="quiet")
     spans = doc["flow"]["target_hosts"]
     grouped = " Where hosts share a bar it is that of the one with most." if len(spans) < doc["target"]["hosts"] else ""
     ends = el("div", el("span", hosts_text(spans[0])), el("span", hosts_text(spans[-1])), class_="axis-x")
-    highest = file_size(int(max(found.before.read.max(initial=0), found.after.read.max(initial=0))))
-    figure = el("figure", balance(found.before.read, found.after.read, spans), ends)
+    highest = file_size(int(max(forecast.before.read.max(initial=0), forecast.after.read.max(initial=0))))
+    figure = el("figure", balance(forecast.before.read, forecast.after.read, spans), ends)
     return section(
         "Balance over the target hosts", el("p", f"Bytes that each host reads, up to {highest}.{grouped}", class_="quiet"), figure, keys
     )
 
 
-def _notices(found: Forecast, doc: dict[str, Any]) -> Html | None:
-    items = [f"dtype: {one}" for one in found.plan.conversions] + [notice_text(notice) for notice in doc["notices"]]
+def _notices(forecast: Forecast, doc: dict[str, Any]) -> Html | None:
+    items = [f"dtype: {one}" for one in forecast.plan.conversions] + [notice_text(notice) for notice in doc["notices"]]
     return section("Notices", el("ul", [el("li", item) for item in items], class_="notices")) if items else None
 
 
@@ -256,7 +256,7 @@ _COLUMNS = (
 """Title of each column, and for numbers the key in the document."""
 
 
-def _tensors(found: Forecast, doc: dict[str, Any]) -> Html:
+def _tensors(forecast: Forecast, doc: dict[str, Any]) -> Html:
     heads = [
         el(
             "th",
@@ -268,13 +268,13 @@ def _tensors(found: Forecast, doc: dict[str, Any]) -> Html:
         )
         for title, key in _COLUMNS
     ]
-    table = el("table", el("thead", el("tr", heads)), el("tbody", list(_rows(found, doc))), id="tensors", class_="cards")
+    table = el("table", el("thead", el("tr", heads)), el("tbody", list(_rows(forecast, doc))), id="tensors", class_="cards")
     label = el("label", "Show names that contain ", el("input", type="search", id="filter", autocomplete="off"))
     status = el("p", "", id="shown", class_="quiet", aria_live="polite")
     return section("Tensors", label, status, el("div", table, class_="scroll", tabindex=0, role="region", aria_label="Tensors"))
 
 
-def _rows(found: Forecast, doc: dict[str, Any]) -> Iterator[Html]:
+def _rows(forecast: Forecast, doc: dict[str, Any]) -> Iterator[Html]:
     words = cache(spec_text)  # tensors share their layouts
     for t in doc["tensors"]:
 
@@ -287,8 +287,8 @@ def _rows(found: Forecast, doc: dict[str, Any]) -> Iterator[Html]:
             el("td", t["name"]),
             el("td", shape_text(t["shape"]), el("small", cast + t["dtype"])),
             number("bytes", file_size(t["bytes"])),
-            el("td", words(found.plan.sources[t["name"]].layout)),
-            el("td", words(found.plan.decisions[t["name"]].layout)),
+            el("td", words(forecast.plan.sources[t["name"]].layout)),
+            el("td", words(forecast.plan.decisions[t["name"]].layout)),
             number("restore_bytes", file_size(t["restore_bytes"])),
             number("restore_amplification", factor(t["restore_amplification"])),
             number("restore_after_amplification", factor(t["restore_after_amplification"])),

@@ -29,7 +29,7 @@ def retention_section(run: str, mark: Mapping[str, str] | None, last: Mapping[st
         viewer: for whom.
         ruled: whether a rule is for the run.
     """
-    said: list[tuple[str, Part]] = [("Run", "running" if mark is None else "ended")]
+    rows: list[tuple[str, Part]] = [("Run", "running" if mark is None else "ended")]
     lines: list[Html] = []
     if mark is not None:
         lines.append(el("p", f"{mark['by']} has marked it as ended, ", when(mark["when"]), ".", class_="quiet"))
@@ -40,7 +40,7 @@ def retention_section(run: str, mark: Mapping[str, str] | None, last: Mapping[st
         job = el("a", f"job {last['number']}", href=f"/ui/job/{last['number']}")
         what = "The list is that of " if result["dry"] else "The rules were applied by "
         lines.append(el("p", what, job, ", ", when(last["ended"]), ".", class_="quiet"))
-        said.append(("Would free" if result["dry"] else "Freed", data("bytes", result["bytes"], file_size(result["bytes"]))))
+        rows.append(("Would free" if result["dry"] else "Freed", data("bytes", result["bytes"], file_size(result["bytes"]))))
         parts.append(steps_table(result, "retention"))
         left = list(result["left"].items())[:_MOST_LEFT]
         parts.append(table((("Step", False), ("Why", False)), left, caption="Steps that stay all the same", ident="left") if left else None)
@@ -53,4 +53,4 @@ def retention_section(run: str, mark: Mapping[str, str] | None, last: Mapping[st
         buttons.append(job_form("gc", {"run": run}, "Remove unfinished saves"))
         buttons.append(job_form("end", {"run": run}, "Mark as ended") if mark is None else job_form("reopen", {"run": run}, "Not ended"))
     hint = None if ruled else el("p", "No retention rule names this run: the service deletes none of its steps.", class_="quiet")
-    return section("Retention", facts(said), *lines, hint, *parts, el("div", buttons, class_="buttons") if buttons else None)
+    return section("Retention", facts(rows), *lines, hint, *parts, el("div", buttons, class_="buttons") if buttons else None)

@@ -57,7 +57,7 @@ def runs_page(doc: dict[str, Any], sums: Mapping[str, int], asked: Mapping[str, 
         *(("Run", False), ("State", False), ("Last metrics", False), ("Last step", True), ("Checkpoints", True), ("Stored", True)),
         *(("Last commit", False), ("Remarks", False)),
     )
-    said: list[tuple[str, Part]] = [
+    totals: list[tuple[str, Part]] = [
         ("Stored", file_size(sums["stored_bytes"])),
         ("Commits in 24 h", f"{sums['today']:,}"),
         ("Damaged", el("span", f"{wrong:,}", class_="state mark-unreadable") if wrong else "0"),
@@ -69,7 +69,9 @@ def runs_page(doc: dict[str, Any], sums: Mapping[str, int], asked: Mapping[str, 
     ]
     parts.append(table(heads, rows, caption=_of(len(rows), sums["runs"], "run"), ident="runs") if rows else el("p", "There are no runs."))
     parts.append(more("/ui/runs", text=asked["text"], sort=asked["sort"], cursor=doc["next"]) if doc["next"] else None)
-    return frame("Runs", el("main", el("h1", "Runs"), section("All runs", facts(said), *parts), id="main"), here="/ui/runs", viewer=viewer)
+    return frame(
+        "Runs", el("main", el("h1", "Runs"), section("All runs", facts(totals), *parts), id="main"), here="/ui/runs", viewer=viewer
+    )
 
 
 def run_state(recent: Sequence[Mapping[str, Any]], *, ended: bool) -> Html:
@@ -183,9 +185,9 @@ def storage_page(runs: Sequence[dict[str, Any]], sums: Mapping[str, int], freed:
     heads = (("Run", False), ("Stored", True), ("Share", False), *((name, True) for name in numbers))
     note = el("p", "Bytes of chunks as stored. Tensors that a checkpoint left in its base count where they lie.", class_="quiet")
     listed = table(heads, rows, caption=_of(len(rows), sums["runs"], "run"), ident="storage")
-    said = [("Stored", file_size(total)), ("By unfinished saves", file_size(sums["unfinished_bytes"])), ("Runs", f"{sums['runs']:,}")]
-    said += [] if freed is None else [("Rules would free", file_size(sum(freed.values())))]
-    body = section("By run", facts(said), note, listed)
+    totals = [("Stored", file_size(total)), ("By unfinished saves", file_size(sums["unfinished_bytes"])), ("Runs", f"{sums['runs']:,}")]
+    totals += [] if freed is None else [("Rules would free", file_size(sum(freed.values())))]
+    body = section("By run", facts(totals), note, listed)
     return frame("Storage", el("main", el("h1", "Storage"), body, id="main"), here="/ui/storage", viewer=viewer)
 
 
@@ -236,19 +238,19 @@ def _compare(a: str, b: str) -> Html:
 
 
 def _remarks(one: dict[str, Any]) -> Html:
-    said = [
+    remarks = [
         (one["pinned"], "pinned", "pinned"),
         (one["uncommitted"], "not committed", "uncommitted"),
         (one["unreadable"] + one["damaged"], "damaged", "unreadable"),
     ]
     gone = el("span", "vanished ", class_="state mark-unreadable") if one["vanished"] else None
-    return el("span", gone, [el("span", f"{n:,} {text} ", class_=f"state mark-{name}") for n, text, name in said if n])
+    return el("span", gone, [el("span", f"{n:,} {text} ", class_=f"state mark-{name}") for n, text, name in remarks if n])
 
 
 def _problems(doc: dict[str, Any], vanished: Mapping[str, str]) -> list[Html]:
     unreachable = [one for one in doc["unreachable"].items() if one[0] not in vanished]  # all pages tell of those
-    found = [el("p", f"The root {name} cannot be listed now: {why}", class_="bad", role="alert") for name, why in unreachable]
+    notices = [el("p", f"The root {name} cannot be listed now: {why}", class_="bad", role="alert") for name, why in unreachable]
     if over := doc["passed_over"]:
         listed = el("ul", [el("li", f"{ident}: {why}") for ident, why in over.items()])
-        found.append(el("details", el("summary", f"{count(len(over), 'place')} cannot be read"), listed, class_="bad"))
-    return found if doc["complete"] else [el("p", "The roots are being scanned; more will follow.", role="status"), *found]
+        notices.append(el("details", el("summary", f"{count(len(over), 'place')} cannot be read"), listed, class_="bad"))
+    return notices if doc["complete"] else [el("p", "The roots are being scanned; more will follow.", role="status"), *notices]

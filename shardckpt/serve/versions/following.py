@@ -96,8 +96,8 @@ async def lease(service: Service, request: Request) -> Response:
     if service.upkeep is None:
         raise HTTPException(403, "this service only reads; for leases it is started with --state DIR and --token-file FILE.")
     try:
-        said = await request.json()
-        url, ident, document = said["url"], str(said["id"]), said["lease"]
+        message = await request.json()
+        url, ident, document = message["url"], str(message["id"]), message["lease"]
     except (ValueError, KeyError, TypeError, RecursionError) as e:
         raise OptionError('a lease is a JSON document {"url": "gs://bucket/policy", "id": "…", "lease": {"steps": [7], …}}.') from e
     run = run_at(service, url)
@@ -121,7 +121,7 @@ def began(service: Service, entries: Sequence[dict[str, Any]]) -> dict[str, str 
 
 def _began(service: Service, entry: dict[str, Any]) -> str | None:
     try:
-        said = service.opened.get(entry["id"]).checkpoint.metadata.get(PUBLISHED)
+        published = service.opened.get(entry["id"]).checkpoint.metadata.get(PUBLISHED)
     except ShardckptError:
         return None
-    return str(said.get("began")) if isinstance(said, dict) else None
+    return str(published.get("began")) if isinstance(published, dict) else None

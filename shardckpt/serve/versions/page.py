@@ -38,8 +38,10 @@ def versions_section(entries: Sequence[dict[str, Any]], began: Mapping[str, str 
     others = sum(one.version not in have for one in readers)
     note = f"{count(others, 'reader')} with an older version, or with none yet." if others else ""
     listed = table(_HEADS, rows, caption=count(len(rows), "version"), ident="versions")
-    told = el("p", "A reader is there while its lease lasts: until it closes, or for ten minutes after it died. ", note, class_="quiet")
-    return section("Versions", listed, told)
+    explanation = el(
+        "p", "A reader is there while its lease lasts: until it closes, or for ten minutes after it died. ", note, class_="quiet"
+    )
+    return section("Versions", listed, explanation)
 
 
 def _row(one: dict[str, Any], began: str | None, readers: Sequence[HeldLease]) -> list[Any]:
