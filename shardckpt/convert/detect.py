@@ -93,8 +93,8 @@ def module_of(name: str) -> FormatModule:
     """
     if name not in FORMATS:
         raise OptionError(Message(named("from_", name), f": use {', '.join(repr(one) for one in (AUTO, *FORMATS))}."))
-    found: FormatModule = import_module(f"shardckpt.convert.formats.{name}.source")
-    return found
+    module: FormatModule = import_module(f"shardckpt.convert.formats.{name}.source")
+    return module
 
 
 def detect(location: Location) -> Detected:
@@ -120,8 +120,8 @@ def detect(location: Location) -> Detected:
     if len(first) == 1:
         return Detected(first[0], seen[first[0]], tuple(f"{name}: {what}" for name, what in seen.items() if name != first[0]))
     if seen:
-        found = "; ".join(f"{name}: {what}" for name, what in seen.items())
-        raise OptionError(Message(f"{location} could have several formats ({found}); choose one with ", named("from_"), "."))
+        readings = "; ".join(f"{name}: {what}" for name, what in seen.items())
+        raise OptionError(Message(f"{location} could have several formats ({readings}); choose one with ", named("from_"), "."))
     if file is None:
         refuse_directory(Store.open(location), names)
     there = "a file that begins like none of these" if file is not None else few(names, _NAMED)
@@ -135,12 +135,12 @@ def _detected_unlisted(location: Location) -> Detected:
     Raises:
         NotFoundError: nothing is known to be there.
     """
-    found = module_of("zarr").looks_like(location)
-    if found is None:
+    signs = module_of("zarr").looks_like(location)
+    if signs is None:
         raise NotFoundError(
             f"{location}: no checkpoint there; a web server lists no directory: give the url of a file, as model.safetensors."
         )
-    return Detected("zarr", found)
+    return Detected("zarr", signs)
 
 
 def detect_below(location: Location, known: Collection[str] = ()) -> dict[str, Detected]:
@@ -168,9 +168,9 @@ def detect_below(location: Location, known: Collection[str] = ()) -> dict[str, D
     names = sorted((name for name in names if name.removesuffix("/") not in known), key=natural_key)[:_MOST_BELOW]
     with reading_takes_threads(store):
         below = map_on_threads(lambda name: _detected(location.join(name.removesuffix("/"))), names)
-    seen = {name: found for name, found in zip(names, below, strict=True) if found is not None}
-    parts = {name for name, found in seen.items() if itself is not None and found.format == itself.format and not name.endswith("/")}
-    return here | {name.removesuffix("/"): found for name, found in seen.items() if name not in parts}
+    seen = {name: detected for name, detected in zip(names, below, strict=True) if detected is not None}
+    parts = {name for name, detected in seen.items() if itself is not None and detected.format == itself.format and not name.endswith("/")}
+    return here | {name.removesuffix("/"): detected for name, detected in seen.items() if name not in parts}
 
 
 def _detected(location: Location) -> Detected | None:

@@ -270,10 +270,10 @@ def _refuse_file_of_others(location: Location) -> None:
     """Raise OptionError if a destination for safetensors is named like a file of another format: it would become a directory."""
     suffix = PurePosixPath(location.name).suffix.lower()
     if suffix in _TORCH_FILES:
-        wanted = Message(
+        advice = Message(
             f"{location} is named like a file of torch, and the format is safetensors: write torch's with ", named("to", "torch")
         )
-        raise OptionError(Message(wanted, f", or choose a name that ends in {_SUFFIX}, or one without {suffix} for a directory."))
+        raise OptionError(Message(advice, f", or choose a name that ends in {_SUFFIX}, or one without {suffix} for a directory."))
     if suffix in _OTHER_FILES:
         raise OptionError(
             f"{location} is named like a file of another format ({suffix}), which is not written; choose a name that ends in {_SUFFIX}, or "

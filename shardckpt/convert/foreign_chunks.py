@@ -94,9 +94,9 @@ class ForeignChunks(ReadableChunks):
         del path, num_chunks
         return None
 
-    def prepare(self, wanted: Iterable[tuple[Piece, BoxArray]]) -> None:
+    def prepare(self, boxes: Iterable[tuple[Piece, BoxArray]]) -> None:
         """See `Lookup`; finds the runs of pieces."""
-        paths = dict.fromkeys(piece.path for piece, _ in wanted if piece.path not in self._runs)
+        paths = dict.fromkeys(piece.path for piece, _ in boxes if piece.path not in self._runs)
         if not kind_of(self._foreign.location).near:  # finding a run may send requests; on a disk threads would only wait for each other
             map_on_threads(self._find_run, paths)
             return

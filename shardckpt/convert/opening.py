@@ -44,13 +44,13 @@ def open(url: str | os.PathLike[str]) -> Checkpoint:  # noqa: A001  (shardckpt.o
             if Store.open(location).exists(RECORD):  # a checkpoint that was deleted
                 raise e from None
             snapshot = hub_snapshot(location) or location
-            found = detect(snapshot)
+            detected = detect(snapshot)
         except (FormatError, NotFoundError, StorageError) as other:  # nothing known is there: the first error is more helpful
             raise (e if Store.open(location).lists else other) from None
         except OptionError as several:
             raise FormatError(f"{several.message.without_stop()}; `shardckpt import --from` reads the one that you choose.") from e
     try:
-        return ForeignSpec(str(snapshot), found.format, trust_pickle=True).open()
+        return ForeignSpec(str(snapshot), detected.format, trust_pickle=True).open()
     except ShardckptError as e:
-        e.add_note(f"{snapshot} was taken for {found.format}: {found.seen}.")
+        e.add_note(f"{snapshot} was taken for {detected.format}: {detected.seen}.")
         raise

@@ -51,7 +51,7 @@ def _arranged(node: Node, root: Node, form: str, notes: list[str]) -> Node:
     """Rewrite the optimizers below a node, and the schedulers that depend on their groups, in another form."""
     if not isinstance(node, Branch):
         return node
-    found: list[OptimizerNodes] = []
+    rewritten: list[OptimizerNodes] = []
     children: list[Node] = []
     for below in node.children:
         nodes = read_optimizer(below)
@@ -60,10 +60,10 @@ def _arranged(node: Node, root: Node, form: str, notes: list[str]) -> Node:
         elif nodes.form == "numbered" or (nodes.form == "flat" and form != "flat") or (nodes.form == "listed" and form == "names"):
             children.append(below)  # kept: it has a fitting form, or cannot be rewritten
         else:
-            found.append(nodes)
+            rewritten.append(nodes)
             children.append(FORMS[form](_of_its_module(nodes, root)))
             notes.append(_note(nodes, form))
-    return map_schedules(replace(node, children=children), _listing(found))
+    return map_schedules(replace(node, children=children), _listing(rewritten))
 
 
 def _listing(optimizers: Sequence[OptimizerNodes]) -> Callable[[Branch, Branch], Node | None]:

@@ -176,15 +176,15 @@ class _Walk:
             why = f"has a key that cannot be stored, as have {len(odd)} values of {name!r}"
             self.leave(f"{name}[{shorten(odd[0][0])}]", why, odd)
         components = component_names(list(kept))
-        found = {
+        children = {
             key: self.visit(child, child_name(name, component), depth + 1)
             for (key, child), component in zip(kept.items(), components, strict=True)
         }
-        return {key: child for key, child in found.items() if child is not LEFT}
+        return {key: child for key, child in children.items() if child is not LEFT}
 
     def sequence(self, value: list[object] | tuple[object, ...], name: str, depth: int) -> object:
-        found = [self.visit(child, child_name(name, str(i)), depth + 1) for i, child in enumerate(value)]
-        return type(value)(None if child is LEFT else child for child in found)
+        children = [self.visit(child, child_name(name, str(i)), depth + 1) for i, child in enumerate(value)]
+        return type(value)(None if child is LEFT else child for child in children)
 
     def instance(self, value: Instance, name: str, depth: int) -> object:
         if value.name in _NAMESPACES and type(value.state) is dict:

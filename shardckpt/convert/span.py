@@ -108,10 +108,10 @@ class StoredRun:
         """
         if self.crc is None or sum(map(len, parts)) != len(self.span):
             return
-        found = 0
+        crc = 0
         for part in parts:
-            found = zlib.crc32(part, found)
-        self._compare(found)
+            crc = zlib.crc32(part, crc)
+        self._compare(crc)
 
     def check_all(self) -> None:
         """Read all of the run's bytes and compare the checksum, which is known.
@@ -120,14 +120,14 @@ class StoredRun:
             CorruptionError: the checksum differs, or the file is too short.
             ReplacedError, StorageError: the file has changed, or cannot be read.
         """
-        found = 0
+        crc = 0
         for begin in range(0, len(self.span), _READ):
-            found = zlib.crc32(self.span.read(begin, min(begin + _READ, len(self.span))), found)
-        self._compare(found)
+            crc = zlib.crc32(self.span.read(begin, min(begin + _READ, len(self.span))), crc)
+        self._compare(crc)
 
-    def _compare(self, found: int) -> None:
-        if found != self.crc:
-            raise CorruptionError(f"{self.span}: its CRC-32 is {found:#010x}, and {self.crc:#010x} was written; replace it with a backup.")
+    def _compare(self, crc: int) -> None:
+        if crc != self.crc:
+            raise CorruptionError(f"{self.span}: its CRC-32 is {crc:#010x}, and {self.crc:#010x} was written; replace it with a backup.")
 
 
 def find_runs(shape: Sequence[int], box: Box, itemsize: int) -> tuple[NDArray[np.int64], int]:

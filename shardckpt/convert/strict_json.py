@@ -23,13 +23,13 @@ def parse_json(raw: bytes) -> Any:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    document = dict(pairs)
+    if len(document) != len(pairs):
         ((twice, _),) = Counter(key for key, _ in pairs).most_common(1)
         raise ValueError(f"the key {shorten(twice)} comes twice")
-    for text in (*found, *(value for value in found.values() if isinstance(value, str))):
+    for text in (*document, *(value for value in document.values() if isinstance(value, str))):
         text.encode()  # raises UnicodeEncodeError for a lone surrogate
-    return found
+    return document
 
 
 def _no_constant(token: str) -> NoReturn:

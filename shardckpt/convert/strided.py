@@ -59,8 +59,8 @@ def read_box(entry: StoredRun, tensor: PickledTensor, dtype: np.dtype[Any], box:
         return np.concatenate([read_box(entry, tensor, dtype, half) for half in halves], axis=along)
     data = entry.span.read(first * size, (first + count) * size)
     entry.check([data])
-    found = np.ndarray(box.shape, dtype, data, strides=[stride * size for stride in tensor.strides])
-    return np.ascontiguousarray(found).reshape(box.shape)
+    elements = np.ndarray(box.shape, dtype, data, strides=[stride * size for stride in tensor.strides])
+    return np.ascontiguousarray(elements).reshape(box.shape)
 
 
 def run_of(entry: StoredRun, tensor: PickledTensor, itemsize: int) -> StoredRun | None:

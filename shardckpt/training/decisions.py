@@ -162,7 +162,7 @@ class Decisions:
     def _by_timeline(self, step: int) -> StepDecision:
         line = self._timeline
         notice = line.notice.source if line.notice is not None and line.notice.step <= step else None
-        if line.wanted(step, -1 if self.previous is None else self.previous):
+        if line.wants_save(step, -1 if self.previous is None else self.previous):
             return StepDecision(save=True, notice=notice)
         due = self._policy.due(step, self.previous)
         if due and self._skips:
@@ -215,13 +215,13 @@ class Decisions:
             return
         deadline, pause, notice = time.monotonic() + self._timeout, _FIRST_LOOK, WaitNotice(f"step {step}")
         while True:
-            said, silent = None, ""
+            announcement, silent = None, ""
             try:
-                said = self._coordinator.peek(self._name("timeline"))
+                announcement = self._coordinator.peek(self._name("timeline"))
             except SilentStoreError as e:  # the store may answer again before the deadline
                 silent = f" ({str(e).rstrip('.')})"
-            if said is not None:
-                line = Timeline.from_json(said)
+            if announcement is not None:
+                line = Timeline.from_json(announcement)
                 if line.until >= step:
                     break
             if time.monotonic() >= deadline:
@@ -241,10 +241,10 @@ class Decisions:
 
     def _heard(self) -> str | None:
         """The source of a notice that another process announced."""
-        said: Any = None
+        announcement: Any = None
         with suppress(SilentStoreError):  # read again at the next extension of the timeline
-            said = self._coordinator.peek(self._name("notice"))
-        return None if said is None else str(said["source"])
+            announcement = self._coordinator.peek(self._name("notice"))
+        return None if announcement is None else str(announcement["source"])
 
     def _name(self, what: str) -> str:
         return f"{self._key}/{self._rounds}/{what}"

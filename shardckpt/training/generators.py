@@ -41,17 +41,17 @@ class Generators:
     def state_dict(self) -> dict[str, Any]:
         """The states of the generators that this program has: small leaves, host arrays and CPU tensors."""
         version, words, normal = random.getstate()
-        found: dict[str, Any] = {
+        states: dict[str, Any] = {
             "python": {"version": version, "words": np.array(words, np.uint32), "normal": normal},
             "numpy": np.random.get_state(legacy=False),  # noqa: NPY002  (the generator that programs share)
         }
         if (torch := imported_module("torch")) is not None:
-            found["torch"] = torch.get_rng_state()
+            states["torch"] = torch.get_rng_state()
             if torch.cuda.is_available() and torch.cuda.is_initialized():
-                found["cuda_devices"] = [torch.cuda.get_rng_state(device) for device in _cuda_devices(torch)]
+                states["cuda_devices"] = [torch.cuda.get_rng_state(device) for device in _cuda_devices(torch)]
         if (xla := _xla()) is not None:
-            found["xla"] = xla.get_rng_state()
-        return found
+            states["xla"] = xla.get_rng_state()
+        return states
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the states of the generators that this program has."""

@@ -47,14 +47,14 @@ class StoredLeaves:
 
     tensor: Callable[[str], TensorRecord]
     """The record of a tensor, by any of its names."""
-    wanted: Callable[[str], bool]
+    selects: Callable[[str], bool]
     """Whether a name is requested."""
     adaptation: Adaptation | None = None
     """The changes of the restore."""
 
     def any(self, node: Node) -> bool:
         """Whether a node or any part of it is requested."""
-        return any(self.wanted(leaf.name) for leaf in leaves_of(node)) or self.wanted(node.name)
+        return any(self.selects(leaf.name) for leaf in leaves_of(node)) or self.selects(node.name)
 
     def all_or_nothing(self, node: Node) -> bool:
         """Whether a node is requested, with all of its parts.
@@ -62,7 +62,7 @@ class StoredLeaves:
         Raises:
             OptionError: only some of its parts are requested.
         """
-        asked = {self.wanted(leaf.name) for leaf in leaves_of(node)} or {self.wanted(node.name)}
+        asked = {self.selects(leaf.name) for leaf in leaves_of(node)} or {self.selects(node.name)}
         if len(asked) == 2:
             raise OptionError(f"only=… selects a part of {shown(node.name)}, which can only be restored as a whole; select all of it.")
         return asked.pop()
@@ -134,7 +134,7 @@ def mirror(
     """
     if isinstance(node, Branch):
         return _container(stored, node, own, tensor, beside) if node.composite is None else _composite(stored, node, own, beside)
-    if not stored.wanted(node.name):
+    if not stored.selects(node.name):
         return LEFT_OUT
     if isinstance(node, Tensor | Tied):
         record = stored.tensor(node.name)
@@ -218,7 +218,7 @@ def set_apart(stored: StoredLeaves, node: Node, like: Any) -> Any:
     places: list[_Place] = []
 
     def note(leaf: Tensor | Tied, tensor: Any) -> Any:
-        memory = _memory(tensor) if stored.wanted(leaf.name) else None
+        memory = _memory(tensor) if stored.selects(leaf.name) else None
         if memory is not None and memory.size:
             places.append(_Place(leaf, tensor, memory))
         return tensor

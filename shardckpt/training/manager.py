@@ -396,7 +396,7 @@ class CheckpointManager(RunSteps):
                 self._background.emit(events.RestoreFinished, read_step, seconds=time.monotonic() - began, nbytes=nbytes)
                 return state, adaptation
 
-        found = resume(
+        restored = resume(
             self._root,
             self._coordinator,
             read,
@@ -409,15 +409,15 @@ class CheckpointManager(RunSteps):
             fell_back=lambda damaged, reason: self._background.emit(events.FellBack, damaged, reason=reason),
         )
         self._background.resumed()
-        if found is None:
+        if restored is None:
             check_root(self._root)
             return None
-        self._last, self._owed = found.step, False
-        self._lineage.resume(found)
+        self._last, self._owed = restored.step, False
+        self._lineage.resume(restored)
         self._background.cleaner.forget()
-        self._decisions.restart(found.step)
-        self._warm_once(found.step, found.state)
-        return Restored(found.state, found.step, found.metadata, found.notes)
+        self._decisions.restart(restored.step)
+        self._warm_once(restored.step, restored.state)
+        return Restored(restored.state, restored.step, restored.metadata, restored.notes)
 
     @property
     def last_report(self) -> SaveReport | None:

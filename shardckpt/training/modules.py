@@ -195,17 +195,17 @@ class NamedModule:
         """The restore target; `LEFT_OUT` where no part is requested."""
         if not stored.any(node):
             return LEFT_OUT
-        found: dict[str, Any] = {}
+        targets: dict[str, Any] = {}
         as_stored = stored if stored.adaptation is None else replace(stored, adaptation=None)
         for name, key in self._keys.items():
             value = self._held[key]
             if key in self._composites:
-                found[name] = self._composites[key]
+                targets[name] = self._composites[key]
                 continue
             below = child(node, name) if _is_extra(key) or not isinstance(value, torch.Tensor) else None
             extra = LEFT_OUT if below is None else mirror(as_stored, below, value)
-            found[name] = value if extra is LEFT_OUT else extra
-        return found
+            targets[name] = value if extra is LEFT_OUT else extra
+        return targets
 
     def put_back(self, restored: Mapping[str, Any]) -> None:
         """Give the module the state that was restored into `like`.
@@ -371,12 +371,12 @@ def _parts(module: torch.nn.Module, prefix: str = "") -> Iterator[tuple[str, tor
 
 def _tensors(module: torch.nn.Module) -> dict[str, Any]:
     """The tensors of a module that its state has, by name: a tied one once."""
-    found: dict[str, Any] = {}
+    tensors: dict[str, Any] = {}
     for prefix, part in _parts(module):
         transient = part._non_persistent_buffers_set  # noqa: SLF001  (torch has no public name for it)
-        found |= {prefix + name: parameter for name, parameter in part.named_parameters(recurse=False)}
-        found |= {prefix + name: buffer for name, buffer in part.named_buffers(recurse=False) if name not in transient}
-    return found
+        tensors |= {prefix + name: parameter for name, parameter in part.named_parameters(recurse=False)}
+        tensors |= {prefix + name: buffer for name, buffer in part.named_buffers(recurse=False) if name not in transient}
+    return tensors
 
 
 def _is_extra(name: str) -> bool:

@@ -158,18 +158,18 @@ def data_axis(objects: Iterable[object]) -> tuple[int, int] | None:
         for parameter in module.parameters()
         if isinstance(parameter, tensors.DTensor)
     }
-    found = {axis for mesh in meshes.values() for axis in _axes_of(mesh)}
-    axis = found.pop() if len(found) == 1 else None
+    axes = {axis for mesh in meshes.values() for axis in _axes_of(mesh)}
+    axis = axes.pop() if len(axes) == 1 else None
     return axis if axis != _UNKNOWN else None
 
 
 def _axes_of(mesh: Any) -> list[tuple[int, int]]:
     """The data axis of a mesh: none, one, or the unknown one."""
     words = [set(re.findall("[a-z]+", name.lower())) for name in mesh.mesh_dim_names or ()]
-    if any(some & _DATA and some & _OTHER for some in words):  # one axis for both
+    if any(parts & _DATA and parts & _OTHER for parts in words):  # one axis for both
         return [_UNKNOWN]
     coordinate = mesh.get_coordinate()
-    dims = [dim for dim, some in enumerate(words) if some & _DATA]
+    dims = [dim for dim, parts in enumerate(words) if parts & _DATA]
     if not dims or coordinate is None:
         return []
     position, size = 0, 1

@@ -112,10 +112,10 @@ class NamedOptimizer:
 
     def sources(self) -> list[list[str]]:
         """For each group, the names of its parameters' groups in the state that was restored last."""
-        found = []
+        sources = []
         for first, members in zip(self.firsts(), self.groups, strict=True):
-            found.append(list(dict.fromkeys(self.group_of[name] for name in members if name in self.group_of)) or [first])
-        return found
+            sources.append(list(dict.fromkeys(self.group_of[name] for name in members if name in self.group_of)) or [first])
+        return sources
 
     def collect(self) -> dict[str, Any]:
         """The state by name; its tensors are the optimizer's own."""
@@ -200,17 +200,17 @@ class NamedOptimizer:
         own = self.collect()
         if (settings := child(node, "param_groups")) is not None and stored.any(settings):
             self._check_class(settings)
-        found = {}
+        targets = {}
         for name in own:
             below = child(node, name)
             if name == "state" and isinstance(below, Branch):
                 members = child(node, "group_of")
-                found[name] = self._state_like(stored, below, own["state"], members.keys if isinstance(members, Branch) else None)
+                targets[name] = self._state_like(stored, below, own["state"], members.keys if isinstance(members, Branch) else None)
             elif below is None or (name == "group_of" and stored.all_or_nothing(below)):
-                found[name] = own[name]  # from our own parameters, so that a name on one side only is an error
+                targets[name] = own[name]  # from our own parameters, so that a name on one side only is an error
             else:
-                found[name] = mirror(stored, below)
-        return {name: part for name, part in found.items() if part is not LEFT_OUT}
+                targets[name] = mirror(stored, below)
+        return {name: part for name, part in targets.items() if part is not LEFT_OUT}
 
     def _check_class(self, settings: Node) -> None:
         """Refuse settings that the optimizer does not have, and without which it would make no step; torch would take them."""
@@ -238,8 +238,10 @@ class NamedOptimizer:
         self.group_of = settings["group_of"]
         groups = []
         for number, (group, sources) in enumerate(zip(self.optimizer.param_groups, self.sources(), strict=True)):
-            found = self._settings(number, [settings["param_groups"][source] for source in sources if source in settings["param_groups"]])
-            moved = {name: _moved(value, group.get(name)) for name, value in found.items()}
+            settings_of_group = self._settings(
+                number, [settings["param_groups"][source] for source in sources if source in settings["param_groups"]]
+            )
+            moved = {name: _moved(value, group.get(name)) for name, value in settings_of_group.items()}
             groups.append({**moved, "params": [numbers[name] for name in self.groups[number]]})
         rest = {name: restored.get(name, own[name]) for name in own if name not in {"state", "param_groups", "group_of"}}
         lent = {number: {**part} if isinstance(part, dict) else part for number, part in state.items()}  # a class may change it
@@ -255,19 +257,19 @@ class NamedOptimizer:
             own: the optimizer's own state.
             members: the stored parameters; state under other keys belongs to the optimizer itself. None: not known.
         """
-        found: dict[Any, Any] = {}
+        targets: dict[Any, Any] = {}
         for name, below in zip(node.keys, node.children, strict=True):
             parameter = self.parameters.get(name) if isinstance(name, str) else None
             if not stored.all_or_nothing(below):
                 continue
             if parameter is not None:
-                found[name] = mirror(stored, below, own.get(name), self._placing(stored, str(name), below), parameter)
+                targets[name] = mirror(stored, below, own.get(name), self._placing(stored, str(name), below), parameter)
             elif name in own or (members is not None and name not in members):
-                found[name] = mirror(stored, below, own.get(name))
+                targets[name] = mirror(stored, below, own.get(name))
         for name, part in own.items():
-            if name not in found and not stored.wanted(child_name(node.name, str(name))):
-                found[name] = part
-        return found
+            if name not in targets and not stored.selects(child_name(node.name, str(name))):
+                targets[name] = part
+        return targets
 
     def _placing(self, stored: StoredLeaves, name: str, state: Node) -> Callable[[TensorRecord, object], object]:
         """The function that makes the restore targets of a parameter's state."""
@@ -284,38 +286,38 @@ class NamedOptimizer:
 
     def _own_names(self, members: Sequence[str], state: Node) -> dict[str, str]:
         """The name that each stored parameter has here, also where it is tied, and the module had its names in another order."""
-        found = {name: self.current_name(name) for name in members}
-        strange = [name for name in members if found[name] not in self.parameters]
+        names = {name: self.current_name(name) for name in members}
+        strange = [name for name in members if names[name] not in self.parameters]
         if not strange:
-            return found
+            return names
         from shardckpt.training.optimizer_state.moments import place_of
 
         stored = {leaf.name: leaf.stored for leaf in leaves_of(state) if isinstance(leaf, Tensor | Tied)}
-        free = {stored.get(place_of(name, self._modules)): name for name in self.parameters.keys() - found.values()}
+        free = {stored.get(place_of(name, self._modules)): name for name in self.parameters.keys() - names.values()}
         free.pop(None, None)
-        return found | {name: free.get(stored.get(place_of(name, self._modules)), name) for name in strange}
+        return names | {name: free.get(stored.get(place_of(name, self._modules)), name) for name in strange}
 
     def current_name(self, name: str) -> str:
         """The name of a parameter, where 0.2.0 has stored it with parts of a wrapper's name."""
-        found = self._earlier.get(name, name.removeprefix(_OF_FABRIC))
-        return found if name not in self.parameters and found in self.parameters else name
+        current = self._earlier.get(name, name.removeprefix(_OF_FABRIC))
+        return current if name not in self.parameters and current in self.parameters else name
 
     def _own_name(self, name: str) -> str:
         return self._prefix + name if self._prefix + name in self.parameters else name
 
-    def _settings(self, number: int, found: list[Mapping[str, Any]]) -> Mapping[str, Any]:
+    def _settings(self, number: int, candidates: list[Mapping[str, Any]]) -> Mapping[str, Any]:
         """Settings of one group of the optimizer, from the saved settings of its parameters."""
-        for other in found[1:]:
-            names = [*found[0], *other]
-            differs = next((n for n in names if n not in found[0] or n not in other or found[0][n] != other[n]), None)
+        for other in candidates[1:]:
+            names = [*candidates[0], *other]
+            differs = next((n for n in names if n not in candidates[0] or n not in other or candidates[0][n] != other[n]), None)
             if differs is not None:
                 raise StructureMismatchError(
                     f"{shown(self.key)}: group {number} has parameters that were saved with different settings, "
-                    f"{differs}={found[0].get(differs)!r} and {other.get(differs)!r}; give each a group of its own, or leave out "
+                    f"{differs}={candidates[0].get(differs)!r} and {other.get(differs)!r}; give each a group of its own, or leave out "
                     f"{self.key}/param_groups and {self.key}/group_of with only=."
                 )
         own = self.optimizer.param_groups[number]
-        return found[0] if found else {name: value for name, value in own.items() if name not in _OF_THE_GROUP}
+        return candidates[0] if candidates else {name: value for name, value in own.items() if name not in _OF_THE_GROUP}
 
     def _as_stored(self, state: Mapping[Any, Any]) -> None:
         """Undo the conversions of `load_state_dict`, also in containers inside of a parameter's state.

@@ -160,8 +160,8 @@ def check_restored(
         left_out = set(stored_names(checkpoint.parsed_tree)).difference(stored_names(checkpoint.parsed_tree, selector(only)))
         recorded = {name: digest for name, digest in recorded.items() if name not in left_out}
     recorded = recorded if adaptation is None else adaptation.expected(recorded)
-    found = fingerprint(state, coordinator=coordinator).tensors
-    wrong = [name for name in found if found[name] != recorded.get(name, found[name])]
+    actual = fingerprint(state, coordinator=coordinator).tensors
+    wrong = [name for name in actual if actual[name] != recorded.get(name, actual[name])]
     if wrong:
         raise CorruptionError(
             f"{checkpoint.location}: {few(wrong)} differ from the saved fingerprint, although every checksum was right: the restore "

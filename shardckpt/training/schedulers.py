@@ -84,7 +84,7 @@ class NamedScheduler:
         """
         settings = {group.first(0): group.settings for group in stored.groups}
         items = of_each.children
-        found: dict[str, Node] = {}
+        values: dict[str, Node] = {}
         for first in self.optimizer.firsts() if items else ():
             fits = list(items)
             for rates_name, setting in _RATES.items():
@@ -98,32 +98,32 @@ class NamedScheduler:
                     f"{of_each.name} is a list with an item per group, but {shown(stored.name)} is stored without the order of groups; "
                     f"leave out {self.key} with only=, and make a new one."
                 )
-            found[first] = fits[0]
-        return Branch(of_each.name, "dict", list(found), list(found.values()))
+            values[first] = fits[0]
+        return Branch(of_each.name, "dict", list(values), list(values.values()))
 
     def _named(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        found = {name: value for name, value in state.items() if not callable(value)}
+        by_name = {name: value for name, value in state.items() if not callable(value)}
         firsts = self.optimizer.firsts()
         for name, value in state.items():
             if name in PER_GROUP and isinstance(value, list) and len(value) == len(firsts):
-                found[name] = dict(zip(firsts, value, strict=True))
+                by_name[name] = dict(zip(firsts, value, strict=True))
             elif name == _INNER:
-                found[name] = [self._named(inner) for inner in value]
-        return found
+                by_name[name] = [self._named(inner) for inner in value]
+        return by_name
 
     def _listed(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        found = dict(state)
+        by_name = dict(state)
         for name, value in state.items():
             if name in PER_GROUP and isinstance(value, dict):
-                found[name] = [self._of_group(name, value, sources) for sources in self.optimizer.sources()]
+                by_name[name] = [self._of_group(name, value, sources) for sources in self.optimizer.sources()]
             elif name in PER_GROUP and isinstance(value, list) and len(value) != len(self.optimizer.groups):
                 raise StructureMismatchError(
                     f"{shown(self.key)}: {name} was saved for {len(value)} groups, but the optimizer has {len(self.optimizer.groups)}; "
                     f"give it the groups that it had, or leave {self.key} out with only=."
                 )
             elif name == _INNER:
-                found[name] = [self._listed(inner) for inner in value]
-        return found
+                by_name[name] = [self._listed(inner) for inner in value]
+        return by_name
 
     def _of_group(self, name: str, of_each: Mapping[str, Any], sources: list[str]) -> Any:
         values = [of_each[source] for source in sources if source in of_each]

@@ -228,17 +228,17 @@ class TrainState(StateOwner):
             OptionError: only a part is requested of an object that must be restored completely.
         """
         stored = StoredLeaves(tensor, wanted, adaptation)
-        found: dict[str, Any] = {}
+        targets: dict[str, Any] = {}
         for key, part in self._parts(world).items():
             node = child(tree, key)
-            found[key] = part.collect() if node is None else part.like(stored, node)
+            targets[key] = part.collect() if node is None else part.like(stored, node)
         for key in dict.fromkeys((*self.values, "step", "metadata")):
             node = child(tree, key)
             if node is not None:
-                found[key] = mirror(stored, node, self.values.get(key))
+                targets[key] = mirror(stored, node, self.values.get(key))
             elif key in self.values:
-                found[key] = self.values[key]
-        target: dict[str, Any] = set_apart(stored, tree, {key: like for key, like in found.items() if like is not LEFT_OUT})
+                targets[key] = self.values[key]
+        target: dict[str, Any] = set_apart(stored, tree, {key: like for key, like in targets.items() if like is not LEFT_OUT})
         return target
 
     def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:

@@ -68,7 +68,7 @@ class Timeline:
         """The timeline with a notice of preemption, which all processes know from the first undecided step on."""
         return replace(self, notice=Notice(self.until + 1, source))
 
-    def wanted(self, step: int, previous: int) -> bool:
+    def wants_save(self, step: int, previous: int) -> bool:
         """Whether the leader wants a save at a step.
 
         Args:

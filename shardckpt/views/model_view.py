@@ -94,18 +94,18 @@ class ModelView:
     def header_metadata(self) -> dict[str, str]:
         """Texts in the headers."""
         header = next(iter(self._model.weights.values())).header
-        found: dict[str, str] = json.loads(header[LENGTH_BYTES:])["__metadata__"]
-        return found
+        texts: dict[str, str] = json.loads(header[LENGTH_BYTES:])["__metadata__"]
+        return texts
 
     @property
     def unchanged(self) -> list[str | None]:
         """For each of `arrays()`, the name of the stored tensor if the view does not change it; otherwise None."""
-        found: list[str | None] = []
+        names: list[str | None] = []
         for output in self._outputs:
             name = output.sources[0].tensor if output.sources else None
             same = name is not None and output == identity(self.checkpoint.tensor(name), output.name)
-            found.append(name if same else None)
-        return found
+            names.append(name if same else None)
+        return names
 
     def arrays(self) -> list[LazyArray]:
         """The tensors of all files, in the order of their bytes; indexing an array reads a part of it."""

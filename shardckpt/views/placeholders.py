@@ -106,8 +106,8 @@ class Placeholder(torch.Tensor):  # type: ignore[misc]  # torch's types are not 
             return tree_map_only(torch.Tensor, lambda place: cls(one.recorder, one.number, place), places)
         if any(isinstance(leaf, Placeholder) for leaf in tree_leaves(_written(func, args, kwargs))):
             raise _ChangedInPlaceError(str(packet))
-        found, spec = tree_flatten((args, kwargs))
-        args, kwargs = spec.unflatten([leaf.recorder.read(leaf, str(packet)) if isinstance(leaf, Placeholder) else leaf for leaf in found])
+        leaves, spec = tree_flatten((args, kwargs))
+        args, kwargs = spec.unflatten([leaf.recorder.read(leaf, str(packet)) if isinstance(leaf, Placeholder) else leaf for leaf in leaves])
         return func(*args, **kwargs)
 
 
@@ -364,12 +364,12 @@ def _alone(places: Sequence[torch.Tensor]) -> list[bool]:
     for i, place in enumerate(places):
         last = sum((n - 1) * stride for n, stride in zip(place.shape, place.stride(), strict=True)) if place.numel() else 0
         bounds.append((place.data_ptr(), place.data_ptr() + (last + 1) * place.itemsize, i))
-    found = [True] * len(places)
+    alone = [True] * len(places)
     bounds.sort()
     end, holder = -1, -1
     for begin, stop, i in bounds:
         if begin < end:
-            found[i] = found[holder] = False
+            alone[i] = alone[holder] = False
         if stop > end:
             end, holder = stop, i
-    return found
+    return alone

@@ -113,13 +113,13 @@ class TensorSlice:
 
     def __getitem__(self, index: Any) -> Any:
         """Read a part of the tensor; see `LazyArray`."""
-        found = np.asarray(self._array[index])
+        elements = np.asarray(self._array[index])
         if self._framework == "np":
-            return found
+            return elements
         if self._framework == "jax":
             import jax
 
-            return jax.device_put(found) if self._device == "cpu" else jax.device_put(found, self._device)
+            return jax.device_put(elements) if self._device == "cpu" else jax.device_put(elements, self._device)
         from shardckpt.frameworks.torch import tensor_of
 
-        return tensor_of(found, by_name(self._array.dtype_name)).to(self._device)
+        return tensor_of(elements, by_name(self._array.dtype_name)).to(self._device)

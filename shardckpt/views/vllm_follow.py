@@ -159,19 +159,19 @@ class FollowEngine(WeightTransferEngine[FollowInit, FollowUpdate]):  # type: ign
         chosen: tuple[int, bool] | None = None if step is None else (step, False)
         error: ShardckptError | None = None
         if chosen is None and get_world_group().rank_in_group == 0:
-            found: FollowedVersion | None = None
+            newer: FollowedVersion | None = None
             try:
                 if self._version is None or (newest and not self._is_reading()):
-                    found = follower.poll()
+                    newer = follower.poll()
             except ShardckptError as e:
                 error = e
-            version = found or self._version
-            chosen = None if version is None else (version.step, found is not None)
-        decided, said = of_all_ranks((chosen, None if error is None else str(error)))[0]
+            version = newer or self._version
+            chosen = None if version is None else (version.step, newer is not None)
+        decided, failure = of_all_ranks((chosen, None if error is None else str(error)))[0]
         if error is not None:
             raise error
-        if said is not None:
-            raise CorruptionError(f"{follower.root}: the first rank found no version: {said}")
+        if failure is not None:
+            raise CorruptionError(f"{follower.root}: the first rank found no version: {failure}")
         return decided
 
     def _begin(self, follower: _ModelFollower, step: int, is_new: bool) -> None:
@@ -260,11 +260,11 @@ class FollowEngine(WeightTransferEngine[FollowInit, FollowUpdate]):  # type: ign
             self.is_ready()
         except Exception as e:  # noqa: BLE001  (raised below, after the others know)
             failed = e
-        said = of_all_ranks(None if failed is None else str(failed))
+        failures = of_all_ranks(None if failed is None else str(failed))
         if failed is not None:
             raise failed
-        if any(said):
-            raise CorruptionError(f"{follower.root}: another rank could not prepare the version: {next(filter(None, said))}")
+        if any(failures):
+            raise CorruptionError(f"{follower.root}: another rank could not prepare the version: {next(filter(None, failures))}")
         version, self._version = self._version, None
         assert version is not None
         view = follower.view(version.checkpoint)

@@ -162,11 +162,11 @@ def _directory(url: str, needed: str) -> Path:
             f"{url} has no {needed}, which only an import from Hugging Face keeps; give a directory that has it with --hf-config-path "
             f"or --tokenizer, and leave out --tokenizer-mode."
         )
-    found = Path(tempfile.mkdtemp(prefix="shardckpt-"))
-    atexit.register(shutil.rmtree, found, ignore_errors=True)
+    directory = Path(tempfile.mkdtemp(prefix="shardckpt-"))
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
     for name, data in files.items():
-        (found / name).write_bytes(data)
-    return found
+        (directory / name).write_bytes(data)
+    return directory
 
 
 def register() -> None:

@@ -171,8 +171,8 @@ def identity_of(location: Location, files: Iterable[FileVersion]) -> str:
     return document_digest([str(location), *(file.identity for file in files)])
 
 
-def _version(found: os.stat_result) -> tuple[int, int]:
-    return found.st_size, found.st_mtime_ns
+def _version(entry: os.stat_result) -> tuple[int, int]:
+    return entry.st_size, entry.st_mtime_ns
 
 
 def _filled(fd: int, start: int, length: int, vectors: Sequence[memoryview]) -> bool:

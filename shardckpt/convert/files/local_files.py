@@ -249,5 +249,5 @@ class LocalFiles:
 
 def _size(path: Path) -> int | None:
     """Size of a file in bytes; None if it does not exist."""
-    found = status(path)
-    return None if found is None else found.st_size
+    entry = status(path)
+    return None if entry is None else entry.st_size

@@ -62,18 +62,18 @@ class Notes:
         if data[:_IDENTITY_BYTES].tobytes() != identity:
             return None
         words = data[_IDENTITY_BYTES : len(data) - (len(data) - _IDENTITY_BYTES) % _WORD].view("<u4")
-        at, found, named = 0, list[int](), False
+        at, checksums, named = 0, list[int](), False
         while at < len(words):
             end = at + int(words[at]) + 1
             if end >= len(words) or crc32c.crc32c(words[at:end].tobytes()) != words[end]:
                 break
             named = end == at + 1
-            found += words[at + 1 : end].tolist()
+            checksums += words[at + 1 : end].tolist()
             at = end + 1
         with storage_errors("write", self._path):
             os.ftruncate(self._fd, _IDENTITY_BYTES + at * _WORD)
             os.lseek(self._fd, 0, os.SEEK_END)
-        return found, named
+        return checksums, named
 
     def begin(self, identity: bytes) -> None:
         """Discard all notes, and begin the log of a plan."""

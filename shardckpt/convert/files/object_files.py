@@ -57,10 +57,10 @@ def upload_note(name: str) -> str:
 
 def _read_note(store: Store, key: str, parse: Callable[[Fields], T]) -> tuple[T | None, bytes]:
     """A small object that records progress, None if there is none that can be read; and the generation to pass to `replace`."""
-    found, generation = store.read_versioned(key)
+    content, generation = store.read_versioned(key)
     with suppress(FormatError):
-        if found is not None:
-            return parse(Fields(open_envelope(found, store.path_of(key)), store.path_of(key))), generation
+        if content is not None:
+            return parse(Fields(open_envelope(content, store.path_of(key)), store.path_of(key))), generation
     return None, generation
 
 

@@ -53,9 +53,9 @@ def read_back(blocks: Iterable[WrittenBlock], checksum: Checksum, place: object)
         StorageError: a file cannot be read.
     """
 
-    def check(some: Sequence[WrittenBlock]) -> None:
+    def check(group: Sequence[WrittenBlock]) -> None:
         buffer = memoryview(bytearray(_READ_BYTES))
-        for path, of_file in groupby(some, key=lambda block: block.path):
+        for path, of_file in groupby(group, key=lambda block: block.path):
             with storage_errors("read", path), path.open("rb", buffering=0) as file:
                 for block in of_file:
                     if _checksum(file.fileno(), block.runs, checksum, buffer) != block.checksum:
@@ -64,19 +64,19 @@ def read_back(blocks: Iterable[WrittenBlock], checksum: Checksum, place: object)
                             f"Check the disk and the memory of this machine, and export again."
                         )
 
-    some = batches(blocks, lambda block: (sum(length for _, length in block.runs), 1), _BATCH)
-    run_on_threads(some, [check] * READERS, "shardckpt-verify")
+    groups = batches(blocks, lambda block: (sum(length for _, length in block.runs), 1), _BATCH)
+    run_on_threads(groups, [check] * READERS, "shardckpt-verify")
 
 
 def _checksum(fd: int, runs: Sequence[tuple[int, int]], checksum: Checksum, buffer: memoryview) -> int | None:
     """Checksum of some runs of bytes, read through a buffer; None: the file ends before them."""
-    found = 0
+    total = 0
     for offset, length in runs:
         at, end = offset, offset + length
         while at < end:
             got = os.preadv(fd, [buffer[: end - at]], at)  # a file system may return fewer bytes than requested
             if not got:
                 return None
-            found = checksum(buffer[:got], found)
+            total = checksum(buffer[:got], total)
             at += got
-    return found
+    return total

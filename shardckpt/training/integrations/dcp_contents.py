@@ -92,8 +92,8 @@ class DcpContents:
         Raises:
             DtypeError: a tensor of a dtype that torch lacks, by name.
         """
-        found = {name: self._storage(value) for name, value in self.flat.items()}
-        return Metadata(found, planner_data=self.paths)
+        storages = {name: self._storage(value) for name, value in self.flat.items()}
+        return Metadata(storages, planner_data=self.paths)
 
     def _storage(self, value: object) -> TensorStorageMetadata | BytesStorageMetadata:
         if not isinstance(value, _Stored):

@@ -134,11 +134,11 @@ class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         if self._trainer is not trainer:
             self._trainer = trainer
             self._close_on_exceptions(trainer)
-        found = self._managed(trainer).restore({"trainer": PerProcess(None, choose=_first)}, only="trainer")
-        if found is None:
+        restored = self._managed(trainer).restore({"trainer": PerProcess(None, choose=_first)}, only="trainer")
+        if restored is None:
             return None
-        self._resumed = found.step
-        self._own.load_state_dict(found.state["trainer"].value)
+        self._resumed = restored.step
+        self._own.load_state_dict(restored.state["trainer"].value)
         self._directory = TemporaryDirectory(prefix="shardckpt-")
         TrainerState(**self._own.state).save_to_json(str(Path(self._directory.name, _STATE)))
         # No callback can do this: without it the Trainer refuses a directory without weights.
@@ -342,9 +342,9 @@ class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         if adapters is not None and not self._own.adapters_alone:  # a release before 0.3 saved the base model, too
             self._adapters = None
         elif adapters is not None and self._base is not None:
-            found = manager.restore(None, step, only="base_model/**", fallback=False)
-            assert found is not None, "the step was found before"
-            check_base(self._base, found.state["base_model"], manager.url(step))
+            restored = manager.restore(None, step, only="base_model/**", fallback=False)
+            assert restored is not None, "the step was found before"
+            check_base(self._base, restored.state["base_model"], manager.url(step))
         manager.restore(self._state(kwargs), step, fallback=False)  # the Trainer has counted to this step already
         if adapters is not None and self._adapters is None:
             self._adapters, self._base = adapters, adapters.fingerprint(self._options.get("coordinator"))

@@ -190,9 +190,9 @@ class ShardedRun(Callback):
             raise OptionError(f"ShardedRun: the module has {len(trainer.optimizers)} optimizers, and one is supported.")
         self._manager = CheckpointManager(self._root, **self._options)
         state = self._state(trainer, pl_module)
-        found = self._manager.restore(state)
-        self._saved = found.step if found else 0
-        if found:
+        restored = self._manager.restore(state)
+        self._saved = restored.step if restored else 0
+        if restored:
             trainer.fit_loop.load_state_dict(state.values["loops"])
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:

@@ -141,13 +141,13 @@ class _Steps(AbstractContextManager[Any]):
             raise NotFoundError(f"{self._manager.url(at)}: it has no {lost[0]!r}; it has {', '.join(stored)}.")
         targets = {name: target for name, target in (like or {}).items() if target is not None}
         arrays = [name for name in names if any(isinstance(leaf, Abstract) for leaf in jax.tree.leaves(stored[name]))]
-        found = {name: stored[name] for name in names}
-        for target, some in ((targets, list(targets)), (None, [name for name in arrays if name not in targets])):
-            if some:
-                restored = self._manager.restore(target, at, only=below(some), cast=True, fallback=False)
+        items = {name: stored[name] for name in names}
+        for target, group in ((targets, list(targets)), (None, [name for name in arrays if name not in targets])):
+            if group:
+                restored = self._manager.restore(target, at, only=below(group), cast=True, fallback=False)
                 assert restored is not None, "the step is given"
-                found |= restored.state if target else {name: with_keys(stored[name], restored.state[name]) for name in some}
-        return at, {name: found[name] for name in names}
+                items |= restored.state if target else {name: with_keys(stored[name], restored.state[name]) for name in group}
+        return at, {name: items[name] for name in names}
 
     def _items(self, step: int) -> dict[str, Any]:
         """The items of a step: abstract arrays (`jax.ShapeDtypeStruct`) in the place of arrays."""
@@ -214,8 +214,8 @@ class OrbaxCheckpointer(_Steps):
     @property
     def latest(self) -> Any:
         """Orbax's `CheckpointMetadata` of the latest step; None if there is none."""
-        found = self.checkpoints
-        return found[-1] if found else None
+        checkpoints = self.checkpoints
+        return checkpoints[-1] if checkpoints else None
 
     @property
     def checkpoints(self) -> list[Any]:
@@ -299,17 +299,17 @@ class OrbaxCheckpointer(_Steps):
     def checkpointables_metadata(self, step: Any = None) -> Any:
         """Orbax's `CheckpointMetadata`, whose `metadata` has the states by name, with abstract arrays."""
         at = getattr(step, "step", step)
-        found = next((one for one in reversed(self.checkpoints) if at in (None, one.step)), None)
-        if found is None:
+        checkpoint = next((one for one in reversed(self.checkpoints) if at in (None, one.step)), None)
+        if checkpoint is None:
             raise NotFoundError(f"{self.directory}: there is no step {'' if at is None else at}.")
-        items = self._items(found.step)
+        items = self._items(checkpoint.step)
         custom = items.pop(CUSTOM, None)
         return v1.training.CheckpointMetadata(
-            found.step,
-            found.path,
+            checkpoint.step,
+            checkpoint.path,
             metadata=items,
-            metrics=found.metrics,
-            commit_timestamp_nsecs=found.commit_timestamp_nsecs,
+            metrics=checkpoint.metrics,
+            commit_timestamp_nsecs=checkpoint.commit_timestamp_nsecs,
             custom_metadata=custom,
         )
 
@@ -420,9 +420,9 @@ class OrbaxCheckpointManager(_Steps):
             ShardckptError: as `shardckpt.CheckpointManager.restore` does.
         """
         like = None if args is None else {name: restore_target(name, one) for name, one in items_of(args).items()}
-        _, found = self._load(step, like)
-        single = found.keys() == {DEFAULT} and not isinstance(args, ocp.args.Composite)
-        return found[DEFAULT] if single else ocp.args.Composite(**found)
+        _, items = self._load(step, like)
+        single = items.keys() == {DEFAULT} and not isinstance(args, ocp.args.Composite)
+        return items[DEFAULT] if single else ocp.args.Composite(**items)
 
     def item_metadata(self, step: int) -> Any:
         """The items of a step with abstract arrays (`jax.ShapeDtypeStruct`), as `restore` would return them."""

@@ -64,7 +64,7 @@ class Adapters:
 
     def metadata(self) -> dict[str, Any]:
         """The metadata that an export to PEFT needs."""
-        found: dict[str, Any] = {}
+        adapters: dict[str, Any] = {}
         for adapter, config in self._model.peft_config.items():
             with TemporaryDirectory(prefix="shardckpt-") as directory:
                 config.save_pretrained(directory)
@@ -76,8 +76,8 @@ class Adapters:
             keys = self._keys[adapter]
             by_rule = adapter_keys(self._stored, adapter, self._model.peft_config, {})
             exceptions = {name: keys.get(name) for name in self._stored if keys.get(name) != by_rule.get(name)}
-            found[adapter] = {"config": document, "keys": exceptions, "computed": self._made[adapter]}
-        return {ADAPTERS: found}
+            adapters[adapter] = {"config": document, "keys": exceptions, "computed": self._made[adapter]}
+        return {ADAPTERS: adapters}
 
     def base_name(self, adapter: str) -> str | None:
         """The name or path of the base model, as the adapter's configuration or the model has it."""

@@ -126,15 +126,15 @@ class RayTrainManager(CheckpointManager):
             NotFoundError: Ray Train knows a checkpoint, and the run has no step.
             ShardckptError: as in `CheckpointManager.restore`.
         """
-        found = super().restore(like, step, **how)
-        if found is None and self._known is not None:
+        restored = super().restore(like, step, **how)
+        if restored is None and self._known is not None:
             raise NotFoundError(
                 f"{self.url(self._known)}: Ray Train's latest checkpoint is this step, and the run has no step; to start anew, give "
                 f"RunConfig another name."
             )
-        if found is not None and (self._known is None or found.step > self._known):
-            self._report(found.step, decode_metrics(found.metadata))
-        return found
+        if restored is not None and (self._known is None or restored.step > self._known):
+            self._report(restored.step, decode_metrics(restored.metadata))
+        return restored
 
     def wait(self) -> None:
         """Wait until nothing is in flight, as `CheckpointManager.wait` does, and report the committed step to Ray Train.

@@ -99,7 +99,7 @@ class TorchtitanCheckpointer(BaseCheckpointManager):  # type: ignore[misc]  # to
             cast = {name: value.to(dtype) if value.is_floating_point() else value for name, value in weights.items()}
             state: dict[str, Any] = {MODEL: cast}
         else:
-            state = {key: _taken(of) for key, of in self._states.items() if of is not None}
+            state = {key: _state_of(of) for key, of in self._states.items() if of is not None}
         saved = self._manager.save(curr_step, state, force=True)
         if last_step:
             self._manager.wait()
@@ -118,18 +118,18 @@ class TorchtitanCheckpointer(BaseCheckpointManager):  # type: ignore[misc]  # to
         if unknown := [key for key in excluded if key not in self._states]:
             raise OptionError(f"checkpoint.exclude_from_loading: there is no {unknown[0]!r}; give some of {', '.join(self._states)}.")
         keys = [MODEL] if at == 0 else [key for key, of in self._states.items() if of is not None and key not in excluded]
-        like = {key: _taken(self._states[key]) for key in keys}
-        found = self._manager.restore(
+        like = {key: _state_of(self._states[key]) for key in keys}
+        restored = self._manager.restore(
             like, at, only=[f"{key}/**" for key in keys if key != DATALOADER] + [DATALOADER] * (DATALOADER in keys)
         )
-        assert found is not None, "the step is there"
-        self._put(found.state, keys)
+        assert restored is not None, "the step is there"
+        self._put(restored.state, keys)
         return True
 
     def _load_initially(self, url: str) -> bool:
         """Load from a checkpoint of another run; the model alone if the configuration says so."""
         keys = [MODEL] if self._config.initial_load_model_only else [MODEL, OPTIMIZER, LR_SCHEDULER]
-        like = {key: _taken(self._states[key]) for key in keys}
+        like = {key: _state_of(self._states[key]) for key in keys}
         self._put(restore(Checkpoint(url), like, only=[f"{key}/**" for key in keys], strict="like"), keys)
         return True
 
@@ -152,7 +152,7 @@ class TorchtitanCheckpointer(BaseCheckpointManager):  # type: ignore[misc]  # to
             self._manager.close()
 
 
-def _taken(of: Any) -> Any:
+def _state_of(of: Any) -> Any:
     """The state of one of torchtitan's objects; of a data loader with the position on the data axis."""
     if hasattr(of, "dp_world_size"):
         return PerProcess(_loads_plainly(of).state_dict(of), axis=(of.dp_rank, of.dp_world_size))

@@ -95,12 +95,12 @@ class OptimizerNodes:
 
     def flat(self) -> Branch:
         """The form that `get_optimizer_state_dict` makes with `flatten_optimizer_state_dict=True`."""
-        found: dict[PathKey, Node] = dict(self.rest)
+        nodes: dict[PathKey, Node] = dict(self.rest)
         for member, of_one in self.state.items():
-            found |= {f"{_STATE}.{member}.{key}": node for key, node in _items(of_one)}
+            nodes |= {f"{_STATE}.{member}.{key}": node for key, node in _items(of_one)}
         for group in self.groups:
-            found |= {f"{_GROUPS}.{member}.{key}": node for member in group.members for key, node in group.settings.items()}
-        return _branch(self.name, found)
+            nodes |= {f"{_GROUPS}.{member}.{key}": node for member in group.members for key, node in group.settings.items()}
+        return _branch(self.name, nodes)
 
     def _member(self, key: PathKey) -> str | int:
         """The parameter that a key of the state stands for; DCP turns numbers into text."""
@@ -136,15 +136,15 @@ def read_named(node: Node | None) -> OptimizerNodes | None:
         members[first][name] = leaf
     if not all(map(_is_dict, settings_of.values())):
         return None
-    found = [Group(tuple(members[first]), dict(_items(of)), tuple(members[first].values())) for first, of in settings_of.items()]
-    return OptimizerNodes(node.name, "named", *_state_and(node, found, {_STATE, _GROUPS, _GROUP_OF}))
+    listing = [Group(tuple(members[first]), dict(_items(of)), tuple(members[first].values())) for first, of in settings_of.items()]
+    return OptimizerNodes(node.name, "named", *_state_and(node, listing, {_STATE, _GROUPS, _GROUP_OF}))
 
 
 def _read_listed(node: Node | None) -> OptimizerNodes | None:
     groups = child(node, _GROUPS)
     if not isinstance(node, Branch) or not isinstance(groups, Branch) or groups.form == "dict" or not groups.children:
         return None
-    found, names = [], []
+    listing, names = [], []
     for group in groups.children:
         members = child(group, _MEMBERS)
         if not _is_dict(group) or not isinstance(members, Branch) or (members.form == "dict" and members.keys):
@@ -152,12 +152,12 @@ def _read_listed(node: Node | None) -> OptimizerNodes | None:
         given = child(group, _NAMES)
         names.extend([value_of(leaf) for leaf in given.children] if isinstance(given, Branch) else [])
         settings = {key: setting for key, setting in _items(group) if key not in {_MEMBERS, _NAMES}}
-        found.append(Group(tuple(value_of(leaf) for leaf in members.children), settings, tuple(members.children)))  # type: ignore[misc]
-    members_of_all = [member for group in found for member in group.members]
+        listing.append(Group(tuple(value_of(leaf) for leaf in members.children), settings, tuple(members.children)))  # type: ignore[misc]
+    members_of_all = [member for group in listing for member in group.members]
     kinds = {type(member) for member in members_of_all}
     if not (kinds <= {int} or kinds == {str}) or len(set(members_of_all)) < len(members_of_all):
         return None
-    nodes = OptimizerNodes(node.name, "numbered" if int in kinds else "listed", *_state_and(node, found, {_STATE, _GROUPS}))
+    nodes = OptimizerNodes(node.name, "numbered" if int in kinds else "listed", *_state_and(node, listing, {_STATE, _GROUPS}))
     if nodes.form == "numbered" and len(names) == len(members_of_all) and all(isinstance(name, str) for name in names):
         known = dict(zip(members_of_all, names, strict=True))
         return nodes.renamed(lambda number: str(known[number]))
@@ -184,8 +184,8 @@ def _read_flat(node: Node | None) -> OptimizerNodes | None:
             rest[key] = below
     if not settings:
         return None
-    groups = tuple(Group((member,), found, (next(iter(found.values()), node),)) for member, found in settings.items())
-    states = {member: _branch(f"{node.name}/{_STATE}.{member}", found) for member, found in state.items()}
+    groups = tuple(Group((member,), of_member, (next(iter(of_member.values()), node),)) for member, of_member in settings.items())
+    states = {member: _branch(f"{node.name}/{_STATE}.{member}", of_member) for member, of_member in state.items()}
     return OptimizerNodes(node.name, "flat", states, groups, rest)
 
 

@@ -130,11 +130,11 @@ class _Following:
                 f"{shown(name)}: {few(list(parts), 3)} have different kinds of state, so it cannot be made; {_ADVICE}."
             )
         by_part = dict(zip(parts, nodes, strict=True))
-        found: dict[PathKey, Node] = {}
+        entries_by_key: dict[PathKey, Node] = {}
         for key in keys[0] or ():
             entries = {part: node.children[list(node.keys).index(key)] for part, node in by_part.items() if isinstance(node, Branch)}
-            found[key] = self._entry(child_name(name, str(key)), str(key), tensor, entries)
-        return Branch(name, "dict", list(found), list(found.values()))
+            entries_by_key[key] = self._entry(child_name(name, str(key)), str(key), tensor, entries)
+        return Branch(name, "dict", list(entries_by_key), list(entries_by_key.values()))
 
     def _entry(self, name: str, key: str, tensor: MadeTensor, entries: Mapping[str, Node]) -> Node:
         nodes = list(entries.values())
@@ -163,9 +163,9 @@ class _Following:
 
     def _check_equal(self) -> None:
         """Read the tensors that must be equal, and compare them."""
-        found = iter(self.adaptation.elements([name for _, stored in self.equal for name in stored])) if self.equal else iter(())
+        elements = iter(self.adaptation.elements([name for _, stored in self.equal for name in stored])) if self.equal else iter(())
         for name, stored in self.equal:
-            values = [next(found).tobytes() for _ in stored]
+            values = [next(elements).tobytes() for _ in stored]
             if any(value != values[0] for value in values):
                 raise self._unequal(name, stored)
 

@@ -162,8 +162,8 @@ def _version(root: Store, step: int) -> Checkpoint:
         return Checkpoint(root.sub(str(step)).location)
     except NotFoundError as e:
         there = step_numbers(root)
-        found = f"there are {few([*map(str, there[-5:])])}, the newest last" if there else "there are no versions"
-        raise NotFoundError(Message(f"{root}: there is no version {step} (", named("since", step), f"); {found}.")) from e
+        versions = f"there are {few([*map(str, there[-5:])])}, the newest last" if there else "there are no versions"
+        raise NotFoundError(Message(f"{root}: there is no version {step} (", named("since", step), f"); {versions}.")) from e
 
 
 def _contents(checkpoint: Checkpoint) -> str:
@@ -238,12 +238,12 @@ class _Current:
         return outputs
 
 
-def _read(checkpoint: Checkpoint, wanted: Iterable[tuple[OutputTensor, Bytes]]) -> None:
+def _read(checkpoint: Checkpoint, outputs: Iterable[tuple[OutputTensor, Bytes]]) -> None:
     """Read complete outputs into memory."""
-    found = [(output, memory) for output, memory in wanted if output.nbytes]
-    reader = OutputReader(checkpoint, [output for output, _ in found])
+    parts = [(output, memory) for output, memory in outputs if output.nbytes]
+    reader = OutputReader(checkpoint, [output for output, _ in parts])
     reader.read_boxes(
-        [(i, Box.full(output.shape), memory.view(output.dtype.numpy).reshape(output.shape)) for i, (output, memory) in enumerate(found)]
+        [(i, Box.full(output.shape), memory.view(output.dtype.numpy).reshape(output.shape)) for i, (output, memory) in enumerate(parts)]
     )
 
 

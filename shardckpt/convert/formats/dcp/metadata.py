@@ -118,8 +118,8 @@ def parse_metadata(data: bytes, where: str) -> DcpMetadata:
     try:
         return _metadata(root)
     except (TypeError, ValueError, KeyError, AttributeError) as e:
-        said = clip(str(e), 300)
-        raise FormatError(f"{where}: this is not metadata of torch.distributed.checkpoint ({said}); replace it with a backup.") from e
+        reason = clip(str(e), 300)
+        raise FormatError(f"{where}: this is not metadata of torch.distributed.checkpoint ({reason}); replace it with a backup.") from e
 
 
 def _metadata(root: object) -> DcpMetadata:
@@ -154,8 +154,8 @@ def _metadata(root: object) -> DcpMetadata:
 def _tensor(name: str, state: Mapping[str, Any], items: Mapping[tuple[str, tuple[int, ...] | None], DcpItem]) -> DcpTensor:
     properties = state["properties"]
     # The state of a TensorProperties is a tuple in newer versions, and a dict in the oldest.
-    said = properties.state if isinstance(properties, Instance) else None
-    dtype = said[0] if type(said) is tuple and said else said.get("dtype") if type(said) is dict else None
+    values = properties.state if isinstance(properties, Instance) else None
+    dtype = values[0] if type(values) is tuple and values else values.get("dtype") if type(values) is dict else None
     if type(dtype) is not Dtype:
         raise TypeError(f"{name!r} has no dtype")
     shape = _extents(state["size"])
@@ -178,8 +178,8 @@ def _tensor(name: str, state: Mapping[str, Any], items: Mapping[tuple[str, tuple
 
 def _state(instance: object, kind: str) -> Mapping[str, Any]:
     if not isinstance(instance, Instance) or instance.name != _METADATA + kind or type(instance.state) is not dict:
-        found = instance.name if isinstance(instance, Instance) else type(instance).__name__
-        raise TypeError(f"expected a {kind}, found a {found}")
+        actual = instance.name if isinstance(instance, Instance) else type(instance).__name__
+        raise TypeError(f"expected a {kind}, found a {actual}")
     return instance.state
 
 

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from shardckpt.layout.dtypes import DType
 
 _SHARD = re.compile(r"shard-([0-9]{5,})-model-[0-9]{5,}-of-[0-9]{5,}\.safetensors", re.ASCII)
-_SAID = "DCP_SHARDING_INFO"
+_STARTS = "DCP_SHARDING_INFO"
 
 
 def shard_files(names: Sequence[str]) -> list[str]:
@@ -58,7 +58,7 @@ def open_shards(location: Location, names: Sequence[str]) -> Foreign:
         DtypeError: a tensor's dtype cannot be stored.
     """
     store = Store.open(location)
-    processes = sorted({int(found[1]) for name in names if (found := _SHARD.fullmatch(name))})
+    processes = sorted({int(match[1]) for name in names if (match := _SHARD.fullmatch(name))})
     missing = sorted(set(range(1, processes[-1] + 1)) - set(processes))
     if missing:
         raise MissingDataError(
@@ -75,7 +75,7 @@ def open_shards(location: Location, names: Sequence[str]) -> Foreign:
             f"processes than {processes[-1]}, their data is missing."
         )
     ]
-    state = {name: _tensor(name, list(found.values()), str(location)) for name, found in parts.items()}
+    state = {name: _tensor(name, list(of_tensor.values()), str(location)) for name, of_tensor in parts.items()}
     return place_tensors(state, "dcp", location, identity_of(location, [version for version, _ in opened]), notes)
 
 
@@ -101,10 +101,10 @@ def _open(store: Store, name: str) -> tuple[FileVersion, dict[str, _Shard]]:
     header = parse_header(version.read(LENGTH_BYTES, LENGTH_BYTES + nbytes).tobytes(), str(version))
     version.require_length(header.nbytes)
     try:
-        said = json.loads(header.metadata[_SAID])
-        starts = {tensor: tuple(said[tensor]["saved_offsets"]) for tensor in header.tensors}
+        document = json.loads(header.metadata[_STARTS])
+        starts = {tensor: tuple(document[tensor]["saved_offsets"]) for tensor in header.tensors}
     except (KeyError, TypeError, ValueError, RecursionError) as e:
-        raise FormatError(f"{version}: its header has no {_SAID} that says where each part begins ({shorten(str(e))}).") from e
+        raise FormatError(f"{version}: its header has no {_STARTS} that says where each part begins ({shorten(str(e))}).") from e
     shards = {}
     for tensor, stored in header.tensors.items():
         start, shape = starts[tensor], stored.shape

@@ -239,9 +239,9 @@ class _Item:
         file = self.opened(self.item)
         tensor = file.state
         if not isinstance(tensor, PickledTensor) or tensor.shape != self.shape or tensor.dtype.name not in _stored_as(dtype):
-            found = f"{tensor.dtype} of shape {tensor.shape}" if isinstance(tensor, PickledTensor) else f"a {type(tensor).__name__}"
+            actual = f"{tensor.dtype} of shape {tensor.shape}" if isinstance(tensor, PickledTensor) else f"a {type(tensor).__name__}"
             raise FormatError(
-                f"{file.span}: the metadata say {dtype} of shape {self.shape}, but the file has {found}; the two do not belong together. "
+                f"{file.span}: the metadata say {dtype} of shape {self.shape}, but the file has {actual}; the two do not belong together. "
                 f"Restore both from one copy."
             )
         return file, tensor

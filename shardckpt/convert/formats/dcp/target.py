@@ -201,19 +201,19 @@ class DcpDirectory(StateWriter):
         from torch.distributed.checkpoint import metadata as words
         from torch.distributed.checkpoint.storage import WriteResult
 
-        found: dict[str, Any] = {}
+        entries: dict[str, Any] = {}
         results = [WriteResult(words.MetadataIndex(name), place.length, place) for name, place in values.items()]
         for name, value in self._flat.items():
             if name in values:
-                found[name] = words.BytesStorageMetadata()
+                entries[name] = words.BytesStorageMetadata()
                 continue
             items = sorted(self._items[self._stored[id(value)]].items())
             chunks = [words.ChunkStorageMetadata(torch.Size(start), torch.Size(shape)) for start, (shape, _) in items]
-            found[name] = words.TensorStorageMetadata(words.TensorProperties.create_from_tensor(value), value.shape, chunks)
+            entries[name] = words.TensorStorageMetadata(words.TensorProperties.create_from_tensor(value), value.shape, chunks)
             for i, (start, (_, place)) in enumerate(items):
                 results.append(WriteResult(words.MetadataIndex(name, start, i), place.length, place))
         writer = _metadata_writer(self._draft.path, self._draft.final)
-        writer.finish(words.Metadata(found, planner_data=self._paths), [results])
+        writer.finish(words.Metadata(entries, planner_data=self._paths), [results])
 
 
 class _SummedFile:

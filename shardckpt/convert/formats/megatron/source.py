@@ -124,10 +124,10 @@ def _backend(store: Store) -> str | None:
     if not store.exists(CONFIG) or store.is_longer(CONFIG, LONGEST_CONFIG):
         return None
     try:
-        said = json.loads(store.read(CONFIG))
+        document = json.loads(store.read(CONFIG))
     except (ValueError, RecursionError):
         return None
-    backend = said.get("sharded_backend") if isinstance(said, dict) else None
+    backend = document.get("sharded_backend") if isinstance(document, dict) else None
     return backend if isinstance(backend, str) else None
 
 

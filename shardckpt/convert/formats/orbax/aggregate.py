@@ -57,7 +57,7 @@ def _unpacked(node: Any) -> object:
     """The tree with `Leaf`s in place of placeholders, and with the parts of large arrays joined."""
     if isinstance(node, dict):
         if _CHUNKED in node:
-            shape, parts = ([found[str(i)] for i in range(len(found))] for found in (node["shape"], node["chunks"]))
+            shape, parts = ([numbered[str(i)] for i in range(len(numbered))] for numbered in (node["shape"], node["chunks"]))
             flat = np.concatenate(parts)
             if flat.size != prod(shape):
                 raise ValueError(f"an array of shape {shorten(shape)} has {flat.size} elements")

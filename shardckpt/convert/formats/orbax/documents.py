@@ -107,11 +107,11 @@ def entries(tree: Node, left: Mapping[str, str], tensors: Mapping[str, TensorRec
     """
     check_text_keys(tree, where, "Orbax")
     meanings = {leaf.name: leaf.meaning for leaf in leaves_of(tree) if isinstance(leaf, Tensor)}
-    found = list(_entries(tree, (), left, tensors, meanings)) if isinstance(tree, Branch) else []
-    if not any(entry.keys for entry in found):
+    listing = list(_entries(tree, (), left, tensors, meanings)) if isinstance(tree, Branch) else []
+    if not any(entry.keys for entry in listing):
         raise StructureMismatchError(f"{where}: Orbax stores only a dict, list or tuple that is not empty; export to another format.")
-    _check_names(found, where)
-    return found
+    _check_names(listing, where)
+    return listing
 
 
 def _entries(
@@ -169,9 +169,9 @@ def _refused(value: object) -> str | None:
     return None if isinstance(value, int | float) else f"Orbax stores no {type(value).__name__}"
 
 
-def _check_names(found: list[OrbaxEntry], where: str) -> None:
-    texts = {entry.name for entry in found if entry.what == "string"}
-    arrays = [entry.name for entry in found if entry.tensor is not None or entry.what in ("scalar", "string")]
+def _check_names(listing: list[OrbaxEntry], where: str) -> None:
+    texts = {entry.name for entry in listing if entry.what == "string"}
+    arrays = [entry.name for entry in listing if entry.tensor is not None or entry.what in ("scalar", "string")]
     twice = next((name for name, count in Counter(arrays).items() if count > 1), None)
     if twice is not None:
         reason = f"{where}: two names become {shown(twice)} in Orbax, which joins keys with dots; leave one out with "
@@ -206,10 +206,10 @@ def _outer(name: str) -> list[str]:
     return ["/".join(parts[:i]) for i in range(1, len(parts))]
 
 
-def strings(found: list[OrbaxEntry]) -> dict[str, Any]:
+def strings(listing: list[OrbaxEntry]) -> dict[str, Any]:
     """The document `_strings.json`."""
     root: dict[str, Any] = {}
-    for entry in found:
+    for entry in listing:
         if entry.what == "string":
             *outer, last = (key.replace("~1", "/").replace("~0", "~") for key in entry.name.split("/"))
             inner = root
@@ -241,20 +241,20 @@ def sharding_json(tensor: TensorRecord) -> dict[str, Any] | None:
     }
 
 
-def shardings(found: list[OrbaxEntry], tensors: Mapping[str, TensorRecord]) -> dict[str, str]:
+def shardings(listing: list[OrbaxEntry], tensors: Mapping[str, TensorRecord]) -> dict[str, str]:
     """The document `_sharding`."""
     written = {}
-    for entry in found:
+    for entry in listing:
         sharding = None if entry.tensor is None else sharding_json(tensors[entry.tensor])
         if sharding is not None:
             written[base64.urlsafe_b64encode(entry.name.encode()).decode()] = json.dumps(sharding)
     return written
 
 
-def metadata(found: list[OrbaxEntry]) -> dict[str, Any]:
+def metadata(listing: list[OrbaxEntry]) -> dict[str, Any]:
     """The document `_METADATA`."""
     tree = {}
-    for entry in found:
+    for entry in listing:
         empty = entry.tensor is None and entry.what not in ("scalar", "string")
         tree[str(tuple(text for text, _ in entry.keys))] = {
             "key_metadata": [{"key": text, "key_type": kind} for text, kind in entry.keys],
@@ -269,15 +269,15 @@ def metadata(found: list[OrbaxEntry]) -> dict[str, Any]:
     }
 
 
-def array_metadatas(found: list[OrbaxEntry], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
+def array_metadatas(listing: list[OrbaxEntry], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
     """The document `array_metadatas/process_0`.
 
     Args:
-        found: all places.
+        listing: all places.
         shapes: chunk shape of each tensor, by stored name.
     """
     written = []
-    for entry in found:
+    for entry in listing:
         if entry.tensor is not None:
             ext = None if entry.key_kind is None else {"random_key_impl": entry.key_kind}
             shape = list(shapes[entry.tensor])
@@ -285,15 +285,15 @@ def array_metadatas(found: list[OrbaxEntry], shapes: Mapping[str, tuple[int, ...
     return {"array_metadatas": written}
 
 
-def checkpoint_metadata(found: list[OrbaxEntry], began: int, ended: int) -> dict[str, Any]:
+def checkpoint_metadata(listing: list[OrbaxEntry], began: int, ended: int) -> dict[str, Any]:
     """The document `_CHECKPOINT_METADATA`.
 
     Args:
-        found: all places.
+        listing: all places.
         began: time when writing began, in nanoseconds since 1970.
         ended: time when it ended.
     """
-    texts = any(entry.what == "string" for entry in found)  # the standard handler refuses texts
+    texts = any(entry.what == "string" for entry in listing)  # the standard handler refuses texts
     handler = "pytree_checkpoint_handler.PyTreeCheckpointHandler" if texts else "standard_checkpoint_handler.StandardCheckpointHandler"
     return {
         "item_handlers": _HANDLERS + handler,

@@ -157,7 +157,7 @@ def shardings(data: bytes, where: str) -> dict[str, Sharding]:
         FormatError: the file is malformed.
     """
     doc = parse_json(data, where)
-    found: dict[str, Sharding] = {}
+    by_name: dict[str, Sharding] = {}
     known: dict[str, Sharding | None] = {}  # many arrays have the same text
     with _naming_malformed(where):
         for name, text in doc.items():
@@ -165,8 +165,8 @@ def shardings(data: bytes, where: str) -> dict[str, Sharding]:
                 known[text] = _sharding(parse_json(text, where))
             sharding = known[text]
             if sharding is not None:
-                found[base64.urlsafe_b64decode(name).decode()] = sharding
-    return found
+                by_name[base64.urlsafe_b64decode(name).decode()] = sharding
+    return by_name
 
 
 def _sharding(doc: dict[str, Any]) -> Sharding | None:

@@ -63,8 +63,8 @@ def looks_like(location: Location) -> str | None:
         return "steps of an Orbax CheckpointManager"
     below = [name for name in names if name.endswith("/")][:_MOST_ITEMS]
     items = (name for name in below if place.exists(name + METADATA) and not place.exists(name + _STEP))
-    found = next(items, None)
-    return None if found is None else f"an Orbax checkpoint, by {found}{METADATA}"
+    item = next(items, None)
+    return None if item is None else f"an Orbax checkpoint, by {item}{METADATA}"
 
 
 def open_foreign(location: Location, *, trust_pickle: bool = False) -> Foreign:  # noqa: ARG001  # there is none
@@ -164,14 +164,14 @@ def _check_finished(place: Store, names: list[str]) -> None:
 
 def _metadata(place: Store, names: list[str]) -> dict[str, Any]:
     """Further metadata of the checkpoint: custom metadata of its users, and metrics."""
-    found: dict[str, Any] = {}
+    further: dict[str, Any] = {}
     if _STEP in names:
         doc = parse_json(place.read(_STEP), place.path_of(_STEP))
-        found["custom_metadata"] = doc.get("custom_metadata") if isinstance(doc, dict) else None
+        further["custom_metadata"] = doc.get("custom_metadata") if isinstance(doc, dict) else None
     key = f"{_METRICS}/{_METRICS}"
     if f"{_METRICS}/" in names and place.exists(key):
-        found["metrics"] = parse_json(place.read(key), place.path_of(key))
-    return {name: value for name, value in found.items() if value}
+        further["metrics"] = parse_json(place.read(key), place.path_of(key))
+    return {name: value for name, value in further.items() if value}
 
 
 def _identity(place: Store) -> str:

@@ -136,15 +136,15 @@ def _described(place: Store, names: list[str]) -> tuple[object, bool, bool]:
     metadata = Metadata.parse(place.read(METADATA), place.path_of(METADATA))
 
     def filled(leaf: object) -> object:
-        found = aggregate
+        node = aggregate
         for key, sequence in zip(leaf.path, leaf.sequences, strict=True) if isinstance(leaf, Leaf) else ():
-            if isinstance(found, dict):
-                found = found.get(key, leaf)
-            elif sequence and isinstance(found, (list, tuple)) and int(key) < len(found):
-                found = found[int(key)]
+            if isinstance(node, dict):
+                node = node.get(key, leaf)
+            elif sequence and isinstance(node, (list, tuple)) and int(key) < len(node):
+                node = node[int(key)]
             else:
                 return leaf
-        return leaf if isinstance(found, (Leaf, dict, list, tuple)) else found
+        return leaf if isinstance(node, (Leaf, dict, list, tuple)) else node
 
     return (metadata.tree if aggregate is None else _mapped(metadata.tree, filled)), metadata.zarr3, metadata.stores_all
 
@@ -175,27 +175,27 @@ def _scalar(array: ForeignArray) -> object:
 
 def _strings(place: Store, names: Iterable[str]) -> dict[str, object]:
     """Texts by name. Orbax treats a name as a JSON pointer (RFC 6901)."""
-    wanted = list(names)
+    names_of_texts = list(names)
     where = place.path_of(_STRINGS)
-    doc = parse_json(place.read(_STRINGS), where) if wanted else None
-    found: dict[str, object] = {}
-    for name in wanted:
+    doc = parse_json(place.read(_STRINGS), where) if names_of_texts else None
+    texts: dict[str, object] = {}
+    for name in names_of_texts:
         text = doc
         for key in name.split("/"):
             text = text.get(key.replace("~1", "/").replace("~0", "~")) if isinstance(text, dict) else None
         if not isinstance(text, str):
             raise MissingDataError(f"{where}: expected a text at {shown(name)}, found {shorten(text)}; replace it with a backup.")
-        found[name] = text
-    return found
+        texts[name] = text
+    return texts
 
 
 def _generators(place: Store) -> dict[str, str]:
     """Array name → generator of the random keys in it, from the files of all processes."""
-    found: dict[str, str] = {}
+    generators: dict[str, str] = {}
     for name in place.list_children("array_metadatas/"):
         key = f"array_metadatas/{name}"
-        found |= key_generators(place.read(key), place.path_of(key))
-    return found
+        generators |= key_generators(place.read(key), place.path_of(key))
+    return generators
 
 
 def _leaves(node: object) -> Iterator[Leaf]:

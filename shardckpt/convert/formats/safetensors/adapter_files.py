@@ -56,13 +56,13 @@ def plan_adapter_files(checkpoint: Checkpoint, options: PeftOptions) -> ModelFil
     described = _described(metadata, where)
     names = [name for name in structure.tensors if name.startswith(_MODEL)]
     included, excluded = selector(options.include), selector(options.exclude or ())
-    found: dict[str, dict[str, str]] = {}
+    selected: dict[str, dict[str, str]] = {}
     for adapter, of in described.items():
         own = adapter_keys([name.removeprefix(_MODEL) for name in names], adapter, described, of["keys"])
         keys = {_MODEL + name: key for name, key in own.items() if included(_MODEL + name) and not excluded(_MODEL + name)}
         if any(name in of["keys"] or adapter in name.split(".") for name in own if _MODEL + name in keys) or (keys and len(described) == 1):
-            found[adapter] = keys
-    if len(found) != 1:
+            selected[adapter] = keys
+    if len(selected) != 1:
         raise OptionError(
             Message(
                 f"{where}: it has the adapters {few(sorted(described))}, and PEFT keeps each in a directory of its own; select one with ",
@@ -70,7 +70,7 @@ def plan_adapter_files(checkpoint: Checkpoint, options: PeftOptions) -> ModelFil
                 ".",
             )
         )
-    ((adapter, keys),) = found.items()
+    ((adapter, keys),) = selected.items()
     if described[adapter]["computed"]:
         raise OptionError(
             f"{where}: PEFT computes {few(described[adapter]['computed'])} of the adapter {adapter!r} when it saves, so only PEFT can "

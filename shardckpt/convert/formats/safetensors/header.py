@@ -140,12 +140,12 @@ def _tensor(name: str, entry: Any, begin: int, where: str) -> HeaderTensor:
         _fail(where, name, f"its shape {shorten(shape)} is not a list of at most {MOST_DIMENSIONS} lengths")
     if not _are_sizes(offsets) or len(offsets) != 2:
         _fail(where, name, f"its data_offsets {shorten(offsets)} are not a first byte and one past the last")
-    found = HeaderTensor(by_name(_DTYPES[dtype]), tuple(shape), begin + offsets[0])
-    if prod(max(n, 1) for n in shape) * found.dtype.itemsize > LARGEST_DIMENSION:
+    tensor = HeaderTensor(by_name(_DTYPES[dtype]), tuple(shape), begin + offsets[0])
+    if prod(max(n, 1) for n in shape) * tensor.dtype.itemsize > LARGEST_DIMENSION:
         _fail(where, name, f"its shape {shape} has more bytes than can be addressed")
-    if found.stop != begin + offsets[1]:
-        _fail(where, name, f"its data_offsets {offsets} do not have the {found.stop - found.start} bytes of {dtype} and shape {shape}")
-    return found
+    if tensor.stop != begin + offsets[1]:
+        _fail(where, name, f"its data_offsets {offsets} do not have the {tensor.stop - tensor.start} bytes of {dtype} and shape {shape}")
+    return tensor
 
 
 def _are_sizes(value: Any) -> bool:

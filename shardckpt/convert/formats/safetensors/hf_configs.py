@@ -78,16 +78,16 @@ def _kept(metadata: Mapping[str, Any], where: str) -> dict[str, bytes]:
     packed = metadata.get(ENTRY)
     if not isinstance(packed, dict):
         return {}
-    found = {}
+    files = {}
     for name in packed.keys() & {*BYTES}:
         inflate = zlib.decompressobj()
         try:
-            found[name] = inflate.decompress(base64.b64decode(packed[name], validate=True), LARGEST_FILE)
+            files[name] = inflate.decompress(base64.b64decode(packed[name], validate=True), LARGEST_FILE)
         except (TypeError, ValueError, zlib.error) as error:
             raise CorruptionError(f"{where}: metadata {ENTRY!r} does not hold {name}: {error}.") from error
         if not inflate.eof:
             raise CorruptionError(f"{where}: in metadata {ENTRY!r}, {name} is incomplete or has more than {LARGEST_FILE:,} bytes.")
-    return {name: found[name] for name in BYTES if name in found}
+    return {name: files[name] for name in BYTES if name in files}
 
 
 def _read(path: Path) -> bytes:

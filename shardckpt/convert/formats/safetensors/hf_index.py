@@ -51,11 +51,11 @@ def parts_of(name: str, names: Sequence[str], where: object) -> list[str]:
             f"which cannot be joined here. Convert the model with transformers first, or give the path of one file to import "
             f"only its slices."
         )
-    found = _PART.fullmatch(name)
-    if found is None:
+    match = _PART.fullmatch(name)
+    if match is None:
         return [name]
-    width, count = len(found[2]), int(found[3])
-    parts = [f"{found[1]}-{number:0{width}d}-of-{found[3]}{found[4]}" for number in range(1, count + 1)]
+    width, count = len(match[2]), int(match[3])
+    parts = [f"{match[1]}-{number:0{width}d}-of-{match[3]}{match[4]}" for number in range(1, count + 1)]
     missing = sorted({*parts} - {*names})
     if missing:
         raise MissingDataError(
@@ -67,16 +67,16 @@ def parts_of(name: str, names: Sequence[str], where: object) -> list[str]:
 
 def note_of_part(name: str) -> list[str]:
     """A note that a file is only a part of a model; empty if its name does not say so."""
-    found = _PART.fullmatch(name)
-    if found is None:
+    match = _PART.fullmatch(name)
+    if match is None:
         return note_of_slices(name)
-    return [] if int(found[3]) == 1 else [f"{name} is one of {int(found[3])} files of a split model; only it is read."]
+    return [] if int(match[3]) == 1 else [f"{name} is one of {int(match[3])} files of a split model; only it is read."]
 
 
 def note_of_slices(name: str) -> list[str]:
     """A note that a file is one of several with slices of the tensors; empty if its name does not say so."""
-    found = _SLICES.fullmatch(name)
-    several = found is not None and int(found[1]) > 0
+    match = _SLICES.fullmatch(name)
+    several = match is not None and int(match[1]) > 0
     return [f"{name} has slices of the tensors of a model in Meta's form; only it is read."] if several else []
 
 

@@ -118,10 +118,10 @@ def check_metadata(metadata: object) -> dict[str, str]:
     Raises:
         OptionError: it is not a dict of text to text.
     """
-    found = {} if metadata is None else metadata
-    if not isinstance(found, Mapping) or not all(isinstance(text, str) and _is_unicode(text) for pair in found.items() for text in pair):
+    texts = {} if metadata is None else metadata
+    if not isinstance(texts, Mapping) or not all(isinstance(text, str) and _is_unicode(text) for pair in texts.items() for text in pair):
         raise OptionError(f"metadata={shorten(metadata)}: safetensors metadata maps texts to texts; give a dict of str to str.")
-    return dict(sorted(found.items()))
+    return dict(sorted(texts.items()))
 
 
 def header_of(document: Mapping[str, object]) -> bytes:

@@ -56,8 +56,8 @@ def looks_like(location: Location) -> str | None:
     """The signs of safetensors files at a location, in words; None: there are none."""
     file = file_at(location)
     if file is None:
-        found = [name for name in _names(Store.open(location)) if name.endswith((SUFFIX, INDEX_SUFFIX))]
-        return f"{few(found)} in the directory" if found else None
+        files = [name for name in _names(Store.open(location)) if name.endswith((SUFFIX, INDEX_SUFFIX))]
+        return f"{few(files)} in the directory" if files else None
     if file.key.endswith(INDEX_SUFFIX):
         return f"{file.key}, an index of split files"
     if file.key.endswith(SUFFIX):
@@ -203,13 +203,13 @@ def _weight_map(index: FileVersion) -> Mapping[str, str]:
         doc = parse_json(raw)
     except ValueError as e:
         raise FormatError(f"{where} is not JSON that can be read ({e}); get a new copy of it.") from e
-    found = doc.get("weight_map") if isinstance(doc, dict) else None
-    if not isinstance(found, dict) or not found or not all(isinstance(file, str) for file in found.values()):
+    weight_map = doc.get("weight_map") if isinstance(doc, dict) else None
+    if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(file, str) for file in weight_map.values()):
         raise FormatError(f"{where} has no weight_map from tensors to files; it is not an index of safetensors files.")
-    for file in set(found.values()):
+    for file in set(weight_map.values()):
         if "/" in file or not file.endswith(SUFFIX):
             raise FormatError(f"{where}: {shorten(file)} is not the name of a {SUFFIX} file in the same directory.")
-    return found
+    return weight_map
 
 
 def _main(names: Sequence[str], store: Store) -> str:
@@ -217,23 +217,23 @@ def _main(names: Sequence[str], store: Store) -> str:
     if _MODEL + SUFFIX in names:
         return _MODEL + SUFFIX
     for suffix in (INDEX_SUFFIX, SUFFIX):
-        found = [name for name in names if name.endswith(suffix)]
-        if _MODEL + suffix in found:
+        models = [name for name in names if name.endswith(suffix)]
+        if _MODEL + suffix in models:
             return _MODEL + suffix
-        if len(found) == 1:
-            return found[0]
-        if found and suffix == SUFFIX and set(found) <= {*parts_of(found[0], found, store)}:
-            return found[0]
-        if found:
-            raise OptionError(f"{store}: there are several models ({few(found)}); give the path of one of them.")
+        if len(models) == 1:
+            return models[0]
+        if models and suffix == SUFFIX and set(models) <= {*parts_of(models[0], models, store)}:
+            return models[0]
+        if models:
+            raise OptionError(f"{store}: there are several models ({few(models)}); give the path of one of them.")
     raise FormatError(f"{store}: there is no {SUFFIX} file.")
 
 
 def _metadata(headers: Mapping[str, Header], configs: Mapping[str, Any]) -> dict[str, Any]:
     """Further texts of the files: once if the files agree, otherwise file by file."""
-    said = {file: dict(header.metadata) for file, header in headers.items()}
-    first, *others = said.values()
-    agreed = first if all(other == first for other in others) else {file: one for file, one in said.items() if one}
+    texts = {file: dict(header.metadata) for file, header in headers.items()}
+    first, *others = texts.values()
+    agreed = first if all(other == first for other in others) else {file: one for file, one in texts.items() if one}
     return {**({"safetensors": agreed} if agreed else {}), **configs}
 
 

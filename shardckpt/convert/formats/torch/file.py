@@ -183,6 +183,6 @@ class _Ends(io.RawIOBase):
 
     def read(self, n: int | None = -1) -> bytes:
         stop = len(self.span) if n is None or n < 0 else min(len(self.span), self.at + n)
-        found = self.part(self.at, stop) if self.at < stop else b""
-        self.at += len(found)
-        return found
+        data = self.part(self.at, stop) if self.at < stop else b""
+        self.at += len(data)
+        return data

@@ -154,10 +154,10 @@ def _parameter(data: object, *_grad_and_hooks: object) -> object:
 
 
 def _size(extents: object = ()) -> tuple[int, ...]:
-    found = tuple(extents)  # type: ignore[arg-type, var-annotated]  # a TypeError is the pickle's
-    if not all(type(n) is int for n in found):
+    lengths = tuple(extents)  # type: ignore[arg-type, var-annotated]  # a TypeError is the pickle's
+    if not all(type(n) is int for n in lengths):
         raise TypeError("a torch.Size has items that are not integers")
-    return found
+    return lengths
 
 
 def _dict(pairs: object = ()) -> dict[Any, Any]:

@@ -44,8 +44,8 @@ def looks_like(location: Location) -> str | None:
     if file is None:
         store = Store.open(location)
         names = store.list_children() if store.has_directory() else []
-        found = [name for name in (_BIN, _BIN.removesuffix(".bin") + _INDEX_SUFFIX, *_parts(names)) if name in names]
-        return f"{found[0]} in the directory" if found else None
+        models = [name for name in (_BIN, _BIN.removesuffix(".bin") + _INDEX_SUFFIX, *_parts(names)) if name in names]
+        return f"{models[0]} in the directory" if models else None
     if file.key.endswith(_INDEX_SUFFIX):
         return f"{file.key}, an index of split files"
     head = beginning(file)
@@ -74,8 +74,8 @@ def open_foreign(location: Location, *, trust_pickle: bool = False) -> Foreign:
         store = Store.open(location)
         names = store.list_children()
         file = next((FileVersion(store, name) for name in (_BIN, _BIN.removesuffix(".bin") + _INDEX_SUFFIX) if name in names), None)
-        if file is None and (some := _parts(names)):
-            return _split(location, [FileVersion(store, name) for name in parts_of(some[0], names, store)])
+        if file is None and (parts := _parts(names)):
+            return _split(location, [FileVersion(store, name) for name in parts_of(parts[0], names, store)])
         if file is None:
             refuse_directory(store, names)
             raise NotFoundError(f"{location}: there is no {_BIN} in this directory, and no index of split files; give the path of a file.")
@@ -96,9 +96,9 @@ def open_foreign(location: Location, *, trust_pickle: bool = False) -> Foreign:
 
 def _states(versions: Sequence[FileVersion]) -> tuple[dict[str, Any], list[str]]:
     """File → its state; and the notes on all files."""
-    found = map_on_threads(lambda version: state_in(_opened(version)), versions)
-    notes = [f"{version.key}: {line}" for version, (_, left) in zip(versions, found, strict=True) for line in left]
-    return {version.key: state for version, (state, _) in zip(versions, found, strict=True)}, notes
+    states = map_on_threads(lambda version: state_in(_opened(version)), versions)
+    notes = [f"{version.key}: {line}" for version, (_, left) in zip(versions, states, strict=True) for line in left]
+    return {version.key: state for version, (state, _) in zip(versions, states, strict=True)}, notes
 
 
 def _parts(names: Sequence[str]) -> list[str]:

@@ -111,7 +111,7 @@ class TorchFileWriter(StateWriter):
         self._draft = Draft(location, overwrite=overwrite, nbytes=nbytes)
         try:
             _write_without_data(self._draft, tree, structure, dtypes, left)
-            self._records = self._found(tree)
+            self._records = self._records_of(tree)
         except BaseException:
             self.abort()
             raise
@@ -146,13 +146,13 @@ class TorchFileWriter(StateWriter):
             os.fsync(self._draft.fd)
         return [WrittenBlock(name, self._draft.path, [(r.offset, r.nbytes)], r.crc or 0) for name, r in self._records.items()]
 
-    def _found(self, tree: Node) -> dict[str, _Record]:
+    def _records_of(self, tree: Node) -> dict[str, _Record]:
         """The records by tensor name. torch.save numbers them in the order in which it met their tensors."""
         stored = dict.fromkeys(leaf.stored for leaf in leaves_of(tree) if isinstance(leaf, Tensor | Tied))
         by_number = _records(self._draft)
-        found = {name: by_number[number] for number, name in enumerate(stored)}
-        assert all(record.nbytes == self._tensors[name].nbytes for name, record in found.items()), "records are in order of appearance"
-        return found
+        records = {name: by_number[number] for number, name in enumerate(stored)}
+        assert all(record.nbytes == self._tensors[name].nbytes for name, record in records.items()), "records are in order of appearance"
+        return records
 
 
 def torch_dtypes(structure: Structure) -> dict[str, Any]:
@@ -166,13 +166,13 @@ def torch_dtypes(structure: Structure) -> dict[str, Any]:
         from shardckpt.frameworks.torch import torch_dtype
     except ImportError:
         raise MissingExtraError(f"PyTorch writes this format and is not installed; install it with `{install_command('torch')}`.") from None
-    found = {name: torch_dtype(tensor.dtype) for name, tensor in structure.tensors.items()}
-    lacking = next((name for name, dtype in found.items() if dtype is None), None)
+    dtypes = {name: torch_dtype(tensor.dtype) for name, tensor in structure.tensors.items()}
+    lacking = next((name for name, dtype in dtypes.items() if dtype is None), None)
     if lacking is not None:
         raise DtypeError(
             f"{shown(lacking)}: torch has no dtype {structure.tensors[lacking].dtype}; export it in another dtype, or leave it out."
         )
-    return found
+    return dtypes
 
 
 def _refused(value: object) -> str | None:
@@ -208,11 +208,11 @@ def _without_memory(structure: Structure, dtypes: dict[str, Any]) -> dict[str, A
 
     largest = max((tensor.nbytes for tensor in structure.tensors.values()), default=0)
     ranges: dict[Any, mmap.mmap] = {}
-    found = {}
+    tensors = {}
     for name, tensor in structure.tensors.items():
         dtype = dtypes[name]
         if tensor.nbytes == 0:
-            found[name] = torch.empty(tensor.shape, dtype=dtype)
+            tensors[name] = torch.empty(tensor.shape, dtype=dtype)
             continue
         if dtype not in ranges:
             try:
@@ -220,8 +220,8 @@ def _without_memory(structure: Structure, dtypes: dict[str, Any]) -> dict[str, A
             except OSError as e:
                 raise BudgetError(f"{shown(name)}: cannot reserve {largest} bytes of address space ({e}); raise `ulimit -v`.") from e
         with warnings.catch_warnings(action="ignore"):  # torch warns that these tensors cannot be written to
-            found[name] = torch.frombuffer(ranges[dtype], dtype=dtype, count=prod(tensor.shape)).reshape(tensor.shape)
-    return found
+            tensors[name] = torch.frombuffer(ranges[dtype], dtype=dtype, count=prod(tensor.shape)).reshape(tensor.shape)
+    return tensors
 
 
 def _of_python(value: object) -> object:
@@ -235,7 +235,7 @@ def _of_python(value: object) -> object:
 
 def _records(draft: Draft) -> dict[int, _Record]:
     """The records of tensors in the archive, by number."""
-    found: dict[int, _Record] = {}
+    by_number: dict[int, _Record] = {}
     with storage_errors("read", draft.final), zipfile.ZipFile(draft.path) as archive:
         at = archive.start_dir
         for info in archive.infolist():
@@ -247,6 +247,6 @@ def _records(draft: Draft) -> dict[int, _Record]:
                 end = offset + info.file_size
                 trailing = end + len(_DESCRIPTOR) if info.flag_bits & _HAS_DESCRIPTOR else info.header_offset + 14
                 assert info.compress_type == zipfile.ZIP_STORED, "torch compresses no tensors"
-                found[int(number)] = _Record(offset, info.file_size, (at + 16, trailing), crc=None if info.file_size else 0)
+                by_number[int(number)] = _Record(offset, info.file_size, (at + 16, trailing), crc=None if info.file_size else 0)
             at += _CENTRAL_HEADER.size + sum(central[10:13])
-    return found
+    return by_number

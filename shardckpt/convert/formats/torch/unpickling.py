@@ -102,8 +102,8 @@ def unpickle(
     except (_EndedError, struct.error, IndexError) as e:
         raise FormatError(f"{where}: this pickle ends at byte {len(data)}, before its end; replace the file with a backup.") from e
     except (TypeError, ValueError, KeyError, AttributeError, OverflowError, RecursionError, LookupError) as e:
-        said = clip(str(e) or type(e).__name__)
-        raise FormatError(f"{where}: this pickle is invalid at byte {machine.at} ({said}); replace the file with a backup.") from e
+        reason = clip(str(e) or type(e).__name__)
+        raise FormatError(f"{where}: this pickle is invalid at byte {machine.at} ({reason}); replace the file with a backup.") from e
 
 
 class _RefusedNameError(Exception):
@@ -160,11 +160,11 @@ class _Machine:
     # --- reading the program ---
 
     def take(self, n: int) -> memoryview:
-        found = self.program[self.at : self.at + n]
-        if len(found) != n:
+        data = self.program[self.at : self.at + n]
+        if len(data) != n:
             raise _EndedError
         self.at += n
-        return found
+        return data
 
     def number(self, form: struct.Struct) -> Any:
         (value,) = form.unpack_from(self.program, self.at)
@@ -200,9 +200,9 @@ class _Machine:
 
     def since_mark(self) -> list[Any]:
         height = self.marks.pop()
-        found = self.stack[height:]
+        items = self.stack[height:]
         del self.stack[height:]
-        return found
+        return items
 
     def tuple_of(self, n: int) -> None:
         self.stack.append(tuple(reversed([self.pop() for _ in range(n)])))

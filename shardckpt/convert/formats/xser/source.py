@@ -80,7 +80,7 @@ def _referred(reference: Instance, tensors: dict[str, TorchFile], file: FileVers
     key = f"{folder}tensor_{number}.pt"
     if key not in tensors:
         raise MissingDataError(f"{file} refers to {file.store.path_of(key)}, which is missing; put it back from a backup.")
-    found = tensors[key].state
-    if not isinstance(found, PickledTensor):
+    tensor = tensors[key].state
+    if not isinstance(tensor, PickledTensor):
         raise FormatError(f"lies in {key}, which does not hold a tensor")
-    return place_pickled(tensors[key], found)
+    return place_pickled(tensors[key], tensor)

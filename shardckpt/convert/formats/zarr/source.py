@@ -91,27 +91,27 @@ class _Members:
         """The documents of all members, if the root has them: by path, without those of version 2 that are attributes."""
         if version == 3:
             inside = root.get("consolidated_metadata")
-            found = inside.get("metadata") if isinstance(inside, dict) else None
-            return found if isinstance(found, dict) else None
+            documents = inside.get("metadata") if isinstance(inside, dict) else None
+            return documents if isinstance(documents, dict) else None
         if not self.place.exists(_CONSOLIDATED):
             return None
-        found = self.document(_CONSOLIDATED).get("metadata")
-        if not isinstance(found, dict):
+        documents = self.document(_CONSOLIDATED).get("metadata")
+        if not isinstance(documents, dict):
             raise FormatError(f"{self.place}/{_CONSOLIDATED} has no metadata of members; replace it with a backup.")
         ends = (f"/{_ARRAY}", f"/{_GROUP}")
-        return {key.rpartition("/")[0]: one for key, one in found.items() if key.endswith(ends)}
+        return {key.rpartition("/")[0]: one for key, one in documents.items() if key.endswith(ends)}
 
     def document(self, key: str) -> dict[str, Any]:
         """The JSON object in a file; FormatError if it is none."""
         file = FileVersion(self.place, key)
         self.files.append(file)
         try:
-            found = json.loads(file.read_whole(_LARGEST_DOCUMENT))
+            document = json.loads(file.read_whole(_LARGEST_DOCUMENT))
         except (ValueError, RecursionError) as e:
             raise FormatError(f"{file} is not JSON ({shorten(str(e))}); replace it with a backup.") from e
-        if not isinstance(found, dict):
+        if not isinstance(document, dict):
             raise FormatError(f"{file} is not a JSON object; replace it with a backup.")
-        return found
+        return document
 
     def add(self, path: str, document: object, where: str, version: int) -> bool:
         """Add an array, or count a group; return whether it is a group.
@@ -151,8 +151,8 @@ def _is_numeric(dtype: object) -> bool:
 def looks_like(location: Location) -> str | None:
     """The signs of a zarr group or array, in words; None: there are none."""
     place = Store.open(location)
-    found = next((name for name in _SIGNS if place.exists(name)), None)
-    return None if found is None else f"{found} in the directory"
+    sign = next((name for name in _SIGNS if place.exists(name)), None)
+    return None if sign is None else f"{sign} in the directory"
 
 
 def open_foreign(location: Location, *, trust_pickle: bool = False) -> Foreign:  # noqa: ARG001  # there is none
