@@ -46,8 +46,8 @@ class _Documented:
             formatter.write_text(f"Documentation: {url}")
 
 
-def _show_help(ctx: Any, _option: object, wanted: bool) -> None:
-    if wanted and not ctx.resilient_parsing:
+def _show_help(ctx: Any, _option: object, requested: bool) -> None:
+    if requested and not ctx.resilient_parsing:
         write_text(f"{ctx.get_help()}\n")
         ctx.exit()
 
@@ -114,8 +114,8 @@ app = typer.Typer(
 )
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
+def _version(requested: bool) -> None:
+    if requested:
         from shardckpt._version import __version__
         from shardckpt.io.extension import ENGINE
 

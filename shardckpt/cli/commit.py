@@ -29,15 +29,15 @@ def commit(
     """
     from shardckpt.runs.committing import commit as commit_all
 
-    found = commit_all(root)
+    outcomes = commit_all(root)
     if as_json:
-        write_json({"attempts": [_document(one) for one in found]})
-    elif found:
+        write_json({"attempts": [_document(one) for one in outcomes]})
+    elif outcomes:
         screen = Screen()
-        screen.show(_lines(screen, found))
+        screen.show(_lines(screen, outcomes))
     else:
         typer.echo(f"no unfinished saves at or directly below {root!r}", err=True)
-    if found and not any(one.state == "committed" for one in found):
+    if outcomes and not any(one.state == "committed" for one in outcomes):
         raise typer.Exit(1)
 
 
@@ -45,7 +45,7 @@ def _document(one: Outcome) -> dict[str, str | None]:
     return {"name": one.name, "url": str(one.location), "attempt": one.attempt, "state": one.state, "reason": one.reason or None}
 
 
-def _lines(screen: Screen, found: Sequence[Outcome]) -> Iterator[str]:
+def _lines(screen: Screen, outcomes: Sequence[Outcome]) -> Iterator[str]:
     yield from screen.table(
         [
             [
@@ -54,6 +54,6 @@ def _lines(screen: Screen, found: Sequence[Outcome]) -> Iterator[str]:
                 Cell(one.state, _STYLES[one.state]),
                 Cell(visible(one.reason)),
             ]
-            for one in found
+            for one in outcomes
         ],
     )

@@ -45,8 +45,8 @@ def diff(
         first, second = open_checkpoint(a), open_checkpoint(b)
         with progress_bar("comparing") as progress:
             comparison = compare(first, second, values=not structure, memory_limit=memory_limit, progress=progress)
-        found = comparison_json(comparison, structure=structure, layout=layout)
-        doc = {"a": str(first.location), "b": str(second.location), **found}
+        differences = comparison_json(comparison, structure=structure, layout=layout)
+        doc = {"a": str(first.location), "b": str(second.location), **differences}
         notes = [f"{side}: {note}" for side, one in (("A", first), ("B", second)) for note in one.notes]
     if as_json:
         write_json(doc)

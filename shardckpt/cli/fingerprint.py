@@ -26,10 +26,10 @@ def fingerprint(
 
     checkpoint = open_checkpoint(url)
     with progress_bar("reading") as progress:
-        found = checkpoint.fingerprint(recorded=not read, progress=progress)
+        digests = checkpoint.fingerprint(recorded=not read, progress=progress)
     if as_json:
-        write_json({"url": str(checkpoint.location), "fingerprint": found.total, "tensors": dict(found.tensors)})
+        write_json({"url": str(checkpoint.location), "fingerprint": digests.total, "tensors": dict(digests.tensors)})
         return
     screen = Screen()
-    lines = [f"{screen.paint(found.total, 'bold')}  {visible(str(checkpoint.location))}: {count(len(found.tensors), 'tensor')}"]
-    screen.show([*lines, *(f"{digest}  {visible(name)}" for name, digest in found.tensors.items() if tensors)])
+    lines = [f"{screen.paint(digests.total, 'bold')}  {visible(str(checkpoint.location))}: {count(len(digests.tensors), 'tensor')}"]
+    screen.show([*lines, *(f"{digest}  {visible(name)}" for name, digest in digests.tensors.items() if tensors)])

@@ -41,15 +41,15 @@ def gc(
     from shardckpt.runs.collecting import collect
 
     seconds = parse_duration(grace, "--grace")
-    found = collect(root, grace=seconds, dry_run=dry_run)
+    collected = collect(root, grace=seconds, dry_run=dry_run)
     if as_json:
-        write_json({"dry_run": dry_run, **_document(found, "removed", "published", "kept", "failed")})
-    elif found:
+        write_json({"dry_run": dry_run, **_document(collected, "removed", "published", "kept", "failed")})
+    elif collected:
         screen = Screen()
-        screen.show(_lines(screen, found, "would go" if dry_run else "removed"))
+        screen.show(_lines(screen, collected, "would go" if dry_run else "removed"))
     else:
         typer.echo(f"no unfinished saves at or directly below {root!r}", err=True)
-    _end(found)
+    _end(collected)
 
 
 def rm(
@@ -75,35 +75,35 @@ def rm(
             raise OptionError("rm asks before it deletes, and standard input is not a terminal; give --yes.")
         if not typer.confirm(f"Delete {visible(url)}?", err=True):
             raise typer.Exit(1)
-    found = delete(url, grace=seconds)
+    collected = delete(url, grace=seconds)
     if as_json:
-        write_json({"url": str(parse(url)), **_document(found, "removed", "kept", "failed")})
+        write_json({"url": str(parse(url)), **_document(collected, "removed", "kept", "failed")})
     else:
         screen = Screen()
         screen.show([f"deleted  {visible(str(parse(url)))}"])
-        if found:
-            screen.show(_lines(screen, found, "removed"))
-    _end(found)
+        if collected:
+            screen.show(_lines(screen, collected, "removed"))
+    _end(collected)
 
 
-def _end(found: Sequence[Collected]) -> None:
+def _end(collected: Sequence[Collected]) -> None:
     """Exit with the status for storage failures, if there were any."""
-    if any(one.outcome == "failed" for one in found):
+    if any(one.outcome == "failed" for one in collected):
         raise typer.Exit(_FAILED)
 
 
-def _document(found: Sequence[Collected], *outcomes: str) -> dict[str, Any]:
+def _document(collected: Sequence[Collected], *outcomes: str) -> dict[str, Any]:
     return {
         outcome: [
             {"url": str(one.location), "attempt": one.attempt, "idle": one.idle, "reason": one.reason}
-            for one in found
+            for one in collected
             if one.outcome == outcome
         ]
         for outcome in outcomes
     }
 
 
-def _lines(screen: Screen, found: Sequence[Collected], removed: str) -> Iterator[str]:
+def _lines(screen: Screen, collected: Sequence[Collected], removed: str) -> Iterator[str]:
     from shardckpt.commit.remove import UNDER_WAY
 
     styles = {"removed": "green", "published": "green", "kept": "yellow", "failed": "red"}
@@ -115,14 +115,14 @@ def _lines(screen: Screen, found: Sequence[Collected], removed: str) -> Iterator
             Cell("" if one.idle is None else f"idle {duration_text(one.idle)}", "dim"),
             Cell(visible(one.reason or "")),
         ]
-        for one in found
+        for one in collected
     ]
     yield from screen.table(rows)
-    going, new = (sum(one.outcome == outcome for one in found) for outcome in ("removed", "published"))
+    going, new = (sum(one.outcome == outcome for one in collected) for outcome in ("removed", "published"))
     yield ""
     also = f", {new:,} {words['published']}" if new else ""
-    yield f"{count(going, 'attempt')} {removed}, {len(found) - going - new:,} kept{also}"
-    if any(one.reason == UNDER_WAY for one in found):
+    yield f"{count(going, 'attempt')} {removed}, {len(collected) - going - new:,} kept{also}"
+    if any(one.reason == UNDER_WAY for one in collected):
         yield "--grace 0 removes the kept ones, too; use it only if no save is under way."
 
 

@@ -37,12 +37,12 @@ def jobs(
     Name the service with --server.
     """
     with required_server() as client:
-        found = list(client.jobs(state))
+        listing = list(client.jobs(state))
     if as_json:
-        write_json({"jobs": found})
-    elif found:
+        write_json({"jobs": listing})
+    elif listing:
         screen = Screen()
-        screen.show(screen.table(_rows(found), gap=3))
+        screen.show(screen.table(_rows(listing), gap=3))
     else:
         typer.echo(f"no jobs{'' if state is None else f' in the state {state}'}", err=True)
 
@@ -69,11 +69,11 @@ def start(
     """
     with required_server() as client:
         schema = client.operations().get(operation, {})
-        found = client.start(operation, **_arguments(values or [], schema.get("properties", {})))
+        job = client.start(operation, **_arguments(values or [], schema.get("properties", {})))
         if follow:
-            _wait(client, found["number"], as_json=as_json)
+            _wait(client, job["number"], as_json=as_json)
         else:
-            _show(found, as_json=as_json)
+            _show(job, as_json=as_json)
 
 
 def show(number: Number, as_json: Json = False) -> None:
@@ -112,22 +112,22 @@ def cancel(number: Number, as_json: Json = False) -> None:
 
 def _wait(client: Client, number: int, timeout: float | None = None, *, as_json: bool) -> None:
     """Follow a job with a progress bar, and show it."""
-    found = client.job(number)
-    bar = transfer_bar if found["operation"] in _IN_BYTES else progress_bar
+    job = client.job(number)
+    bar = transfer_bar if job["operation"] in _IN_BYTES else progress_bar
     later = f"job {number} goes on; `shardckpt --server {client.url} job wait {number}` follows it, and `job cancel {number}` ends it"
-    with going_on_later(later), bar(found["operation"]) as progress:
-        found = client.wait(number, timeout, progress)
-    _show(found, as_json=as_json)
-    if found["result"] is not None and found["result"].get("ok") is False:
+    with going_on_later(later), bar(job["operation"]) as progress:
+        job = client.wait(number, timeout, progress)
+    _show(job, as_json=as_json)
+    if job["result"] is not None and job["result"].get("ok") is False:
         raise typer.Exit(1)
 
 
-def _show(found: JobEntry, *, as_json: bool) -> None:
+def _show(job: JobEntry, *, as_json: bool) -> None:
     if as_json:
-        write_json({**found})
+        write_json({**job})
         return
     screen = Screen()
-    screen.show(_lines(screen, found))
+    screen.show(_lines(screen, job))
 
 
 def _arguments(values: Sequence[str], properties: Mapping[str, Any]) -> dict[str, Any]:
@@ -136,29 +136,29 @@ def _arguments(values: Sequence[str], properties: Mapping[str, Any]) -> dict[str
     Raises:
         OptionError: a text is not a NAME=VALUE, or is of another type than the schema says.
     """
-    found: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     for text in values:
         name, sign, value = text.partition("=")
         if not sign or not name:
             raise OptionError(f"{shorten(text)}: give NAME=VALUE, as in checkpoint=lab/run-7/100.")
         kind = properties.get(name, {}).get("type")
         if kind == "array":
-            found.setdefault(name, []).append(value)
-        elif name in found:
+            arguments.setdefault(name, []).append(value)
+        elif name in arguments:
             raise OptionError(f"{name}= is given twice; give it once.")
         elif kind == "boolean" and value not in ("true", "false"):
             raise OptionError(f"{name}={shorten(value)}: give true or false.")
         elif kind == "integer" and not (value.isascii() and value.isdecimal() and len(value) <= 18):
             raise OptionError(f"{name}={shorten(value)}: give an integer.")
         else:
-            found[name] = value == "true" if kind == "boolean" else int(value) if kind == "integer" else value
-    return found
+            arguments[name] = value == "true" if kind == "boolean" else int(value) if kind == "integer" else value
+    return arguments
 
 
-def _rows(found: Sequence[JobEntry]) -> list[list[Cell]]:
+def _rows(listing: Sequence[JobEntry]) -> list[list[Cell]]:
     headings = ("job", "operation", "subject", "to", "state", "progress", "started by", "created")
     rows = [[Cell(heading, "dim", right=heading in ("job", "progress")) for heading in headings]]
-    for one in found:
+    for one in listing:
         share = f"{one['done'] / one['total']:.0%}" if one["done"] is not None and one["total"] else ""
         rows.append(
             [
@@ -175,27 +175,27 @@ def _rows(found: Sequence[JobEntry]) -> list[list[Cell]]:
     return rows
 
 
-def _lines(screen: Screen, found: JobEntry) -> Iterator[str]:
-    state = screen.paint(visible(_state(found)), _STYLES.get(found["state"], ""))
-    to = "" if found["destination"] is None else f" to {found['destination']}"
-    yield f"job {found['number']}  {visible(found['operation'])} {visible(found['subject'] + to)}: {state}"
+def _lines(screen: Screen, job: JobEntry) -> Iterator[str]:
+    state = screen.paint(visible(_state(job)), _STYLES.get(job["state"], ""))
+    to = "" if job["destination"] is None else f" to {job['destination']}"
+    yield f"job {job['number']}  {visible(job['operation'])} {visible(job['subject'] + to)}: {state}"
     for name in ("created", "started", "ended"):
-        time: str | None = found[name]
+        time: str | None = job[name]
         if time is not None:
             yield f"  {name:<9} {visible(_time(time))}"
-    yield f"  {'by':<9} {visible(found['who'])}"
-    if found["done"] is not None and found["total"] is not None:
-        yield f"  {'progress':<9} {found['done']:,} of {found['total']:,}"
-    if found["waits_for"] is not None:
-        yield f"  {'waits':<9} {visible(found['waits_for'])}"
-    if found["error"] is not None:
-        yield f"  {'error':<9} {visible(found['error']['message'])}"
-    for key, value in (found["result"] or {}).items():
+    yield f"  {'by':<9} {visible(job['who'])}"
+    if job["done"] is not None and job["total"] is not None:
+        yield f"  {'progress':<9} {job['done']:,} of {job['total']:,}"
+    if job["waits_for"] is not None:
+        yield f"  {'waits':<9} {visible(job['waits_for'])}"
+    if job["error"] is not None:
+        yield f"  {'error':<9} {visible(job['error']['message'])}"
+    for key, value in (job["result"] or {}).items():
         yield f"  {visible(key)}: {visible(value if isinstance(value, str) else json.dumps(value))}"
 
 
-def _state(found: JobEntry) -> str:
-    return "cancelling" if found["cancelling"] and found["state"] in ("queued", "running") else found["state"]
+def _state(job: JobEntry) -> str:
+    return "cancelling" if job["cancelling"] and job["state"] in ("queued", "running") else job["state"]
 
 
 def _time(text: str) -> str:

@@ -43,10 +43,10 @@ def ls(
             if root == ".":
                 _list_runs(list(client.runs()), as_json=as_json)
                 return
-            found = list(client.checkpoints(root.strip("/")))
-            if not found:
+            checkpoints = list(client.checkpoints(root.strip("/")))
+            if not checkpoints:
                 raise NotFoundError(f"{client.url}: there is no run {shorten(root)}; `shardckpt --server {client.url} ls` lists the runs.")
-        entries = [CatalogEntry.from_json(one) for one in found if everything or one["state"] in ("committed", "unreadable")]
+        entries = [CatalogEntry.from_json(one) for one in checkpoints if everything or one["state"] in ("committed", "unreadable")]
         if as_json:
             write_json({"checkpoints": [entry.to_json() for entry in entries], "runs": [], "foreign": []})
         else:
@@ -80,7 +80,7 @@ def _list_directory(root: str, *, everything: bool, as_json: bool) -> None:
         known |= {one.run for one in runs}
         others = detect_below(location, known) if near or not known else {}
     if as_json:
-        foreign = [{"name": name, "format": found.format, "seen": found.seen} for name, found in others.items()]
+        foreign = [{"name": name, "format": detected.format, "seen": detected.seen} for name, detected in others.items()]
         documents = [entry.to_json() for entry in entries]
         write_json({"checkpoints": documents, "runs": [one.to_json() for one in runs], "foreign": foreign})
         return
@@ -123,7 +123,10 @@ def _run_lines(screen: Screen, runs: Sequence[RunEntry]) -> Iterator[str]:
 def _other_lines(screen: Screen, others: dict[str, Detected]) -> Iterator[str]:
     """A table of checkpoints of other formats."""
     rows = [[Cell(heading, "dim") for heading in ("name", "format", "seen")]]
-    rows += [[Cell(visible(name), "bold"), Cell(found.format, "green"), Cell(visible(found.seen), "dim")] for name, found in others.items()]
+    rows += [
+        [Cell(visible(name), "bold"), Cell(detected.format, "green"), Cell(visible(detected.seen), "dim")]
+        for name, detected in others.items()
+    ]
     yield from screen.table(rows, gap=_GAP)
 
 
@@ -194,7 +197,7 @@ def _state(entry: CatalogEntry) -> str:
     from shardckpt.format.bases import BESIDE
     from shardckpt.text import few
 
-    said = (entry.superseded and "superseded", entry.pinned and "pinned", entry.tags and visible(f"tagged {' '.join(entry.tags)}"))
+    remarks = (entry.superseded and "superseded", entry.pinned and "pinned", entry.tags and visible(f"tagged {' '.join(entry.tags)}"))
     names = [visible(url.removeprefix(BESIDE)) for url in entry.bases]
     needed = [f"needs {few(names, 3)}"] if names else []
-    return ", ".join([*(word for word in said if word), *needed])
+    return ", ".join([*(word for word in remarks if word), *needed])

@@ -47,10 +47,10 @@ def suggesting_import(url: str) -> Iterator[None]:
     except (NotFoundError, StorageError) as e:
         try:
             location = parse(url)
-            found = detect(location)
+            detected = detect(location)
         except ShardckptError:  # nothing known is there: the block's error is more helpful
             raise e from None
         command = f"shardckpt import {quote(url)} DST"
         raise NotFoundError(
-            f"{location}: not a shardckpt checkpoint, but {found.format} ({found.seen}); convert it with `{command}`."
+            f"{location}: not a shardckpt checkpoint, but {detected.format} ({detected.seen}); convert it with `{command}`."
         ) from e

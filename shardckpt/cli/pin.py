@@ -34,8 +34,8 @@ def unpin(urls: Urls, as_json: Json = False) -> None:
     """Remove the pins of checkpoints; tags stay."""
     from shardckpt.runs import pinning
 
-    said = ["unpinned" if pinning.unpin(url) else "was not pinned" for url in urls]
-    _report(urls, "unpinned", said, as_json=as_json)
+    outcomes = ["unpinned" if pinning.unpin(url) else "was not pinned" for url in urls]
+    _report(urls, "unpinned", outcomes, as_json=as_json)
 
 
 def tag(name: Name, urls: Urls, as_json: Json = False) -> None:
@@ -55,11 +55,11 @@ def untag(name: Name, urls: Urls, as_json: Json = False) -> None:
     """Remove a tag from checkpoints; pins stay."""
     from shardckpt.runs import pinning
 
-    said = [f"untagged {name}" if pinning.untag(url, name) else f"was not tagged {name}" for url in urls]
-    _report(urls, "untagged", said, as_json=as_json)
+    outcomes = [f"untagged {name}" if pinning.untag(url, name) else f"was not tagged {name}" for url in urls]
+    _report(urls, "untagged", outcomes, as_json=as_json)
 
 
-def _report(urls: Sequence[str], key: str, said: Sequence[str], *, as_json: bool) -> None:
+def _report(urls: Sequence[str], key: str, outcomes: Sequence[str], *, as_json: bool) -> None:
     """Print what was done with each checkpoint, or one JSON document with the urls under `key`."""
     from shardckpt.io.url import parse
 
@@ -67,4 +67,4 @@ def _report(urls: Sequence[str], key: str, said: Sequence[str], *, as_json: bool
     if as_json:
         write_json({key: places})
     else:
-        Screen().show([f"{word}  {visible(place)}" for word, place in zip(said, places, strict=True)])
+        Screen().show([f"{word}  {visible(place)}" for word, place in zip(outcomes, places, strict=True)])

@@ -49,14 +49,14 @@ def stats(
     first = open_checkpoint(url)
     second = None if other is None else open_checkpoint(other)
     with progress_bar("reading") as progress:
-        found = state_statistics(first, second, only=only, memory_limit=memory_limit, progress=progress)
-    left_out = [{"name": name, "reason": reason} for name, reason in found.left_out.items()]
-    doc: dict[str, Any] = {"url": str(first.location), **found.to_json(), "left_out": left_out, "other": None}
+        statistics = state_statistics(first, second, only=only, memory_limit=memory_limit, progress=progress)
+    left_out = [{"name": name, "reason": reason} for name, reason in statistics.left_out.items()]
+    doc: dict[str, Any] = {"url": str(first.location), **statistics.to_json(), "left_out": left_out, "other": None}
     if second is not None:
-        changes = [asdict(change) for change in found.changes]
+        changes = [asdict(change) for change in statistics.changes]
         for change in changes:  # JSON has no infinity
             change |= {key: _json_number(value) for key, value in change.items() if isinstance(value, float)}
-        doc["other"] = {"url": str(second.location), **found.to_json(1), "changes": changes}
+        doc["other"] = {"url": str(second.location), **statistics.to_json(1), "changes": changes}
     if as_json:
         write_json(doc)
     else:

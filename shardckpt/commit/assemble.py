@@ -67,8 +67,8 @@ _LEAST_PAUSE, _MOST_PAUSE = 0.02, 2.0
 
 def finished_hosts(place: Store) -> list[int]:
     """The hosts that have written their record into an attempt; takes one listing of few small objects."""
-    found = (key.removeprefix("records/").removesuffix(".json") for key in place.list("records/"))
-    return sorted(int(name) for name in found if name.isdecimal())
+    names = (key.removeprefix("records/").removesuffix(".json") for key in place.list("records/"))
+    return sorted(int(name) for name in names if name.isdecimal())
 
 
 def pause(waited: float, least: float = _LEAST_PAUSE, most: float = _MOST_PAUSE) -> float:
@@ -122,13 +122,13 @@ def read_host_record(place: Store, host: int) -> tuple[HostRecord, FileReference
 
 
 def assemble(
-    place: Store, said: Mapping[FileReference, Contents] | None = None, written: Mapping[TableReference, Table] | None = None
+    place: Store, known: Mapping[FileReference, Contents] | None = None, written: Mapping[TableReference, Table] | None = None
 ) -> CheckpointRecord:
     """Build the commit record of an attempt whose host records are all there, and write everything that it refers to.
 
     Args:
         place: the attempt.
-        said: contents that the caller already has, by their file: the file's digest is checked, and it is not parsed.
+        known: contents that the caller already has, by their file: the file's digest is checked, and it is not parsed.
         written: chunk tables that the caller has written, in the same way.
 
     Raises:
@@ -136,18 +136,18 @@ def assemble(
     """
     place = place.names_later()
     with collector_paused() if place.near else nullcontext():
-        record = _assemble(place, said or {}, written or {})
+        record = _assemble(place, known or {}, written or {})
     place.sync_names()
     return record
 
 
-def _assemble(place: Store, said: Mapping[FileReference, Contents], written: Mapping[TableReference, Table]) -> CheckpointRecord:
+def _assemble(place: Store, known: Mapping[FileReference, Contents], written: Mapping[TableReference, Table]) -> CheckpointRecord:
     hosts, references = _host_records(place)
     if (records := place.local_path("records")) is not None and not (written and len(hosts) == 1):  # the only host is the caller itself
         with storage_errors("write", records):
             sync_directory(records)  # a host may have been killed, or be at work, between naming its record and making the name durable
     first = hosts[0]
-    parts = _contents(place, hosts, said)
+    parts = _contents(place, hosts, known)
     contents = Contents.union(parts)
     structure = contents.structure
     if len(hosts) > 1:
@@ -214,34 +214,34 @@ def _host_records(place: Store) -> tuple[list[HostRecord], list[FileReference]]:
         )
     for host in hosts[1:]:
         for what in ("hosts", "prior", "layout", "compression", "fingerprint"):
-            expected, found = getattr(first, what), getattr(host, what)
-            if expected != found and what == "prior":
+            expected, value = getattr(first, what), getattr(host, what)
+            if expected != value and what == "prior":
                 raise CommitError(
                     f"{place}: while hosts 0 and {host.host} began to save, another checkpoint was committed, or deleted, at this place; "
                     f"let one job at a time save there, and save again. Nothing was published."
                 )
-            if expected != found:
+            if expected != value:
                 raise CommitError(
-                    f"{place}: hosts 0 and {host.host} disagree on {what}: {expected!r} and {found!r}; save with the same options on all. "
+                    f"{place}: hosts 0 and {host.host} disagree on {what}: {expected!r} and {value!r}; save with the same options on all. "
                     f"Nothing was published."
                 )
     return hosts, [reference for _, reference in read]
 
 
-def _contents(place: Store, hosts: Sequence[HostRecord], said: Mapping[FileReference, Contents]) -> list[tuple[list[int], Contents]]:
+def _contents(place: Store, hosts: Sequence[HostRecord], known: Mapping[FileReference, Contents]) -> list[tuple[list[int], Contents]]:
     """Different versions of the hosts' contents, each with the hosts that have it; sorted by lowest host."""
-    said_by: dict[FileReference, list[int]] = {}
+    holders: dict[FileReference, list[int]] = {}
     for host in hosts:
-        said_by.setdefault(host.files.contents, []).append(host.host)
+        holders.setdefault(host.files.contents, []).append(host.host)
 
     def read(reference: FileReference) -> Contents:
         data, where = place.read(reference.key), f"{place}/{reference.key}"
         reference.check(data, where)
-        if reference in said:
-            return said[reference]
+        if reference in known:
+            return known[reference]
         return Contents.from_json(open_envelope(data, where), where)
 
-    return list(zip(said_by.values(), map_on_threads(read, said_by), strict=True))
+    return list(zip(holders.values(), map_on_threads(read, holders), strict=True))
 
 
 def _tables(place: Store, hosts: Sequence[HostRecord], written: Mapping[TableReference, Table]) -> list[Table]:
@@ -309,17 +309,17 @@ def _check_coverage(place: Store, parts: _Parts, tensors: Iterable[TensorRecord]
         for piece in tensor.pieces:
             known.add(piece.path)
             # A table's chunks are ascending and distinct: if the count is right and the last chunk is in the grid, none is missing.
-            wanted, found = piece.num_chunks, counts.get(piece.path, 0)
-            outside = found > 0 and last[piece.path] >= wanted
-            if found == wanted and not outside:
+            expected, written = piece.num_chunks, counts.get(piece.path, 0)
+            outside = written > 0 and last[piece.path] >= expected
+            if written == expected and not outside:
                 continue
-            what = f"of {wanted} chunks of {shown(tensor.name)}"
+            what = f"of {expected} chunks of {shown(tensor.name)}"
             if outside:
                 raise CommitError(
-                    f"{place}: chunk {last[piece.path]} of {shown(tensor.name)} was written, but it has only the chunks 0 to {wanted - 1}; "
-                    f"nothing was published."
+                    f"{place}: chunk {last[piece.path]} of {shown(tensor.name)} was written, but it has only the chunks 0 to "
+                    f"{expected - 1}; nothing was published."
                 )
-            raise CommitError(f"{place}: {wanted - found} {what} were not written; nothing was published.{_lacking(parts, tensor)}")
+            raise CommitError(f"{place}: {expected - written} {what} were not written; nothing was published.{_lacking(parts, tensor)}")
     for path in counts.keys() - known:
         raise CommitError(f"{place}: chunks were written for {path}, which is not a tensor of this checkpoint; nothing was published.")
 
@@ -398,7 +398,7 @@ def _small_table(chunks: Sequence[tuple[Piece, int, Any, int]], *, packed: bool)
         file, start = (0, offset) if packed else (OWN_OBJECT, 0)
         rows.setdefault(piece.path, []).append((position, file, start, len(stored), crc))
         offset += len(stored)
-    return Table.of([SMALL] if packed and chunks else [], {path: ArrayChunks.of_rows(some) for path, some in rows.items()})
+    return Table.of([SMALL] if packed and chunks else [], {path: ArrayChunks.of_rows(of_array) for path, of_array in rows.items()})
 
 
 PART_BLOCKS = 1 << 13
@@ -407,8 +407,8 @@ PART_BLOCKS = 1 << 13
 
 def read_host_files(place: Store, reference: FileReference) -> HostFiles:
     """The references in a host's record, checked against the reference in the commit record."""
-    found = reference.open(place.read(reference.key), f"{place}/{reference.key}")
-    return HostFiles.from_json(found.doc, found.where)
+    document = reference.open(place.read(reference.key), f"{place}/{reference.key}")
+    return HostFiles.from_json(document.doc, document.where)
 
 
 def read_table(place: Store, reference: TableReference, count: Callable[[int], object] | None = None) -> Table:

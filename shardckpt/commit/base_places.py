@@ -109,21 +109,21 @@ def base_record(checkpoint: Location, base: Base, of: str, advice: str = _PUT_BA
     store = Store.open(place)
     need = f"{of}: {checkpoint} stores {'differences from' if base.contents else 'it in its base'} {place}"
     try:
-        found = parse_checkpoint(store.read(RECORD), f"{store}/{RECORD}")
+        record = parse_checkpoint(store.read(RECORD), f"{store}/{RECORD}")
     except MissingDataError:
-        found = None
+        record = None
     except FormatError as e:
         raise type(e)(f"{need}, which cannot be read: {e}") from e
     identity = f"attempt {base.attempt}" if base.attempt else f"contents {base.contents[:12]}…"
-    if not isinstance(found, CheckpointRecord):
-        was = "no checkpoint is there" if found is None else f"the base was deleted ({found.reason})"
+    if not isinstance(record, CheckpointRecord):
+        was = "no checkpoint is there" if record is None else f"the base was deleted ({record.reason})"
         raise of_one_tensor(MissingDataError(f"{need} ({identity}), and {was}; {advice}."))
-    if not is_that(found, base):
-        another = f"another checkpoint has taken its place (attempt {found.attempt})"
+    if not is_that(record, base):
+        another = f"another checkpoint has taken its place (attempt {record.attempt})"
         raise of_one_tensor(MissingDataError(f"{need} ({identity}), and {another}; {advice}."))
-    if not base.contents and (found.layout, found.compression) != (base.layout, base.compression):
+    if not base.contents and (record.layout, record.compression) != (base.layout, base.compression):
         raise FormatError(f"{need}, and their records disagree about layout or compression; one of them was not written by shardckpt.")
-    return store.sub(found.attempt), found
+    return store.sub(record.attempt), record
 
 
 def is_that(record: CheckpointRecord, base: Base) -> bool:
@@ -133,7 +133,7 @@ def is_that(record: CheckpointRecord, base: Base) -> bool:
     return record.attempt == base.attempt
 
 
-def holder(checkpoint: Location, tensor: TensorRecord, base: Base, name: str, found: CheckpointRecord) -> TensorRecord:
+def holder(checkpoint: Location, tensor: TensorRecord, base: Base, name: str, record: CheckpointRecord) -> TensorRecord:
     """The record of the tensor in an open base that holds its elements, or those that it differs from.
 
     Args:
@@ -141,12 +141,12 @@ def holder(checkpoint: Location, tensor: TensorRecord, base: Base, name: str, fo
         tensor: the tensor's record there.
         base: the base as the record names it.
         name: the tensor's name in the base.
-        found: the base's commit record.
+        record: the base's commit record.
 
     Raises:
         FormatError: the base does not hold the tensor that the checkpoint's record describes.
     """
-    stored = found.structure.tensors.get(name)
+    stored = record.structure.tensors.get(name)
     if (
         stored is not None
         and stored.base is None
@@ -160,17 +160,17 @@ def holder(checkpoint: Location, tensor: TensorRecord, base: Base, name: str, fo
     )
 
 
-def piece_before(checkpoint: Location, tensor: TensorRecord, piece: Piece, found: CheckpointRecord) -> Piece:
+def piece_before(checkpoint: Location, tensor: TensorRecord, piece: Piece, record: CheckpointRecord) -> Piece:
     """The piece of the earlier version of a tensor that a piece's chunks differ from.
 
     Raises:
         FormatError: the earlier version does not have such a piece.
     """
-    stored = found.structure.tensors.get(tensor.name)
+    stored = record.structure.tensors.get(tensor.name)
     if stored is not None and may_differ(tensor, stored) and piece in stored.pieces:
         return piece
     raise FormatError(
-        f"{shown(tensor.name)}: by the record of {checkpoint}, its chunks differ from those of attempt {found.attempt}, which "
+        f"{shown(tensor.name)}: by the record of {checkpoint}, its chunks differ from those of attempt {record.attempt}, which "
         f"has no such tensor or other chunks; one of the two checkpoints was not written by shardckpt."
     )
 

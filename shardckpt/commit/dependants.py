@@ -122,8 +122,8 @@ class Dependants:
         root, own = Store.open(self._location.parent), self._location.name
         others = [name for name, _ in places(root, root.list_children()) if name not in (".", own)]
         with reading_takes_threads(root):
-            found = map_on_threads(lambda name: _look(root.sub(name), self._known.get(name)), others)
-        self._known = dict(zip(others, found, strict=True))
+            uses = map_on_threads(lambda name: _look(root.sub(name), self._known.get(name)), others)
+        self._known = dict(zip(others, uses, strict=True))
         return [name for name in others if _stores_in(self._known[name], own, attempt)]
 
     def _is_superseded(self, name: str) -> bool:
@@ -148,8 +148,8 @@ def used_beside(root: Store, names: Iterable[str]) -> set[tuple[str, str]]:
     """
     listed = [*names]
     with reading_takes_threads(root):
-        found = map_on_threads(lambda name: _look(root.sub(name), None), listed)
-    using = [one for name, one in zip(listed, found, strict=True) if one.bases and not is_superseded(root.sub(name), one.attempt)]
+        uses = map_on_threads(lambda name: _look(root.sub(name), None), listed)
+    using = [one for name, one in zip(listed, uses, strict=True) if one.bases and not is_superseded(root.sub(name), one.attempt)]
     return {(name, attempt) for one in using for name, attempts in one.bases.items() for attempt in attempts}
 
 

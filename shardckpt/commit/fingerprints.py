@@ -34,8 +34,8 @@ def write_fingerprint(place: Store, hosts: Sequence[HostRecord], contents: Conte
     def read(host: HostRecord) -> StateSums:
         reference = host.files.sums
         assert reference is not None
-        found = reference.open(place.read(reference.key), place.path_of(reference.key))
-        return StateSums.from_json(found.mapping("sums"), found.where)
+        document = reference.open(place.read(reference.key), place.path_of(reference.key))
+        return StateSums.from_json(document.mapping("sums"), document.where)
 
     sums = StateSums(tensors.values())
     for part in map_on_threads(read, hosts):
@@ -61,6 +61,6 @@ def recorded_fingerprint(place: Store, record: CheckpointRecord) -> dict[str, st
     reference = record.fingerprint
     if reference is None:
         return {}
-    found = reference.open(place.read(reference.key), place.path_of(reference.key))
-    read = Fields(found.mapping("tensors"), found.where)
+    document = reference.open(place.read(reference.key), place.path_of(reference.key))
+    read = Fields(document.mapping("tensors"), document.where)
     return {name: read.string(name) for name in read.doc}

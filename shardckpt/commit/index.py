@@ -228,12 +228,12 @@ def _entries(place: Store, node: Place | None, prefix: bytes, seen: set[Place], 
             f"{place}: the index has a node of {length} bytes, at most {LARGEST_WHOLE} are expected; it was not written by shardckpt."
         )
     with storage_errors("read the index of", place):
-        found = ocdbt.read_node(place.read(file, offset, offset + length))
-        for key, value in found.values:
+        content = ocdbt.read_node(place.read(file, offset, offset + length))
+        for key, value in content.values:
             yield (prefix + key).decode(), value
-        for key, inside in found.inside:
+        for key, inside in content.inside:
             yield (prefix + key).decode(), inside
-    for child_prefix, child in found.children:
+    for child_prefix, child in content.children:
         yield from _entries(place, child, prefix + child_prefix, seen, depth + 1)
 
 

@@ -67,15 +67,15 @@ class IndexCheck:
 
     def _inline_keys(self) -> dict[str, tuple[int, int]]:
         """The chunks of small tensors, which are values in the index itself: key → bytes and crc32c from the chunk table."""
-        found = {}
+        chunks = {}
         if SMALL in self._table.files:
             small = self._table.files.index(SMALL)
             for path, rows in self._table.arrays().items():
                 piece = self._pieces.get(path)
                 if piece is not None:  # the table is untrusted
                     for row in np.flatnonzero((rows.file == small) & (rows.chunk < piece.num_chunks)).tolist():
-                        found[chunk_object_key(piece, int(rows.chunk[row]))] = int(rows.length[row]), int(rows.crc[row])
-        return found
+                        chunks[chunk_object_key(piece, int(rows.chunk[row]))] = int(rows.length[row]), int(rows.crc[row])
+        return chunks
 
     def plain(self) -> Iterator[Fault]:
         """Faults of the zarr.json documents of the plain layout."""
@@ -99,9 +99,9 @@ class IndexCheck:
         try:
             place = self._attempt.sub(lane) if lane else self._attempt
             entries = iter(index.index_values(place))
-            while some := list(islice(entries, _AT_ONCE)):
+            while batch := list(islice(entries, _AT_ONCE)):
                 chunks: list[tuple[str, Place]] = []
-                for key, value in some:
+                for key, value in batch:
                     if key in others:  # a document that is too large for a node is in a file
                         data = value if isinstance(value, bytes) else place.read(value[0], value[1], value[1] + value[2])
                         if self._is(others[key], data):
@@ -118,17 +118,17 @@ class IndexCheck:
             yield prefix + index.MANIFEST, f"{key} in the index is missing or not what was written"
         return count
 
-    def _is(self, expected: str | tuple[int, int], found: bytes) -> bool:
+    def _is(self, expected: str | tuple[int, int], value: bytes) -> bool:
         """Whether a value is the document of a path, or a chunk of those bytes and crc32c."""
         if not isinstance(expected, str):
-            return _same_chunk(found, expected)
-        return _same_json(found, self._document(expected) if expected in self._pieces else encode_document(group_json()))
+            return _same_chunk(value, expected)
+        return _same_json(value, self._document(expected) if expected in self._pieces else encode_document(group_json()))
 
     def _misplaced(self, entries: Sequence[tuple[str, Place]]) -> Iterator[str]:
         """The faults of entries of chunks."""
-        found = [split_chunk_key(key, self._pieces) for key, _ in entries]
-        paths = ["" if chunk is None else chunk[0].path for chunk in found]
-        positions = np.array([-1 if chunk is None else chunk[1] for chunk in found], np.int64)
+        chunks = [split_chunk_key(key, self._pieces) for key, _ in entries]
+        paths = ["" if chunk is None else chunk[0].path for chunk in chunks]
+        positions = np.array([-1 if chunk is None else chunk[1] for chunk in chunks], np.int64)
         rows = self._table.find(paths, np.arange(len(paths)), positions)
         of_table = self._table.rows.take(rows[rows >= 0])
         places = zip(of_table.file.tolist(), of_table.offset.tolist(), of_table.length.tolist(), strict=True)
@@ -139,14 +139,14 @@ class IndexCheck:
             file, *extent = next(places)
             if file == OWN_OBJECT:
                 yield f"the chunk table has {key} as an object of its own, which it is not in the packed layout"
-            elif place != (wanted := (self._table.files[file], *extent)):
-                yield f"the index has {key} at {place}, the chunk table at {wanted}"
+            elif place != (expected := (self._table.files[file], *extent)):
+                yield f"the index has {key} at {place}, the chunk table at {expected}"
 
 
-def _same_json(found: bytes, expected: bytes) -> bool:
+def _same_json(stored: bytes, expected: bytes) -> bool:
     """Whether two documents have equal contents; other versions may use different whitespace."""
     try:
-        return found == expected or bool(json.loads(found) == json.loads(expected))
+        return stored == expected or bool(json.loads(stored) == json.loads(expected))
     except (ValueError, RecursionError):
         return False
 

@@ -44,8 +44,8 @@ def mark(store: Store, marker: str, attempt: str) -> None:
 def is_superseded(store: Store, attempt: str | None) -> bool:
     """Whether an attempt is marked as superseded; None: the attempt is not known (the commit record is unreadable), and any counts."""
     try:
-        said = read_sealed(store, SUPERSEDED)
-        return said is not None and (attempt is None or unfolded(attempt) == unfolded(said.string("attempt")))
+        marker = read_sealed(store, SUPERSEDED)
+        return marker is not None and (attempt is None or unfolded(attempt) == unfolded(marker.string("attempt")))
     except FormatError:
         return False
 
@@ -99,13 +99,13 @@ def protection_of(store: Store, data: bytes | None, attempt: str | None) -> Prot
         return Protection()
     where = store.path_of(PINNED)
     try:
-        said = Fields(open_envelope(data, where), where)
-        if attempt is not None and unfolded(attempt) != unfolded(said.string("attempt")):
+        marker = Fields(open_envelope(data, where), where)
+        if attempt is not None and unfolded(attempt) != unfolded(marker.string("attempt")):
             return Protection()
-        pinned, tags = said.doc.get("pinned", True), said.doc.get("tags", [])  # earlier versions wrote neither
+        pinned, tags = marker.doc.get("pinned", True), marker.doc.get("tags", [])  # earlier versions wrote neither
         known = isinstance(tags, list) and len(tags) <= MOST_TAGS and all(isinstance(tag, str) and TAG.fullmatch(tag) for tag in tags)
         if not isinstance(pinned, bool) or not known:
-            said.fail("it is not a marker of a pin and of tags")
+            marker.fail("it is not a marker of a pin and of tags")
         return Protection(pinned, tuple(sorted(set(tags))))
     except FormatError:
         return Protection(pinned=True)

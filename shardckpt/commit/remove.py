@@ -161,15 +161,15 @@ def list_orphans(store: Store, grace: float) -> tuple[list[Collected], StoredRec
     orphans = [name for name in names if name != record.attempt(store)]
     if not orphans:
         return [], record if record.is_tombstone else None
-    found = []
+    listing = []
     times = idle_seconds(store, [*(f"{name}/" for name in orphans), *([RECORD] if record.is_placeholder else [])])
     begun = times.pop(RECORD, None)
     for prefix, idle in times.items():
         young = None if is_idle(idle, grace) else _AGELESS if idle is None else UNDER_WAY
-        found.append(Collected(store.location, prefix.removesuffix("/"), "removed" if young is None else "kept", idle, young))
-    if any(one.outcome == "kept" for one in found) or (record.is_placeholder and not is_idle(begun, grace)):
-        found = [replace(one, outcome="kept", reason=one.reason or _NEIGHBOUR) for one in found]
-    return found, record
+        listing.append(Collected(store.location, prefix.removesuffix("/"), "removed" if young is None else "kept", idle, young))
+    if any(one.outcome == "kept" for one in listing) or (record.is_placeholder and not is_idle(begun, grace)):
+        listing = [replace(one, outcome="kept", reason=one.reason or _NEIGHBOUR) for one in listing]
+    return listing, record
 
 
 def clear_tombstone(store: Store, record: StoredRecord, grace: float) -> None:

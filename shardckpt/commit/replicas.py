@@ -29,15 +29,15 @@ def check_replicas(place: Store, hosts: Sequence[HostRecord], tensors: Mapping[s
     Raises:
         CommitError: hosts have different elements; the message names the tensor, and hosts on both sides.
     """
-    said: dict[str, dict[str, list[HostRecord]]] = {}
+    by_group: dict[str, dict[str, list[HostRecord]]] = {}
     for host in hosts:
         for group, digest in host.files.replicas.digests.items() if host.files.replicas else ():
-            said.setdefault(group, {}).setdefault(digest, []).append(host)
-    for group, by_digest in said.items():
+            by_group.setdefault(group, {}).setdefault(digest, []).append(host)
+    for group, by_digest in by_group.items():
         if len(by_digest) < 2:
             continue
-        found = [([host.host for host in some], _checksums(place, some[0], group)) for some in by_digest.values()]
-        differs = difference(found)
+        versions = [([host.host for host in holders], _checksums(place, holders[0], group)) for holders in by_digest.values()]
+        differs = difference(versions)
         if differs is not None:
             plain = tensors[differs[0]].layout is None
             local = ', or give each its own name and SaveOptions(host_tensors="local")' if plain else ""

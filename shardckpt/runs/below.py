@@ -63,10 +63,10 @@ def runs_below(root: str | os.PathLike[str], known: Collection[str] = ()) -> lis
     store = Store.open(parse(root))
     names = [name.removesuffix("/") for name in store.list_children() if name.endswith("/")]
     with reading_takes_threads(store):
-        found = map_on_threads(
+        summaries = map_on_threads(
             lambda name: _summary(store, name), [name for name in names if name not in known and not is_attempt_name(name)]
         )
-    return sorted((one for one in found if one is not None), key=lambda one: natural_key(one.run))
+    return sorted((one for one in summaries if one is not None), key=lambda one: natural_key(one.run))
 
 
 def _summary(store: Store, name: str) -> RunSummary | None:

@@ -87,8 +87,8 @@ class CatalogEntry:
     @property
     def step(self) -> int | None:
         """The number at the end of the name: 100 of `100`, `step_100`, `epoch100` and `run-b-0100`; None of `run-tp4`."""
-        found = _STEP.search(self.name)
-        return int(found[0]) if found else None
+        match = _STEP.search(self.name)
+        return int(match[0]) if match else None
 
     @classmethod
     def from_json(cls, doc: Mapping[str, Any]) -> CatalogEntry:
@@ -166,7 +166,7 @@ def catalog(root: str | os.PathLike[str], *, everything: bool = False) -> list[C
             return [CatalogEntry(name, place.location, "unreadable", reason=str(e))]
 
     with reading_takes_threads(store):
-        return [entry for some in map_on_threads(at, places(store, children)) for entry in some]
+        return [entry for entries in map_on_threads(at, places(store, children)) for entry in entries]
 
 
 def entries_at(place: Store, name: str, children: Sequence[str], *, everything: bool) -> list[CatalogEntry]:
@@ -187,9 +187,9 @@ def entries_at(place: Store, name: str, children: Sequence[str], *, everything: 
             data = place.read(RECORD)
     entry = None if data is None else _committed(data, place, name)
     if entry is not None and entry.state != "deleted":
-        found = protection(place, entry.attempt) if PINNED in children else Protection()
+        marks = protection(place, entry.attempt) if PINNED in children else Protection()
         superseded = SUPERSEDED in children and is_superseded(place, entry.attempt)
-        entry = replace(entry, pinned=found.pinned, tags=found.tags, superseded=superseded)
+        entry = replace(entry, pinned=marks.pinned, tags=marks.tags, superseded=superseded)
     begun = entry is not None and entry.state == "deleted" and entry.reason is None
     entries = [] if entry is None or begun or (entry.state == "deleted" and not everything) else [entry]
     if everything:
@@ -260,10 +260,10 @@ def _summary(doc: dict[str, Any], name: str, location: Location, where: str) -> 
 def _metrics(doc: dict[str, Any]) -> dict[str, float | str]:
     """The numeric metrics in a record's metadata; other values are left out."""
     metadata = doc.get("metadata")
-    found = metadata.get("metrics") if isinstance(metadata, dict) else None
+    metrics = metadata.get("metrics") if isinstance(metadata, dict) else None
     return {
         name: value if isinstance(value, str) else _as_float(value)
-        for name, value in (found.items() if isinstance(found, dict) else ())
+        for name, value in (metrics.items() if isinstance(metrics, dict) else ())
         if (isinstance(value, int | float) and not isinstance(value, bool)) or value in ("nan", "inf", "-inf")
     }
 

@@ -188,13 +188,13 @@ class Cleaner:
 
     def _collect_step(self, place: Store, *, publishes: bool, held: bool) -> None:
         try:
-            found = collect_place(place, grace=self._grace, publishes=publishes, held=held)
+            collected = collect_place(place, grace=self._grace, publishes=publishes, held=held)
         except FormatError as e:
             self._warn_once(place, str(e))
-            found = []
-        for failed in (one.reason for one in found if one.outcome == "failed"):
+            collected = []
+        for failed in (one.reason for one in collected if one.outcome == "failed"):
             self._warn_once(place, str(failed))
-        removed, published = (sum(one.outcome == outcome for one in found) for outcome in ("removed", "published"))
+        removed, published = (sum(one.outcome == outcome for one in collected) for outcome in ("removed", "published"))
         if removed or published:
             _log.info("%s: unfinished saves: %d removed, %d published", place, removed, published)
         if published:

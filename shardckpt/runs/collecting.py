@@ -100,7 +100,7 @@ def collect(root: str | os.PathLike[str], *, grace: float = GRACE, dry_run: bool
             return [Collected(place.location, None, "failed", reason=str(e))]
 
     with reading_takes_threads(store):
-        return [one for some in map_on_threads(at, (place for _, place in places(store, children))) for one in some]
+        return [one for outcomes in map_on_threads(at, (place for _, place in places(store, children))) for one in outcomes]
 
 
 def delete(url: str | os.PathLike[str], *, reason: str = "on request", grace: float = GRACE, attempt: str | None = None) -> list[Collected]:
@@ -150,26 +150,26 @@ def collect_place(store: Store, *, grace: float, dry_run: bool = False, publishe
     """
     published: list[Collected] = []
     for _ in range(ROUNDS):
-        found, record = list_orphans(store, grace)
-        if record is None or any(one.outcome == "kept" for one in found):
-            return published + found
-        complete = publishable(store) if found and not held and (dry_run or not publishes) else None
+        orphans, record = list_orphans(store, grace)
+        if record is None or any(one.outcome == "kept" for one in orphans):
+            return published + orphans
+        complete = publishable(store) if orphans and not held and (dry_run or not publishes) else None
         stays = _LEASED if held else _COMPLETE if complete is not None and not publishes else None
-        if found and stays is not None:
-            return [replace(one, outcome="kept", reason=stays) for one in found]
+        if orphans and stays is not None:
+            return [replace(one, outcome="kept", reason=stays) for one in orphans]
         if dry_run:
-            return [replace(one, outcome="published" if one.attempt == complete else one.outcome) for one in found]
-        if not found:
+            return [replace(one, outcome="published" if one.attempt == complete else one.outcome) for one in orphans]
+        if not orphans:
             clear_tombstone(store, record, grace)
             return published
-        ages = {one.attempt: one.idle for one in found}
+        ages = {one.attempt: one.idle for one in orphans}
         committed = [one.attempt for one in commit_place("", store, denied_raises=True) if one.state == "committed"]
         published += [Collected(store.location, attempt, "published", ages.get(attempt)) for attempt in committed]
         if not committed and record.fence(store):
             break
     else:
-        return published + [replace(one, outcome="kept", reason=CONTENDED) for one in found]
-    fenced = {one.attempt for one in found}
+        return published + [replace(one, outcome="kept", reason=CONTENDED) for one in orphans]
+    fenced = {one.attempt for one in orphans}
     left, record = list_orphans(store, grace)
     done = [remove_attempt(store, one) if is_idle(one.idle, grace) else one for one in left if one.attempt in fenced]
     if record is not None:

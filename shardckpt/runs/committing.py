@@ -98,19 +98,19 @@ def commit_place(name: str, store: Store, *, denied_raises: bool = False) -> lis
     Raises:
         StorageError: the storage failed.
     """
-    found = sorted(attempts(store, store.list_children()), key=natural_key, reverse=True)
-    if not found:
+    candidates = sorted(attempts(store, store.list_children()), key=natural_key, reverse=True)
+    if not candidates:
         return []
     try:
         prior = read_prior(store, overwrite=True)
     except StorageError:
         raise
     except ShardckptError as e:
-        return [Outcome(name, store.location, attempt, "refused", str(e)) for attempt in found]
-    found = [attempt for attempt in found if attempt != prior.attempt]
+        return [Outcome(name, store.location, attempt, "refused", str(e)) for attempt in candidates]
+    candidates = [attempt for attempt in candidates if attempt != prior.attempt]
     outcomes: list[Outcome] = []
-    rivals = _rivals(store, found, prior)
-    for attempt in found:
+    rivals = _rivals(store, candidates, prior)
+    for attempt in candidates:
         if len(rivals) > 1 and attempt in rivals:
             reason = "several reshards with different options are complete; to commit one, repeat its call without worker="
             outcomes.append(Outcome(name, store.location, attempt, "refused", reason))
@@ -127,22 +127,22 @@ def publishable(store: Store) -> str | None:
     Raises:
         StorageError: the storage failed.
     """
-    found = sorted(attempts(store, store.list_children()), key=natural_key, reverse=True)
+    candidates = sorted(attempts(store, store.list_children()), key=natural_key, reverse=True)
     try:
         prior = read_prior(store, overwrite=True)
     except StorageError:
         raise
     except ShardckptError:
         return None
-    rivals = _rivals(store, found, prior)
+    rivals = _rivals(store, candidates, prior)
     refused = rivals if len(rivals) > 1 else []
-    left = (attempt for attempt in found if attempt != prior.attempt and attempt not in refused)
+    left = (attempt for attempt in candidates if attempt != prior.attempt and attempt not in refused)
     return next((attempt for attempt in left if _complete(store.sub(attempt), prior)), None)
 
 
-def _rivals(store: Store, found: Sequence[str], prior: Prior) -> list[str]:
+def _rivals(store: Store, candidates: Sequence[str], prior: Prior) -> list[str]:
     """The complete reshards among some attempts."""
-    return [attempt for attempt in found if is_reshard(attempt) and _complete(store.sub(attempt), prior)]
+    return [attempt for attempt in candidates if is_reshard(attempt) and _complete(store.sub(attempt), prior)]
 
 
 def _lacks(place: Store, prior: Prior) -> tuple[Literal["incomplete", "overtaken"], str] | None:

@@ -139,12 +139,12 @@ def check_idle(root: Store, known: frozenset[str] = frozenset()) -> frozenset[st
     if run != mark.run:
         raise CommitError(f"{root}: {_run(run)} saves there now, but {_run(mark.run)} did when the run was {since}; mark it again.")
     names = _names(root)
-    found = _look(root, names - known)
-    for place in found:
+    listing = _look(root, names - known)
+    for place in listing:
         if place.attempt is not None and mark.checkpoints.get(place.name) != place.attempt:
             raise CommitError(f"{root}: {place.name} was saved after the run was {since}; mark it again when it has ended.")
     of_the_run = {*mark.checkpoints.values()}
-    unfinished = [key for place in found for key in place.others if key.rstrip("/").rpartition("/")[2] not in of_the_run]
+    unfinished = [key for place in listing for key in place.others if key.rstrip("/").rpartition("/")[2] not in of_the_run]
     for key, idle in (idle_seconds(root, unfinished) if unfinished else {}).items():
         if idle is None or idle < GRACE:
             age = "at an unknown time" if idle is None else f"{duration_text(idle)} ago"

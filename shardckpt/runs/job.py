@@ -53,8 +53,8 @@ def holder(root: Store) -> str | None:
         StorageError: the storage failed.
     """
     data, _ = root.read_versioned(JOB)
-    found = None if data is None else _read(root, data)
-    return None if found is None else found[0]
+    claim = None if data is None else _read(root, data)
+    return None if claim is None else claim[0]
 
 
 def of_other_job(root: Store, step: int, run_id: str, error: BaseException) -> OtherJobError | None:
@@ -110,8 +110,8 @@ class JobFence:
         """
         for _ in range(_ROUNDS):
             data, generation = self._root.read_versioned(JOB)
-            if data is not None and (found := _read(self._root, data)) is not None:
-                run_id, where_from = found
+            if data is not None and (claim := _read(self._root, data)) is not None:
+                run_id, where_from = claim
                 if run_id == self._run_id:
                     self._claimed = True
                     return

@@ -212,8 +212,8 @@ def write_lease(root: Store, ident: str, document: object) -> None:
     if document is None:
         root.delete(key)
         return
-    found: dict[str, Any] = document if isinstance(document, dict) else {}
-    steps, holder, version = found.get("steps"), found.get("holder"), found.get("version")
+    lease: dict[str, Any] = document if isinstance(document, dict) else {}
+    steps, holder, version = lease.get("steps"), lease.get("holder"), lease.get("version")
     whole = isinstance(steps, list) and len(steps) <= _MOST_STEPS and all(type(step) is int for step in steps)
     if not (whole and isinstance(holder, str) and len(holder) <= _LONGEST_NAME and (version is None or type(version) is int)):
         raise FormatError(f'a lease is {{"steps": […], "holder": "host", "version": 7}}, with at most {_MOST_STEPS} steps.')
@@ -228,11 +228,11 @@ def write_lease(root: Store, ident: str, document: object) -> None:
 
 def _read(root: Store, key: str) -> HeldLease | None:
     try:
-        found = read_sealed(root, key)
-        if found is None:
+        lease = read_sealed(root, key)
+        if lease is None:
             return None
-        steps = tuple(step for step in found.sequence("steps") if type(step) is int)
-        holder, version = found.doc.get("holder"), found.doc.get("version")
+        steps = tuple(step for step in lease.sequence("steps") if type(step) is int)
+        holder, version = lease.doc.get("holder"), lease.doc.get("version")
         return HeldLease(str(holder or ""), version if type(version) is int else None, steps)
     except FormatError:
         return None  # no lease of ours

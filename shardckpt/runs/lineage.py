@@ -58,10 +58,12 @@ class Lineage:
         self._pending: Rollback | None = None
         """The rollback that is not recorded in the storage yet."""
 
-    def resume(self, found: Resumed) -> None:
+    def resume(self, restored: Resumed) -> None:
         """Continue after a step that was restored."""
-        self.later, self._kept = dict(found.later), found.kept
-        self._pending = Rollback(found.step, found.was_superseded, found.later) if found.was_superseded or found.later else None
+        self.later, self._kept = dict(restored.later), restored.kept
+        self._pending = (
+            Rollback(restored.step, restored.was_superseded, restored.later) if restored.was_superseded or restored.later else None
+        )
 
     def metadata(self) -> dict[str, Any]:
         """Metadata for the next save that records the pending rollback, for the process that publishes the save."""

@@ -42,9 +42,9 @@ def decode_metrics(metadata: Mapping[str, Any]) -> dict[str, float]:
     >>> decode_metrics({"metrics": {"loss": "nan", "tag": "a"}, "run": 7})
     {'loss': nan}
     """
-    found = metadata.get(METRICS)
+    values = metadata.get(METRICS)
     metrics = {}
-    for name, value in found.items() if isinstance(found, dict) else ():
+    for name, value in values.items() if isinstance(values, dict) else ():
         try:
             metrics[str(name)] = float(value)
         except OverflowError:  # an integer of hundreds of digits

@@ -101,13 +101,13 @@ def list_steps(root: Store) -> list[StepInfo]:
     numbers = step_numbers(root)
     with reading_takes_threads(root):
         while True:
-            found = [info for info in map_on_threads(partial(read_step, root), numbers) if info is not None]
-            if found or not numbers:
-                return found
+            steps = [info for info in map_on_threads(partial(read_step, root), numbers) if info is not None]
+            if steps or not numbers:
+                return steps
             # The run may have deleted them in the meantime, which it does only after it has saved another step.
             listed, numbers = numbers, step_numbers(root)
             if numbers == listed:
-                return found
+                return steps
 
 
 def read_step(root: Store, step: int) -> StepInfo | None:
@@ -121,10 +121,10 @@ def read_step(root: Store, step: int) -> StepInfo | None:
         bases = frozenset(steps_named(names_beside(bases_of(record.doc, record.where))))
     except FormatError:
         state: Literal["committed", "superseded", "unreadable"] = "superseded" if is_superseded(store, None) else "unreadable"
-        found = protection(store, None)
-        return StepInfo(step, state, pinned=found.pinned, tags=found.tags)
-    state, found = "superseded" if is_superseded(store, attempt) else "committed", protection(store, attempt)
-    return StepInfo(step, state, attempt, created, decode_metrics(metadata), found.pinned, found.tags, bases)
+        marks = protection(store, None)
+        return StepInfo(step, state, pinned=marks.pinned, tags=marks.tags)
+    state, marks = "superseded" if is_superseded(store, attempt) else "committed", protection(store, attempt)
+    return StepInfo(step, state, attempt, created, decode_metrics(metadata), marks.pinned, marks.tags, bases)
 
 
 def check_step(step: object) -> int:

@@ -40,14 +40,14 @@ def info(
             screen = Screen()
             screen.show(tensor.lines(screen, checkpoint, name))
         return
-    wanted = documents.choose_nodes(node, selector(only))
+    chosen = documents.choose_nodes(node, selector(only))
     unused = unused_patterns(only, [end.name for end in ends(node)])
-    if wanted is None or unused is not None:
+    if chosen is None or unused is not None:
         below = "" if name is None else f" below {shown(name)}"
         advice = f" selects none of its names{below}; leave it out to list all."
         raise NamesMismatchError(Message(f"{checkpoint.location}: ", given(only=unused), advice))
     if as_json:
-        write_json(documents.checkpoint_json(checkpoint, wanted))
+        write_json(documents.checkpoint_json(checkpoint, chosen))
     else:
         screen = Screen()
-        screen.show(contents.lines(screen, checkpoint, wanted, depth=depth, heading=name is None))
+        screen.show(contents.lines(screen, checkpoint, chosen, depth=depth, heading=name is None))

@@ -90,9 +90,9 @@ def _stored(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
 
 def _holds(record: CheckpointRecord) -> str:
     """Tensors, bytes, and numbers of parameters."""
-    found = parameter_counts(record.structure.tensors.values())
-    parameters = [f"{number_text(found['model'])} parameters"] if found["model"] else []
-    parameters += [f"{number_text(found['optimizer'])} numbers of the optimizer"] if found["optimizer"] else []
+    counts = parameter_counts(record.structure.tensors.values())
+    parameters = [f"{number_text(counts['model'])} parameters"] if counts["model"] else []
+    parameters += [f"{number_text(counts['optimizer'])} numbers of the optimizer"] if counts["optimizer"] else []
     return ", ".join([count(record.totals["tensors"], "tensor"), file_size(record.totals["bytes"]), *parameters])
 
 

@@ -64,7 +64,7 @@ def plan(
         write_json(explained) if as_json else Screen().show(plan_lines.explanation(planned, options, explained))
         return
     places = known_places(checkpoint)
-    found = forecast(
+    prediction = forecast(
         checkpoint,
         planned,
         _rates(rate, checkpoint, places, destination),
@@ -73,16 +73,16 @@ def plan(
         devices_per_host=devices_per_host,
         places=places,
     )
-    doc = document(found)
+    doc = document(prediction)
     if html is not None:
         from shardckpt.serve.pages.plan import page
 
-        _write(html, page(found, doc))
+        _write(html, page(prediction, doc))
     if as_json:
         write_json(doc)
     else:
         screen = Screen()
-        screen.show(plan_lines.lines(screen, found, doc))
+        screen.show(plan_lines.lines(screen, prediction, doc))
 
 
 def _rates(given: str | None, checkpoint: Checkpoint, places: Places | None, destination: str | None) -> Rates:

@@ -38,7 +38,7 @@ SHADES = " ░▒▓█"
 """Shades of a heat map cell: none for 0 bytes, then one for each quarter of the maximum."""
 
 
-def lines(screen: Screen, found: Forecast, doc: dict[str, Any]) -> Iterator[str]:
+def lines(screen: Screen, forecast: Forecast, doc: dict[str, Any]) -> Iterator[str]:
     """All lines of the plan."""
     source, target = route(doc)
     begins = [visible(doc["source"]["url"]), *_folded(source, screen.width - 10)]
@@ -50,11 +50,11 @@ def lines(screen: Screen, found: Forecast, doc: dict[str, Any]) -> Iterator[str]
     yield ""
     yield from _costs(screen, doc)
     yield ""
-    yield from _tensors(screen, found, doc)
-    yield from conversion_lines(found.plan.conversions)
-    yield from _picture(screen, found, doc)
-    yield from _balance(screen, found, doc)
-    yield from _heat(screen, found, doc)
+    yield from _tensors(screen, forecast, doc)
+    yield from conversion_lines(forecast.plan.conversions)
+    yield from _picture(screen, forecast, doc)
+    yield from _balance(screen, forecast, doc)
+    yield from _heat(screen, forecast, doc)
     for notice in doc["notices"][:MOST_NOTICES]:
         yield from _wrapped(screen, f"note: {notice_text(notice)}", "yellow")
     if len(doc["notices"]) > MOST_NOTICES:
@@ -98,11 +98,11 @@ def _cost_row(name: str, costs: dict[str, Any], written: str, most: str) -> list
     return [Cell(name), *(Cell(text, right=True) for text in texts)]
 
 
-def _tensors(screen: Screen, found: Forecast, doc: dict[str, Any]) -> Iterator[str]:
+def _tensors(screen: Screen, forecast: Forecast, doc: dict[str, Any]) -> Iterator[str]:
     """The costliest tensors."""
     short = max(LEAST_SPEC, (screen.width - screen.width // 3 - _NUMBERS) // 2)
     for longest, rule_below in ((LONGEST_SPEC, False), (LONGEST_SPEC, True), (short, True)):
-        rows = [*_tensor_rows(found, doc, longest, rule_below=rule_below)]
+        rows = [*_tensor_rows(forecast, doc, longest, rule_below=rule_below)]
         if sum(column_widths(rows)) + 2 * len(rows[0]) - 2 <= screen.width:
             break
     yield from screen.table(rows)
@@ -110,12 +110,12 @@ def _tensors(screen: Screen, found: Forecast, doc: dict[str, Any]) -> Iterator[s
         yield screen.paint(f"… and {len(doc['tensors']) - MOST_TENSORS:,} more, with fewer bytes read", "dim")
 
 
-def _tensor_rows(found: Forecast, doc: dict[str, Any], longest: int, *, rule_below: bool) -> Iterator[list[Cell]]:
+def _tensor_rows(forecast: Forecast, doc: dict[str, Any], longest: int, *, rule_below: bool) -> Iterator[list[Cell]]:
     """Rows of the table of tensors, with specs of at most `longest` characters; rules in a column, or each below its tensor."""
     heads = ("tensor", "now", "then", "reads", "ampl.", "after", *(() if rule_below else ("rule",)))
     yield [Cell(text, "dim", right=2 < i < 6) for i, text in enumerate(heads)]
     for t in doc["tensors"][:MOST_TENSORS]:
-        before, after = found.plan.sources[t["name"]].layout, found.plan.decisions[t["name"]].layout
+        before, after = forecast.plan.sources[t["name"]].layout, forecast.plan.decisions[t["name"]].layout
         rule = Cell(visible(clip(t["rule"], LONGEST_RULE)), "cyan")
         row = [
             Cell(visible(t["name"]), "bold"),
@@ -133,13 +133,13 @@ def _tensor_rows(found: Forecast, doc: dict[str, Any], longest: int, *, rule_bel
             yield [rule._replace(text=f"  rule {rule.text}"), *[Cell("")] * (len(row) - 1)]
 
 
-def _picture(screen: Screen, found: Forecast, doc: dict[str, Any]) -> Iterator[str]:
+def _picture(screen: Screen, forecast: Forecast, doc: dict[str, Any]) -> Iterator[str]:
     """The costliest tensor, drawn before and after."""
     if not doc["tensors"]:
         return
     name = doc["tensors"][0]["name"]
-    shape = found.plan.target.tensors[name].shape
-    for when, layout in (("now", found.plan.sources[name].layout), ("then", found.plan.decisions[name].layout)):
+    shape = forecast.plan.target.tensors[name].shape
+    for when, layout in (("now", forecast.plan.sources[name].layout), ("then", forecast.plan.decisions[name].layout)):
         yield ""
         yield screen.paint(f"{visible(name)} {when}: {spec_text(layout)}", "bold")
         if layout is None or isinstance(layout, Placements):
@@ -147,28 +147,28 @@ def _picture(screen: Screen, found: Forecast, doc: dict[str, Any]) -> Iterator[s
         yield from picture(screen, layout, shape)
 
 
-def _balance(screen: Screen, found: Forecast, doc: dict[str, Any]) -> Iterator[str]:
+def _balance(screen: Screen, forecast: Forecast, doc: dict[str, Any]) -> Iterator[str]:
     """Bars of the bytes that each target host reads as stored, with a mark for after the reshard."""
     spans = doc["flow"]["target_hosts"]
     step = -(-len(spans) // MOST_BARS)
     grouped_hosts = [(spans[i][0], spans[min(i + step, len(spans)) - 1][1]) for i in range(0, len(spans), step)]
-    most = max(1, int(found.before.read.max(initial=0)), int(found.after.read.max(initial=0)))
+    most = max(1, int(forecast.before.read.max(initial=0)), int(forecast.after.read.max(initial=0)))
     names = [hosts_text(span) for span in grouped_hosts]
     width = max(10, min(50, screen.width - max(map(len, names)) - 14))
     yield ""
-    grouped = ": the most of them" if step > 1 or len(spans) < found.hosts.number else ""
+    grouped = ": the most of them" if step > 1 or len(spans) < forecast.hosts.number else ""
     yield f"Each host reads, as it is stored (█) and after the reshard (│){grouped}"
     for name, (first, stop) in zip(names, grouped_hosts, strict=True):
-        before, after = (int(reads[first:stop].max(initial=0)) for reads in (found.before.read, found.after.read))
+        before, after = (int(reads[first:stop].max(initial=0)) for reads in (forecast.before.read, forecast.after.read))
         bar = list("█" * round(before / most * width) + " " * width)[: width + 1]
         at = min(width, round(after / most * width))
         bar[at] = "│"
         yield f"  {name:>{max(map(len, names))}} {screen.paint(''.join(bar), 'cyan')} {file_size(before)}"
 
 
-def _heat(screen: Screen, found: Forecast, doc: dict[str, Any]) -> Iterator[str]:
+def _heat(screen: Screen, forecast: Forecast, doc: dict[str, Any]) -> Iterator[str]:
     """Heat map of bytes by the hosts that wrote them (down) and the hosts that read them (across)."""
-    nbytes = found.before.flow.nbytes
+    nbytes = forecast.before.flow.nbytes
     if nbytes.size <= 1:
         return
     rows, writers = joined(nbytes, doc["flow"]["source_hosts"], MOST_HEAT)
