@@ -102,9 +102,9 @@ class Tiling:
         stop = np.minimum(start + np.array(tile, np.int64), end)
         return DeviceBoxes(ids, BoxArray(np.minimum(start, end), stop), tile, replicas, self.parts)
 
-    def _rows(self, wanted: Index) -> Index:
-        rows = np.minimum(np.searchsorted(self.device_ids, wanted), len(self.device_ids) - 1)
-        strangers = wanted[self.device_ids[rows] != wanted]
+    def _rows(self, ids: Index) -> Index:
+        rows = np.minimum(np.searchsorted(self.device_ids, ids), len(self.device_ids) - 1)
+        strangers = ids[self.device_ids[rows] != ids]
         if len(strangers):
             raise ShardingError(
                 f"Device {strangers[0]} is not among the {len(self.device_ids)} devices of this layout; ask for those only."

@@ -106,12 +106,12 @@ def by_name(name: str) -> DType:
     Raises:
         DtypeError: no dtype of that name can be stored.
     """
-    found = DTYPES.get(name) if isinstance(name, str) else None
-    if found is None:
+    dtype = DTYPES.get(name) if isinstance(name, str) else None
+    if dtype is None:
         if name in _ML_NAMES or name in _BITS_NAMES:
             raise DtypeError(f"dtype {name!r} is unknown to the installed ml_dtypes {ml_dtypes.__version__}; install a newer one.")
         raise DtypeError(f"dtype {shorten(name)} cannot be stored. {_ADVICE}")
-    return found
+    return dtype
 
 
 @cache
@@ -125,22 +125,22 @@ def of_numpy(dtype: np.dtype[Any]) -> DType:
         DtypeError: the type cannot be stored: strings, objects, dates, records, extended precision and others.
     """
     dtype = np.dtype(dtype)
-    found = DTYPES.get(dtype.name)
+    known = DTYPES.get(dtype.name)
     # A big-endian dtype keeps its name; a foreign dtype may have the name of a supported one, so the type must agree as well.
-    if found is None or dtype.newbyteorder("=") != found.numpy:
+    if known is None or dtype.newbyteorder("=") != known.numpy:
         raise DtypeError(f"dtype {str(dtype)!r} cannot be stored. {_ADVICE}")
-    return found
+    return known
 
 
 @cache
-def castable(stored: DType, wanted: DType) -> bool:
+def castable(stored: DType, target: DType) -> bool:
     """Whether elements can be converted as by `numpy.astype`, without losing imaginary parts."""
-    if stored == wanted:
+    if stored == target:
         return True
-    if stored.numpy.kind == "c" and wanted.numpy.kind != "c":
+    if stored.numpy.kind == "c" and target.numpy.kind != "c":
         return False
     try:
-        np.zeros(1, stored.numpy).astype(wanted.numpy)
+        np.zeros(1, stored.numpy).astype(target.numpy)
     except TypeError:
         return False
     return True

@@ -100,18 +100,18 @@ class _Reader:
             raise self.error("this is a tuple of shardings: give the sharding of one tensor")
         word = self.word()
         if word in _WITHOUT_DEVICES:
-            found = HloSharding(Kind(word), None, ())
+            sharding = HloSharding(Kind(word), None, ())
         elif word == Kind.MAXIMAL:
-            found = HloSharding(Kind.MAXIMAL, self.maximal(), ())
+            sharding = HloSharding(Kind.MAXIMAL, self.maximal(), ())
         elif word == "devices":
-            found = HloSharding(Kind.TILED, self.tiles(), self.subgroups())
+            sharding = HloSharding(Kind.TILED, self.tiles(), self.subgroups())
         else:
             raise self.unknown(word, "replicated, maximal, manual, unknown, unreduced or devices=")
         if not self.accept("}"):
             raise self.unknown(self.word(), "'}'")
         if _SPACE.fullmatch(self.text, self.at) is None:
             raise self.error("nothing may follow the closing brace")
-        return found
+        return sharding
 
     def maximal(self) -> TileAssignment:
         if (word := self.word()) != "device":
@@ -141,11 +141,11 @@ class _Reader:
         match _WORD.match(self.text, self.at):
             case None:
                 return ()
-            case found:
-                self.at = found.end()
-        if found[1] == "last_tile_dim_replicate":
+            case suffix:
+                self.at = suffix.end()
+        if suffix[1] == "last_tile_dim_replicate":
             return (Kind.REPLICATED,)
-        if found[1] != "last_tile_dims":
+        if suffix[1] != "last_tile_dims":
             self.at = start
             raise self.unknown(self.word(), "last_tile_dim_replicate, last_tile_dims= or '}'")
         self.expect("=")
@@ -169,19 +169,19 @@ class _Reader:
         return dims
 
     def ints(self) -> NDArray[np.int64]:
-        found = _INTS.match(self.text, self.at)
-        if found is None:
+        match = _INTS.match(self.text, self.at)
+        if match is None:
             raise self.error("expected integers of at most 18 digits, from 0")
-        self.at = found.end()
+        self.at = match.end()
         # The expression has checked that this is digits and commas: no warning, no overflow.
-        return np.fromstring(found[1], dtype=np.int64, sep=",")
+        return np.fromstring(match[1], dtype=np.int64, sep=",")
 
     def word(self) -> str:
-        found = _WORD.match(self.text, self.at)
-        if found is None:
+        match = _WORD.match(self.text, self.at)
+        if match is None:
             raise self.error("expected a word")
-        self.at = found.end()
-        return found[1]
+        self.at = match.end()
+        return match[1]
 
     def accept(self, token: str) -> bool:
         space = _SPACE.match(self.text, self.at)

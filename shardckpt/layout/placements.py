@@ -79,10 +79,10 @@ class Placement:
         Raises:
             ShardingError: the text is not a placement.
         """
-        found = _TEXT.fullmatch(text) if isinstance(text, str) else None
-        if found is None:
+        match = _TEXT.fullmatch(text) if isinstance(text, str) else None
+        if match is None:
             raise ShardingError(f"Placement: expected 'R', 'S(0)' or '_S(0,2)', with the tensor dimension first, found {shorten(text)}.")
-        plain, strided, factor = found.groups()
+        plain, strided, factor = match.groups()
         return cls(int(strided), int(factor)) if strided else cls(int(plain)) if plain else cls()
 
     def __str__(self) -> str:
@@ -120,7 +120,7 @@ class Placements:
                 f"Placements: {len(self.placements)} placements for a mesh of {self.mesh.ndim} dimensions; give one for each."
             )
         splits = _ordered(self)
-        if prod(split.parts for some in splits for split in some) > MOST_BOXES:
+        if prod(split.parts for of_dimension in splits for split in of_dimension) > MOST_BOXES:
             raise ShardingError(f"{self.text}: a tensor would be in more than {MOST_BOXES} boxes.")
         object.__setattr__(self, "_splits", splits)
 

@@ -57,8 +57,8 @@ class Sharding:
         mesh: object = self.mesh
         spec: object = self.spec
         if not isinstance(mesh, Mesh) or not isinstance(spec, PartitionSpec):
-            found = f"{type(mesh).__name__} and {type(spec).__name__}"
-            raise ShardingError(f"Sharding: expected a shardckpt Mesh and PartitionSpec, found {found}; write PartitionSpec(*entries).")
+            types = f"{type(mesh).__name__} and {type(spec).__name__}"
+            raise ShardingError(f"Sharding: expected a shardckpt Mesh and PartitionSpec, found {types}; write PartitionSpec(*entries).")
         object.__setattr__(self, "spec", self.spec.named(self.mesh))
 
     @classmethod
@@ -127,9 +127,9 @@ class Sharding:
             spec = PartitionSpec(*(tuple(name for _, name in sorted(cut, reverse=True)) for cut in cuts))
         except ShardingError:  # an axis cuts two dimensions at once
             return None
-        found = cls(mesh, spec)
-        same = found.parts(ndim) == tiling.parts and np.array_equal(found.tiling(ndim).coords, tiling.coords)
-        return found if same else None
+        sharding = cls(mesh, spec)
+        same = sharding.parts(ndim) == tiling.parts and np.array_equal(sharding.tiling(ndim).coords, tiling.coords)
+        return sharding if same else None
 
     @property
     def num_devices(self) -> int:

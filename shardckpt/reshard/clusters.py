@@ -145,8 +145,8 @@ def address_of(url: str) -> tuple[str, str]:
     >>> address_of("dask://auto")
     ('dask', 'auto')
     """
-    found = _URL.fullmatch(url)
-    if found is None or found[1] not in EXTRAS:
+    match = _URL.fullmatch(url)
+    if match is None or match[1] not in EXTRAS:
         known = ": give ray://HOST:PORT, dask://HOST:PORT, ray://auto or dask://auto; "
         raise OptionError(Message(named("engine", url), known, "without an engine, processes of this machine do the work."))
-    return found[1], found[2]
+    return match[1], match[2]

@@ -168,9 +168,9 @@ def run_job(
     source: str | SourceSpec,
     dst: str | os.PathLike[str],
     options: ReshardOptions,
-    found: OpenSource | None = None,
+    checkpoint: OpenSource | None = None,
 ) -> ReshardReport:
-    """Reshard any source; `found` is the source if the caller has opened it."""
+    """Reshard any source; `checkpoint` is the source if the caller has opened it."""
     began, destination = time.monotonic(), parse(dst)
     private = next((place for place in (place_of(source), destination) if not kind_of(place).shared), None)
     on_cluster = isinstance(options.engine, str)
@@ -181,7 +181,7 @@ def run_job(
     if on_cluster:  # each worker has the memory for itself
         each = replace(each, workers=1)
     job = Job(source, str(destination), each, call=secrets.token_hex(8), alone=options.worker is None and options.engine is None)
-    opened, done = OpenJob(job, found), None
+    opened, done = OpenJob(job, checkpoint), None
     dependants = Dependants(opened.store)
     first = options.worker is None or options.worker[0] == 0  # one call of the job reads the checkpoints beside the destination
     if first and opened.prior.is_checkpoint and not opened.committed:

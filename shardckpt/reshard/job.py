@@ -80,12 +80,12 @@ class Job:
 class OpenJob:
     """A job with its source open and its plan made, in one process."""
 
-    def __init__(self, job: Job, found: OpenSource | None = None) -> None:
+    def __init__(self, job: Job, checkpoint: OpenSource | None = None) -> None:
         """Read the source's record and the destination's, and plan.
 
         Args:
             job: the job.
-            found: its source, if that is already open.
+            checkpoint: its source, if that is already open.
 
         Raises:
             NotFoundError: there is no source.
@@ -97,7 +97,7 @@ class OpenJob:
         self.job = job
         location = parse(job.destination)
         check_destination(location)
-        self.checkpoint: OpenSource = open_source(job.source) if found is None else found
+        self.checkpoint: OpenSource = open_source(job.source) if checkpoint is None else checkpoint
         self.plan: ReshardPlan = plan_reshard(self.checkpoint, job.options, location)
         self.checkpoint.limit_reading(threads=readers(self.checkpoint.location), memory=self.plan.memory.reading)
         self.store = Store.open(location)
@@ -155,13 +155,13 @@ class OpenJob:
         A record whose files were removed since proves nothing: it is removed, and the task is done again. One listing of the hosts' files
         shows what exists. In the plain layout, which stores chunks as thousands of objects, the check covers only tables and values.
         """
-        found = finished_hosts(self.place)
-        if not found:
+        recorded = finished_hosts(self.place)
+        if not recorded:
             return set()
         there = {key for key, _ in self.place.modification_times("hosts/")}
-        complete = map_on_threads(lambda number: _is_complete(self.place, number, there), found)
-        finished = {number for number, is_complete in zip(found, complete, strict=True) if is_complete}
-        for number in set(found) - finished:
+        complete = map_on_threads(lambda number: _is_complete(self.place, number, there), recorded)
+        finished = {number for number, is_complete in zip(recorded, complete, strict=True) if is_complete}
+        for number in set(recorded) - finished:
             self.place.delete(host_record_key(number))
         return finished
 

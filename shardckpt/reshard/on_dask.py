@@ -36,11 +36,11 @@ class OnDask(ClusterExecutor):
 
     def __init__(self, url: str, address: str) -> None:
         super().__init__(url)
-        found = config.get("scheduler-address", None) if address == AUTO else f"tcp://{address}"
-        if found is None:
+        scheduler = config.get("scheduler-address", None) if address == AUTO else f"tcp://{address}"
+        if scheduler is None:
             raise OptionError(f"{url}: Dask knows of no scheduler; set DASK_SCHEDULER_ADDRESS, or give dask://HOST:PORT.")
         try:
-            self._client = distributed.Client(found, timeout=_CONNECT, set_as_default=False, name="shardckpt")
+            self._client = distributed.Client(scheduler, timeout=_CONNECT, set_as_default=False, name="shardckpt")
         except (OSError, ValueError) as e:
             raise CoordinationError(f"{url}: no Dask scheduler answers there ({e}); check the address.") from e
         self._calls = self._client.get_executor(pure=False)

@@ -39,7 +39,7 @@ def _optimizers(node: Node) -> Iterator[Node]:
     if not isinstance(node, Branch):
         return
     texts = [key if node.form == "dict" and isinstance(key, str) else "" for key in node.keys]
-    for prefix in {found[1] for text in texts if (found := _GROUPS.fullmatch(text))}:
+    for prefix in {match[1] for text in texts if (match := _GROUPS.fullmatch(text))}:
         own = re.compile(re.escape(prefix) + r"(?:state|param_groups)(?:\..*)?", re.DOTALL)
         parts = [(text, child) for text, child in zip(texts, node.children, strict=True) if own.fullmatch(text)]
         if any(text.startswith(f"{prefix}state") for text, _ in parts):

@@ -46,10 +46,10 @@ def parse_dtypes(texts: str | list[str]) -> str | dict[str, str]:
     if isinstance(texts, str):
         return texts
     pairs = [text.rpartition("=") for text in texts]
-    found = {pattern: name for pattern, _, name in pairs}
-    if len(found) < len(pairs):
+    dtypes = {pattern: name for pattern, _, name in pairs}
+    if len(dtypes) < len(pairs):
         raise OptionError(Message(named("dtype", ...), ": the same pattern, or a dtype without a pattern, is given twice; give each once."))
-    return found
+    return dtypes
 
 
 def dtype_option() -> Any:
@@ -65,10 +65,10 @@ def dtype_option() -> Any:
 
 
 def _parse_worker(text: str) -> tuple[int, int]:
-    found = re.fullmatch(r"(\d{1,9})/(\d{1,9})", text, re.ASCII)
-    if found is None:
+    match = re.fullmatch(r"(\d{1,9})/(\d{1,9})", text, re.ASCII)
+    if match is None:
         raise OptionError(Message(named("worker", text), ": expected K/N, from 0/8 to 7/8 for eight workers."))
-    worker, workers = int(found[1]), int(found[2])
+    worker, workers = int(match[1]), int(match[2])
     if worker >= workers:
         raise OptionError(Message(named("worker", text), ": K must be less than N; workers count from 0, as in 0/8 to 7/8."))
     return worker, workers
@@ -249,14 +249,14 @@ def _all_rules(rules: object, like: str | os.PathLike[str] | Checkpoint | None, 
             without = named("unmatched", ...), " is about tensors that no rule matches, and there are no rules; give "
             raise OptionError(Message(*without, named("rules"), " or ", named("like"), "."))
         return None
-    found = Rules() if rules is None else rules
-    if isinstance(found, Mapping):
-        found = Rules(tuple(Rule(pattern, spec) for pattern, spec in found.items()))
-    elif isinstance(found, str | Sequence):
-        found = Rules.parse(found)
-    elif not isinstance(found, Rules):
+    combined = Rules() if rules is None else rules
+    if isinstance(combined, Mapping):
+        combined = Rules(tuple(Rule(pattern, spec) for pattern, spec in combined.items()))
+    elif isinstance(combined, str | Sequence):
+        combined = Rules.parse(combined)
+    elif not isinstance(combined, Rules):
         raise OptionError(Message(named("rules", rules), ": give shardckpt.Rules, texts such as '**/w1=(None,model)', or a dict."))
     if like is not None:
         other = like if isinstance(like, Checkpoint) else Checkpoint(like)
-        found = found.then(Rules.like(other.record, str(other.location)))
-    return found if unmatched is None else replace(found, unmatched=unmatched)
+        combined = combined.then(Rules.like(other.record, str(other.location)))
+    return combined if unmatched is None else replace(combined, unmatched=unmatched)

@@ -244,10 +244,10 @@ def _tasks(cells: Mapping[str, Cells], structure: Structure, length: int, least:
     tensor, begins = np.repeat(np.arange(len(grids)), counts), np.cumsum(counts) - counts
     which = (np.cumsum(sizes) - sizes // 2) // length
     first = np.flatnonzero(np.diff(tensor, prepend=-1) | np.diff(which, prepend=-1))
-    found: dict[int, list[TaskShare]] = {}
+    by_task: dict[int, list[TaskShare]] = {}
     of, nbytes = tensor[first], np.add.reduceat(sizes, first)
     runs = (first - begins[of], np.append(first[1:], len(sizes)) - begins[of])
     for task, k, a, b, n in zip(which[first].tolist(), of.tolist(), *(run.tolist() for run in runs), nbytes.tolist(), strict=True):
-        found.setdefault(task, []).append(TaskShare(names[k], range(a, b), n))
-    shares = [*found.values(), *([[]] * (least - len(found)))]
-    return tuple(Task(number, tuple(some)) for number, some in enumerate(shares))
+        by_task.setdefault(task, []).append(TaskShare(names[k], range(a, b), n))
+    shares = [*by_task.values(), *([[]] * (least - len(by_task)))]
+    return tuple(Task(number, tuple(of_task)) for number, of_task in enumerate(shares))

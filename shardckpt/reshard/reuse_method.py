@@ -30,7 +30,7 @@ def reuse_method(source: Store, target: Store) -> ReuseMethod | None:
     old, new = source.local_path(""), target.local_path("")
     if old is None or new is None:
         return None
-    existing = next((found for path in (new, *new.parents) if (found := status(path)) is not None), None)
+    existing = next((entry for path in (new, *new.parents) if (entry := status(path)) is not None), None)
     read = status(old)
     one = existing is not None and read is not None and read.st_dev == existing.st_dev
     return "links" if one and not _has_links(old) else None

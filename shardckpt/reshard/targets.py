@@ -107,11 +107,11 @@ def _over(mesh: Mesh, tensor: TensorRecord, of_plain: tuple[str, ...]) -> Decisi
     layout = tensor.layout
     if layout is None:
         return Decision(None, "", "The tensor was saved as a plain tensor, and stays one.", of_plain)
-    found = layout.as_sharding(tensor.shape) if isinstance(layout, Placements) else layout
-    if not isinstance(found, Sharding):
+    sharding = layout.as_sharding(tensor.shape) if isinstance(layout, Placements) else layout
+    if not isinstance(sharding, Sharding):
         notice = "its recorded layout names no axes, so it is replicated; a rule can cut it"
         return Decision(Sharding(mesh, PartitionSpec()), "", "The recorded layout cannot be applied to another mesh.", (notice,))
-    kept = PartitionSpec(*(tuple(a for a in axes if a in mesh.axis_names) for axes in found.spec.axes))
-    lost = [str(a) for axes in found.spec.axes for a in axes if a not in mesh.axis_names]
+    kept = PartitionSpec(*(tuple(a for a in axes if a in mesh.axis_names) for axes in sharding.spec.axes))
+    lost = [str(a) for axes in sharding.spec.axes for a in axes if a not in mesh.axis_names]
     notices = (f"the mesh has no axis {', '.join(lost)}, which cut the tensor in the source",) if lost else ()
     return Decision(Sharding(mesh, kept), "", "The tensor keeps its recorded spec, over the given mesh.", notices)

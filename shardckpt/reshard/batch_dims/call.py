@@ -78,14 +78,14 @@ class Call:
         """
         if not is_node(value):
             return Replicate(self.batch.power(value)) if isinstance(value, int | float) else Replicate()
-        found = self._known[value]
-        if isinstance(found, tuple):
+        layout = self._known[value]
+        if isinstance(layout, tuple):
             raise Undecided(f"{value.name} is a tuple of tensors")
-        if isinstance(found, Unknown):
-            raise Unresolved(found)
-        if isinstance(found, Numbered):
+        if isinstance(layout, Unknown):
+            raise Unresolved(layout)
+        if isinstance(layout, Numbered):
             raise Undecided(f"{value.name} counts the samples, and every process starts at 0")
-        return found
+        return layout
 
     def known(self, value: Any) -> Result:
         """The layout of a node, or the layouts of its results."""
@@ -98,12 +98,12 @@ class Call:
             Unresolved: the layout is Unknown.
             Undecided: the operand is partial.
         """
-        found = self.layout(value)
-        if isinstance(found, Partial):
-            raise Undecided(f"{shown(value)} is {found}, and the operation is not linear in it: it must be reduced before")
-        if found.power:
-            raise Undecided(f"{shown(value)} is {found}: it scales with the size of the part")
-        return found
+        layout = self.layout(value)
+        if isinstance(layout, Partial):
+            raise Undecided(f"{shown(value)} is {layout}, and the operation is not linear in it: it must be reduced before")
+        if layout.power:
+            raise Undecided(f"{shown(value)} is {layout}: it scales with the size of the part")
+        return layout
 
     def replicated(self, value: Any) -> Replicate:
         """The layout of an operand that must be the same everywhere; None as an argument counts as replicated.
@@ -112,10 +112,10 @@ class Call:
             Unresolved: the layout is Unknown.
             Undecided: the operand is cut or partial.
         """
-        found = self.steady(value)
-        if isinstance(found, Shard):
-            raise Undecided(f"{shown(value)} is {found}, but only a replicated operand is supported")
-        return found
+        layout = self.steady(value)
+        if isinstance(layout, Shard):
+            raise Undecided(f"{shown(value)} is {layout}, but only a replicated operand is supported")
+        return layout
 
     def shape(self, value: Any) -> tuple[int, ...]:
         """An argument's shape; () for a number."""

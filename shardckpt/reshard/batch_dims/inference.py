@@ -50,9 +50,9 @@ class BatchDims:
         Raises:
             NamesMismatchError: there is no tensor of that name.
         """
-        for some in (self.states, self.inputs, self.outputs, self.nodes):
-            if name in some:
-                return some[name]
+        for group in (self.states, self.inputs, self.outputs, self.nodes):
+            if name in group:
+                return group[name]
         raise NamesMismatchError(
             f"batch_dims: the program has no tensor {name!r}; explain what is in .states, .inputs, .outputs or .nodes."
         )
@@ -60,7 +60,7 @@ class BatchDims:
     @property
     def unknown_operators(self) -> Counter[str]:
         """The operators at which an Unknown begins → number of nodes."""
-        begun = {name for found in self._by_node.values() for name in _origins(found)}
+        begun = {name for result in self._by_node.values() for name in _origins(result)}
         return Counter(str(node.target) for node in self.program.graph.nodes if node.name in begun)
 
     def explain(self, name: str) -> str:
@@ -78,21 +78,21 @@ class BatchDims:
 
     def _node(self, name: str) -> Any:
         program = self.program
-        for some in (program.changed, program.states, program.inputs, program.outputs, {n.name: n for n in self._by_node}):
-            if name in some:
-                return some[name]
+        for group in (program.changed, program.states, program.inputs, program.outputs, {n.name: n for n in self._by_node}):
+            if name in group:
+                return group[name]
         self[name]
         raise AssertionError(name)
 
     def _cause(self, node: Any) -> Any:
         """The operand that determines a node's layout: equally Unknown, or partial, or cut; the latest if there are several."""
-        found = self._by_node[node]
+        own = self._by_node[node]
         telling = [
             n for n in self._by_node if n in node.all_input_nodes and any(layout != Replicate() for layout in _each(self._by_node[n]))
         ]
-        if isinstance(found, Unknown):
-            telling = [n for n in telling if found in _each(self._by_node[n])]
-        alike = [n for n in telling if self._by_node[n] == found]
+        if isinstance(own, Unknown):
+            telling = [n for n in telling if own in _each(self._by_node[n])]
+        alike = [n for n in telling if self._by_node[n] == own]
         return next(reversed(alike or telling), None)
 
 
@@ -119,10 +119,10 @@ def batch_dims(
     size, given = _batch_of(program, batch)
     inputs: dict[Any, Layout] = {**_with_symbol(program, size), **given}
     settled = _settled(program, inputs, size, Assumptions(even_counts, local_batch_norm))
-    known = {node: _in_numbers(node, found, size) for node, found in settled.items()}
+    known = {node: _in_numbers(node, result, size) for node, result in settled.items()}
     return BatchDims(
         program,
-        {node.name: found for node, found in known.items()},
+        {node.name: result for node, result in known.items()},
         {name: _single(known[node]) for name, node in program.states.items()},
         {name: _single(known[node]) for name, node in program.inputs.items()},
         {name: _single(known[node]) for name, node in program.outputs.items()},
@@ -130,18 +130,18 @@ def batch_dims(
     )
 
 
-def _in_numbers(node: Any, found: Result, batch: BatchSize) -> Result:
+def _in_numbers(node: Any, result: Result, batch: BatchSize) -> Result:
     """The layout, if it has no symbols; a size that is not known yet cannot be a number of runs."""
-    if isinstance(found, tuple):
-        return tuple(_single(_in_numbers(node, layout, batch)) for layout in found)
-    if isinstance(found, Shard | Numbered) and not batch.is_literal(found.outer):
-        return Unknown(f"dimension {found.dim} has the batch behind another dynamic size", node.name)
-    return found
+    if isinstance(result, tuple):
+        return tuple(_single(_in_numbers(node, layout, batch)) for layout in result)
+    if isinstance(result, Shard | Numbered) and not batch.is_literal(result.outer):
+        return Unknown(f"dimension {result.dim} has the batch behind another dynamic size", node.name)
+    return result
 
 
-def _single(found: Result) -> Layout:
-    assert not isinstance(found, tuple)
-    return found
+def _single(result: Result) -> Layout:
+    assert not isinstance(result, tuple)
+    return result
 
 
 # --- The batch ----------------------------------------------------------------------------------------------------
@@ -190,19 +190,19 @@ def _tensors(program: Program) -> list[Any]:
 
 def _with_symbol(program: Program, batch: BatchSize) -> dict[Any, Layout]:
     """Inputs whose shape contains the batch's symbol, and plain numbers equal to its size."""
-    found: dict[Any, Layout] = {}
+    layouts: dict[Any, Layout] = {}
     for node in (*program.inputs.values(), *program.states.values()):
         try:
             shape = batch.shape(getattr(node.meta["val"], "shape", ()))
             if symbol_of(node.meta["val"]) is not None:
-                found[node] = Replicate(batch.power(node.meta["val"]))
+                layouts[node] = Replicate(batch.power(node.meta["val"]))
         except Undecided as reason:
-            found[node] = Unknown(str(reason), node.name)
+            layouts[node] = Unknown(str(reason), node.name)
             continue
         cut = [d for d, size in enumerate(shape) if batch.divides(size) and not batch.literal_sizes]
         if cut:
-            found[node] = Shard(cut[0])
-    return found
+            layouts[node] = Shard(cut[0])
+    return layouts
 
 
 # --- State that the program changes -------------------------------------------------------------------------------
@@ -245,16 +245,16 @@ def _no_layout(node: Any, first: Layout) -> Unknown:
 # --- Text ---------------------------------------------------------------------------------------------------------
 
 
-def _each(found: Result) -> tuple[Layout, ...]:
-    return found if isinstance(found, tuple) else (found,)
+def _each(result: Result) -> tuple[Layout, ...]:
+    return result if isinstance(result, tuple) else (result,)
 
 
-def _origins(found: Result) -> list[str]:
-    return [layout.node for layout in _each(found) if isinstance(layout, Unknown)]
+def _origins(result: Result) -> list[str]:
+    return [layout.node for layout in _each(result) if isinstance(layout, Unknown)]
 
 
-def _text(found: Result) -> str:
-    return ", ".join(map(str, _each(found)))
+def _text(result: Result) -> str:
+    return ", ".join(map(str, _each(result)))
 
 
 def _call_text(node: Any) -> str:
@@ -269,5 +269,5 @@ def _call_text(node: Any) -> str:
 def _source_line(node: Any) -> str:
     """The place of a node in the user's program, if the graph records it."""
     trace = node.meta.get("stack_trace") or ""
-    found = [(path, line) for path, line in re.findall(r'File "([^"]*)", line (\d+)', trace) if "/torch/" not in path]
-    return f"  # {found[-1][0].rpartition('/')[2]}:{found[-1][1]}" if found else ""
+    lines = [(path, line) for path, line in re.findall(r'File "([^"]*)", line (\d+)', trace) if "/torch/" not in path]
+    return f"  # {lines[-1][0].rpartition('/')[2]}:{lines[-1][1]}" if lines else ""

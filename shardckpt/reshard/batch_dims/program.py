@@ -64,9 +64,9 @@ class Program:
         Raises:
             OptionError: there is no placeholder of that name.
         """
-        for some in (self.inputs, self.states):
-            if name in some:
-                return some[name]
+        for group in (self.inputs, self.states):
+            if name in group:
+                return group[name]
         raise OptionError(f"batch_dims: the program has no input {name!r}; it has {', '.join(map(repr, (*self.inputs, *self.states)))}.")
 
 

@@ -89,19 +89,19 @@ def _is_number(node: Any) -> bool:
 
 def _of_number(node: Any, known: Mapping[Any, Result], batch: BatchSize) -> Layout:
     if op_name(node) not in _SIZES_OF:
-        unknown = next((found for n in node.all_input_nodes if isinstance(found := known[n], Unknown)), None)
+        unknown = next((layout for n in node.all_input_nodes if isinstance(layout := known[n], Unknown)), None)
         if unknown is not None:
             return unknown
     return Replicate(batch.power(node.meta["val"]))
 
 
-def _checked(node: Any, found: Result, batch: BatchSize) -> Result:
+def _checked(node: Any, result: Result, batch: BatchSize) -> Result:
     """The layout if the shape agrees with it, else Unknown."""
     value = node.meta.get("val")
-    if isinstance(found, tuple):
-        values = value if isinstance(value, tuple | list) else [value] * len(found)
-        return tuple(_compared(node, layout, v, batch) for layout, v in zip(found, values, strict=False))
-    return _compared(node, found, value, batch)
+    if isinstance(result, tuple):
+        values = value if isinstance(value, tuple | list) else [value] * len(result)
+        return tuple(_compared(node, layout, v, batch) for layout, v in zip(result, values, strict=False))
+    return _compared(node, result, value, batch)
 
 
 def _compared(node: Any, layout: Layout, value: Any, batch: BatchSize) -> Layout:

@@ -55,14 +55,14 @@ def batch_shardings(
     """
     if axis not in mesh.axis_names:
         raise ShardingError(f"batch_shardings: the mesh has no axis {axis!r}; its axes are {', '.join(mesh.axis_names)}.")
-    found = (
+    inferred = (
         exported
         if isinstance(exported, BatchDims)
         else batch_dims(exported, batch, even_counts=even_counts, local_batch_norm=local_batch_norm)
     )
-    inputs = {name: found.inputs[name] for name in found.program.changed if name in found.inputs}
-    layouts = {name: _stated(name, layout, replicated) for name, layout in {**found.states, **inputs}.items()}
-    shapes = {name: tuple(found.program.placeholder(name).meta["val"].shape) for name in layouts}
+    inputs = {name: inferred.inputs[name] for name in inferred.program.changed if name in inferred.inputs}
+    layouts = {name: _stated(name, layout, replicated) for name, layout in {**inferred.states, **inputs}.items()}
+    shapes = {name: tuple(inferred.program.placeholder(name).meta["val"].shape) for name in layouts}
     return {prefix + name: _over(mesh, axis, layout, len(shapes[name])) for name, layout in layouts.items()}
 
 

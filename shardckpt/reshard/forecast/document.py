@@ -19,15 +19,15 @@ if TYPE_CHECKING:
     from shardckpt.reshard.plan import ReshardPlan
 
 
-def document(found: Forecast) -> dict[str, Any]:
+def document(forecast: Forecast) -> dict[str, Any]:
     """All numbers of a forecast."""
-    plan, record = found.plan, found.plan.source
+    plan, record = forecast.plan, forecast.plan.source
     meshes = {d.layout.mesh: None for d in plan.decisions.values() if isinstance(d.layout, Sharding | Placements)}
     return {
         "source": {
-            "url": found.url,
+            "url": forecast.url,
             "attempt": record.attempt,
-            "format": "shardckpt" if found.native else record.writer,
+            "format": "shardckpt" if forecast.native else record.writer,
             "hosts": len(record.hosts),
             "processes": record.processes,
             "layout": record.layout,
@@ -37,53 +37,53 @@ def document(found: Forecast) -> dict[str, Any]:
             "stored_bytes": record.totals["stored_bytes"],
         },
         "target": {
-            "url": found.destination,
-            "replaces": found.replaces,
+            "url": forecast.destination,
+            "replaces": forecast.replaces,
             "meshes": [mesh.to_json() for mesh in meshes],
-            "devices": len(found.hosts.owners.device_ids),
-            "devices_per_host": found.devices_per_host,
-            "hosts": found.hosts.number,
+            "devices": len(forecast.hosts.owners.device_ids),
+            "devices_per_host": forecast.devices_per_host,
+            "hosts": forecast.hosts.number,
             "layout": plan.layout,
             "compression": plan.compression,
             "tensors": len(plan.target.tensors),
             "bytes": plan.nbytes,
         },
-        "reshard": _reshard(found),
-        "restore": _restore(found.before, found),
-        "restore_after": _restore(found.after, found),
-        "pays_after_restores": found.pays_after,
-        "rates": {"read": _rate(found.rates.read), "write": _rate(found.rates.write)},
+        "reshard": _reshard(forecast),
+        "restore": _restore(forecast.before, forecast),
+        "restore_after": _restore(forecast.after, forecast),
+        "pays_after_restores": forecast.pays_after,
+        "rates": {"read": _rate(forecast.rates.read), "write": _rate(forecast.rates.write)},
         "flow": {
-            "source_hosts": [list(span) for span in found.before.flow.writers.ranges()],
-            "target_hosts": [list(span) for span in found.before.flow.readers.ranges()],
-            "bytes": found.before.flow.nbytes.tolist(),
-            "exact": found.before.flow.exact,
+            "source_hosts": [list(span) for span in forecast.before.flow.writers.ranges()],
+            "target_hosts": [list(span) for span in forecast.before.flow.readers.ranges()],
+            "bytes": forecast.before.flow.nbytes.tolist(),
+            "exact": forecast.before.flow.exact,
         },
-        "tensors": sorted((_tensor(found, name) for name in plan.target.tensors), key=lambda t: -t["restore_bytes"]),
+        "tensors": sorted((_tensor(forecast, name) for name in plan.target.tensors), key=lambda t: -t["restore_bytes"]),
         "conversions": [one.to_json() for one in plan.conversions],
         "notices": plan.notices,
     }
 
 
-def _reshard(found: Forecast) -> dict[str, Any]:
-    plan = found.plan
+def _reshard(forecast: Forecast) -> dict[str, Any]:
+    plan = forecast.plan
     chunks = sum(t.num_chunks for t in plan.target.tensors.values())
-    read_back = (found.stored_bytes if found.reuse else found.written_bytes) if found.options.verify else 0
+    read_back = (forecast.stored_bytes if forecast.reuse else forecast.written_bytes) if forecast.options.verify else 0
     return {
-        "bytes_read": found.read_bytes,
-        "bytes_written": found.written_bytes,
-        "amplification": round(found.amplification, 4),
-        "requests": None if found.reads is None else found.reads.requests,
-        "requests_counted_tasks": 0 if found.reads is None else found.reads.counted,
+        "bytes_read": forecast.read_bytes,
+        "bytes_written": forecast.written_bytes,
+        "amplification": round(forecast.amplification, 4),
+        "requests": None if forecast.reads is None else forecast.reads.requests,
+        "requests_counted_tasks": 0 if forecast.reads is None else forecast.reads.counted,
         "files": _files(plan, chunks),
         "chunks": chunks,
-        "taken_over": found.reuse,
+        "taken_over": forecast.reuse,
         "tasks": len(plan.tasks),
         "workers": plan.memory.workers,
         "peak_memory": plan.memory.peak,
-        "memory_limit": found.options.budget,
+        "memory_limit": forecast.options.budget,
         "bytes_read_back": read_back,
-        "seconds": _seconds(found.rates, found.read_bytes + read_back, found.written_bytes),
+        "seconds": _seconds(forecast.rates, forecast.read_bytes + read_back, forecast.written_bytes),
     }
 
 
@@ -92,7 +92,7 @@ def _files(plan: ReshardPlan, chunks: int) -> int:
     return chunks if plan.layout == "zarr" else sum(-(-task.nbytes // DATA_FILE_BYTES) for task in plan.tasks)
 
 
-def _restore(what: RestoreForecast, found: Forecast) -> dict[str, Any]:
+def _restore(what: RestoreForecast, forecast: Forecast) -> dict[str, Any]:
     reads = what.read
     return {
         "bytes_read": int(reads.sum()),
@@ -103,7 +103,7 @@ def _restore(what: RestoreForecast, found: Forecast) -> dict[str, Any]:
         "largest_host": int(reads.max(initial=0)),
         "mean_host": int(reads.mean()) if len(reads) else 0,
         "bytes_by_host": reads.tolist(),
-        "seconds": _seconds(found.rates, int(reads.max(initial=0)), 0),
+        "seconds": _seconds(forecast.rates, int(reads.max(initial=0)), 0),
     }
 
 
@@ -123,9 +123,9 @@ def _seconds(rates: Rates, read: int, written: int) -> float | None:
     return round(seconds, 3)
 
 
-def _tensor(found: Forecast, name: str) -> dict[str, Any]:
-    source, target, decision = found.plan.sources[name], found.plan.target.tensors[name], found.plan.decisions[name]
-    before, after = found.before.tensors[name], found.after.tensors[name]
+def _tensor(forecast: Forecast, name: str) -> dict[str, Any]:
+    source, target, decision = forecast.plan.sources[name], forecast.plan.target.tensors[name], forecast.plan.decisions[name]
+    before, after = forecast.before.tensors[name], forecast.after.tensors[name]
     return {
         "name": name,
         "shape": list(target.shape),

@@ -59,11 +59,11 @@ class Hosts:
             for layout, ndim in layouts
             if layout is not None
         }
-        found = [
+        ids = [
             layout.mesh.device_ids if isinstance(layout, Sharding | Placements) else layout.tiling(ndim).device_ids
             for layout, ndim in distinct.values()
         ]
-        devices = np.unique(np.concatenate(found)) if found else np.zeros(1, np.int64)
+        devices = np.unique(np.concatenate(ids)) if ids else np.zeros(1, np.int64)
         each = devices_per_host if number is None else max(1, -(-len(devices) // max(number, 1)))
         if each is None or each < 1:
             raise OptionError(f"devices_per_host={devices_per_host}: every host has at least one device.")

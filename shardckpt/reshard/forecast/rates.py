@@ -73,10 +73,10 @@ def given_rates(text: str) -> Rates:
     Raises:
         OptionError: the text is not a rate.
     """
-    found = [float(parse_bytes(part, "rate")) for part in text.split(",")]
-    if not 1 <= len(found) <= 2 or min(found) <= 0:
+    numbers = [float(parse_bytes(part, "rate")) for part in text.split(",")]
+    if not 1 <= len(numbers) <= 2 or min(numbers) <= 0:
         raise OptionError(Message(named("rate", text), ": give bytes per second for reading and writing, as in 1GiB,400MiB."))
-    return Rates(Rate(found[0]), Rate(found[-1]))
+    return Rates(Rate(numbers[0]), Rate(numbers[-1]))
 
 
 def measure_read(checkpoint: Checkpoint, places: Places | None) -> Rate | None:
@@ -120,16 +120,16 @@ def _sample(tensor: TensorRecord) -> Box:
 def _forget(checkpoint: Checkpoint, places: Places, tensor: TensorRecord, box: Box) -> None:
     """Ask a local disk's page cache to drop the chunks of a box; harmless if it does not."""
     piece = tensor.pieces[0]
-    found = places.of(tensor.name, [piece])
+    places_of_chunks = places.of(tensor.name, [piece])
     for chunk in np.unique(overlaps(piece, BoxArray.of([box], box.ndim)).chunk).tolist():
-        number = int(found.file[chunk])
+        number = int(places_of_chunks.file[chunk])
         path = checkpoint.place.local_path(places.table.files[number]) if number < len(places.table.files) else None
         if path is None:
             return
         with suppress(OSError, AttributeError):
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
             try:
-                os.posix_fadvise(fd, int(found.offset[chunk]), int(found.length[chunk]), os.POSIX_FADV_DONTNEED)
+                os.posix_fadvise(fd, int(places_of_chunks.offset[chunk]), int(places_of_chunks.length[chunk]), os.POSIX_FADV_DONTNEED)
             finally:
                 os.close(fd)
 

@@ -53,9 +53,9 @@ def reshard_reads(plan: ReshardPlan, places: Places, limits: RunLimits) -> Resha
     chosen = sorted({round(i) for i in np.linspace(0, len(plan.tasks) - 1, min(MOST_COUNTED, len(plan.tasks)))})
     nbytes = requests = elements = 0
     for task in (plan.tasks[i] for i in chosen):
-        found: dict[str, ChunkPlaces] = {}
+        of_arrays: dict[str, ChunkPlaces] = {}
         for batch in batches_of(plan.planned_steps(task), plan.memory.batch):
-            chunks = [columns for planned in batch.steps for columns in _chunks_read(plan, planned, places, found)]
+            chunks = [columns for planned in batch.steps for columns in _chunks_read(plan, planned, places, of_arrays)]
             requests += count_requests(chunks, limits)
             nbytes += sum(int(length.sum()) for _, _, length in chunks)
         elements += task.nbytes
@@ -65,11 +65,11 @@ def reshard_reads(plan: ReshardPlan, places: Places, limits: RunLimits) -> Resha
 
 
 def _chunks_read(
-    plan: ReshardPlan, planned: PlannedStep, places: Places, found: dict[str, ChunkPlaces]
+    plan: ReshardPlan, planned: PlannedStep, places: Places, of_arrays: dict[str, ChunkPlaces]
 ) -> Iterator[tuple[Ints, Ints, Ints]]:
-    """For each array of the source, yield file, offset and length of the chunks that a step reads; `found` keeps places of arrays."""
+    """For each array of the source, yield file, offset and length of the chunks that a step reads; `of_arrays` keeps places of arrays."""
     source, box = plan.sources[planned.target.name], BoxArray.of([planned.step.box], planned.step.box.ndim)
     for piece in touched(source.pieces, box):
         chunk = np.unique(overlaps(piece, box).chunk)
-        at = found.get(piece.path) or found.setdefault(piece.path, places.of(source.name, [piece]))
+        at = of_arrays.get(piece.path) or of_arrays.setdefault(piece.path, places.of(source.name, [piece]))
         yield at.file[chunk], at.offset[chunk], at.length[chunk]

@@ -128,7 +128,7 @@ def forecast_restore(
     flow = np.zeros((stored.bins.number, bins.number))
     kinds: dict[Hashable, _Kind] = {}
     counted: dict[Hashable, tuple[Ints, NDArray[np.float64]]] = {}
-    found: dict[str, TensorReads] = {}
+    by_tensor: dict[str, TensorReads] = {}
     of_tensor: list[tuple[_Kind, StoredChunks]] = []
     for tensor in tensors:
         cut = tuple((p.start, p.shape, p.chunks) for p in tensor.pieces)
@@ -148,11 +148,13 @@ def forecast_restore(
         needed[mine] += needs
         flow += between
         unpacked = int(kind.unpacked[kind.held.group[mine]].sum())
-        found[tensor.name] = TensorReads(int(reads.sum()), int(needs.sum()), unpacked)
+        by_tensor[tensor.name] = TensorReads(int(reads.sum()), int(needs.sum()), unpacked)
     requests, of_hosts = None, 0
     if limits is not None and len(of_tensor) == len(tensors):
         requests, of_hosts = _requests(of_tensor, read, limits)
-    return RestoreForecast(read, needed, requests, of_hosts, found, Flow(stored.bins, bins, np.rint(flow).astype(np.int64), stored.exact))
+    return RestoreForecast(
+        read, needed, requests, of_hosts, by_tensor, Flow(stored.bins, bins, np.rint(flow).astype(np.int64), stored.exact)
+    )
 
 
 def _kind(tensor: TensorRecord, layout: StoredLayout | None, hosts: Hosts, bins: Bins) -> _Kind:

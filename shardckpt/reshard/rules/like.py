@@ -79,10 +79,10 @@ class Like:
 
     def _over_devices(self, name: str, layout: OpSharding, mesh: Mesh, ndim: int) -> StoredLayout:
         """Translate a layout without axis names: to an equivalent spec over the mesh, or else the layout itself over as many devices."""
-        found = Sharding.infer(mesh, layout, ndim)
-        if found is None and layout.num_devices != mesh.size:
+        sharding = Sharding.infer(mesh, layout, ndim)
+        if sharding is None and layout.num_devices != mesh.size:
             raise ShardingError(
                 f"{shown(name)}: its layout in {self.origin} is over {layout.num_devices} devices without named axes, but the mesh has "
                 f"{mesh.size} devices; give the tensor its own rule."
             )
-        return layout if found is None else found
+        return layout if sharding is None else sharding

@@ -126,7 +126,7 @@ class Preset:
             ShardingError: the mesh has no axis for a role.
         """
         requested = self.roles or tuple((role, "") for role in _AXES)
-        found = {}
+        chosen = {}
         for role, given in requested:
             options = (given,) if given else _AXES[role] + (_MORE_AXES.get(role, ()) if self.roles else ())
             axis = next((option for option in options if option in names), None)
@@ -137,13 +137,13 @@ class Preset:
                     f"{', '.join(names) or 'none'}{meant}; name the axis, as in {role}={names[0]}, or leave the role out."
                 )
             if axis is not None:
-                found[role] = axis
-        if not found:
+                chosen[role] = axis
+        if not chosen:
             raise ShardingError(
                 f"{self.origin}: no axis of the mesh ({', '.join(names) or 'none'}) is named after a role; name the axis, as in "
                 f"{self.family}/fsdp={names[0] if names else 'x'}, or write '**=replicated'."
             )
-        return found
+        return chosen
 
 
 @lru_cache(maxsize=64)

@@ -111,9 +111,9 @@ class Rules:
         Raises:
             OptionError, ShardingError: the file cannot be read or is invalid; the message names the file and the entry.
         """
-        found = read_rules(path)
+        fields = read_rules(path)
         try:
-            return cls(**found)
+            return cls(**fields)
         except OptionError as error:
             raise OptionError(f"{path}: {error}") from error
 
@@ -265,12 +265,15 @@ class Rules:
         for number, step in enumerate(steps):
             if number not in used and isinstance(step, Rule) and not step.may_match_nothing and step.pattern != _EVERYTHING:
                 raise OptionError(_why_unused(step, steps[:number], tensors))
-        deciding, some = [steps[number] for number in used], f"none of the {len(tensors):,} tensors, such as {shown(next(iter(tensors)))}"
+        deciding, nothing = (
+            [steps[number] for number in used],
+            f"none of the {len(tensors):,} tensors, such as {shown(next(iter(tensors)))}",
+        )
         for entry in self.entries:
             if isinstance(entry, Preset) and not any(isinstance(step, Rule) and step.origin == entry.origin for step in deciding):
-                raise OptionError(f"{entry.origin} matches {some}; choose the family that has such names.")
+                raise OptionError(f"{entry.origin} matches {nothing}; choose the family that has such names.")
             if isinstance(entry, Like) and entry not in deciding:
-                raise OptionError(f"{entry.origin} has {some}; give a checkpoint with the same names.")
+                raise OptionError(f"{entry.origin} has {nothing}; give a checkpoint with the same names.")
 
 
 def _why_unused(rule: Rule, before: Sequence[Step], tensors: Mapping[str, tuple[int, ...]]) -> str:
@@ -280,9 +283,9 @@ def _why_unused(rule: Rule, before: Sequence[Step], tensors: Mapping[str, tuple[
             other = first.title if isinstance(first, Rule) else first.origin
             return f"{rule.title} decides for no tensor: earlier rules match first, such as {other} for {shown(name)}; put it before them."
     for wider in (f"**/{rule.pattern}", f"**/*{rule.pattern}", f"{rule.pattern}/**", f"{rule.pattern}*", f"**/*{rule.pattern}*"):
-        found = next((name for name in tensors if match(wider, name)), None)
-        if found is not None:
-            return f"{rule.title} matches no tensor; patterns are matched with whole names, and {wider!r} would match {shown(found)}."
+        example = next((name for name in tensors if match(wider, name)), None)
+        if example is not None:
+            return f"{rule.title} matches no tensor; patterns are matched with whole names, and {wider!r} would match {shown(example)}."
     like = nearest(rule.pattern, tensors) or next(iter(tensors))
     return f"{rule.title} matches no tensor; patterns are matched with whole names, such as {shown(like)}."
 
@@ -298,13 +301,13 @@ def combined_rules(
     if preset is not None and hf_config is not None:
         both = f"The preset {shorten(preset)} and the configuration {shorten(hf_config)}, which chooses a preset, both decide the same "
         raise OptionError(Message(both, "tensors; give one of ", named("preset"), " and ", named("hf_config"), "."))
-    found = [Rules.parse(texts)] if texts else []
-    found += [Rules.from_file(file)] if file is not None else []
-    found += [Rules.preset(preset)] if preset is not None else []
-    found += [Rules.from_hf_config(hf_config)] if hf_config is not None else []
-    if not found:
+    sources = [Rules.parse(texts)] if texts else []
+    sources += [Rules.from_file(file)] if file is not None else []
+    sources += [Rules.preset(preset)] if preset is not None else []
+    sources += [Rules.from_hf_config(hf_config)] if hf_config is not None else []
+    if not sources:
         return None
-    together, *others = found
+    together, *others = sources
     for more in others:
         together = together.then(more)
     return together

@@ -115,6 +115,6 @@ def _entry(text: str, token: re.Match[str]) -> Axis | None:
 
 def _unexpected(text: str, at: int) -> OptionError:
     rest = text[at:].lstrip()
-    found = f"found {shorten(rest[:12])}" if rest else "it ends"
+    actual = f"found {shorten(rest[:12])}" if rest else "it ends"
     where = len(text) - len(rest) + 1
-    return OptionError(f"{shorten(text)}: at character {where} {found}, where an axis, None, a comma or a bracket is expected; {_FORM}.")
+    return OptionError(f"{shorten(text)}: at character {where} {actual}, where an axis, None, a comma or a bracket is expected; {_FORM}.")

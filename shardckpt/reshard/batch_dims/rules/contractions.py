@@ -121,16 +121,16 @@ def _attention(call: Call) -> Result:
         raise Undecided("queries, keys and values are not all cut in their batch or their heads")
     if mask is not None:
         _check_mask(call, mask, place, ndim)
-    found: Known = Replicate() if place is None else Shard(*place)
-    return found if len(call.outs) == 1 else tuple(found if shape is not None and len(shape) > 2 else Replicate() for shape in call.outs)
+    result: Known = Replicate() if place is None else Shard(*place)
+    return result if len(call.outs) == 1 else tuple(result if shape is not None and len(shape) > 2 else Replicate() for shape in call.outs)
 
 
 def _check_mask(call: Call, mask: Any, place: tuple[int, int] | None, ndim: int) -> None:
     """Check that a mask is cut like the queries, or has one row for all samples."""
     layout = call.steady(mask)
     along = frozenset() if place is None else frozenset({place[0]})
-    found = aligned(call, mask, layout, (1,) * ndim, along)
-    if isinstance(found, Shard) and (found.dim, found.outer) != place:
+    of_mask = aligned(call, mask, layout, (1,) * ndim, along)
+    if isinstance(of_mask, Shard) and (of_mask.dim, of_mask.outer) != place:
         raise Undecided(f"{shown(mask)} is {layout}, cut elsewhere than the queries")
 
 

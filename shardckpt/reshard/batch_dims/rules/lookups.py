@@ -85,8 +85,8 @@ def _own_row(call: Call, source: Known, indices: list[Any]) -> bool:
 
 
 def _index_layout(call: Call, index: Any) -> Known:
-    found = call.known(index)
-    return Shard(found.dim, found.outer) if isinstance(found, Numbered) else call.steady(index)
+    layout = call.known(index)
+    return Shard(layout.dim, layout.outer) if isinstance(layout, Numbered) else call.steady(index)
 
 
 def _index_block(call: Call, indices: list[Any]) -> tuple[Known, int, int]:
@@ -99,8 +99,8 @@ def _index_block(call: Call, indices: list[Any]) -> tuple[Known, int, int]:
     )
     places = [d for d, index in enumerate(indices) if index is not None]
     together = places == list(range(places[0], places[-1] + 1))
-    found = added([aligned(call, index, layout, block, cut) for index, layout in zip(given, layouts, strict=True)])
-    return found, places[0] if together else 0, len(block)
+    of_block = added([aligned(call, index, layout, block, cut) for index, layout in zip(given, layouts, strict=True)])
+    return of_block, places[0] if together else 0, len(block)
 
 
 def _padded(shape: tuple[int, ...], given: list[Any], call: Call) -> tuple[int, ...]:

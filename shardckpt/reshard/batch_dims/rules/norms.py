@@ -81,17 +81,17 @@ def _batch_norm(call: Call) -> Result:
         "batch normalisation couples samples: every process normalises by the mean and variance of its own part", call.node.name
     )
     mean = Partial("sum", -1)
-    found: list[Layout] = [layout if call.assume.local_batch_norm else coupled, mean, coupled]
+    layouts: list[Layout] = [layout if call.assume.local_batch_norm else coupled, mean, coupled]
     if functional:
-        found.append(_moved(call, "running_mean", mean))
-        found.append(Unknown("the variances of the parts do not make the variance of the batch", call.node.name))
-    return tuple(found)
+        layouts.append(_moved(call, "running_mean", mean))
+        layouts.append(Unknown("the variances of the parts do not make the variance of the batch", call.node.name))
+    return tuple(layouts)
 
 
 def _moved(call: Call, name: str, towards: Replicate | Partial) -> Layout:
     """The layout of running statistics after an update with the statistics of this call."""
-    found = call.known(call[name])
-    return found if isinstance(found, Unknown) else added([towards, call.layout(call[name])])
+    layout = call.known(call[name])
+    return layout if isinstance(layout, Unknown) else added([towards, call.layout(call[name])])
 
 
 def _each_sample(*names: str) -> Any:
