@@ -153,19 +153,19 @@ def _changed(old: Bytes, new: Bytes, itemsize: int) -> tuple[NDArray[np.int64], 
         return position, rows[position]
     each = _WORD // itemsize
     words = len(new) // _WORD
-    found, growth = [], []
+    positions, growth = [], []
     # Words of several elements are compared first: most are equal.
-    for first, some, size in ((0, slice(words * _WORD), _WORD), (words * each, slice(words * _WORD, None), itemsize)):
-        before, after = old[some].view(f"u{size}"), new[some].view(f"u{size}")
+    for first, part, size in ((0, slice(words * _WORD), _WORD), (words * each, slice(words * _WORD, None), itemsize)):
+        before, after = old[part].view(f"u{size}"), new[part].view(f"u{size}")
         differ = np.flatnonzero(before != after)
         values = after[differ]
         rises = values.view(number) - before[differ].view(number)
         before[differ] = values
         inside = np.flatnonzero(rises)
         word, at = np.divmod(inside, size // itemsize)
-        found.append(first + differ[word] * (size // itemsize) + at)
+        positions.append(first + differ[word] * (size // itemsize) + at)
         growth.append(rises[inside])
-    return np.concatenate(found), np.concatenate(growth)[:, np.newaxis]
+    return np.concatenate(positions), np.concatenate(growth)[:, np.newaxis]
 
 
 def needs_older(stored: Bytes) -> bool:

@@ -149,10 +149,10 @@ def _no_constant(token: str) -> NoReturn:
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """A JSON object with distinct keys: readers do not agree on which of two equal keys counts."""
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    document = dict(pairs)
+    if len(document) != len(pairs):
         raise ValueError("an object has the same key twice")
-    return found
+    return document
 
 
 # --- references to files
@@ -303,10 +303,10 @@ class Fields:
 
     def metadata(self) -> dict[str, Any]:
         """The user's metadata, as given to `SaveOptions(metadata=…)`."""
-        found = self.mapping("metadata")
-        if is_deeper(found, DEEPEST_READ):
+        metadata = self.mapping("metadata")
+        if is_deeper(metadata, DEEPEST_READ):
             self.fail(f"its metadata has more than {DEEPEST_READ} objects and lists, one within the other")
-        return found
+        return metadata
 
     def sequence(self, key: str) -> list[Any]:
         """A list."""

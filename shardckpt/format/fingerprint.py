@@ -129,7 +129,7 @@ class StateSums:
     @classmethod
     def from_json(cls, doc: Mapping[str, Any], where: str) -> StateSums:
         """Inverse of `to_json`; raises FormatError for anything else."""
-        found = cls()
+        state = cls()
         for name, entry in doc.items():
             try:
                 dtype, shape, text = entry
@@ -139,8 +139,8 @@ class StateSums:
                 raise FormatError(f"{where}: {name} has no dtype, shape and sums: {e}.") from e
             if not fits:
                 raise FormatError(f"{where}: {name} has {len(sums)} sums, which do not fit {dtype} {shape}.")
-            found._tensors[name], found._sums[name] = (dtype, tuple(shape)), sums
-        return found
+            state._tensors[name], state._sums[name] = (dtype, tuple(shape)), sums
+        return state
 
     def fingerprint(self) -> Fingerprint:
         """The fingerprint, once each element was added once."""
@@ -168,8 +168,8 @@ def add(sums: Sums, shape: Sequence[int], start: Sequence[int], elements: NDArra
     """
     if elements.size == 0:
         return
-    found = [*_pieces([*shape], [*start], elements)]
-    where, crcs = (np.concatenate(column) for column in zip(*found, strict=True))
+    pieces = [*_pieces([*shape], [*start], elements)]
+    where, crcs = (np.concatenate(column) for column in zip(*pieces, strict=True))
     for first in range(0, len(where), _SHIFTED):
         ends, crc = where[first : first + _SHIFTED], crcs[first : first + _SHIFTED]
         block = (ends - 1) // BLOCK_BYTES
@@ -184,19 +184,19 @@ def _pieces(shape: list[int], start: list[int], elements: NDArray[Any]) -> Itera
     part = next((d for d in reversed(range(len(shape))) if elements.shape[d] < shape[d]), 0)
     row_bytes, apart = prod(elements.shape[part:]) * itemsize, prod(shape[part:]) * itemsize
     if part > 0 and apart < _DENSE_BYTES and row_bytes < apart:
-        for first, some in _slabs(elements, apart // row_bytes):
-            wide = np.zeros((*some.shape[:part], *shape[part:]), elements.dtype)
-            wide[(*[slice(None)] * part, slice(start[part], start[part] + elements.shape[part]))] = some
+        for first, slab in _slabs(elements, apart // row_bytes):
+            wide = np.zeros((*slab.shape[:part], *shape[part:]), elements.dtype)
+            wide[(*[slice(None)] * part, slice(start[part], start[part] + elements.shape[part]))] = slab
             yield from _pieces(shape, [start[0] + first, *start[1:part], *[0] * (len(shape) - part)], wide)
         return
     strides = [prod(shape[d + 1 :]) * itemsize for d in range(len(shape))]
-    for first, some in _slabs(elements, 1):
+    for first, slab in _slabs(elements, 1):
         offsets = np.array([sum(a * b for a, b in zip(start, strides, strict=True))], np.int64)
         if shape:
             offsets += first * strides[0]
         for d in range(part):
-            offsets = (offsets[:, None] + np.arange(some.shape[d]) * strides[d]).reshape(-1)
-        data = np.ascontiguousarray(some).reshape(-1).view(np.uint8).data
+            offsets = (offsets[:, None] + np.arange(slab.shape[d]) * strides[d]).reshape(-1)
+        data = np.ascontiguousarray(slab).reshape(-1).view(np.uint8).data
         length = len(data) // len(offsets)
         yield _row_sums(data, offsets, length)
 
@@ -248,12 +248,12 @@ def _tables() -> tuple[Sums, Sums]:
 
 def _powers(base: np.uint32) -> Sums:
     """base^n, for n from 0 to 2**_TABLE_BITS - 1."""
-    found = np.array([1 << 31], np.uint32)
+    powers = np.array([1 << 31], np.uint32)
     step = np.array([base], np.uint32)
-    while len(found) < 1 << _TABLE_BITS:
-        found = np.concatenate([found, multiply(found, step)])
+    while len(powers) < 1 << _TABLE_BITS:
+        powers = np.concatenate([powers, multiply(powers, step)])
         step = multiply(step, step)
-    return found
+    return powers
 
 
 def multiply(one: Sums, other: Sums) -> Sums:

@@ -44,7 +44,7 @@ def adapter_keys(names: Iterable[str], adapter: str, adapters: Iterable[str], ex
             the rule is wrong. The rule: the adapter's name is removed from the name, and tensors of other adapters are not the adapter's.
     """
     others = {*adapters} - {adapter}
-    found = {}
+    keys = {}
     for name in names:
         parts = name.split(".")
         key: str | None
@@ -57,5 +57,5 @@ def adapter_keys(names: Iterable[str], adapter: str, adapters: Iterable[str], ex
                 del parts[len(parts) - 1 - parts[::-1].index(adapter)]
             key = ".".join(parts)
         if key is not None:
-            found[name] = key
-    return found
+            keys[name] = key
+    return keys

@@ -325,9 +325,9 @@ class Contents:
         Raises:
             CommitError: processes contradict each other; the message names the subject and the processes.
         """
-        said = {part.processes for _, part in parts}
-        if len(said) > 1:
-            raise CommitError(f"The hosts disagree on how many processes saved the state: {said}. Nothing was published.")
+        process_counts = {part.processes for _, part in parts}
+        if len(process_counts) > 1:
+            raise CommitError(f"The hosts disagree on how many processes saved the state: {process_counts}. Nothing was published.")
         metadata = _agreed(
             [(processes, part.metadata) for processes, part in parts],
             lambda key, one, other: (
@@ -352,7 +352,7 @@ class Contents:
                 f'it; make them equal, or give each its own name and SaveOptions(host_tensors="local").'
             ),
         )
-        return cls(structure, small, metadata, samples, *said)
+        return cls(structure, small, metadata, samples, *process_counts)
 
     def seal(self, key: str | None = None) -> tuple[FileReference, bytes]:
         """The contents as a file: the reference to it, and its bytes; by default its key is the one that equal contents share."""
@@ -386,13 +386,13 @@ class Contents:
 
 def _agreed(parts: Sequence[tuple[Sequence[int], Mapping[str, T]]], contradiction: Callable[[str, str, str], str]) -> dict[str, T]:
     """Merge the processes' mappings; `contradiction` makes the message for two different values from the name and both processes."""
-    found: dict[str, T] = {}
-    said_by: dict[str, Sequence[int]] = {}
+    merged: dict[str, T] = {}
+    holders: dict[str, Sequence[int]] = {}
     for processes, part in parts:
         for name, value in part.items():
-            if found.setdefault(name, value) != value:
+            if merged.setdefault(name, value) != value:
                 raise CommitError(
-                    f"{contradiction(name, numbered('process', said_by[name]), numbered('process', processes))} Nothing was published."
+                    f"{contradiction(name, numbered('process', holders[name]), numbered('process', processes))} Nothing was published."
                 )
-            said_by.setdefault(name, processes)
-    return found
+            holders.setdefault(name, processes)
+    return merged

@@ -53,9 +53,9 @@ def open_checksums(data: bytes, reference: ReplicasReference, where: str) -> dic
     Raises:
         FormatError: the file is damaged.
     """
-    found = reference.file.open(data, where)
-    groups = Fields(found.mapping("replicas"), found.where)
-    read = {group: Fields(groups.mapping(group), found.where) for group in groups.doc}
+    document = reference.file.open(data, where)
+    groups = Fields(document.mapping("replicas"), document.where)
+    read = {group: Fields(groups.mapping(group), document.where) for group in groups.doc}
     return {group: {name: of_group.integer(name) for name in of_group.doc} for group, of_group in read.items()}
 
 
@@ -70,14 +70,14 @@ def as_text(group: Sequence[int]) -> str:
     return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
-def difference(said: Iterable[tuple[Sequence[int], Mapping[str, int]]]) -> tuple[str, str] | None:
+def difference(versions: Iterable[tuple[Sequence[int], Mapping[str, int]]]) -> tuple[str, str] | None:
     """The first tensor with different checksums, and a text that names processes on both sides; None if all are equal.
 
     Args:
-        said: the checksums of one group, each with the processes that have them.
+        versions: the checksums of one group, each with the processes that have them.
     """
     by_name: dict[str, dict[int, list[int]]] = {}
-    for processes, checksums in said:
+    for processes, checksums in versions:
         for name, crc in checksums.items():
             by_name.setdefault(name, {}).setdefault(crc, []).extend(processes)
     for name, by_crc in sorted(by_name.items()):

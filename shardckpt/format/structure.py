@@ -369,21 +369,21 @@ def _layouts(read: Fields) -> list[StoredLayout]:
 
 def _believed(read: Fields, key: str, parse: Callable[[dict[str, Any]], _Devices]) -> list[_Devices]:
     """Parse a list of meshes or shardings; refuse it if they have too many devices together."""
-    found: list[_Devices] = []
+    parsed: list[_Devices] = []
     devices = 0
     for entry in read.sequence(key):
         try:
-            found.append(parse(Fields(entry, read.where).doc))
+            parsed.append(parse(Fields(entry, read.where).doc))
         except (FormatError, ShardingError) as e:
             raise FormatError(f"{read.where}: an invalid sharding: {e}") from e
-        last = found[-1]
+        last = parsed[-1]
         if not isinstance(last, OpSharding):
             devices += last.size if isinstance(last, Mesh) else last.num_devices
         elif last.tiles is not None:
             devices += last.tiles.num_devices
         if devices > MOST_DEVICES:
             read.fail(f"its {key} have more than {MOST_DEVICES} devices together")
-    return found
+    return parsed
 
 
 def _picked(doc: Mapping[str, Any], keys: Sequence[str]) -> dict[str, Any]:
@@ -438,6 +438,6 @@ def _tensor(read: Fields, name: str, layouts: list[StoredLayout], bases: list[Ba
         read.fail("it has no pieces")  # for a tensor without elements, no pieces would pass the coverage check
     difference = read.doc.get("difference") is True
     base = _in_base(read, name, bases, of_its_own=partial or difference) if "base" in read.doc else None
-    said = read.doc.get("array")
-    array = "numpy" if said is True else "jax" if said == "jax" else ""
+    kind = read.doc.get("array")
+    array = "numpy" if kind is True else "jax" if kind == "jax" else ""
     return TensorRecord(name, shape, dtype, layout, pieces, partial, base, difference, array)

@@ -226,9 +226,9 @@ class ArrayChunks:
         return cls(**{name: np.array(column, dtype) for (name, dtype), column in zip(_COLUMNS, zip(*rows, strict=True), strict=True)})
 
     @classmethod
-    def concatenate(cls, some: Sequence[ArrayChunks]) -> ArrayChunks:
+    def concatenate(cls, parts: Sequence[ArrayChunks]) -> ArrayChunks:
         """Concatenate the rows of at least one."""
-        return cls(**{name: np.concatenate([getattr(rows, name) for rows in some]) for name, _ in _COLUMNS})
+        return cls(**{name: np.concatenate([getattr(rows, name) for rows in parts]) for name, _ in _COLUMNS})
 
     def __len__(self) -> int:
         """Number of chunks."""
@@ -388,12 +388,12 @@ class Table:
         row[held[self.rows.chunk[row[held]] != chunks[held].astype(np.uint64)]] = -1
         others = np.flatnonzero(row < 0)
         others = others[np.argsort(array[others], kind="stable")]
-        for some in np.split(others, np.flatnonzero(np.diff(array[others])) + 1):
-            if len(some) and count[array[some[0]]]:
-                begin, wanted = int(first[array[some[0]]]), chunks[some].astype(np.uint64)
-                there = self.rows.chunk[begin : begin + int(count[array[some[0]]])]
-                at = np.minimum(np.searchsorted(there, wanted), len(there) - 1)
-                row[some] = np.where(there[at] == wanted, begin + at, -1)
+        for of_array in np.split(others, np.flatnonzero(np.diff(array[others])) + 1):
+            if len(of_array) and count[array[of_array[0]]]:
+                begin, positions = int(first[array[of_array[0]]]), chunks[of_array].astype(np.uint64)
+                there = self.rows.chunk[begin : begin + int(count[array[of_array[0]]])]
+                at = np.minimum(np.searchsorted(there, positions), len(there) - 1)
+                row[of_array] = np.where(there[at] == positions, begin + at, -1)
         return row
 
     def last_chunks(self) -> dict[str, int]:

@@ -78,8 +78,8 @@ class _MlDType(ZDType[NumpyDType, np.generic], HasItemSize):
         return cls()
 
     @classmethod
-    def _refuse(cls, found: object) -> NoReturn:
-        raise DataTypeValidationError(f"{found!r} is not the data type {cls._zarr_v3_name} of zarr v3.")
+    def _refuse(cls, document: object) -> NoReturn:
+        raise DataTypeValidationError(f"{document!r} is not the data type {cls._zarr_v3_name} of zarr v3.")
 
     def to_json(self, zarr_format: ZarrFormat) -> Any:
         """`data_type` in a zarr.json."""

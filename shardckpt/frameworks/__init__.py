@@ -82,7 +82,7 @@ class _Adapter(Protocol):
     """The interface of each framework's module."""
 
     def matches(self, leaf: object) -> bool: ...
-    def accepts(self, wanted: Target) -> bool: ...
+    def accepts(self, leaf: Target) -> bool: ...
     def settle(self, leaves: Iterable[object]) -> None: ...
     def identity(self, leaf: Any) -> Hashable | None: ...
     def sources(self, leaves: dict[str, Any], world: World) -> dict[str, Source]: ...
@@ -193,12 +193,12 @@ def sources(
         groups.setdefault(framework_of(leaf) or _required(name, leaf, "saved"), {})[name] = leaf
         if getattr(leaf, "is_meta", False) and name not in unread:
             raise LeafError(f"{shown(name)}: a meta tensor has no data to save; materialize it first, or leave it out of the state.")
-    found: dict[str, Source] = {}
+    by_name: dict[str, Source] = {}
     for framework, group in groups.items():
-        found.update(_module(framework).sources(group, world))
+        by_name.update(_module(framework).sources(group, world))
     if local:
-        found.update({name: _own(found[name], world) for name in leaves if name in local})
-    return found if len(groups) < 2 else {name: found[name] for name in leaves}
+        by_name.update({name: _own(by_name[name], world) for name in leaves if name in local})
+    return by_name if len(groups) < 2 else {name: by_name[name] for name in leaves}
 
 
 def _own(source: Any, world: World) -> Source:
@@ -251,21 +251,21 @@ def check_aliases(sources: Mapping[str, Source], *, plain: bool) -> None:
             )
 
 
-def fetch(sources: Sequence[Source], wanted: Sequence[Sequence[int]] | None = None) -> list[list[Array]]:
+def fetch(sources: Sequence[Source], positions: Sequence[Sequence[int]] | None = None) -> list[list[Array]]:
     """The elements of many sources: for each source, one host array per requested box. Frameworks copy theirs in few calls.
 
     Args:
         sources: leaves of any frameworks.
-        wanted: for each source, the positions of the boxes to copy; None: all boxes of all sources.
+        positions: for each source, the positions of the boxes to copy; None: all boxes of all sources.
     """
-    if wanted is None:
-        wanted = [range(len(source.boxes)) for source in sources]
+    if positions is None:
+        positions = [range(len(source.boxes)) for source in sources]
     groups: dict[type[Source], list[int]] = {}
     for i, source in enumerate(sources):
         groups.setdefault(type(source), []).append(i)
     fetched: list[list[Array]] = [[] for _ in sources]
-    for kind, positions in groups.items():
-        for i, arrays in zip(positions, kind.fetch([sources[i] for i in positions], [wanted[i] for i in positions]), strict=True):
+    for kind, indices in groups.items():
+        for i, arrays in zip(indices, kind.fetch([sources[i] for i in indices], [positions[i] for i in indices]), strict=True):
             fetched[i] = arrays
     return fetched
 

@@ -93,14 +93,14 @@ class Source(Protocol):
         """For each box its elements, as the `comparer` takes them."""
 
     @classmethod
-    def fetch(cls, sources: Sequence[Self], wanted: Sequence[Sequence[int]]) -> list[list[Array]]:
+    def fetch(cls, sources: Sequence[Self], positions: Sequence[Sequence[int]]) -> list[list[Array]]:
         """The elements of many leaves of this class: for each source, one array per requested box.
 
         The arrays may be views of the leaves: read them before the leaves change.
 
         Args:
             sources: the leaves.
-            wanted: for each source, the positions of the requested boxes in its `boxes`.
+            positions: for each source, the positions of the requested boxes in its `boxes`.
         """
 
 

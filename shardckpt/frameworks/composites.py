@@ -41,10 +41,10 @@ def split(name: str, leaf: Any) -> CompositeTensor | None:
     local = getattr(leaf, "_local_tensor", None)
     if local is not None and type(leaf).__name__ == "DTensor":
         return None if type(local) in (torch.Tensor, torch.nn.Parameter) else _split_sharded(name, leaf, local)
-    found = _inner(name, leaf)
-    if found is None:
+    contents = _inner(name, leaf)
+    if contents is None:
         return None
-    kind, parts, context = found
+    kind, parts, context = contents
 
     def rebuild(values: Sequence[Any]) -> Any:
         if all(new is old for new, old in zip(values, parts.values(), strict=True)):
@@ -169,10 +169,10 @@ def _as(leaf: Any, made: Any) -> Any:
 
 
 def _split_sharded(name: str, leaf: Any, local: Any) -> CompositeTensor | None:
-    found = _inner(name, local)
-    if found is None:
+    contents = _inner(name, local)
+    if contents is None:
         return None
-    kind, inner, context = found
+    kind, inner, context = contents
     shape = tuple(leaf.shape)
     parts = {key: _wrapped(name, key, part, leaf, shared=key in kind.shared) for key, part in inner.items()}
 
@@ -276,7 +276,7 @@ def of_modules(held: Mapping[str, Any]) -> tuple[dict[str, CompositeTensor], set
     Returns:
         The composite parameters by key, and the keys of the entries that are parts of them.
     """
-    found: dict[str, CompositeTensor] = {}
+    composites: dict[str, CompositeTensor] = {}
     inside: set[str] = set()
     for key, value in held.items() if "bitsandbytes" in sys.modules else ():
         kind = f"{type(value).__module__}.{type(value).__qualname__}"
@@ -286,10 +286,10 @@ def of_modules(held: Mapping[str, Any]) -> tuple[dict[str, CompositeTensor], set
             prefix = key.removesuffix("weight")
             inside.update({f"{prefix}SCB", f"{prefix}weight_format"} & held.keys())
             parts, context = _split_int8params(value, held.get(f"{prefix}SCB"))
-            found[key] = CompositeTensor(
+            composites[key] = CompositeTensor(
                 kind, tuple(value.shape), _document(plain_context(context, key), key), parts, _kept(value, [*parts.values()])
             )
-    return found, inside
+    return composites, inside
 
 
 def _kept(leaf: Any, parts: Sequence[Any]) -> Callable[[Sequence[Any]], Any]:

@@ -117,11 +117,11 @@ class CudaSource(SourceOf):
         return 0 if self.lazy else int(self.boxes.sizes().sum()) * self.dtype.itemsize
 
     @classmethod
-    def fetch(cls, sources: Sequence[CudaSource], wanted: Sequence[Sequence[int]]) -> list[list[Array]]:
+    def fetch(cls, sources: Sequence[CudaSource], positions: Sequence[Sequence[int]]) -> list[list[Array]]:
         """Copies in host memory, which are complete at the return; or `DeviceArray`s."""
         fetched: list[list[Any]] = []
         pairs: list[tuple[Any, DeviceArray]] = []
-        for source, boxes in zip(sources, wanted, strict=True):
+        for source, boxes in zip(sources, positions, strict=True):
             fetched.append([DeviceArray(source.views[k], source.dtype.numpy) for k in boxes])
             if not source.lazy:
                 arrays = [np.empty(on_device.shape, on_device.dtype) for on_device in fetched[-1]]

@@ -72,7 +72,7 @@ def _speaks(kind: type) -> bool:
     return all(hasattr(kind, method) for method in _PROTOCOL)
 
 
-def accepts(wanted: Target) -> bool:  # noqa: ARG001 - every adapter has the same signatures
+def accepts(leaf: Target) -> bool:  # noqa: ARG001 - every adapter has the same signatures
     """False: a `Target` never requests such a tensor, because only the program knows how to make one."""
     return False
 
@@ -133,8 +133,8 @@ class _ProtocolSource(HostSource):
         return sum(tensor.numel() * tensor.itemsize for tensor in self.shards.tensors if not is_host_memory(tensor))
 
     @classmethod
-    def fetch(cls, sources: Sequence[_ProtocolSource], wanted: Sequence[Sequence[int]]) -> list[list[Array]]:
-        return [[host_array(s.shards.tensors[k], s.dtype) for k in boxes] for s, boxes in zip(sources, wanted, strict=True)]
+    def fetch(cls, sources: Sequence[_ProtocolSource], positions: Sequence[Sequence[int]]) -> list[list[Array]]:
+        return [[host_array(s.shards.tensors[k], s.dtype) for k in boxes] for s, boxes in zip(sources, positions, strict=True)]
 
 
 def sources(leaves: dict[str, Any], world: World) -> dict[str, Source]:
@@ -144,13 +144,13 @@ def sources(leaves: dict[str, Any], world: World) -> dict[str, Source]:
         LeafError: a tensor's description of its shards contradicts itself, or cannot be stored; by name.
         DtypeError: elements that cannot be stored, by name.
     """
-    found: dict[str, Source] = {}
+    by_name: dict[str, Source] = {}
     for name, leaf in leaves.items():
         shards = _shards(name, leaf)
-        found[name] = copied_source(
+        by_name[name] = copied_source(
             _ProtocolSource(name, shards, world.process), tuple(tensor.detach() for tensor in shards.tensors), shards.tensors
         )
-    return found
+    return by_name
 
 
 def target(name: str, leaf: Any, shape: tuple[int, ...], dtype: DType) -> Sink:  # noqa: ARG001 - every adapter has the same signatures
@@ -169,9 +169,9 @@ def target(name: str, leaf: Any, shape: tuple[int, ...], dtype: DType) -> Sink: 
 
 def _shards(name: str, leaf: Any) -> _Shards:
     """Query a leaf's shards."""
-    shape, found = _listed(name, leaf) if _speaks(type(leaf)) else _described(name, leaf)
+    shape, shards = _listed(name, leaf) if _speaks(type(leaf)) else _described(name, leaf)
     held: dict[Box, Any] = {}
-    for box, tensor in found:
+    for box, tensor in shards:
         if tensor.is_meta:
             raise LeafError(f"{shown(name)}: its shard {box} is a meta tensor without data; materialize it first.")
         if any(box.overlap(other) for other in held):
@@ -195,7 +195,7 @@ def _listed(name: str, leaf: Any) -> _Listed:
     if len(sizes) > 1:
         raise LeafError(f"{shown(name)}: its write items give the whole tensor different shapes, {sorted(sizes)}; they must agree.")
     (shape,) = sizes
-    found = []
+    shards = []
     for i, chunk in enumerate(leaf.__create_chunk_list__()):
         if prod(chunk.sizes) == 0:
             continue
@@ -206,27 +206,27 @@ def _listed(name: str, leaf: Any) -> _Listed:
                 f"{shown(name)}: by its chunk list, shard {i} begins at {tuple(chunk.offsets)} of shape {shape} and has shape "
                 f"{tuple(chunk.sizes)}, but its data has shape {tuple(tensor.shape)}; chunk list, write items and shards must agree."
             )
-        found.append((_box(chunk.offsets, chunk.sizes), tensor))
-    return shape, found
+        shards.append((_box(chunk.offsets, chunk.sizes), tensor))
+    return shape, shards
 
 
 def _described(name: str, leaf: Any) -> _Listed:
     """The shards that a tensor's attributes describe."""
     check_kind(name, leaf)
-    said = [getattr(leaf, attribute) for attribute in _DESCRIPTION]
+    values = [getattr(leaf, attribute) for attribute in _DESCRIPTION]
     why = "not whole numbers in equally many places"
     shape: tuple[int, ...] | None = None
     shards: list[tuple[tuple[int, ...], ...]] = []
     with suppress(TypeError, ValueError):
-        starts, begins, sizes = ([tuple(map(index, row)) for row in rows] for rows in said[1:])
+        starts, begins, sizes = ([tuple(map(index, row)) for row in rows] for rows in values[1:])
         shards = list(zip(starts, begins, sizes, strict=True))
-        shape = tuple(map(index, said[0]))
+        shape = tuple(map(index, values[0]))
     if shape is not None:
         why = "a shard lies outside of a shape"
         if not all(_is_inside(start, size, shape) and _is_inside(begin, size, tuple(leaf.shape)) for start, begin, size in shards):
             shape = None
     if shape is None:
-        words = ", ".join(f"{attribute}={value!r:.200}" for attribute, value in zip(_DESCRIPTION, said, strict=True))
+        words = ", ".join(f"{attribute}={value!r:.200}" for attribute, value in zip(_DESCRIPTION, values, strict=True))
         raise LeafError(
             f"{shown(name)}: this tensor of shape {tuple(leaf.shape)} describes itself as shards by {words}, which contradicts itself "
             f"({why}); give equally many offsets and sizes, each inside the complete and the local shape, or delete the attributes."

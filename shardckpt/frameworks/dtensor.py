@@ -77,9 +77,9 @@ def matches(leaf: object) -> bool:
     return isinstance(leaf, DTensor) and not hasattr(leaf._local_tensor, "__create_chunk_list__")
 
 
-def accepts(wanted: Target) -> bool:
+def accepts(leaf: Target) -> bool:
     """Whether the target is a pair of a DeviceMesh and placements."""
-    return isinstance(wanted.sharding, tuple) and len(wanted.sharding) == 2 and isinstance(wanted.sharding[0], DeviceMesh)
+    return isinstance(leaf.sharding, tuple) and len(leaf.sharding) == 2 and isinstance(leaf.sharding[0], DeviceMesh)
 
 
 def settle(leaves: Iterable[object]) -> None:
@@ -287,10 +287,10 @@ class _DTensorSource(HostSource):
         return [self.local.detach()[_inside(place)] for place in map(self.held.places.__getitem__, range(len(self.boxes)))]
 
     @classmethod
-    def fetch(cls, sources: Sequence[_DTensorSource], wanted: Sequence[Sequence[int]]) -> list[list[Array]]:
+    def fetch(cls, sources: Sequence[_DTensorSource], positions: Sequence[Sequence[int]]) -> list[list[Array]]:
         return [
             [host_array(s.local.detach()[_inside(s.held.places[k])], s.dtype) for k in boxes]
-            for s, boxes in zip(sources, wanted, strict=True)
+            for s, boxes in zip(sources, positions, strict=True)
         ]
 
 
@@ -302,14 +302,14 @@ def sources(leaves: dict[str, Any], world: World) -> dict[str, Source]:
         DtypeError: elements that cannot be stored, by name.
         ShardingError: placements do not determine where data is, or ranks differ from this job's process numbers, by name.
     """
-    found: dict[str, Source] = {}
+    by_name: dict[str, Source] = {}
     wide = _widened(leaf.device_mesh for leaf in leaves.values())
     for name, leaf in leaves.items():
         _check_world(name, world)
         local, held = _local(name, leaf, wide[leaf.device_mesh])
         source = _DTensorSource(name, tuple(leaf.shape), dtype_of_tensor(name, local), local, held)
-        found[name] = source if device_type(local) == "cpu" else copied_source(source, _views(local, held), (leaf, local))
-    return found
+        by_name[name] = source if device_type(local) == "cpu" else copied_source(source, _views(local, held), (leaf, local))
+    return by_name
 
 
 def _check_world(name: str, world: World) -> None:
@@ -366,13 +366,13 @@ def _views(local: Any, held: _Held) -> tuple[Any, ...]:
     return tuple(local.detach()[_inside(held.places[k])] for k in range(len(held.boxes)))
 
 
-def _meta(name: str, wanted: Target, shape: tuple[int, ...], dtype: DType) -> Any:
+def _meta(name: str, leaf: Target, shape: tuple[int, ...], dtype: DType) -> Any:
     """A meta DTensor that matches a target."""
-    shape, dtype = wanted.resolve(shape, dtype)
+    shape, dtype = leaf.resolve(shape, dtype)
     kind = getattr(torch, dtype.name, None)
     if not isinstance(kind, torch.dtype):
         raise DtypeError(f"{shown(name)}: torch has no dtype {dtype}; restore it as another dtype, or as a numpy array.")
-    pair: Any = wanted.sharding
+    pair: Any = leaf.sharding
     mesh, placements = pair
     held = _held_of(name, mesh, placements, shape)
     whole = torch.empty(shape, dtype=kind, device="meta")

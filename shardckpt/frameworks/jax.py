@@ -68,10 +68,10 @@ def matches(leaf: object) -> bool:
     return isinstance(leaf, jax.Array | jax.ShapeDtypeStruct)
 
 
-def accepts(wanted: Target) -> bool:
+def accepts(leaf: Target) -> bool:
     """Whether the target has a JAX sharding, or, if torch_xla is not imported, a shardckpt sharding."""
-    portable = isinstance(wanted.sharding, Sharding | OpSharding) and "torch_xla" not in sys.modules
-    return portable or isinstance(wanted.sharding, jax.sharding.Sharding)
+    portable = isinstance(leaf.sharding, Sharding | OpSharding) and "torch_xla" not in sys.modules
+    return portable or isinstance(leaf.sharding, jax.sharding.Sharding)
 
 
 def settle(leaves: Iterable[object]) -> None:  # noqa: ARG001 - every adapter has the same signatures
@@ -145,8 +145,8 @@ class _JaxSource(HostSource):
         return [self.held[holder] for holder in self.shards.holders]
 
     @classmethod
-    def fetch(cls, sources: Sequence[_JaxSource], wanted: Sequence[Sequence[int]]) -> list[list[Array]]:
-        rows = [s.distinct(boxes) for s, boxes in zip(sources, wanted, strict=True)]
+    def fetch(cls, sources: Sequence[_JaxSource], positions: Sequence[Sequence[int]]) -> list[list[Array]]:
+        rows = [s.distinct(boxes) for s, boxes in zip(sources, positions, strict=True)]
         private = [source.private for source in sources]
         if any(private):
             rest = iter(landed([shard for row, own in zip(rows, private, strict=True) if own for shard in row]))
@@ -154,12 +154,12 @@ class _JaxSource(HostSource):
         fetched: list[list[Array]] = jax.device_get(rows)  # begins all copies before it awaits one
         return fetched
 
-    def distinct(self, wanted: Sequence[int]) -> list[Any]:
+    def distinct(self, positions: Sequence[int]) -> list[Any]:
         """For each requested box one local shard; unless `private`, as a separate array over its memory."""
         _check_alive(self.name, self.array)
         arrays: list[Any] = []
         holders = self.shards.holders
-        for k in wanted:
+        for k in positions:
             device = holders[k]
             data = self.held[device]
             if data.shape != self.shards.tile:  # JAX has no unevenly cut arrays
@@ -199,7 +199,7 @@ def sources(leaves: dict[str, Any], world: World) -> dict[str, Source]:
         DtypeError: elements cannot be stored, by name.
         ShardingError: a sharding does not determine where data is, or the world and JAX disagree about devices, by name.
     """
-    found: dict[str, Source] = {}
+    by_name: dict[str, Source] = {}
     for name, leaf in leaves.items():
         if isinstance(leaf, jax.ShapeDtypeStruct):
             raise LeafError(f"{shown(name)}: a ShapeDtypeStruct has no data to save; leave it out of the state.")
@@ -210,8 +210,8 @@ def sources(leaves: dict[str, Any], world: World) -> dict[str, Source]:
         layout = layout_of(array.sharding, array.ndim) if array.committed else None
         with _LISTING:
             held = {shard.device.id: shard.data for shard in array.addressable_shards}
-        found[name] = _JaxSource(name, array, dtype, layout, shards, holders_of(name, array, layout, shards, world), held)
-    return found
+        by_name[name] = _JaxSource(name, array, dtype, layout, shards, holders_of(name, array, layout, shards, world), held)
+    return by_name
 
 
 def _check_alive(name: str, leaf: Any) -> None:

@@ -93,8 +93,8 @@ def _check(owners: DeviceOwners, process: int, client: Any) -> None:
     """
     if jax.process_count() == 1:
         return  # JAX assigns every device to its only process, even if other processes use it
-    said = set(owners.device_ids.tolist())
-    devices = [device for device in client.devices() if device.id in said]
+    ids = set(owners.device_ids.tolist())
+    devices = [device for device in client.devices() if device.id in ids]
     here = client.process_index()
     by_jax, by_owner = {here: process}, {process: here}
     for device, owner in zip(devices, owners.of_devices(np.array([d.id for d in devices], np.int64)).tolist(), strict=True):

@@ -64,17 +64,17 @@ def _parts(spec: Any) -> tuple[Any, ...]:
 
 
 def _check_decided(sharding: Any) -> None:
-    said = f"{sharding.spec} over {sharding.mesh}"
+    text = f"{sharding.spec} over {sharding.mesh}"
     if isinstance(sharding.mesh, jax.sharding.AbstractMesh):
         raise ShardingError(
-            f"{said:.300} names no devices; restore within `with jax.set_mesh(mesh)`, or give a NamedSharding over a jax.sharding.Mesh."
+            f"{text:.300} names no devices; restore within `with jax.set_mesh(mesh)`, or give a NamedSharding over a jax.sharding.Mesh."
         )
     if jax.sharding.PartitionSpec.UNCONSTRAINED in _parts(sharding.spec):
-        raise ShardingError(f"{said:.300} leaves a dimension to the compiler; give an axis, or None, for every one.")
+        raise ShardingError(f"{text:.300} leaves a dimension to the compiler; give an axis, or None, for every one.")
     if sharding.spec.unreduced:
-        raise ShardingError(f"{said:.300}: its devices hold partial sums; reduce it first, with jax.reshard for example.")
+        raise ShardingError(f"{text:.300}: its devices hold partial sums; reduce it first, with jax.reshard for example.")
     if getattr(sharding.mesh, "manual_axes", ()):
-        raise ShardingError(f"{said:.300}: only the program inside a shard_map knows what its devices hold; use the array outside of it.")
+        raise ShardingError(f"{text:.300}: only the program inside a shard_map knows what its devices hold; use the array outside of it.")
 
 
 def with_devices(sharding: Any) -> Any:
@@ -90,10 +90,10 @@ def with_devices(sharding: Any) -> Any:
     mesh = jax.sharding.get_mesh() if hasattr(jax.sharding, "get_mesh") else None  # JAX 0.6 has none
     if mesh is None or mesh.empty:
         return sharding
-    axes, wanted = dict(mesh.shape), dict(sharding.mesh.shape)
-    if list(axes.items()) != list(wanted.items()):
+    axes, abstract = dict(mesh.shape), dict(sharding.mesh.shape)
+    if list(axes.items()) != list(abstract.items()):
         raise ShardingError(
-            f"{sharding.spec} is over an abstract mesh of {wanted}, and the mesh of jax.set_mesh has {axes}; "
+            f"{sharding.spec} is over an abstract mesh of {abstract}, and the mesh of jax.set_mesh has {axes}; "
             f"make the abstract state under the mesh that it is restored to."
         )
     return jax.sharding.NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)
@@ -135,9 +135,9 @@ def _with_names(layout: OpSharding, ndim: int, all_ids: list[int]) -> Sharding:
     parts, groups = layout.parts(ndim), layout.replication_groups
     ids, factors = np.sort(groups.reshape(-1)), _prime_factors(groups.size)
     for shape in (factors, factors[::-1]):
-        found = Sharding.infer(Mesh(shape, [f"axis{i}" for i in range(len(shape))], ids), layout, ndim)
-        if found is not None:
-            return found
+        sharding = Sharding.infer(Mesh(shape, [f"axis{i}" for i in range(len(shape))], ids), layout, ndim)
+        if sharding is not None:
+            return sharding
     cut = {f"dim{d}": count for d, count in enumerate(parts) if count > 1}
     axes = {**cut, "replica": groups.shape[1]}
     spec = PartitionSpec(*(f"dim{d}" if count > 1 else None for d, count in enumerate(parts)))
@@ -155,16 +155,16 @@ def _prime_factors(n: int) -> tuple[int, ...]:
 
 
 def _devices_of(ids: NDArray[np.int64], devices: dict[int, Any]) -> NDArray[np.object_]:
-    wanted = ids.reshape(-1).tolist()
-    strangers = [i for i in wanted if i not in devices]
+    numbers = ids.reshape(-1).tolist()
+    strangers = [i for i in numbers if i not in devices]
     if strangers:
         raise ShardingError(
             f"the target has device {strangers[0]} and this JAX job has {len(devices)} devices, {min(devices)}…{max(devices)}; "
             f"give a mesh of ids from jax.devices()."
         )
-    found = np.empty(len(wanted), object)
-    found[:] = [devices[i] for i in wanted]
-    return found
+    objects = np.empty(len(numbers), object)
+    objects[:] = [devices[i] for i in numbers]
+    return objects
 
 
 def _ids(devices: Any) -> NDArray[np.int64]:

@@ -54,7 +54,7 @@ def landed(shards: Sequence[Any]) -> list[Array]:
         return _transferred(shards)
     except jax.errors.JaxRuntimeError as e:
         _check_refused(e)
-    return [array for some in batches(shards, lambda shard: (shard.nbytes,), (_SMALL_BATCH,)) for array in _copied(some)]
+    return [array for batch in batches(shards, lambda shard: (shard.nbytes,), (_SMALL_BATCH,)) for array in _copied(batch)]
 
 
 def _copied(shards: Sequence[Any]) -> list[Array]:

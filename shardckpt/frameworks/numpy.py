@@ -55,9 +55,9 @@ class ArraySource(HostSource):
         return 0 if self.array.dtype.isnative else self.array.nbytes
 
     @classmethod
-    def fetch(cls, sources: Sequence[ArraySource], wanted: Sequence[Sequence[int]]) -> list[list[Array]]:
+    def fetch(cls, sources: Sequence[ArraySource], positions: Sequence[Sequence[int]]) -> list[list[Array]]:
         """The arrays themselves."""
-        return [[s.array.astype(s.dtype.numpy, copy=False)][: len(boxes)] for s, boxes in zip(sources, wanted, strict=True)]
+        return [[s.array.astype(s.dtype.numpy, copy=False)][: len(boxes)] for s, boxes in zip(sources, positions, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,9 +115,9 @@ def matches(leaf: object) -> bool:
     return isinstance(leaf, np.ndarray)
 
 
-def accepts(wanted: Target) -> bool:
+def accepts(leaf: Target) -> bool:
     """Whether the target is a numpy array, because it names no sharding."""
-    return wanted.sharding is None
+    return leaf.sharding is None
 
 
 def settle(leaves: Iterable[object]) -> None:

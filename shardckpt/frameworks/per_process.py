@@ -82,13 +82,13 @@ def choose_value(
         return values[world.process]
     if leaf.choose is not None:
         return leaf.choose([values[process] for process in sorted(values)])
-    found = (
+    reason = (
         f"process {world.process} saved none"
         if saved == world.processes
         else f"{saved} process{'es' if saved > 1 else ''} saved the checkpoint, and {world.processes} restore it"
     )
     raise MismatchError(
-        f"{shown(name)} has one value per process; {found}. Say which one to restore, as in "
+        f"{shown(name)} has one value per process; {reason}. Say which one to restore, as in "
         f"PerProcess(value, choose=lambda values: values[0]), or leave it out with only=."
     )
 

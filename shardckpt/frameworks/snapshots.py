@@ -53,9 +53,9 @@ def sum_of(words: Words) -> int:
     """
     total = 0
     for first in range(0, len(words), _SUMMED):
-        some = words[first : first + _SUMMED].astype(np.uint32)
-        weights = np.arange(first, first + len(some), dtype=np.uint64).astype(np.uint32) * np.uint32(2) + np.uint32(1)
-        total += int(np.sum(some * weights, dtype=np.uint32))
+        part = words[first : first + _SUMMED].astype(np.uint32)
+        weights = np.arange(first, first + len(part), dtype=np.uint64).astype(np.uint32) * np.uint32(2) + np.uint32(1)
+        total += int(np.sum(part * weights, dtype=np.uint32))
     return total % (1 << 32)
 
 

@@ -83,10 +83,11 @@ class TensorSource(HostSource):
         return [self.tensor] * len(self.boxes)
 
     @classmethod
-    def fetch(cls, sources: Sequence[TensorSource], wanted: Sequence[Sequence[int]]) -> list[list[Array]]:
+    def fetch(cls, sources: Sequence[TensorSource], positions: Sequence[Sequence[int]]) -> list[list[Array]]:
         """Views of tensors on the CPU, copies of all others."""
         return [
-            [(array_of if s.on_host else host_array)(s.tensor, s.dtype)] if boxes else [] for s, boxes in zip(sources, wanted, strict=True)
+            [(array_of if s.on_host else host_array)(s.tensor, s.dtype)] if boxes else []
+            for s, boxes in zip(sources, positions, strict=True)
         ]
 
 
@@ -156,9 +157,9 @@ def matches(leaf: object) -> bool:
     return isinstance(leaf, torch.Tensor)
 
 
-def accepts(wanted: Target) -> bool:
+def accepts(leaf: Target) -> bool:
     """Whether the target is a torch device, for a new tensor on it."""
-    return isinstance(wanted.sharding, torch.device)
+    return isinstance(leaf.sharding, torch.device)
 
 
 def settle(leaves: Iterable[object]) -> None:
@@ -220,16 +221,16 @@ def sources(leaves: dict[str, Any], world: World) -> dict[str, Source]:  # noqa:
         LeafError: a kind of tensor that cannot be stored, by name.
         DtypeError: elements that cannot be stored, by name.
     """
-    found: dict[str, Source] = {}
+    of_leaves: dict[str, Source] = {}
     for name, leaf in leaves.items():
         if type(leaf) in CLASSES and device_type(leaf) == "cpu" and _is_complete(leaf):  # nearly all of a state of many small tensors
-            found[name] = TensorSource(name, leaf, dtype_of_tensor(name, leaf), tuple(leaf.shape), True)
+            of_leaves[name] = TensorSource(name, leaf, dtype_of_tensor(name, leaf), tuple(leaf.shape), True)
             continue
         check_kind(name, leaf)
         plain = _elements(leaf)
         source = TensorSource(name, plain, dtype_of_tensor(name, plain), tuple(plain.shape), is_host_memory(plain))
-        found[name] = source if device_type(plain) == "cpu" else copied_source(source, (plain.detach(),) * len(source.boxes), (leaf,))
-    return found
+        of_leaves[name] = source if device_type(plain) == "cpu" else copied_source(source, (plain.detach(),) * len(source.boxes), (leaf,))
+    return of_leaves
 
 
 def target(name: str, leaf: Any, shape: tuple[int, ...], dtype: DType) -> Sink:

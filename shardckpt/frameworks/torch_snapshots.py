@@ -98,9 +98,9 @@ def _total(words: Any) -> Any:
     total = torch.zeros((), dtype=torch.int64, device=words.device)
     mask = (1 << 8 * words.itemsize) - 1
     for first in range(0, len(words), _AT_A_TIME):
-        some = words[first : first + _AT_A_TIME].to(torch.int64).bitwise_and_(mask)
-        weights = torch.arange(first, first + len(some), dtype=torch.int64, device=words.device).mul_(2).add_(1)
-        total += some.mul_(weights).sum()
+        part = words[first : first + _AT_A_TIME].to(torch.int64).bitwise_and_(mask)
+        weights = torch.arange(first, first + len(part), dtype=torch.int64, device=words.device).mul_(2).add_(1)
+        total += part.mul_(weights).sum()
     return total
 
 

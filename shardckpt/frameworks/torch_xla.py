@@ -80,9 +80,9 @@ def matches(leaf: object) -> bool:
     return isinstance(leaf, torch.Tensor) and leaf.device.type == "xla"
 
 
-def accepts(wanted: Target) -> bool:
+def accepts(leaf: Target) -> bool:
     """Whether the target has a sharding that torch_xla can use, which requires SPMD."""
-    spec = wanted.sharding
+    spec = leaf.sharding
     pair = isinstance(spec, tuple) and len(spec) == 2 and isinstance(spec[0], xs.Mesh)
     return (pair or isinstance(spec, Sharding | OpSharding | xs.ShardingSpec)) and xr.is_spmd()
 
@@ -155,9 +155,9 @@ class _XlaSource(HostSource):
         )
 
     @classmethod
-    def fetch(cls, sources: Sequence[_XlaSource], wanted: Sequence[Sequence[int]]) -> list[list[Array]]:
+    def fetch(cls, sources: Sequence[_XlaSource], positions: Sequence[Sequence[int]]) -> list[list[Array]]:
         fetched: list[list[Array]] = [[] for _ in sources]
-        needed = [(i, s) for i, s in enumerate(sources) if wanted[i]]
+        needed = [(i, s) for i, s in enumerate(sources) if positions[i]]
         for batch in _calls([(i, s) for i, s in needed if s.shards is None]):
             tensors = _XLAC._xla_get_cpu_tensors([s.tensor for _, s in batch])
             for (i, s), tensor in zip(batch, tensors, strict=True):
@@ -165,17 +165,17 @@ class _XlaSource(HostSource):
         for batch in _calls([(i, s) for i, s in needed if s.shards is not None]):
             rows = _XLAC._get_local_shards([s.tensor for _, s in batch])
             for i, s in reversed(batch):
-                fetched[i] = s.distinct(rows.pop(), wanted[i])  # replicas are freed before the next call
+                fetched[i] = s.distinct(rows.pop(), positions[i])  # replicas are freed before the next call
         return fetched
 
-    def distinct(self, shards: Sequence[tuple[Any, str]], wanted: Sequence[int]) -> list[Array]:
+    def distinct(self, shards: Sequence[tuple[Any, str]], positions: Sequence[int]) -> list[Array]:
         """One array per requested box, without padding, from the shards of all local devices, which come with their devices' names."""
         assert self.shards is not None
         row = [tensor for tensor, _ in shards]
         holders = self.shards.first_holders
         extents = (self.shards.boxes.stop - self.shards.boxes.start).tolist()
         arrays = []
-        for k in wanted:
+        for k in positions:
             device = holders[k]
             if tuple(row[device].shape) != self.shards.tile:
                 raise ShardingError(
@@ -210,11 +210,11 @@ def sources(leaves: dict[str, Any], world: World) -> dict[str, Source]:
     _compute([*tensors.values()])
     if not xr.is_spmd():
         return {name: _XlaSource(name, tensor, dtypes[name], None, None, None) for name, tensor in tensors.items()}
-    found: dict[str, Source] = {}
+    by_name: dict[str, Source] = {}
     for (name, tensor), layout in zip(tensors.items(), layouts_of(list(tensors.values())), strict=True):
         shards = None if replicated(layout, tensor.dim()) else _shards(name, layout, tuple(tensor.shape))
-        found[name] = _XlaSource(name, tensor, dtypes[name], layout, shards, _holders(name, layout, tensor.dim(), shards, world))
-    return found
+        by_name[name] = _XlaSource(name, tensor, dtypes[name], layout, shards, _holders(name, layout, tensor.dim(), shards, world))
+    return by_name
 
 
 def _holders(name: str, layout: Layout, ndim: int, shards: XlaShards | None, world: World) -> list[tuple[int, ...]] | None:

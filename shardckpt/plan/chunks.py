@@ -259,19 +259,19 @@ def divisors(n: int) -> tuple[int, ...]:
 
     For a larger number, prime factors above 2^16 stay together, and at most `_MOST_SIDES` divisors are kept, the largest among them.
     """
-    primes, rest, found = _primes(), n, [1]
+    primes, rest, numbers = _primes(), n, [1]
     for prime in primes[n % primes == 0].tolist():
         powers = [1]
         while rest % prime == 0:
             rest //= prime
             powers.append(powers[-1] * prime)
-        found = _products(found, powers)
-    return tuple(sorted(found if rest == 1 else _products(found, [1, rest])))
+        numbers = _products(numbers, powers)
+    return tuple(sorted(numbers if rest == 1 else _products(numbers, [1, rest])))
 
 
-def _products(some: list[int], others: list[int]) -> list[int]:
+def _products(numbers: list[int], others: list[int]) -> list[int]:
     """All products, the largest first; if there are more than `_MOST_SIDES`, every second, fourth, … one."""
-    products = sorted((a * b for a in some for b in others), reverse=True)
+    products = sorted((a * b for a in numbers for b in others), reverse=True)
     while len(products) > _MOST_SIDES:
         products = products[::2]
     return products

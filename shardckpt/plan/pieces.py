@@ -249,8 +249,8 @@ def touching(pieces: Sequence[Piece], boxes: BoxArray) -> tuple[Ints, Ints]:
     if len(pieces) == 1:
         return np.zeros(len(boxes), np.int64), np.arange(len(boxes))
     held = BoxArray.of([piece.box for piece in pieces], boxes.start.shape[1])
-    found = [held.overlapping(boxes[i]) for i in range(len(boxes))]
-    return np.concatenate([*found, np.empty(0, np.int64)]), np.repeat(np.arange(len(boxes)), [len(some) for some in found])
+    near = [held.overlapping(boxes[i]) for i in range(len(boxes))]
+    return np.concatenate([*near, np.empty(0, np.int64)]), np.repeat(np.arange(len(boxes)), [len(of_box) for of_box in near])
 
 
 def _enumerate(low: Ints, counts: Ints) -> tuple[Ints, Ints]:

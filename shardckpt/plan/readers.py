@@ -85,8 +85,8 @@ def host_boxes(layout: Layout | Placements | None, shape: tuple[int, ...], owner
     if isinstance(layout, Placements):
         devices, every = layout.boxes(shape)
     else:
-        found = layout.device_boxes(shape)
-        devices, every = found.device_ids, found.boxes
+        tiles = layout.device_boxes(shape)
+        devices, every = tiles.device_ids, tiles.boxes
     boxes, where = distinct_boxes(every)
     holds = where >= 0
     pairs = np.unique(np.stack([owners.of_devices(devices[holds]), where[holds]], axis=1), axis=0)
@@ -113,7 +113,7 @@ def chunks_read(pieces: Sequence[Piece], held: HostBoxes) -> ChunksRead:
     """
     begins = np.cumsum([0, *(piece.num_chunks for piece in pieces)])
     number = {piece.path: int(begin) for piece, begin in zip(pieces, begins[:-1], strict=True)}
-    found = []
+    keys_of_pieces = []
     for piece in touched(pieces, held.boxes):
         # There may be as many pieces as boxes; each piece is compared only with the boxes near it.
         near = held.boxes.overlapping(piece.box)
@@ -124,7 +124,7 @@ def chunks_read(pieces: Sequence[Piece], held: HostBoxes) -> ChunksRead:
         within = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
         chunk = pairs.chunk[order][np.repeat(begin[held.held], counts) + within]
         # A group's boxes may share chunks; each is read once.
-        found.append(np.unique(np.repeat(held.held_by, counts) * int(begins[-1]) + number[piece.path] + chunk))
-    keys = np.sort(np.concatenate([*found, np.empty(0, np.int64)]))
+        keys_of_pieces.append(np.unique(np.repeat(held.held_by, counts) * int(begins[-1]) + number[piece.path] + chunk))
+    keys = np.sort(np.concatenate([*keys_of_pieces, np.empty(0, np.int64)]))
     group, chunk = np.divmod(keys, max(int(begins[-1]), 1))
     return ChunksRead(group, chunk)

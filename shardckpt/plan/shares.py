@@ -68,15 +68,15 @@ def peers_sharing_reads(sharers: tuple[int, ...], process: int) -> tuple[int, ..
     return next(tuple(group.tolist()) for group in np.array_split(np.array(sharers), groups) if sharers[at] in group)
 
 
-def rounds(wanted: Sequence[SharedBoxes], readers: int, limit: int) -> Iterator[list[list[Region]]]:
+def rounds(tensors: Sequence[SharedBoxes], readers: int, limit: int) -> Iterator[list[list[Region]]]:
     """Yield the rounds; each has, per reader, the regions to read.
 
     Args:
-        wanted: the tensors, the same and in the same order on all readers.
+        tensors: the tensors, the same and in the same order on all readers.
         readers: number of readers.
         limit: maximum bytes of a round; a larger chunk makes a separate round.
     """
-    for stretches in _cut(list(_parts(wanted)), limit):
+    for stretches in _cut(list(_parts(tensors)), limit):
         dealt = [Part(f"{i:08}", "", (), tuple(range(readers)), len(which), part.chunk_bytes) for i, (part, which) in enumerate(stretches)]
         shares = [deal(dealt, reader) for reader in range(readers)]
         yield [
@@ -117,9 +117,9 @@ class _TapePart:
                     yield Region(self.tensor, number, inside)
 
 
-def _parts(wanted: Sequence[SharedBoxes]) -> Iterator[_TapePart]:
+def _parts(tensors: Sequence[SharedBoxes]) -> Iterator[_TapePart]:
     """Yield the parts of the sequence of all chunks."""
-    for i, one in enumerate(wanted):
+    for i, one in enumerate(tensors):
         for piece in touched(one.pieces, one.boxes):
             for span, boxes in _together(one.boxes):
                 spans = tuple(chunk_spans(piece, span))
@@ -136,19 +136,19 @@ def _together(boxes: BoxArray) -> list[tuple[Box, list[tuple[int, Box]]]]:
 
 def _cut(parts: Sequence[_TapePart], limit: int) -> Iterator[list[tuple[_TapePart, range]]]:
     """Yield the rounds of the sequence: parts with ranges of their chunks."""
-    some: list[tuple[_TapePart, range]] = []
+    stretches: list[tuple[_TapePart, range]] = []
     room = limit
     for part in parts:
         at = 0
         while at < part.chunks:
             fitting = min(max(room, 0) // part.chunk_bytes, part.chunks - at)
-            if not fitting and some:
-                yield some
-                some, room = [], limit
+            if not fitting and stretches:
+                yield stretches
+                stretches, room = [], limit
                 continue
             chunks_of_part = range(at, at + max(fitting, 1))
-            some.append((part, chunks_of_part))
+            stretches.append((part, chunks_of_part))
             room -= len(chunks_of_part) * part.chunk_bytes
             at = chunks_of_part.stop
-    if some:
-        yield some
+    if stretches:
+        yield stretches

@@ -94,8 +94,8 @@ class View:
         if kept == list(range(self.box.ndim)) and len(kept) == len(self.permutation):
             return elements
         index = tuple(0 if d is None else slice(None) for d in self.permutation)
-        found = elements[(*index, ...)].transpose(np.argsort(kept, kind="stable"))
-        return np.expand_dims(found, tuple(d for d in range(self.box.ndim) if d not in kept))
+        memory = elements[(*index, ...)].transpose(np.argsort(kept, kind="stable"))
+        return np.expand_dims(memory, tuple(d for d in range(self.box.ndim) if d not in kept))
 
     def pieces(self, stored: Sequence[Piece]) -> list[Piece]:
         """The stored arrays of the tensor inside the view, in the output's indices.
@@ -104,7 +104,7 @@ class View:
         """
         if self._is_in_place and all(self.box.contains(piece.box) for piece in stored):
             return [piece for piece in stored if all(piece.shape)]
-        found = []
+        inside = []
         for piece in stored:
             common = piece.box.overlap(self.box)
             if common is None:
@@ -118,5 +118,5 @@ class View:
                 border = min(last, piece.start[d] + -(-(first - piece.start[d]) // side) * side)
                 shift = self.start[out] - self.box.start[d]
                 sides.append([(a + shift, b - a, side) for a, b in ((first, border), (border, last)) if a < b])
-            found += [Piece(piece.path, *(tuple(some[i] for some in part) for i in range(3))) for part in product(*sides)]
-        return found
+            inside += [Piece(piece.path, *(tuple(of_dimension[i] for of_dimension in part) for i in range(3))) for part in product(*sides)]
+        return inside

@@ -115,9 +115,9 @@ def box_holders(layout: Layout, ndim: int, devices: ArrayLike, owners: DeviceOwn
 def _box_holders(layout: Layout, ndim: int, devices: tuple[int, ...], owners: DeviceOwners) -> tuple[tuple[int, ...], ...]:
     """`box_holders`, cached: a process repeats the same call for a thousand tensors."""
     tiles = _tiles(layout, ndim, owners)
-    wanted = np.array(devices, np.int64)
-    rows = np.minimum(np.searchsorted(tiles.device_ids, wanted), len(tiles.device_ids) - 1)
-    strangers = wanted[tiles.device_ids[rows] != wanted]
+    ids = np.array(devices, np.int64)
+    rows = np.minimum(np.searchsorted(tiles.device_ids, ids), len(tiles.device_ids) - 1)
+    strangers = ids[tiles.device_ids[rows] != ids]
     if len(strangers):
         raise ShardingError(f"device {strangers[0]} holds nothing of a tensor laid out by {layout}; ask for its own devices only.")
     return tuple(_holders(tiles, tile) for tile in tiles.tile_of[rows].tolist())

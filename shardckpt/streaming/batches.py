@@ -117,11 +117,11 @@ class PlannedStep:
     def pairs(self) -> list[tuple[Piece, Overlaps, BoxArray]]:
         """Per array: the chunks that the step overlaps, and the boxes of those chunks in target indices."""
         box = BoxArray.of([self.step.box], self.step.box.ndim)
-        found = []
+        arrays = []
         for piece in touched(self.target.pieces, box):
             pairs = overlaps(piece, box)
-            found.append((piece, pairs, chunk_boxes(piece, pairs.chunk)))
-        return found
+            arrays.append((piece, pairs, chunk_boxes(piece, pairs.chunk)))
+        return arrays
 
     def unfinished(self, boxes: BoxArray) -> NDArray[np.bool_]:
         """Mask of the chunks that a later step finishes."""
@@ -206,5 +206,5 @@ def batches_together(joined: Iterable[Batch], at_once: int) -> Iterator[list[Bat
 
 def batches_of(steps: Iterable[PlannedStep], at_once: int) -> Iterator[Batch]:
     """Join steps into batches."""
-    for some in batches(steps, lambda planned: (planned.nbytes, 1), (at_once, _PLANNED_STEPS)):
-        yield Batch(some, sum(planned.nbytes for planned in some))
+    for group in batches(steps, lambda planned: (planned.nbytes, 1), (at_once, _PLANNED_STEPS)):
+        yield Batch(group, sum(planned.nbytes for planned in group))

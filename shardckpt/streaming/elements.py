@@ -102,9 +102,9 @@ class OutputReader:
             if key not in blocks and key not in new:
                 box, skipped = self._rows(key, begin, len(part))
                 rows.append((box, skipped, part))
-        wanted = [*self._whole([*direct, *new.items()]), *(box for box, *_ in rows)]
-        if wanted:
-            self.read_boxes(wanted)
+        boxes = [*self._whole([*direct, *new.items()]), *(box for box, *_ in rows)]
+        if boxes:
+            self.read_boxes(boxes)
         for (_, _, memory), skipped, part in rows:
             part[:] = memory.reshape(-1).view(np.uint8)[skipped : skipped + len(part)].data
         for key, begin, part in parts:
@@ -198,10 +198,10 @@ class OutputReader:
         return edges[block + 1] - edges[block]
 
     def _blocks_of(self, number: int) -> _Blocks:
-        found = self._blocks.get(number)
-        if found is None:
-            found = self._blocks[number] = self._cut(self._outputs[number])
-        return found
+        blocks = self._blocks.get(number)
+        if blocks is None:
+            blocks = self._blocks[number] = self._cut(self._outputs[number])
+        return blocks
 
     def _cut(self, output: OutputTensor) -> _Blocks:
         if not output.nbytes:
@@ -217,31 +217,31 @@ class OutputReader:
         """First byte of each block of an output, and its bytes: what is read between two of them goes straight into the caller's memory."""
         return self._blocks_of(number).edges
 
-    def read_boxes(self, wanted: Sequence[tuple[int, Box, NDArray[Any]]]) -> None:
+    def read_boxes(self, boxes: Sequence[tuple[int, Box, NDArray[Any]]]) -> None:
         """Read boxes of outputs into memory, all with one call; nothing goes through the cache.
 
         Args:
-            wanted: index of the output, a box of it, and an array of the box's shape and the output's dtype.
+            boxes: index of the output, a box of it, and an array of the box's shape and the output's dtype.
 
         Raises:
             CorruptionError, MissingDataError, ReplacedError, StorageError: as in `read_into`.
         """
-        if requests := self.requests(wanted):
+        if requests := self.requests(boxes):
             with self._checkpoint.reading():
                 self._checkpoint.reader.read(requests)
 
-    def requests(self, wanted: Iterable[tuple[int, Box, NDArray[Any]]]) -> list[Request]:
+    def requests(self, boxes: Iterable[tuple[int, Box, NDArray[Any]]]) -> list[Request]:
         """The requests of `read_boxes`."""
         reads = ReadList()
-        for number, box, elements in wanted:
+        for number, box, elements in boxes:
             output = self._outputs[number]
             for view in output.sources:
                 tensor = self._tensors[view.tensor]
                 reads.of(tensor, converts=output.dtype != tensor.dtype).add(view, BoxArray.of([box], box.ndim), [elements])
         return reads.requests()
 
-    def _whole(self, wanted: Iterable[tuple[Key, Bytes]]) -> Iterator[tuple[int, Box, NDArray[Any]]]:
+    def _whole(self, blocks: Iterable[tuple[Key, Bytes]]) -> Iterator[tuple[int, Box, NDArray[Any]]]:
         """Blocks and memory for them, as `read_boxes` wants them."""
-        for (number, block), memory in wanted:
+        for (number, block), memory in blocks:
             box = self._blocks_of(number).boxes[block]
             yield number, box, memory.view(self._outputs[number].dtype.numpy).reshape(box.shape)

@@ -152,14 +152,14 @@ class Stream:
         planned, left_out = _after(self._steps(), skip)
         with closing(assemble_chunks(self._checkpoint, planned, self._at_once, BatchMemory())) as batches:
             for batch in batches:
-                found = []
+                blocks = []
                 for chunk in batch.whole:
                     box = Box(chunk.start, tuple(a + n for a, n in zip(chunk.start, chunk.shape, strict=True)))
                     elements = chunk.raw.view(chunk.target.dtype.storage).reshape(chunk.shape)
-                    found.append(OutputBlock(outputs[id(chunk.target)], box, elements))
-                dropped = min(left_out, len(found))
+                    blocks.append(OutputBlock(outputs[id(chunk.target)], box, elements))
+                dropped = min(left_out, len(blocks))
                 left_out -= dropped
-                yield found[dropped:]
+                yield blocks[dropped:]
 
     def order(self) -> Iterator[tuple[OutputTensor, Box]]:
         """Every block, in the order of `read`; nothing is read."""

@@ -268,12 +268,12 @@ class _Cached(ReadableChunks):
     def _elements(self, task: ReadTask, read: ReadStored) -> Iterator[BandOfElements]:
         """See `Codec`."""
         del read
-        wanted = task.chunks.wanted
+        requested = task.chunks.wanted
         bands = [band for run in task.runs for band in run.bands]
         for band, places in zip(bands, places_of(bands), strict=True):
-            path = wanted.part_of(band.begin).piece.path
+            path = requested.part_of(band.begin).piece.path
             # Its chunks follow one another in the grid, and all of them are here: so they do in memory.
-            first = int(np.searchsorted(self._needed[path].positions, wanted.position[band.begin]))
+            first = int(np.searchsorted(self._needed[path].positions, requested.position[band.begin]))
             yield band, places, self._memory[path][first : first + band.end - band.begin]
 
 
@@ -319,7 +319,7 @@ class _Table:
         del path, num_chunks
         return None
 
-    def prepare(self, wanted: Iterable[tuple[Piece, BoxArray]]) -> None:
+    def prepare(self, boxes: Iterable[tuple[Piece, BoxArray]]) -> None:
         """See `Lookup`; nothing to do."""
 
     def find(self, paths: Sequence[str], array: NDArray[np.int64], chunks: NDArray[np.int64]) -> tuple[Sequence[str], ArrayChunks]:

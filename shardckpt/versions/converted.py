@@ -37,16 +37,16 @@ class ConvertedSource(SourceOf, HostSource):
         return True
 
     @classmethod
-    def fetch(cls, sources: Sequence[ConvertedSource], wanted: Sequence[Sequence[int]]) -> list[list[Array]]:
+    def fetch(cls, sources: Sequence[ConvertedSource], positions: Sequence[Sequence[int]]) -> list[list[Array]]:
         """The elements, converted; tensors of one class are fetched together."""
-        found: list[list[Array]] = []
-        pairs = zip(sources, wanted, strict=True)
-        for _, some in groupby(pairs, key=lambda pair: type(pair[0].of)):
-            group = [*some]
+        results: list[list[Array]] = []
+        pairs = zip(sources, positions, strict=True)
+        for _, members in groupby(pairs, key=lambda pair: type(pair[0].of)):
+            group = [*members]
             arrays = frameworks.fetch([source.of for source, _ in group], [boxes for _, boxes in group])
             for (source, _), of_source in zip(group, arrays, strict=True):
-                found.append([converted(array, source.dtype) for array in of_source])
-        return found
+                results.append([converted(array, source.dtype) for array in of_source])
+        return results
 
 
 def converted(array: Array, dtype: DType) -> Array:

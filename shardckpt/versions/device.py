@@ -105,8 +105,8 @@ class DeviceShare:
             for one in self._pending:
                 if one.version <= version + 1:
                     groups.setdefault(id(one.box), []).append(one)
-            some = [_Pending(version + 1, of[-1].box, of[-1].array, merged([one.change for one in of])) for of in groups.values()]
-            self._pending = [*some, *later]
+            combined = [_Pending(version + 1, of[-1].box, of[-1].array, merged([one.change for one in of])) for of in groups.values()]
+            self._pending = [*combined, *later]
 
     def arrive(self, version: int) -> None:
         """Give the host's copies the elements of a version, when nothing reads those of an earlier version any more.
@@ -173,10 +173,10 @@ class DeviceSource(SourceOf, HostSource):
         return 0
 
     @classmethod
-    def fetch(cls, sources: Sequence[DeviceSource], wanted: Sequence[Sequence[int]]) -> list[list[Array]]:
+    def fetch(cls, sources: Sequence[DeviceSource], positions: Sequence[Sequence[int]]) -> list[list[Array]]:
         """The host's copies, which do not have the elements yet."""
         return [
-            [source.box(k, elements) for k, elements in _chosen(source.of, boxes)] for source, boxes in zip(sources, wanted, strict=True)
+            [source.box(k, elements) for k, elements in _chosen(source.of, boxes)] for source, boxes in zip(sources, positions, strict=True)
         ]
 
     def box(self, k: int, elements: Any) -> Array:

@@ -248,10 +248,10 @@ class _Fold:
     def _joined(self, tensor_of: Mapping[str, TensorRecord], table: Table) -> Iterator[tuple[Needed, list[bytes]]]:
         """The chunks of a table, part after part, as differences from the new base."""
         versions = [(open_reader(place, record, memory=_AT_A_TIME), record) for place, record in self.path]
-        for some in batches(_parts(tensor_of, table), lambda part: (part.chunk_bytes * len(part.positions),), (_AT_A_TIME,)):
+        for group in batches(_parts(tensor_of, table), lambda part: (part.chunk_bytes * len(part.positions),), (_AT_A_TIME,)):
             joined = {
                 (part.piece.path, position): Joined(part.chunk_bytes, part.dtype.itemsize)
-                for part in some
+                for part in group
                 for position in part.positions.tolist()
             }
 
@@ -260,15 +260,15 @@ class _Fold:
                 joined[piece.path, position].add(stored, f"{request.name}, chunk {position} of {piece.path} in {self.store}")
 
             for reader, record in versions:  # where one lacks the array, a later one has all elements
-                there = [part for part in some if has_array(record.structure, tensor_of[part.piece.path], part.piece)]
+                there = [part for part in group if has_array(record.structure, tensor_of[part.piece.path], part.piece)]
                 reader.read_stored([part.request() for part in there], take)
             stored = {key: one.stored() for key, one in joined.items()}
             unknown = {key for key, chunk in stored.items() if chunk is None}
-            lacking = [part.part(unknown.__contains__) for part in some]
+            lacking = [part.part(unknown.__contains__) for part in group]
             elements = read_chunks(Checkpoint(self.store.location), lacking) if unknown else {}
-            found = stored | {key: whole(chunk) for key, chunk in elements.items()}
-            for part in some:
-                yield part, [chunk for position in part.positions.tolist() if (chunk := found[part.piece.path, position]) is not None]
+            chunks = stored | {key: whole(chunk) for key, chunk in elements.items()}
+            for part in group:
+                yield part, [chunk for position in part.positions.tolist() if (chunk := chunks[part.piece.path, position]) is not None]
 
     def _finish(
         self, place: Store, old: HostRecord, writer: PackedWriter, columns: Sequence[tuple[str, NDArray[np.int64], list[int]]]
@@ -282,8 +282,10 @@ class _Fold:
         chunk = np.concatenate([np.empty(0, np.int64), *(positions for _, positions, _ in columns)])
         crc = np.array([crc for _, _, crcs in columns for crc in crcs], np.int64)
         table = Table([*extents.files], counts, ArrayChunks.of_columns(chunk, extents.file, extents.offset, extents.length, crc))
-        said = old.files.contents
-        contents = Contents.from_json(open_envelope(present.read(said.key), f"{present}/{said.key}"), f"{present}/{said.key}")
+        reference = old.files.contents
+        contents = Contents.from_json(
+            open_envelope(present.read(reference.key), f"{present}/{reference.key}"), f"{present}/{reference.key}"
+        )
         tensors = {
             name: replace(tensor, difference=tensor.difference and all(has_array(self.earlier, tensor, piece) for piece in tensor.pieces))
             for name, tensor in contents.structure.tensors.items()

@@ -144,11 +144,11 @@ class Follower:
         if self._closed:
             raise OptionError(f"{self.root}: this follower is closed.")
         alone = self.coordinator.world.processes == 1
-        found = self._next() if alone else self.coordinator.agree("followed version", self._next)
-        if found is None:
+        choice = self._next() if alone else self.coordinator.agree("followed version", self._next)
+        if choice is None:
             return None
         try:
-            return self.at(found[0], went_back=found[1])
+            return self.at(choice[0], went_back=choice[1])
         except (NotFoundError, UncommittedError):  # deleted since the listing
             if alone:
                 return None
@@ -292,8 +292,8 @@ class FollowedVersion:
         except Exception as e:  # noqa: BLE001  (raised below, after the others know)
             failed = e
         if follower.coordinator.world.processes > 1:
-            said = follower.coordinator.share("prepared version", None if failed is None else f"{type(failed).__name__}: {failed}")
-            if failed is None and (errors := [error for error in said if error is not None]):
+            failures = follower.coordinator.share("prepared version", None if failed is None else f"{type(failed).__name__}: {failed}")
+            if failed is None and (errors := [error for error in failures if error is not None]):
                 self._needed = None
                 raise CorruptionError(f"{self.checkpoint.location}: another process could not prepare this version: {errors[0]}")
         if failed is not None:

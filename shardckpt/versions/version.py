@@ -272,23 +272,23 @@ class PublishedVersion:
     def _decided(self, where: str, coordinator: Coordinator) -> Published | None:
         """The base, as process 0 decides it; it decides when the version before has ended."""
         if coordinator.world.process:
-            said = self._heard(coordinator, where)
+            decision = self._heard(coordinator, where)
         else:
             try:
-                said = self._decide_now()
+                decision = self._decide_now()
             except BaseException as e:
                 self.fail(coordinator, e)
                 raise
             if coordinator.world.processes > 1:
-                coordinator.announce(self._key, said)
-        if "skipped" in said:
+                coordinator.announce(self._key, decision)
+        if "skipped" in decision:
             if self._share is not None:
                 self._share.skip(self._number)
             raise SkippedError(f"{where}: this version is skipped, because a later one was published while it waited.")
-        if "failed" in said:
-            raise CommitError(f"{where}: process 0 could not begin this version: {said['failed']} Nothing was published.")
-        self._began = said["began"]
-        return None if said["base"] is None else Published.from_json(said["base"])
+        if "failed" in decision:
+            raise CommitError(f"{where}: process 0 could not begin this version: {decision['failed']} Nothing was published.")
+        self._began = decision["began"]
+        return None if decision["base"] is None else Published.from_json(decision["base"])
 
     def _decide_now(self) -> dict[str, Any]:
         before = self._before
@@ -309,12 +309,12 @@ class PublishedVersion:
 
     def _heard(self, coordinator: Coordinator, where: str) -> dict[str, Any]:
         began, notice = time.monotonic(), WaitNotice(where)
-        while (said := coordinator.peek(self._key)) is None:
+        while (decision := coordinator.peek(self._key)) is None:
             notice.look(lambda: "process 0 to begin this version")
             if time.monotonic() - began > self._timeout:
                 raise CommitError(
                     f"{where}: process 0 has not begun this version within {self._timeout:g} s. All processes must publish the same steps."
                 )
             time.sleep(_LOOK)
-        found: dict[str, Any] = said
-        return found
+        document: dict[str, Any] = decision
+        return document

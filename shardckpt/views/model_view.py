@@ -117,16 +117,16 @@ class ModelView:
     def _read_boxes(self, number: int, boxes: Sequence[Box], memory: Sequence[NDArray[Any]]) -> None:
         self.read_boxes([(number, box, part) for box, part in zip(boxes, memory, strict=True)])
 
-    def read_boxes(self, wanted: Sequence[tuple[int, Box, NDArray[Any]]]) -> None:
+    def read_boxes(self, boxes: Sequence[tuple[int, Box, NDArray[Any]]]) -> None:
         """Read boxes of several tensors into arrays.
 
         Args:
-            wanted: position in `arrays()`, a box, and an array of the box's shape and the tensor's dtype.
+            boxes: position in `arrays()`, a box, and an array of the box's shape and the tensor's dtype.
 
         Raises:
             CorruptionError, MissingDataError, ReplacedError, StorageError: as in `read_into`.
         """
-        self._reader.read_boxes(wanted)
+        self._reader.read_boxes(boxes)
 
     def requests(self, boxes: Iterable[tuple[int, Box]]) -> list[Request]:
         """Requests for boxes of tensors, by position in `arrays()`, without memory: their chunks can be located, and not read."""

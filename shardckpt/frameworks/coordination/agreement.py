@@ -103,9 +103,9 @@ def join(process: int, value: bytes, nonce: str) -> Steps[tuple[str, list[Any]]]
             run_id = welcome.decode()
             yield Set(f"{run_id}/start/{nonce}", value)
         if run_id is not None:
-            said = yield Get(f"{run_id}/start/all")
-            if said is not None:
-                return run_id, decode(said)
+            values = yield Get(f"{run_id}/start/all")
+            if values is not None:
+                return run_id, decode(values)
         late = yield Wait()
         if late is not None:
             missing = None if run_id is None else (yield Get(f"{run_id}/start/missing"))
@@ -139,14 +139,14 @@ def lead(processes: int, value: bytes, run_id: str) -> Steps[list[Any]]:
 
     # Every look reads all of them: a process that has answered may have been restarted since.
     while True:
-        said: dict[int, Any] = {0: decode(value)}
+        values: dict[int, Any] = {0: decode(value)}
         for process in range(1, processes):
             key = yield from greet(process)
-            found = None if key is None else (yield Get(key))
-            if found is not None:
-                said[process] = decode(found)
-        if (yield from _publish(f"{run_id}/start", said, processes)):
-            return [said[p] for p in range(processes)]
+            data = None if key is None else (yield Get(key))
+            if data is not None:
+                values[process] = decode(data)
+        if (yield from _publish(f"{run_id}/start", values, processes)):
+            return [values[p] for p in range(processes)]
 
 
 def gather(key: str, process: int, processes: int, value: bytes) -> Steps[list[Any]]:
@@ -165,14 +165,14 @@ def gather(key: str, process: int, processes: int, value: bytes) -> Steps[list[A
         yield Set(f"{key}/{process}", value)
         answer: list[Any] = yield from await_answer(key, process)
         return answer
-    said: dict[int, Any] = {0: decode(value)}
+    values: dict[int, Any] = {0: decode(value)}
     while True:
         for p in range(1, processes):
-            found = None if p in said else (yield Get(f"{key}/{p}"))
-            if found is not None:
-                said[p] = decode(found)
-        if (yield from _publish(key, said, processes)):
-            return [said[p] for p in range(processes)]
+            data = None if p in values else (yield Get(f"{key}/{p}"))
+            if data is not None:
+                values[p] = decode(data)
+        if (yield from _publish(key, values, processes)):
+            return [values[p] for p in range(processes)]
 
 
 def listen(key: str, process: int, processes: Sequence[int]) -> Steps[list[Any]]:
@@ -186,15 +186,15 @@ def listen(key: str, process: int, processes: Sequence[int]) -> Steps[list[Any]]
     Raises:
         CoordinationError: the time is up; names the processes without a value.
     """
-    said: dict[int, Any] = {}
+    values: dict[int, Any] = {}
     while True:
         for p in processes:
-            found = None if p in said else (yield Get(f"{key}/{p}"))
-            if found is not None:
-                said[p] = decode(found)
-        silent = [p for p in processes if p not in said]
+            data = None if p in values else (yield Get(f"{key}/{p}"))
+            if data is not None:
+                values[p] = decode(data)
+        silent = [p for p in processes if p not in values]
         if not silent:
-            return [said[p] for p in processes]
+            return [values[p] for p in processes]
         late = yield Wait()
         if late is not None:
             yield from _overdue(process, silent, late)
@@ -213,12 +213,12 @@ def await_answer(key: str, process: int) -> Steps[Any]:
     return decode(answer)
 
 
-def _publish(key: str, said: dict[int, Any], processes: int) -> Steps[bool]:
+def _publish(key: str, values: dict[int, Any], processes: int) -> Steps[bool]:
     """Publish the values of all processes, or the numbers of the missing ones; return whether all are there."""
-    if len(said) == processes:
-        yield Set(f"{key}/all", encode([said[p] for p in range(processes)]))
+    if len(values) == processes:
+        yield Set(f"{key}/all", encode([values[p] for p in range(processes)]))
         return True
-    missing = [p for p in range(processes) if p not in said]
+    missing = [p for p in range(processes) if p not in values]
     # So that the other processes can name them too, without their own search.
     yield Set(f"{key}/missing", encode(missing))
     late = yield Wait()

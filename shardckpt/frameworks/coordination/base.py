@@ -88,15 +88,15 @@ class Coordinator(ABC):
         self._timeout = timeout
         self._asked: Counter[tuple[str, str]] = Counter()
         # A single process owns all its devices.
-        found = found_devices() if processes > 1 else {}
-        own = encode({"told": given_devices(devices), "found": found, "cores": cores_of_host()})
+        local = found_devices() if processes > 1 else {}
+        own = encode({"told": given_devices(devices), "found": local, "cores": cores_of_host()})
         if process:
-            self.run_id, said = self._run(join(process, own, secrets.token_hex(8)), timeout)
+            self.run_id, answers = self._run(join(process, own, secrets.token_hex(8)), timeout)
         else:
             self.run_id = time.strftime("%Y%m%dT%H%M%S-", time.gmtime()) + secrets.token_hex(4)
-            said = self._run(lead(processes, own, self.run_id), timeout)
-        whole = owners([s["told"] for s in said], [s["found"] for s in said])
-        self.world = World(process, processes, whole, sharing(process, [s["cores"] for s in said]))
+            answers = self._run(lead(processes, own, self.run_id), timeout)
+        whole = owners([s["told"] for s in answers], [s["found"] for s in answers])
+        self.world = World(process, processes, whole, sharing(process, [s["cores"] for s in answers]))
 
     @staticmethod
     def current(*, devices: Mapping[str, Iterable[int]] | None = None, timeout: float = 600) -> Coordinator:
@@ -131,9 +131,9 @@ class Coordinator(ABC):
         """
         question = self._question("share", key)
         steps = gather(question, self.world.process, self.world.processes, encode(value))
-        said = self._run(steps, timeout)
+        values = self._run(steps, timeout)
         self._asked["share", key] += 1
-        return said
+        return values
 
     def decline(self, key: str) -> None:
         """Take part in `share` without a value, because this process has failed, and wait for nobody.
@@ -421,7 +421,7 @@ def _is_current(agreed: _Round) -> bool:
 
 def _kind() -> type[TorchStore | JaxClient | SingleProcess]:
     """The class of coordinator for the available store."""
-    found: list[tuple[int, type[TorchStore | JaxClient | SingleProcess]]] = []
+    stores: list[tuple[int, type[TorchStore | JaxClient | SingleProcess]]] = []
     if "torch.distributed" in sys.modules:
         import torch  # noqa: F401  (before a module of it, for other threads that import it)
         import torch.distributed as dist
@@ -429,7 +429,7 @@ def _kind() -> type[TorchStore | JaxClient | SingleProcess]:
         if dist.is_available() and dist.is_initialized():
             from shardckpt.frameworks.coordination.torch_store import TorchStore
 
-            found.append((dist.get_world_size(), TorchStore))
+            stores.append((dist.get_world_size(), TorchStore))
     if "jax.distributed" in sys.modules:
         import jax
 
@@ -438,9 +438,9 @@ def _kind() -> type[TorchStore | JaxClient | SingleProcess]:
 
             from shardckpt.frameworks.coordination.jax_client import JaxClient
 
-            found.append((global_state.num_processes, JaxClient))
+            stores.append((global_state.num_processes, JaxClient))
     # Scripts often make a process group of one: if another store knows of more processes, it is the job's.
-    processes, kind = next((f for f in found if f[0] > 1), (found or [(1, SingleProcess)])[0])
+    processes, kind = next((f for f in stores if f[0] > 1), (stores or [(1, SingleProcess)])[0])
     others = _others() if processes == 1 else None
     if others:
         raise CoordinationError(

@@ -42,24 +42,24 @@ def given_devices(devices: Mapping[str, Iterable[int]] | None) -> dict[str, list
 
 def found_devices() -> dict[str, list[int]]:
     """The devices of this process in the frameworks that the program uses. The query sets up no framework."""
-    found = {}
+    ids = {}
     if "jax" in sys.modules:
         import jax
         from jax._src import xla_bridge
 
         if xla_bridge.backends_are_initialized() or jax.distributed.is_initialized():
-            found["jax"] = sorted(d.id for d in jax.local_devices())
+            ids["jax"] = sorted(d.id for d in jax.local_devices())
     if "torch_xla" in sys.modules:
         import torch_xla  # noqa: F401  (before a module of it, for other threads that import it)
         import torch_xla.runtime as xr
         from torch_xla import _XLAC
 
         if xr.is_spmd():
-            found["torch_xla"] = sorted(int(d.rpartition(":")[2]) for d in _XLAC._xla_get_runtime_devices())
-    return found
+            ids["torch_xla"] = sorted(int(d.rpartition(":")[2]) for d in _XLAC._xla_get_runtime_devices())
+    return ids
 
 
-def owners(given: Sequence[Mapping[str, Any]], found: Sequence[Mapping[str, Any]]) -> dict[str, DeviceOwners]:
+def owners(given: Sequence[Mapping[str, Any]], local: Sequence[Mapping[str, Any]]) -> dict[str, DeviceOwners]:
     """The process of every device, for frameworks whose devices are numbered across the job.
 
     These are the frameworks for which a caller has given devices, and the frameworks for which all processes have found devices
@@ -67,7 +67,7 @@ def owners(given: Sequence[Mapping[str, Any]], found: Sequence[Mapping[str, Any]
 
     Args:
         given: for each process, the device ids by framework that its caller gave.
-        found: for each process, the device ids that it found. Given ids take precedence.
+        local: for each process, the device ids that it found. Given ids take precedence.
 
     Raises:
         OptionError: two processes own the same device, where callers have given devices.
@@ -75,7 +75,7 @@ def owners(given: Sequence[Mapping[str, Any]], found: Sequence[Mapping[str, Any]
     whole = {}
     for framework in _FRAMEWORKS:
         is_given = [framework in t for t in given]
-        ids = [t.get(framework, f.get(framework)) for t, f in zip(given, found, strict=True)]
+        ids = [t.get(framework, f.get(framework)) for t, f in zip(given, local, strict=True)]
         if not any(is_given) and None in ids:
             continue
         process = np.repeat(np.arange(len(ids)), [len(i or ()) for i in ids])

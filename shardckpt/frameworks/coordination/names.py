@@ -48,11 +48,11 @@ class Agreement:
         bits = np.packbits([name in lacking for name in names])
         data = base64.b85encode(zlib.compress(bits.tobytes())).decode()
         names_of = hashlib.sha256("\0".join(names).encode("utf-8", "surrogatepass")).hexdigest()
-        said = self._shared({"names": names_of, "unexpected": data})
-        if any(one is None for one in said):
+        answers = self._shared({"names": names_of, "unexpected": data})
+        if any(one is None for one in answers):
             return []  # a process has failed, and tells why after the reading
-        if len({one["names"] for one in said}) == 1:
-            every = np.bitwise_and.reduce([_bits(one["unexpected"]) for one in said])
+        if len({one["names"] for one in answers}) == 1:
+            every = np.bitwise_and.reduce([_bits(one["unexpected"]) for one in answers])
             return [name for name, none in zip(names, np.unpackbits(every), strict=False) if none]
         for one in self._shared(unexpected):
             lacking.intersection_update(one or ())
