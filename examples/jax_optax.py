@@ -59,10 +59,10 @@ def train_step(state: dict) -> tuple[dict, jax.Array]:
 state, first = init(jax.random.key(0)), 1
 
 with shardckpt.CheckpointManager(RUN, every=10, keep=2) as manager:
-    found = manager.restore(like=state)  # with the shardings that `state` has, so on this mesh; None: nothing was saved yet
-    if found:
-        state, first = found.state, found.step + 1
-        print(f"resumed from step {found.step} on a mesh of {dict(mesh.shape)}")
+    restored = manager.restore(like=state)  # with the shardings that `state` has, so on this mesh; None: nothing was saved yet
+    if restored:
+        state, first = restored.state, restored.step + 1
+        print(f"resumed from step {restored.step} on a mesh of {dict(mesh.shape)}")
     for step in range(first, STEPS + 1):
         state, loss = train_step(state)
         print(f"step {step} loss {loss:.6f}")

@@ -57,8 +57,8 @@ server = subprocess.Popen([sys.executable, "-m", "shardckpt", "serve", f"demo={R
 try:
     url = server.stdout.readline().split()[-1]
     with shardckpt.Client(url) as client:
-        for found in client.checkpoints():
-            print(f"served at {url}: {found['id']} {found['state']} {found['bytes']:,} bytes")
+        for checkpoint in client.checkpoints():
+            print(f"served at {url}: {checkpoint['id']} {checkpoint['state']} {checkpoint['bytes']:,} bytes")
         rows = client.read("demo/tp4", "model/layers.0.up_proj.weight", Box((0, 0), (2, 4)))
         print(f"a part of a tensor over HTTP: {rows.shape} {rows.dtype}")
     # The service makes the exported file while it is read: curl -O URL/files/demo/tp4/model.safetensors

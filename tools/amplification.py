@@ -137,8 +137,8 @@ class HostPlan:
 
 def plan(tensor: TensorRecord, target: Sharding, devices: int) -> list[HostPlan]:
     """Plans of all hosts, with so many devices each; hosts have consecutive device ids."""
-    found = target.device_boxes(tensor.shape)  # devices in ascending order
-    boxes, of_device = distinct_boxes(found.boxes)
+    tiles = target.device_boxes(tensor.shape)  # devices in ascending order
+    boxes, of_device = distinct_boxes(tiles.boxes)
     itemsize = tensor.dtype.storage.itemsize
     box, chunk, length = [], [], []
     chunks = 0

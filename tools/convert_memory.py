@@ -136,9 +136,9 @@ def run(*command: str | Path) -> dict[str, Any]:
                 peaks[pid] = max(peaks.get(pid, 0), high_water(pid))
             time.sleep(0.02)
         assert job.stderr is not None
-        said = job.stderr.read().strip().splitlines()
+        errors = job.stderr.read().strip().splitlines()
     os.sync()
-    failed = None if job.returncode == 0 else f"status {job.returncode}: {said[-1] if said else ''}"
+    failed = None if job.returncode == 0 else f"status {job.returncode}: {errors[-1] if errors else ''}"
     return {"seconds": time.monotonic() - began, "peaks": sorted(peaks.values()), "failed": failed}
 
 
@@ -176,13 +176,13 @@ def measure(directory: Path, gib: float, limit: str, *, peers: bool) -> dict[str
     return {"bytes": nbytes, "plain write": {"seconds": [before, after], "bytes per second": nbytes / min(before, after)}, "took": took}
 
 
-def table(found: dict[str, Any]) -> str:
+def table(figures: dict[str, Any]) -> str:
     """A line for each way; rates are told beside plain write(2)'s."""
-    written = found["plain write"]["bytes per second"]
-    size = f"{found['bytes'] / (1 << 30):.1f} GiB"
+    written = figures["plain write"]["bytes per second"]
+    size = f"{figures['bytes'] / (1 << 30):.1f} GiB"
     lines = [f"{size:46} {'seconds':>8} {'GB/s':>6} {'of write(2)':>11} {'peak MiB':>9}"]
-    lines.append(f"{'write(2)':46} {min(found['plain write']['seconds']):8.1f} {written / 1e9:6.2f} {1:11.2f} {PIECE >> 20:9}")
-    for what, one in sorted(found["took"].items()):
+    lines.append(f"{'write(2)':46} {min(figures['plain write']['seconds']):8.1f} {written / 1e9:6.2f} {1:11.2f} {PIECE >> 20:9}")
+    for what, one in sorted(figures["took"].items()):
         if one["failed"]:
             lines.append(f"{what:46} {one['failed'][:60]}")
             continue
@@ -206,9 +206,9 @@ def main() -> int:
         PEERS[asked.peer][1](asked.directory)
         return 0
     with tempfile.TemporaryDirectory(dir=asked.directory) as directory:
-        found = measure(Path(directory), asked.gib, asked.memory_limit, peers=not asked.no_peers)
-    print(json.dumps(found, indent=2) if asked.json else table(found))
-    return 0 if all(one.get("kept", True) for one in found["took"].values()) else 1
+        figures = measure(Path(directory), asked.gib, asked.memory_limit, peers=not asked.no_peers)
+    print(json.dumps(figures, indent=2) if asked.json else table(figures))
+    return 0 if all(one.get("kept", True) for one in figures["took"].values()) else 1
 
 
 if __name__ == "__main__":

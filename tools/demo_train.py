@@ -246,8 +246,8 @@ def main() -> None:
         tell("restored", step=training.step, seconds=seconds, compiles=compiled, read=stats.bytes_read, needed=stats.bytes_needed)
         looked, wrong = lie_as_asked(training)
         tell("layouts", tensors=looked, wrong=wrong)
-        saved, found = json.loads(args.digests.read_text()), digests(training.state())
-        different = sorted(name for name in saved.keys() | found.keys() if saved.get(name) != found.get(name))
+        saved, restored = json.loads(args.digests.read_text()), digests(training.state())
+        different = sorted(name for name in saved.keys() | restored.keys() if saved.get(name) != restored.get(name))
         tensors = sum(isinstance(leaf, torch.Tensor) for _, leaf in leaves(training.state()))
         tell("digests", tensors=tensors, values=len(saved) - tensors, different=different)
     else:

@@ -39,5 +39,5 @@ def _shown(value: Any, owner: Object) -> Any:
     """A value in place of the name of a constant of the owner's module."""
     if not _CONSTANT.fullmatch(str(value)):
         return value
-    found = getattr(import_module(owner.module.path), str(value), None)
-    return repr(found) if isinstance(found, _SIMPLE) else value
+    constant = getattr(import_module(owner.module.path), str(value), None)
+    return repr(constant) if isinstance(constant, _SIMPLE) else value

@@ -76,8 +76,8 @@ def main() -> int:
     parser.add_argument("--json", action="store_true")
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=asked.directory) as directory:
-        found = measure(Path(directory), asked.gib, asked.rounds, asked.dtype, asked.memory_limit)
-    tell(found, "write(2)", as_json=asked.json)
+        figures = measure(Path(directory), asked.gib, asked.rounds, asked.dtype, asked.memory_limit)
+    tell(figures, "write(2)", as_json=asked.json)
     return 0
 
 

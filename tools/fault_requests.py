@@ -155,14 +155,14 @@ class Traffic:
 
     def summary(self, prefix: str = "") -> dict[str, Any]:
         """Requests by kind, method, status and fault, bytes each way, and bytes uploaded by object: a JSON document."""
-        found = self.exchanges(prefix)
+        exchanges = self.exchanges(prefix)
         return {
-            "requests": len(found),
-            "kinds": dict(Counter(e.operation.kind for e in found)),
-            "methods": dict(Counter(e.operation.method for e in found)),
-            "statuses": dict(Counter(str(e.status or "none") for e in found)),
-            "faults": dict(Counter(e.fault for e in found if e.fault)),
-            "bytes_up": sum(e.bytes_up for e in found),
-            "bytes_down": sum(e.bytes_down for e in found),
+            "requests": len(exchanges),
+            "kinds": dict(Counter(e.operation.kind for e in exchanges)),
+            "methods": dict(Counter(e.operation.method for e in exchanges)),
+            "statuses": dict(Counter(str(e.status or "none") for e in exchanges)),
+            "faults": dict(Counter(e.fault for e in exchanges if e.fault)),
+            "bytes_up": sum(e.bytes_up for e in exchanges),
+            "bytes_down": sum(e.bytes_down for e in exchanges),
             "uploaded": dict(self.uploaded(prefix)),
         }

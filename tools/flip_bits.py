@@ -239,14 +239,14 @@ def same(a: Any, b: Any) -> bool:
 
 def file_kinds(checkpoint: Path, layout: str) -> dict[str, list[Path]]:
     """All files of a checkpoint by kind; every file is of one."""
-    found: dict[str, list[Path]] = {kind: [] for kind in KINDS[layout]}
+    by_kind: dict[str, list[Path]] = {kind: [] for kind in KINDS[layout]}
     for path in sorted(p for p in checkpoint.rglob("*") if p.is_file()):
         relative = path.relative_to(checkpoint)
         name = str(relative if len(relative.parts) == 1 else Path(*relative.parts[1:]))
         kind = next((k for k, pattern in KINDS[layout].items() if re.fullmatch(pattern, name)), None)
         assert kind is not None, f"{name} is of no known kind"
-        found[kind].append(path)
-    return {kind: paths for kind, paths in found.items() if paths}
+        by_kind[kind].append(path)
+    return {kind: paths for kind, paths in by_kind.items() if paths}
 
 
 def indexes_of(file: str) -> set[str]:
@@ -307,9 +307,9 @@ def _restore_the_others(opened: shardckpt.Checkpoint, truth: dict[str, Any], out
     except ShardckptError as e:
         outcome.undamaged_right, outcome.error = False, str(e)
         return
-    wanted = {name: array for name, array in _arrays(truth) if name not in lost}
+    expected = {name: array for name, array in _arrays(truth) if name not in lost}
     outcome.undamaged = len(fine)
-    outcome.undamaged_right = part.keys() == wanted.keys() and all(same(wanted[name], part[name]) for name in wanted)
+    outcome.undamaged_right = part.keys() == expected.keys() and all(same(expected[name], part[name]) for name in expected)
 
 
 def _arrays(state: Any, name: str = "") -> Iterator[tuple[str, np.ndarray[Any, Any]]]:

@@ -56,10 +56,10 @@ def act(function, directory, process, request, answer):
     """In a fork: do it, and write the answer."""
     try:
         coordinator = DirectoryCoordinator(directory, process, request["processes"], timeout=request["timeout"])
-        found = function(coordinator, *request["arguments"])
+        result = function(coordinator, *request["arguments"])
     except BaseException as error:
-        found = {"error": type(error).__name__, "message": str(error), "trace": traceback.format_exc()}
-    os.write(answer, json.dumps(found).encode())
+        result = {"error": type(error).__name__, "message": str(error), "trace": traceback.format_exc()}
+    os.write(answer, json.dumps(result).encode())
     os._exit(0)
 
 

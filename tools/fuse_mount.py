@@ -78,32 +78,32 @@ class Passthrough:
         return self._source + path
 
     def getattr(self, path: str, fh: int | None = None) -> dict[str, int]:
-        found = os.lstat(self._real(path)) if fh is None else os.fstat(fh)
-        attributes = {name: getattr(found, name) for name in ("st_mode", "st_nlink", "st_size", "st_blocks", "st_uid", "st_gid")}
+        status = os.lstat(self._real(path)) if fh is None else os.fstat(fh)
+        attributes = {name: getattr(status, name) for name in ("st_mode", "st_nlink", "st_size", "st_blocks", "st_uid", "st_gid")}
         for name in ("st_atime", "st_mtime", "st_ctime"):
-            attributes[name] = getattr(found, f"{name}_ns") // _TICK * _TICK
-        attributes["st_ino"] = self._number(found)
+            attributes[name] = getattr(status, f"{name}_ns") // _TICK * _TICK
+        attributes["st_ino"] = self._number(status)
         return attributes
 
-    def _number(self, found: os.stat_result) -> int:
-        if stat.S_ISDIR(found.st_mode):
-            return found.st_ino
+    def _number(self, status: os.stat_result) -> int:
+        if stat.S_ISDIR(status.st_mode):
+            return status.st_ino
         with self._lock:
             number = next(self._numbers)
-            return number if "renumbered" in self._habits else self._open.get((found.st_dev, found.st_ino), (0, number))[1]
+            return number if "renumbered" in self._habits else self._open.get((status.st_dev, status.st_ino), (0, number))[1]
 
     def _opened(self, fd: int) -> int:
-        found = os.fstat(fd)
+        status = os.fstat(fd)
         with self._lock:
-            times, number = self._open.get((found.st_dev, found.st_ino), (0, next(self._numbers)))
-            self._open[found.st_dev, found.st_ino] = times + 1, number
+            times, number = self._open.get((status.st_dev, status.st_ino), (0, next(self._numbers)))
+            self._open[status.st_dev, status.st_ino] = times + 1, number
         return fd
 
     def readdir(self, path: str, fh: int) -> list[tuple[str, dict[str, int], int]]:
         with os.scandir(self._real(path)) as entries:
-            found = [(entry.name, entry.stat(follow_symlinks=False)) for entry in entries]
+            statuses = [(entry.name, entry.stat(follow_symlinks=False)) for entry in entries]
         dots = [(name, {"st_mode": stat.S_IFDIR, "st_ino": 1}, 0) for name in (".", "..")]
-        return dots + [(name, {"st_mode": status.st_mode, "st_ino": self._number(status)}, 0) for name, status in found]
+        return dots + [(name, {"st_mode": status.st_mode, "st_ino": self._number(status)}, 0) for name, status in statuses]
 
     def readlink(self, path: str) -> str:
         return os.readlink(self._real(path))
@@ -169,17 +169,17 @@ class Passthrough:
         return 0
 
     def release(self, path: str, fh: int) -> int:
-        found = os.fstat(fh)
+        status = os.fstat(fh)
         with self._lock:
-            times, number = self._open.pop((found.st_dev, found.st_ino))
+            times, number = self._open.pop((status.st_dev, status.st_ino))
             if times > 1:
-                self._open[found.st_dev, found.st_ino] = times - 1, number
+                self._open[status.st_dev, status.st_ino] = times - 1, number
         os.close(fh)
         return 0
 
     def statfs(self, path: str) -> dict[str, int]:
-        found = os.statvfs(self._source)
-        return {name: getattr(found, name) for name in dir(found) if name.startswith("f_") and name != "f_fsid"}
+        status = os.statvfs(self._source)
+        return {name: getattr(status, name) for name in dir(status) if name.startswith("f_") and name != "f_fsid"}
 
 
 def _end_with_the_input(mount: str) -> None:

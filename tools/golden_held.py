@@ -63,8 +63,8 @@ class HeldSource(HostSource):
         return of_numpy(self.held.array.dtype)
 
     @classmethod
-    def fetch(cls, sources, wanted):
-        return [[source.held.array[source.held.boxes[i].slices] for i in boxes] for source, boxes in zip(sources, wanted, strict=True)]
+    def fetch(cls, sources, positions):
+        return [[source.held.array[source.held.boxes[i].slices] for i in boxes] for source, boxes in zip(sources, positions, strict=True)]
 
 
 # --- the adapter ----------------------------------------------------------------------------------------------------
@@ -74,7 +74,7 @@ def matches(leaf):
     return isinstance(leaf, Held)
 
 
-def accepts(_wanted):
+def accepts(_leaf):
     return False
 
 

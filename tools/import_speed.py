@@ -97,8 +97,8 @@ def main() -> int:
     parser.add_argument("--json", action="store_true")
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=asked.directory) as directory:
-        found = measure(Path(directory), asked.state, asked.part, asked.formats.split(","), asked.rounds, asked.workers)
-    tell(found, "the copy", as_json=asked.json)
+        figures = measure(Path(directory), asked.state, asked.part, asked.formats.split(","), asked.rounds, asked.workers)
+    tell(figures, "the copy", as_json=asked.json)
     return 0
 
 

@@ -209,18 +209,18 @@ def make_small() -> None:
 
 def job_layouts() -> dict[str, Any]:
     """Layouts of the tensors of `job_state`: name → layout and shape."""
-    found = {"plain/pieces": (job_options("packed", None).shardings["plain/pieces"], (13, 97))}
+    by_name = {"plain/pieces": (job_options("packed", None).shardings["plain/pieces"], (13, 97))}
     for process in range(3):
         state = job_state(process)
         held = {f"{group}/{name}": leaf for group in ("sharded", "stages") for name, leaf in state[group].items()}
-        found |= {name: (leaf.layout, leaf.array.shape) for name, leaf in held.items() if leaf.layout is not None}
-    return found
+        by_name |= {name: (leaf.layout, leaf.array.shape) for name, leaf in held.items() if leaf.layout is not None}
+    return by_name
 
 
 def tell(place: Path, stored: dict[str, Any], layouts: dict[str, Any]) -> None:
     """Say beside the checkpoints what is in each of them; they hold the same."""
-    said = {"metadata": METADATA, "state": facts(stored), "layouts": {name: layout_facts(*layout) for name, layout in layouts.items()}}
-    (place / "expected.json").write_text(json.dumps(said) + "\n")
+    expected = {"metadata": METADATA, "state": facts(stored), "layouts": {name: layout_facts(*layout) for name, layout in layouts.items()}}
+    (place / "expected.json").write_text(json.dumps(expected) + "\n")
     for layout in LAYOUTS:
         size = sum(path.stat().st_size for path in (place / layout).rglob("*") if path.is_file())
         print(f"{place / layout}: {size} bytes, {len(shardckpt.open(place / layout).names())} tensors")
@@ -232,7 +232,7 @@ def write_bases(directory: Path) -> None:
     """A checkpoint, one that has left tensors in it, and one that has left tensors in both; and what is in each."""
     shutil.rmtree(directory, ignore_errors=True)
     kinds = [("packed", "zstd", ()), ("zarr", None, ("frozen", "pieces", "tied")), ("packed", None, ("frozen", "pieces", "tied", "once"))]
-    said = {}
+    expected = {}
     for step, (layout, compression, skip) in enumerate(kinds):
         frozen = elements("frozen", "bfloat16", (40, 30))
         state = {
@@ -250,8 +250,8 @@ def write_bases(directory: Path) -> None:
             skip=skip,
         )
         shardckpt.save(directory / str(step), state, options=options)
-        said[step] = facts(state)
-    (directory / "expected.json").write_text(json.dumps(said) + "\n")
+        expected[step] = facts(state)
+    (directory / "expected.json").write_text(json.dumps(expected) + "\n")
 
 
 def write_axis(directory: Path) -> None:
@@ -302,7 +302,7 @@ def write_differences(directory: Path) -> None:
         "scalar": elements("scalar", "float64", ()),
         "empty": elements("empty", "float32", (0, 2)),
     }
-    said = {}
+    expected = {}
     with shardckpt.Publisher(directory, keep=None) as publisher:
         for step in range(3):
             many = state["many"].reshape(-1).view(np.uint16)
@@ -310,8 +310,8 @@ def write_differences(directory: Path) -> None:
             state["whole"] = elements(f"whole {step}", "float32", (40, 3))
             publisher.publish(step, state)
             publisher.wait()
-            said[step] = facts(state)
-    (directory / "expected.json").write_text(json.dumps(said) + "\n")
+            expected[step] = facts(state)
+    (directory / "expected.json").write_text(json.dumps(expected) + "\n")
 
 
 def main() -> None:

@@ -84,9 +84,9 @@ def main(rank: Callable[[int, Path, int], None] = save, ranks: int = RANKS) -> N
     """Make the directory, and start the processes."""
     directory = Path(sys.argv[1])
     directory.mkdir(parents=True)
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
     torch.multiprocessing.spawn(rank, (directory, port), nprocs=ranks)
 
 

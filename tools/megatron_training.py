@@ -80,7 +80,7 @@ class Training:
 
     def losses(self, first: int, steps: int) -> list[float]:
         """The losses of some steps."""
-        found = []
+        losses = []
         positions, mask = torch.arange(LENGTH).expand(4, LENGTH), torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool).triu(1)
         for step in range(first, first + steps):
             tokens = torch.randint(VOCABULARY, (4, LENGTH + 1), generator=torch.Generator().manual_seed(step % 2))
@@ -91,8 +91,8 @@ class Training:
             self.model.finish_grad_sync()
             self.optimizer.step()
             self.scheduler.step(1)
-            found.append(loss.item())
-        return found
+            losses.append(loss.item())
+        return losses
 
     def state(self, *, is_loading: bool = False) -> dict[str, Any]:
         """The state that Megatron's training script stores."""

@@ -81,8 +81,8 @@ def main() -> None:
         write_terminal("resume", [("python train.py", killed(place)), ("python train.py", output(place, sys.executable, "train.py", "0"))])
         save_run(place / "runs" / "llama")
         for name, command in COMMANDS.items():
-            said = output(place, "bash", "-c", command.replace("shardckpt", f"{sys.executable} -m shardckpt", 1))
-            write_terminal(name, [(command, said.replace(f"{place}/", "/data/"))])
+            shown = output(place, "bash", "-c", command.replace("shardckpt", f"{sys.executable} -m shardckpt", 1))
+            write_terminal(name, [(command, shown.replace(f"{place}/", "/data/"))])
         with served(place / "runs") as url:
             for page, at in PAGES.items():
                 for theme in THEMES:
@@ -112,9 +112,9 @@ def write_terminal(name: str, commands: list[tuple[str, str]]) -> None:
     """Write a picture of commands and their output."""
     with Path(os.devnull).open("w") as nowhere:
         console = Console(record=True, width=WIDTH, file=nowhere, force_terminal=True, color_system="truecolor")
-        for command, said in commands:
+        for command, text in commands:
             console.print(Text.assemble(("$ ", "bold green"), (command, "bold")))
-            console.print(Text.from_ansi(said.rstrip()), soft_wrap=False)
+            console.print(Text.from_ansi(text.rstrip()), soft_wrap=False)
         for theme, colors in THEMES.items():
             svg = console.export_svg(title="", theme=colors, clear=False, unique_id=name, font_aspect_ratio=0.61)
             svg = re.sub(r"@font-face \{.*?\}\s*", "", svg, flags=re.DOTALL)  # nothing is loaded from other hosts

@@ -15,7 +15,7 @@ class Processes:
     """Runs functions of a module in forks of a process that has imported everything."""
 
     def __init__(self, *modules: str, env: dict[str, str] | None = None) -> None:
-        files = [found.origin for found in map(find_spec, modules) if found and found.origin]
+        files = [spec.origin for spec in map(find_spec, modules) if spec and spec.origin]
         command = [sys.executable, Path(__file__).with_name("fork_server.py"), *files]
         self.module = modules[0]
         self.server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, **(env or {})})

@@ -76,8 +76,8 @@ def measure(scale: int, pairs: int, seed: int, memory_limit: str, really: int, d
             report = shardckpt.reshard(
                 directory / "source", directory / "target", rules=rules, memory_limit=memory_limit, workers=1, overwrite=True
             )
-            made, found = shardckpt.open(directory / "target"), plan_reshard(shardckpt.open(directory / "source"), options)
-            if report.read_bytes != found.read_bytes or any(made.read(n).tobytes() != a.tobytes() for n, a in state.items()):
+            made, planned = shardckpt.open(directory / "target"), plan_reshard(shardckpt.open(directory / "source"), options)
+            if report.read_bytes != planned.read_bytes or any(made.read(n).tobytes() != a.tobytes() for n, a in state.items()):
                 wrong.append(pair)
     return {
         "pairs": pairs,
@@ -98,9 +98,9 @@ def main() -> int:
     parser.add_argument("--directory", type=Path, default=None)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=arguments.directory) as directory:
-        found = measure(arguments.scale, arguments.pairs, arguments.seed, arguments.memory_limit, arguments.really, Path(directory))
-    print(json.dumps(found, indent=2))
-    return 1 if found["wrong"] else 0
+        figures = measure(arguments.scale, arguments.pairs, arguments.seed, arguments.memory_limit, arguments.really, Path(directory))
+    print(json.dumps(figures, indent=2))
+    return 1 if figures["wrong"] else 0
 
 
 if __name__ == "__main__":

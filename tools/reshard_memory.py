@@ -93,9 +93,9 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=None)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=arguments.directory) as directory:
-        found = measure(Path(directory), arguments.gib, arguments.largest, arguments.memory_limit, arguments.workers)
-    print(json.dumps(found, indent=2))
-    return 0 if found["kept"] else 1
+        figures = measure(Path(directory), arguments.gib, arguments.largest, arguments.memory_limit, arguments.workers)
+    print(json.dumps(figures, indent=2))
+    return 0 if figures["kept"] else 1
 
 
 if __name__ == "__main__":

@@ -86,8 +86,8 @@ def main() -> int:
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=arguments.directory) as directory:
-        found = measure(Path(directory), arguments.gib, arguments.rounds, arguments.workers, not arguments.no_verify)
-    tell(found, "the copy", as_json=arguments.json)
+        figures = measure(Path(directory), arguments.gib, arguments.rounds, arguments.workers, not arguments.no_verify)
+    tell(figures, "the copy", as_json=arguments.json)
     return 0
 
 

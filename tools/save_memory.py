@@ -98,14 +98,14 @@ def main() -> None:
     parser.add_argument("--no-verify", action="store_true")
     asked = parser.parse_args()
     with _at(asked.to) as place:
-        found = measure(
+        figures = measure(
             place,
             state_bytes=int(asked.gibibytes * (1 << 30)),
             memory_limit=asked.memory_limit,
             layout=asked.layout,
             verify=not asked.no_verify,
         )
-    print(json.dumps(asdict(found)))
+    print(json.dumps(asdict(figures)))
 
 
 if __name__ == "__main__":

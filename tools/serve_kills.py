@@ -88,17 +88,17 @@ class ServiceProcess:
 
     def job(self, number: int) -> dict[str, Any]:
         """A job."""
-        found: dict[str, Any] = self.http.get(f"/v1/jobs/{number}").json()
-        return found
+        job: dict[str, Any] = self.http.get(f"/v1/jobs/{number}").json()
+        return job
 
     def wait_until(self, number: int, holds: Callable[[dict[str, Any]], object], seconds: float = _WAIT) -> dict[str, Any]:
         """A job once something holds of it."""
         end = time.monotonic() + seconds
-        while not holds(found := self.job(number)):
+        while not holds(job := self.job(number)):
             if time.monotonic() > end:
-                raise RuntimeError(f"it never held: {found}")
+                raise RuntimeError(f"it never held: {job}")
             time.sleep(0.05)
-        return found
+        return job
 
 
 def state_of(step: int) -> dict[str, Any]:
@@ -136,14 +136,14 @@ def check(top: Path, operation: str, arguments: Mapping[str, Any], job: Mapping[
     if operation == "tag":
         return None
     if operation == "export":
-        found = {name.removeprefix("model."): value for name, value in load_file(place / "model.safetensors").items()}
+        tensors = {name.removeprefix("model."): value for name, value in load_file(place / "model.safetensors").items()}
     else:
         restored = shardckpt.restore(place)
-        found = restored.get("model", restored)
+        tensors = restored.get("model", restored)
         if not shardckpt.open(place).verify().ok:
             return f"{place} is damaged"
-    found = {name.removeprefix("model."): value for name, value in found.items()}
-    wrong = [name for name, value in expected.items() if not np.array_equal(found.get(name), value)]
+    tensors = {name.removeprefix("model."): value for name, value in tensors.items()}
+    wrong = [name for name, value in expected.items() if not np.array_equal(tensors.get(name), value)]
     return f"{place}: {wrong} differ" if wrong else None
 
 
@@ -187,7 +187,7 @@ def main() -> None:
                 key: service.wait_until(job, lambda one: one["state"] in ("done", "failed", "cancelled"), 1800) for key, job in jobs.items()
             }
             damaged = [one for one in service.http.get("/v1/verifications?limit=1000").json()["verifications"] if one["damaged"]]
-        wrong = {key: said for key, job in ends.items() if (said := check(top, *asked[key], job)) is not None}
+        wrong = {key: error for key, job in ends.items() if (error := check(top, *asked[key], job)) is not None}
         unsound = [str(place) for place in sorted((top / "base").iterdir()) if not shardckpt.open(place).verify().ok]
         expected = {str(arguments["to"]).rpartition("/")[2] for _, arguments in asked.values() if "to" in arguments}
         strangers = sorted({one.name for one in (top / "out").iterdir()} - expected)

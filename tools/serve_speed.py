@@ -229,16 +229,16 @@ def files(folder: Path, mebibytes: int) -> dict[str, float]:
                 rate, digest = download(at, path)
                 rates[name].append(rate)
                 assert digest == download.__dict__.setdefault("digest", digest), "other bytes"
-        found = {f"{name}_gb_s": statistics.median(some) / 1e9 for name, some in rates.items()}
-        found["share"] = found["service_gb_s"] / found["sendfile_gb_s"]
-        found["peak_mib_one_client"] = service.peak / 2**20
+        figures = {f"{name}_gb_s": statistics.median(values) / 1e9 for name, values in rates.items()}
+        figures["share"] = figures["service_gb_s"] / figures["sendfile_gb_s"]
+        figures["peak_mib_one_client"] = service.peak / 2**20
         size = (folder / "exported.safetensors").stat().st_size
-        found |= asyncio.run(slices(service.address, a_box(layers), "boxes"))
-        found |= asyncio.run(slices(service.address, a_range(path, size), "ranges"))
-        found |= asyncio.run(slices(service.address, a_range(path, 48 << 20), "ranges_again"))
-        found["peak_mib_slices"] = service.peak / 2**20
-        found["peak_mib"] = streaming(service, path) / 2**20
-        return found
+        figures |= asyncio.run(slices(service.address, a_box(layers), "boxes"))
+        figures |= asyncio.run(slices(service.address, a_range(path, size), "ranges"))
+        figures |= asyncio.run(slices(service.address, a_range(path, 48 << 20), "ranges_again"))
+        figures["peak_mib_slices"] = service.peak / 2**20
+        figures["peak_mib"] = streaming(service, path) / 2**20
+        return figures
     finally:
         service.close()
         raw.kill()
@@ -254,12 +254,12 @@ def main() -> None:
     chosen = parser.parse_args()
     folder = Path(tempfile.mkdtemp(dir=chosen.folder, prefix="serve-speed-"))
     try:
-        found = (catalogue(folder, chosen.checkpoints) if chosen.checkpoints else {}) | (
+        figures = (catalogue(folder, chosen.checkpoints) if chosen.checkpoints else {}) | (
             files(folder, chosen.mebibytes) if chosen.mebibytes else {}
         )
     finally:
         shutil.rmtree(folder)
-    for name, value in found.items():
+    for name, value in figures.items():
         print(f"{name:22} {value:10.2f}")
 
 

@@ -104,12 +104,12 @@ def expected(log: Log, run: int, step: int) -> dict[str, Any]:
 def compare(log: Log, restored: shardckpt.Restored, process: int) -> None:
     """Compare a restored state with the log; AssertionError."""
     run, state = restored.metadata["run"], restored.state
-    wanted = expected(log, run, restored.step)
-    assert digest({key: state[key] for key in ("large", "pair", "step")}) == wanted["shared"], (run, restored.step)
+    logged = expected(log, run, restored.step)
+    assert digest({key: state[key] for key in ("large", "pair", "step")}) == logged["shared"], (run, restored.step)
     mine = state["own"]
     owned = mine if isinstance(mine, list) else [mine.value]
-    assert {digest(one) for one in owned} <= set(wanted["own"]), (run, restored.step)
-    assert len(owned) in (1, len(wanted["own"]))
+    assert {digest(one) for one in owned} <= set(logged["own"]), (run, restored.step)
+    assert len(owned) in (1, len(logged["own"]))
     log.add(compared=[run, restored.step], process=process)
 
 
@@ -133,10 +133,10 @@ def train(coordinator: Any, root: Path, log: Log, run: int, elements: int, *, in
         lead_time=0.02,
     ) as mgr:
         log.add(handles=run, pid=os.getpid())
-        found = mgr.restore(like_of(mgr) if in_place else None)
-        if found is not None:
-            compare(log, found, process)
-        step = found.step + 1 if found is not None else 0
+        restored = mgr.restore(like_of(mgr) if in_place else None)
+        if restored is not None:
+            compare(log, restored, process)
+        step = restored.step + 1 if restored is not None else 0
         while not mgr.reached_preemption:
             state = made(run, step, elements)
             if process == 0:
@@ -252,15 +252,15 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         root = asked.root or Path(temporary)
         root.mkdir(parents=True, exist_ok=True)
-        found = soak(root, asked.saves, asked.seed)
+        outcome = soak(root, asked.saves, asked.seed)
     if asked.json:
-        print(json.dumps(found))
+        print(json.dumps(outcome))
     else:
-        for name, value in found.items():
+        for name, value in outcome.items():
             print(f"{name:16} {value if not isinstance(value, list) else len(value)}")
-        for error in found["wrong"]:
+        for error in outcome["wrong"]:
             print(error)
-    sys.exit(bool(found["wrong"]))
+    sys.exit(bool(outcome["wrong"]))
 
 
 if __name__ == "__main__":

@@ -165,9 +165,9 @@ def of_dtensor(place: str, width: int, layers: int, saves: int) -> dict:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     state, step = torch_training(model, torch.rand(BATCH, width), torch.optim.Adam(model.parameters(), _RATE))
-    found = measure(f"{place}/saves", state, step, saves, dist.barrier)
+    figures = measure(f"{place}/saves", state, step, saves, dist.barrier)
     of_all: list[Any] = [None, None]
-    dist.all_gather_object(of_all, found)
+    dist.all_gather_object(of_all, figures)
     dist.destroy_process_group()
     if rank == 0:
         os._exit(0)
@@ -234,12 +234,12 @@ ENVIRONMENT = {
 }
 
 
-def table(found: dict[str, dict]) -> str:
+def table(figures: dict[str, dict]) -> str:
     """Table of the results for people."""
     lines = [
         f"{'':10}{'MiB':>7}{'memcpy':>10}{'handing':>11}{'ratio':>7}{'stall':>10}{'ratio':>7}{'planning':>11}{'first':>9}{'step':>10}{'share':>8}{'background':>12}"
     ]
-    for name, row in found.items():
+    for name, row in figures.items():
         lines.append(
             f"{name:10}{row['bytes'] / 2**20:7.0f}{1e3 * row['memcpy_s']:7.1f} ms"
             f"{1e3 * row['handing_s']:8.1f} ms{row['handing_ratio']:7.2f}{1e3 * row['stall_s']:7.1f} ms{row['ratio']:7.2f}"
@@ -263,8 +263,8 @@ def main() -> None:
     names = options.framework or list(FRAMEWORKS)
     if options.here:
         with tempfile.TemporaryDirectory(dir=options.to) as place:
-            found = FRAMEWORKS[names[0]](place, options.width, options.layers, options.saves)
-            sys.stdout.write(json.dumps(found) + "\n")
+            figures = FRAMEWORKS[names[0]](place, options.width, options.layers, options.saves)
+            sys.stdout.write(json.dumps(figures) + "\n")
         return
     answers = {}
     for name in names:

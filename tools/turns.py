@@ -44,21 +44,21 @@ def in_turn(
             if number:
                 rates[way].append(nbytes / seconds / 1e9)
                 costs[way].append(cost / nbytes * 1e9)
-    found = {way: median(rate) for way, rate in rates.items()}
+    medians = {way: median(rate) for way, rate in rates.items()}
     return {
         "bytes": nbytes,
-        "GB/s": found,
+        "GB/s": medians,
         "rounds": rates,
-        "ratio": {way: rate / found[beside] for way, rate in found.items()},
+        "ratio": {way: rate / medians[beside] for way, rate in medians.items()},
         "processor s/GB": {way: median(cost) for way, cost in costs.items()},
     }
 
 
-def tell(found: Mapping[str, object], beside: str, *, as_json: bool) -> None:
+def tell(figures: Mapping[str, object], beside: str, *, as_json: bool) -> None:
     """Print what `in_turn` has found: a line per way, or JSON; `beside`: what the ratios are to, in words."""
     if as_json:
-        print(json.dumps(found))
+        print(json.dumps(figures))
         return
-    for way, rate in found["GB/s"].items():  # type: ignore[attr-defined]
-        ratio, cost, each = (found[key][way] for key in ("ratio", "processor s/GB", "rounds"))  # type: ignore[index]
+    for way, rate in figures["GB/s"].items():  # type: ignore[attr-defined]
+        ratio, cost, each = (figures[key][way] for key in ("ratio", "processor s/GB", "rounds"))  # type: ignore[index]
         print(f"{way:22} {rate:6.2f} GB/s  {ratio:5.2f} of {beside}  {cost:5.2f} processor s/GB   {[round(r, 2) for r in each]}")

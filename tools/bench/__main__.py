@@ -86,20 +86,20 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that a run that is cut removes its files from memory
     try:
         earlier = None if asked.compare is None else read(asked.compare)  # before --write replaces it
-        found = read(asked.earlier) if asked.earlier is not None else measure(asked)
+        figures = read(asked.earlier) if asked.earlier is not None else measure(asked)
     except OtherRunError as wrong:
         parser.error(str(wrong))
-    print(summary(found))
+    print(summary(figures))
     if asked.write:
-        (asked.docs / "performance.md").write_text(page(found), "utf-8")
+        (asked.docs / "performance.md").write_text(page(figures), "utf-8")
         (asked.docs / "lab").mkdir(exist_ok=True)
-        (asked.docs / "lab" / "performance-tables.md").write_text(tables(found), "utf-8")
-        (asked.docs / "performance.svg").write_text(chart(found), "utf-8")
-        (asked.docs / "performance.json").write_text(json.dumps(found, indent=1) + "\n", "utf-8")
-    fallen = [] if earlier is None else worse(earlier, found)
+        (asked.docs / "lab" / "performance-tables.md").write_text(tables(figures), "utf-8")
+        (asked.docs / "performance.svg").write_text(chart(figures), "utf-8")
+        (asked.docs / "performance.json").write_text(json.dumps(figures, indent=1) + "\n", "utf-8")
+    fallen = [] if earlier is None else worse(earlier, figures)
     if earlier is not None:
         print("\n".join(fallen) or "No ratio is worse than it was.")
-    return 1 if fallen or found["failed"] else 0
+    return 1 if fallen or figures["failed"] else 0
 
 
 def measure(asked: argparse.Namespace) -> dict[str, Any]:
@@ -109,11 +109,11 @@ def measure(asked: argparse.Namespace) -> dict[str, Any]:
     places = dict.fromkeys(STORAGES, Path("/dev/shm")) | {"disk": asked.disk}
     chosen = {name: getattr(asked, name) for name in ("part", "rounds") if getattr(asked, name) is not None}
     lines = [replace(line, **chosen) for line in (QUICK if asked.quick else PLAN)]
-    wanted = [t for t in tasks(lines, asked.group, asked.state, asked.storage, asked.operation) if asked.again or not results.has(t)]
+    chosen_tasks = [t for t in tasks(lines, asked.group, asked.state, asked.storage, asked.operation) if asked.again or not results.has(t)]
     began = time.monotonic()
-    for number, task in enumerate(wanted, 1):
+    for number, task in enumerate(chosen_tasks, 1):
         what = f"{task.storage}, {STATES[task.state].what}, {task.group}, {task.operation}"
-        print(f"{number} of {len(wanted)}: {what}: ", end="", file=sys.stderr, flush=True)
+        print(f"{number} of {len(chosen_tasks)}: {what}: ", end="", file=sys.stderr, flush=True)
         task_began = time.monotonic()
         try:
             results.add(task, measured(task, places[task.storage], asked.streams))
@@ -123,7 +123,7 @@ def measure(asked: argparse.Namespace) -> dict[str, Any]:
         else:
             print(f"{time.monotonic() - task_began:.0f} s", file=sys.stderr, flush=True)
     print(f"{(time.monotonic() - began) / 60:.1f} minutes in all", file=sys.stderr, flush=True)
-    return results.found
+    return results.figures
 
 
 if __name__ == "__main__":

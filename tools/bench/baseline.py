@@ -33,6 +33,6 @@ def worse(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _parts(found: dict[str, Any]) -> dict[tuple[str, str, str, str], int]:
+def _parts(figures: dict[str, Any]) -> dict[tuple[str, str, str, str], int]:
     """Place, as `where` names it → an Nth of the state's bytes that was measured there."""
-    return {where(r): r["part"] for r in found["results"]}
+    return {where(r): r["part"] for r in figures["results"]}

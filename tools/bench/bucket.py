@@ -106,9 +106,9 @@ class Folder(str):
 
     def __new__(cls, server: Server, name: str) -> Self:
         """The folder of that name."""
-        found = super().__new__(cls, f"gs://{server.bucket}/{name}")
-        found.server, found.name = server, name
-        return found
+        folder = super().__new__(cls, f"gs://{server.bucket}/{name}")
+        folder.server, folder.name = server, name
+        return folder
 
     def __truediv__(self, name: str) -> Self:
         return type(self)(self.server, f"{self.name}/{name.replace(' ', '-')}")
@@ -229,10 +229,10 @@ def _answer(
 ) -> bytes:
     connection.request(method, path, body, headers or {})
     with connection.getresponse() as response:
-        said = response.read()
+        content = response.read()
         if response.status >= 300:
-            raise OSError(f"{method} {path}: {response.status} {said[:200]!r}")
-        return said
+            raise OSError(f"{method} {path}: {response.status} {content[:200]!r}")
+        return content
 
 
 def _nbytes(piece: Piece) -> int:

@@ -33,9 +33,9 @@ STYLE = """
 """
 
 
-def chart(found: dict[str, Any]) -> str:
+def chart(figures: dict[str, Any]) -> str:
     """Saves, stalls and restores: of the Llama-like state on tmpfs, and of the matrices in a bucket."""
-    results = [r for r in found["results"] if (r["storage"], r["state"]) in PANELS and r["operation"] in DRAWN]
+    results = [r for r in figures["results"] if (r["storage"], r["state"]) in PANELS and r["operation"] in DRAWN]
     operations, panels = list(OPERATIONS), list(dict.fromkeys(_panel(r) for r in results))
     results.sort(key=lambda r: (panels.index(_panel(r)), operations.index(r["operation"]), _kind(r) != "ours", _kind(r) == "floor"))
     parts, y = list(_legend()), 52

@@ -19,10 +19,10 @@ class Columns(torch.Tensor):
 
     def __new__(cls, part: torch.Tensor, size: Sequence[int]) -> Self:
         """All rows of `part`, which are the first columns of a matrix of that size."""
-        found: Self = torch.Tensor._make_wrapper_subclass(cls, size, dtype=part.dtype)  # type: ignore[attr-defined]
-        found.part = part
-        found.chunk = ChunkStorageMetadata(torch.Size([0] * part.ndim), part.shape)
-        return found
+        columns: Self = torch.Tensor._make_wrapper_subclass(cls, size, dtype=part.dtype)  # type: ignore[attr-defined]
+        columns.part = part
+        columns.chunk = ChunkStorageMetadata(torch.Size([0] * part.ndim), part.shape)
+        return columns
 
     part: torch.Tensor
     chunk: ChunkStorageMetadata

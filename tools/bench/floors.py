@@ -44,7 +44,7 @@ def floors(
         devices: each matrix is saved in that many shards.
         processes: processes that do the same at the same time, each with a part of the state.
     """
-    sources, places = ([a.reshape(-1).view(np.uint8) for a in some.values()] for some in (arrays, targets))
+    sources, places = ([a.reshape(-1).view(np.uint8) for a in group.values()] for group in (arrays, targets))
     if isinstance(directory, Folder):
         return http_floors(sources, places, directory)
     nbytes = sum(s.nbytes for s in sources)

@@ -32,9 +32,9 @@ def main() -> int:
     directory = Path(request["directory"]) if request["server"] is None else Folder(Server(**request["server"]), "bench")
     subjects = group.subjects(state, directory, request["operation"])
     others = {name: getattr(group, name) for name in ("meet", "agree") if hasattr(group, name)}
-    found = in_turn(group.GROUP, subjects, request["operation"], request["rounds"], **others)
+    results = in_turn(group.GROUP, subjects, request["operation"], request["rounds"], **others)
     if getattr(group, "speaks", lambda: True)():
-        json.dump([measured.to_json() for measured in found], answer)
+        json.dump([measured.to_json() for measured in results], answer)
         answer.flush()
     getattr(group, "close", lambda: None)()
     os._exit(0)  # torch_xla's and Orbax' threads have nothing more to say

@@ -146,14 +146,14 @@ def in_turn(
     able = [subject for subject in subjects if operation in subject.runs]
     if all(subject.floor for subject in able):
         raise ValueError(f"{group}: nobody but floors can be asked for {operation}.")
-    found = {s.name: Measured(group, operation, s.name, s.runs[operation].nbytes, s.settings, s.checksums, s.floor) for s in able}
+    results = {s.name: Measured(group, operation, s.name, s.runs[operation].nbytes, s.settings, s.checksums, s.floor) for s in able}
     began = time.monotonic()
     for number in range(rounds + 1):
         if number > LEAST_ROUNDS and agree(time.monotonic() - began > SECONDS):
             break
         for subject in able[:: 1 if number % 2 else -1]:
-            once(subject.runs[operation], found[subject.name] if number else None, meet)
-    return list(found.values())
+            once(subject.runs[operation], results[subject.name] if number else None, meet)
+    return list(results.values())
 
 
 def once(run: Run, measured: Measured | None, meet: Callable[[], Any]) -> None:

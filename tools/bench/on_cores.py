@@ -39,16 +39,16 @@ def measure(gigabytes: float, file: Path, most: int | None = None) -> int:
     for beside in _BESIDE:
         rows += [{"cores": allowed, "beside": beside}, {"cores": allowed, "beside": beside, "busy": len(allowed)}]
     rows += [{"cores": allowed, "disk": True}, {"cores": allowed, "processes": 2}]
-    found: list[dict[str, Any]] = []
+    figures: list[dict[str, Any]] = []
     print(f"{gigabytes:g} GB of matrices of 64 MiB, GB/s\n\n{'':44}" + "".join(f"{name:>12}" for name in OPERATIONS))
     for row in rows:
         try:
-            found.append(row | {"GB/s": _measured(row, gigabytes)})
+            figures.append(row | {"GB/s": _measured(row, gigabytes)})
         except (subprocess.SubprocessError, ValueError) as e:
-            found.append(row | {"failed": str(e)})
-        _print(found[-1])
-    file.write_text(json.dumps({"gigabytes": gigabytes, "rows": found}, indent=1) + "\n")
-    return int(any("failed" in row for row in found))
+            figures.append(row | {"failed": str(e)})
+        _print(figures[-1])
+    file.write_text(json.dumps({"gigabytes": gigabytes, "rows": figures}, indent=1) + "\n")
+    return int(any("failed" in row for row in figures))
 
 
 def _measured(row: dict[str, Any], gigabytes: float) -> dict[str, float]:
@@ -63,14 +63,14 @@ def _measured(row: dict[str, Any], gigabytes: float) -> dict[str, float]:
         for program in programs:
             assert program.stdout is not None
             program.stdout.readline()  # it has made its state
-        said = [program.communicate("begin\n", timeout=150) for program in programs]
+        outputs = [program.communicate("begin\n", timeout=150) for program in programs]
     finally:
         for program in programs:
             program.kill()
-    for program, (_, errors) in zip(programs, said, strict=True):
+    for program, (_, errors) in zip(programs, outputs, strict=True):
         if program.returncode:
             raise ValueError(errors.strip().splitlines()[-1] if errors.strip() else f"status {program.returncode}")
-    figures = [json.loads(output) for output, _ in said]
+    figures = [json.loads(output) for output, _ in outputs]
     return {name: sum(one[name] for one in figures) for name in figures[0]}
 
 
@@ -184,7 +184,7 @@ def _floors(state: dict[str, Any], into: dict[str, Any], directory: Path, thread
 
     from tools.bench.floors import _read, _shared_out, _write
 
-    sources, places = ([tensor.numpy().reshape(-1).view(np.uint8) for tensor in some.values()] for some in (state, into))
+    sources, places = ([tensor.numpy().reshape(-1).view(np.uint8) for tensor in group.values()] for group in (state, into))
     pool = ThreadPoolExecutor(threads)
     paths = [directory / str(i) for i in range(threads)]
 

@@ -45,7 +45,7 @@ class Bench:
         self.state |= {f"layers.{i}.norm": torch.randn(_ROWS, device=device) for i in range(count)}
         self.nbytes = sum(tensor.nbytes for tensor in self.state.values())
         self.limit = self.nbytes + (256 << 20)
-        self.found: dict[str, Any] = {"bytes": self.nbytes}
+        self.figures: dict[str, Any] = {"bytes": self.nbytes}
         self.optimizer = torch.optim.SGD([torch.nn.Parameter(tensor) for tensor in self.state.values()], lr=0.0)
         self.a, self.b = (torch.randn(8192 if self.on_cuda else 256, 8192 if self.on_cuda else 256, device=device) for _ in range(2))
 
@@ -76,7 +76,7 @@ class Bench:
 
     def tell(self, key: str, value: float, unit: str, note: str = "") -> None:
         """Note a figure and print it."""
-        self.found[key] = value
+        self.figures[key] = value
         print(f"{key:58}{value:10.3f} {unit:6}{note}", flush=True)
 
     # --- floors
@@ -320,13 +320,13 @@ class Bench:
         run = subprocess.run(command, capture_output=True, text=True, env=env, timeout=200, check=False)
         if run.returncode:
             raise RuntimeError(run.stderr[-2000:])
-        found = json.loads(run.stdout.splitlines()[-1])
-        print(f"JAX on {found['device']}")
-        self.tell("JAX: pinned copy, device to host", found["bytes"] / found["floor"] / GB, "GB/s")
-        self.tell("JAX: blocking time of the first save", found["first stall"] * 1e3, "ms")
-        self.tell("JAX: blocking time from the third save on, against the copy", found["stall"] / found["floor"], "×", "target 1.3")
-        self.tell("JAX: whole save from the third on", found["bytes"] / found["save"] / GB, "GB/s", "target 5")
-        self.tell("JAX: restore", found["bytes"] / found["restore"] / GB, "GB/s", "target 10")
+        figures = json.loads(run.stdout.splitlines()[-1])
+        print(f"JAX on {figures['device']}")
+        self.tell("JAX: pinned copy, device to host", figures["bytes"] / figures["floor"] / GB, "GB/s")
+        self.tell("JAX: blocking time of the first save", figures["first stall"] * 1e3, "ms")
+        self.tell("JAX: blocking time from the third save on, against the copy", figures["stall"] / figures["floor"], "×", "target 1.3")
+        self.tell("JAX: whole save from the third on", figures["bytes"] / figures["save"] / GB, "GB/s", "target 5")
+        self.tell("JAX: restore", figures["bytes"] / figures["restore"] / GB, "GB/s", "target 10")
         shutil.rmtree(self.directory / "jax")
 
     # --- peers
@@ -363,8 +363,8 @@ class Bench:
         save_file({name: tensor.cpu() for name, tensor in self.state.items()}, path)
         seconds = []
         for _ in range(ROUNDS):
-            taken, _, loaded = self.timed(lambda: load_file(path, device=str(self.device)))
-            seconds.append(taken)
+            elapsed, _, loaded = self.timed(lambda: load_file(path, device=str(self.device)))
+            seconds.append(elapsed)
             del loaded
         self.tell("safetensors: load_file to the device", self.nbytes / statistics.median(seconds) / GB, "GB/s")
         path.unlink()
@@ -397,7 +397,7 @@ def measure(gigabytes: float, written: Path | None, device: str = "cuda") -> int
                 print(f"{part.__name__} FAILED: {type(e).__name__}: {e}", flush=True)
             gc.collect()
         if written is not None:
-            written.write_text(json.dumps(bench.found, indent=1) + "\n")
+            written.write_text(json.dumps(bench.figures, indent=1) + "\n")
     finally:
         shutil.rmtree(directory, ignore_errors=True)
     return failed

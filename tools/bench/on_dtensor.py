@@ -31,9 +31,9 @@ def agree(own: bool) -> bool:
     import torch
     import torch.distributed as dist
 
-    said = torch.tensor([own])
-    dist.broadcast(said, 0)
-    return bool(said)
+    answer = torch.tensor([own])
+    dist.broadcast(answer, 0)
+    return bool(answer)
 
 
 def speaks() -> bool:
@@ -67,7 +67,7 @@ def subjects(state: State, directory: Path, _operation: str) -> list[Subject]:
     whole = {name: torch.from_numpy(array).view(dtype) for name, array in elements(state).items()}
     tensors = {name: laid_out(value, 0) for name, value in whole.items()}
     cols = {name: laid_out(torch.ones_like(value), 1) for name, value in whole.items()}
-    wanted = {name: laid_out(value, 1).to_local().clone() for name, value in list(whole.items())[:1]}
+    expected = {name: laid_out(value, 1).to_local().clone() for name, value in list(whole.items())[:1]}
     rows = {
         name: DTensor.from_local(torch.ones_like(t.to_local()), mesh, t.placements, shape=t.shape, stride=t.stride())
         for name, t in tensors.items()
@@ -80,7 +80,7 @@ def subjects(state: State, directory: Path, _operation: str) -> list[Subject]:
         rows[name].to_local().zero_()
 
     def same_columns(_result: object) -> None:
-        for name, value in wanted.items():
+        for name, value in expected.items():
             check(torch.equal(cols[name].to_local(), value), name)
             cols[name].to_local().zero_()
 

@@ -58,7 +58,7 @@ def subjects(state: State, directory: Path, operation: str) -> list[Subject]:
     shards = {name: [arrays[name].view(dtype)[s.index] for s in value.addressable_shards] for name, value in values.items()}
 
     def place() -> Any:
-        found = {
+        arrays = {
             name: jax.make_array_from_single_device_arrays(
                 value.shape,
                 value.sharding,
@@ -66,7 +66,7 @@ def subjects(state: State, directory: Path, operation: str) -> list[Subject]:
             )
             for name, value in values.items()
         }
-        return jax.block_until_ready(found)
+        return jax.block_until_ready(arrays)
 
     nbytes = state.nbytes
     columns = sum(e.size * e.dtype.itemsize for e in eighths.values())
@@ -161,8 +161,8 @@ def _orbax(
         from safetensors.numpy import save_file
 
         how = {n: ocp.RestoreArgs(restore_type=np.ndarray) for n in values}
-        found = at_once.restore(kept, args=ocp.args.PyTreeRestore(item=shapes[False], restore_args=how))
-        save_file(found, file)
+        arrays = at_once.restore(kept, args=ocp.args.PyTreeRestore(item=shapes[False], restore_args=how))
+        save_file(arrays, file)
 
     def finish(_none: None) -> None:
         ahead.wait_until_finished()

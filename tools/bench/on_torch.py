@@ -48,11 +48,11 @@ def subjects(state: State, directory: Path | Folder, operation: str) -> list[Sub
             array.reshape(-1)[:1] = 0  # so that the next one has to write it
 
     given = _Given(state.nbytes, tensors, places, columns, directory, same)
-    found = [*floors(arrays, targets, directory), _ours(given)]
+    programs = [*floors(arrays, targets, directory), _ours(given)]
     if isinstance(directory, Folder):
-        return [*found, *(_dcp_in_bucket(given, best=best) for best in (False, True) if directory.server.peers)]
+        return [*programs, *(_dcp_in_bucket(given, best=best) for best in (False, True) if directory.server.peers)]
     dcp = [_dcp(given, best=best) for best in (False, True)]
-    return [*found, _ours_not_read_back(given), *dcp, *_safetensors(given), *_torch_save(given)]
+    return [*programs, _ours_not_read_back(given), *dcp, *_safetensors(given), *_torch_save(given)]
 
 
 def _eighth(place: torch.Tensor) -> torch.Tensor:
@@ -251,9 +251,9 @@ def _torch_save(given: _Given) -> list[Subject]:
     there = given.there("kept.pt", lambda path: torch.save(given.tensors, path))
 
     def restore() -> None:
-        found = torch.load(kept, weights_only=True, mmap=True)
+        tensors = torch.load(kept, weights_only=True, mmap=True)
         for name, place in given.places.items():
-            place.copy_(found[name])
+            place.copy_(tensors[name])
 
     write = Run(lambda: torch.save(given.tensors, out), given.nbytes, writes=out)
     runs = {"save": write, "restore": Run(restore, given.nbytes, before=there, after=given.same)}

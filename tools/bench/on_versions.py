@@ -58,11 +58,11 @@ class _Versions:
         self.nbytes = sum(tensor.nbytes for tensor in self.state.values())
         self.limit = self.nbytes + (64 << 20)
         self.directory = directory
-        self.found: dict[str, float] = {"bytes": self.nbytes}
+        self.figures: dict[str, float] = {"bytes": self.nbytes}
 
     def tell(self, key: str, value: float, unit: str, target: str = "") -> None:
         """Note a figure and print it."""
-        self.found[key] = value
+        self.figures[key] = value
         print(f"{key:64}{value:10.3f} {unit:6}{target}", flush=True)
 
     def on_tmpfs(self) -> None:
@@ -156,5 +156,5 @@ def measure(gigabytes: float, written: Path | None) -> int:
     finally:
         shutil.rmtree(directory, ignore_errors=True)
     if written is not None:
-        written.write_text(json.dumps(bench.found, indent=1) + "\n", "utf-8")
+        written.write_text(json.dumps(bench.figures, indent=1) + "\n", "utf-8")
     return 0

@@ -66,8 +66,8 @@ def subjects(state: State, directory: Path, operation: str) -> list[Subject]:
 
     def same(restored: dict[str, Any]) -> None:
         name = next(iter(values))
-        found = restored[name].cpu().view(torch.uint8)
-        if not np.array_equal(found.numpy(), arrays[name].view(np.uint8)):
+        restored_bytes = restored[name].cpu().view(torch.uint8)
+        if not np.array_equal(restored_bytes.numpy(), arrays[name].view(np.uint8)):
             raise AssertionError(f"{name} came back as something else")
 
     split = {
@@ -77,8 +77,8 @@ def subjects(state: State, directory: Path, operation: str) -> list[Subject]:
     shardings = {n: xla_mesh.get_op_sharding(("x", None) if a.ndim > 1 else (None,)) for n, a in arrays.items()}
 
     def place() -> dict[str, Any]:
-        found = {n: torch_xla._XLAC._global_tensor_from_cpu_shards(split[n], shardings[n], list(a.shape)) for n, a in arrays.items()}
-        return ready(found)
+        tensors = {n: torch_xla._XLAC._global_tensor_from_cpu_shards(split[n], shardings[n], list(a.shape)) for n, a in arrays.items()}
+        return ready(tensors)
 
     nbytes = state.nbytes
     like, other = targets(rows, "x"), targets(both, "y", "x")

@@ -22,16 +22,16 @@ MOST_PARTS = 1024
 
 def pieces_of(arrays: Iterable[Bytes], nbytes: int) -> list[Piece]:
     """All bytes of arrays in order, in pieces of `nbytes` each, but for the last one and those of very many parts."""
-    found: list[Piece] = [[]]
+    pieces: list[Piece] = [[]]
     room = nbytes
     for array in arrays:
         begin = 0
         while begin < array.nbytes:
-            if not room or len(found[-1]) == MOST_PARTS:
-                found.append([])
+            if not room or len(pieces[-1]) == MOST_PARTS:
+                pieces.append([])
                 room = nbytes
             part = array[begin : begin + room]
-            found[-1].append(part)
+            pieces[-1].append(part)
             begin += part.nbytes
             room -= part.nbytes
-    return found
+    return pieces

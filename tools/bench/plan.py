@@ -61,9 +61,14 @@ class Task:
     part: int
     rounds: int
 
-    def gave(self, told: dict[str, Any]) -> bool:
+    def gave(self, result: dict[str, Any]) -> bool:
         """Whether that is a result or failure of it, of whatever part of the bytes."""
-        return (told["storage"], told["state"], told["task"], told["operation"]) == (self.storage, self.state, self.group, self.operation)
+        return (result["storage"], result["state"], result["task"], result["operation"]) == (
+            self.storage,
+            self.state,
+            self.group,
+            self.operation,
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Keys that name the task in results and failures. A result's `group` is the group in words."""
@@ -106,6 +111,6 @@ def tasks(
             continue
         for group in line.groups:
             for operation in line.operations:
-                wanted = (not groups or group in groups) and (not operations or operation in operations)
-                if wanted and operation in ABLE[group]:
+                chosen = (not groups or group in groups) and (not operations or operation in operations)
+                if chosen and operation in ABLE[group]:
                     yield Task(line.storage, line.state, group, operation, line.part, line.rounds)

@@ -68,8 +68,8 @@ def measured(task: Task, place: Path, streams: list[int]) -> list[dict[str, Any]
                 process = subprocess.Popen(command, stdin=asked, stdout=out, stderr=err, cwd=ROOT, env=environment | variables)
                 children.append(process)
         _wait(children, directory)
-        found: list[dict[str, Any]] = json.loads((directory / "0.out").read_text())
-        return found
+        results: list[dict[str, Any]] = json.loads((directory / "0.out").read_text())
+        return results
 
 
 def _end(children: list[subprocess.Popen[bytes]], directory: Path) -> None:
@@ -101,8 +101,8 @@ def _wait(children: list[subprocess.Popen[bytes]], directory: Path) -> None:
                 continue
             running.discard(rank)
             if status != 0:
-                said = (directory / f"{rank}.err").read_text(errors="replace")
-                raise TaskError(f"a process ended with {status}: {said[-3000:].strip()}")
+                errors = (directory / f"{rank}.err").read_text(errors="replace")
+                raise TaskError(f"a process ended with {status}: {errors[-3000:].strip()}")
         if time.monotonic() > deadline:
             raise TaskError(f"it took more than {TIMEOUT} s")
         time.sleep(0.05)

@@ -38,10 +38,10 @@ def where(result: dict[str, Any]) -> tuple[str, str, str, str]:
     return result["storage"], result["state"], result["group"], result["operation"]
 
 
-def ratios(found: dict[str, Any]) -> dict[Key, Ratio]:
+def ratios(figures: dict[str, Any]) -> dict[Key, Ratio]:
     """All ratios of a run, in the order of its results."""
-    ours = {where(r): r for r in found["results"] if r["subject"] == OURS}
-    others = [r for r in found["results"] if not is_ours(r["subject"]) and where(r) in ours]
+    ours = {where(r): r for r in figures["results"] if r["subject"] == OURS}
+    others = [r for r in figures["results"] if not is_ours(r["subject"]) and where(r) in ours]
     return {(*where(r), r["subject"]): _ratio(ours[where(r)], r) for r in others}
 
 

@@ -58,48 +58,48 @@ COLUMNS = """
 """
 
 
-def summary(found: dict[str, Any]) -> str:
+def summary(figures: dict[str, Any]) -> str:
     """For a terminal."""
-    known, lines = ratios(found), []
-    for title, results in _tables(found):
+    known, lines = ratios(figures), []
+    for title, results in _tables(figures):
         lines.append(f"\n{title}")
         for r in results:
             ratio = known.get((*where(r), r["subject"]))
             beside = f"{ratio.value:8.2f}" if ratio is not None else ""
             rate = f"{_rate(r):>6} {_unit(r)}  {_cpu(r):>5} CPU s/GB"
             lines.append(f"  {r['operation']:8} {r['subject']:35} {_seconds(r['median']):>8} s  {rate} {beside}")
-    lines += ["", *(f"  {'met ' if h.met else 'NOT '} {h.target.what}: {h.bound}: {h.shown}" for h in held(found))]
-    lines += [f"  FAILED {', '.join(_task(f))}: {_last_line(f)}" for f in found["failed"]]
+    lines += ["", *(f"  {'met ' if h.met else 'NOT '} {h.target.what}: {h.bound}: {h.shown}" for h in held(figures))]
+    lines += [f"  FAILED {', '.join(_task(f))}: {_last_line(f)}" for f in figures["failed"]]
     return "\n".join(lines)
 
 
-def page(found: dict[str, Any]) -> str:
+def page(figures: dict[str, Any]) -> str:
     """docs/performance.md."""
     parts = (_beginning, _gains, _faster, _how, _terms, _targets, _failures)
-    return f"# Performance\n\n{MADE}\n\n" + "\n".join(line for part in parts for line in part(found))
+    return f"# Performance\n\n{MADE}\n\n" + "\n".join(line for part in parts for line in part(figures))
 
 
-def tables(found: dict[str, Any]) -> str:
+def tables(figures: dict[str, Any]) -> str:
     """docs/lab/performance-tables.md."""
     parts = (_each_faster, _sizes, _settings, _figures)
-    return f"# Performance tables\n\n{MADE}\n\n" + "\n".join(line for part in parts for line in part(found))
+    return f"# Performance tables\n\n{MADE}\n\n" + "\n".join(line for part in parts for line in part(figures))
 
 
-def _beginning(found: dict[str, Any]) -> Iterator[str]:
-    versions = found["versions"]
+def _beginning(figures: dict[str, Any]) -> Iterator[str]:
+    versions = figures["versions"]
     yield "After this page you know where shardckpt is faster than its peers, where it is slower, and how to measure it yourself.\n"
     yield (
         f"shardckpt {versions['shardckpt']} is compared here with torch.distributed.checkpoint (DCP) of torch {versions['torch']}, Orbax "
-        f"{versions['orbax-checkpoint']} and safetensors {versions['safetensors']}, on {found['cores']} CPU cores of one machine.\n"
+        f"{versions['orbax-checkpoint']} and safetensors {versions['safetensors']}, on {figures['cores']} CPU cores of one machine.\n"
     )
     yield "![GB/s of saves, stalls and restores, on tmpfs and in a bucket](performance.svg)\n"
 
 
-def _gains(found: dict[str, Any]) -> Iterator[str]:
+def _gains(figures: dict[str, Any]) -> Iterator[str]:
     yield "## What you gain\n"
     yield "The time of DCP or Orbax, with their default options, divided by that of shardckpt: least and most of all states.\n"
     rows: dict[tuple[str, str, str], list[float]] = {}
-    for (_, _, group, operation, other), ratio in ratios(found | {"results": _ordered(found)}).items():
+    for (_, _, group, operation, other), ratio in ratios(figures | {"results": _ordered(figures)}).items():
         if other in ("DCP", "Orbax"):
             rows.setdefault((operation, _framework(group), other), []).append(ratio.value)
     yield "| operation | framework | than | times as fast |\n|---|---|---|--:|"
@@ -109,11 +109,11 @@ def _gains(found: dict[str, Any]) -> Iterator[str]:
     yield ""
 
 
-def _faster(found: dict[str, Any]) -> Iterator[str]:
+def _faster(figures: dict[str, Any]) -> Iterator[str]:
     yield "## Where peers are faster\n"
     yield "States are described below.\n"
     rows: dict[tuple[str, str, str], list[tuple[float, str]]] = {}
-    for (storage, state, group, operation, other), ratio in _lost(found):
+    for (storage, state, group, operation, other), ratio in _lost(figures):
         place = f"`{state}`" if storage == "tmpfs" else f"`{state}` {STORAGES[storage]}"
         rows.setdefault((OPERATIONS[operation].title, _framework(group), other), []).append((ratio, place))
     if not rows:
@@ -134,7 +134,7 @@ def _faster(found: dict[str, Any]) -> Iterator[str]:
     yield ""
 
 
-def _terms(_found: dict[str, Any]) -> Iterator[str]:
+def _terms(_measured: dict[str, Any]) -> Iterator[str]:
     yield "## Terms\n"
     yield (
         "- *Ratio*: shardckpt's rate divided by the other program's rate. Above 1, shardckpt is faster.\n"
@@ -146,8 +146,8 @@ def _terms(_found: dict[str, Any]) -> Iterator[str]:
     yield FLOORS
 
 
-def _targets(found: dict[str, Any]) -> Iterator[str]:
-    reached = list(held(found))
+def _targets(figures: dict[str, Any]) -> Iterator[str]:
+    reached = list(held(figures))
     yield "## Targets\n"
     yield f"The project set itself {len(reached)} targets on this machine; **{sum(h.met for h in reached)} are met.**\n"
     yield "The state is `llama`, except in operations on *1-D tensors* (`flat`), *matrices* and *small tensors* (`small`, `ten`)."
@@ -158,21 +158,21 @@ def _targets(found: dict[str, Any]) -> Iterator[str]:
     yield ""
 
 
-def _failures(found: dict[str, Any]) -> Iterator[str]:
-    if found["failed"]:
+def _failures(figures: dict[str, Any]) -> Iterator[str]:
+    if figures["failed"]:
         yield "## What could not be measured\n"
-        for failure in found["failed"]:
+        for failure in figures["failed"]:
             yield f"- {', '.join(_task(failure))}: `{_last_line(failure).replace('`', '')}`"
         yield ""
 
 
-def _how(found: dict[str, Any]) -> Iterator[str]:
+def _how(figures: dict[str, Any]) -> Iterator[str]:
     yield "## How it was measured\n"
     yield "```sh\nmake bench-quick   # in a clone: a few minutes; `make bench` takes half an hour and 20 GiB of memory\n```\n"
     yield (
-        f"Date: {found['date']}. Machine: {found['cores']} cores, {found['memory_bytes'] / 2**30:.0f} GiB, {found['system']}, without a "
-        f"GPU (figures of one: [CUDA](cuda.md)). Python {found['python']}, "
-        f"{', '.join(f'{name} {number}' for name, number in found['versions'].items())}.\n"
+        f"Date: {figures['date']}. Machine: {figures['cores']} cores, {figures['memory_bytes'] / 2**30:.0f} GiB, {figures['system']}, "
+        f"without a GPU (figures of one: [CUDA](cuda.md)). Python {figures['python']}, "
+        f"{', '.join(f'{name} {number}' for name, number in figures['versions'].items())}.\n"
     )
     yield (
         "- All programs have the same state in the same memory and processes. They run in turn. Each round reverses "
@@ -183,10 +183,10 @@ def _how(found: dict[str, Any]) -> Iterator[str]:
         "- To find regressions, run `python -m tools.bench --compare docs/performance.json`. It measures again and lists the ratios that "
         "fell."
     )
-    parts = {r["part"] for r in found["results"]}
+    parts = {r["part"] for r in figures["results"]}
     if min(parts, default=1) > 1:
         yield f"- **At most 1/{min(parts)} of every state was measured, so fixed costs weigh more than in use.**"
-    if any(r["storage"] in DELAYS for r in found["results"]):
+    if any(r["storage"] in DELAYS for r in figures["results"]):
         yield (
             "- The bucket is an emulator in memory on the same cores, so it slows the measured program. CPU s/GB counts only the measured "
             "program: to predict the cost of a real bucket, use CPU s/GB, not the wall time."
@@ -195,26 +195,26 @@ def _how(found: dict[str, Any]) -> Iterator[str]:
     yield ""
 
 
-def _lost(found: dict[str, Any]) -> Iterator[tuple[tuple[str, str, str, str, str], float]]:
+def _lost(figures: dict[str, Any]) -> Iterator[tuple[tuple[str, str, str, str, str], float]]:
     """The ratios of all cases where a peer was faster, if two digits show it; by operation."""
-    known = ratios(found | {"results": _ordered(found)})
+    known = ratios(figures | {"results": _ordered(figures)})
     for key, ratio in sorted(known.items(), key=lambda item: list(OPERATIONS).index(item[0][3])):
         if ratio.value < 0.995 and not ratio.floor:
             yield key, ratio.value
 
 
-def _each_faster(found: dict[str, Any]) -> Iterator[str]:
+def _each_faster(figures: dict[str, Any]) -> Iterator[str]:
     yield "## Each case where a peer is faster\n"
     yield "| operation | tensors | state | peer | ratio |\n|---|---|---|---|--:|"
-    for (storage, state, group, operation, other), ratio in _lost(found):
+    for (storage, state, group, operation, other), ratio in _lost(figures):
         yield f"| {OPERATIONS[operation].title} | {group} | {STATES[state].what}, {STORAGES[storage]} | {other} | {ratio:.2f} |"
     yield ""
 
 
-def _sizes(found: dict[str, Any]) -> Iterator[str]:
+def _sizes(figures: dict[str, Any]) -> Iterator[str]:
     yield "## Sizes and rounds\n"
     yield "| state | bytes | storage | measured part | rounds |\n|---|--:|---|---|--:|"
-    for (state, storage, part), results in groupby(_ordered(found), key=lambda r: (r["state"], r["storage"], r["part"])):
+    for (state, storage, part), results in groupby(_ordered(figures), key=lambda r: (r["state"], r["storage"], r["part"])):
         rounds = {len(r["seconds"]) for r in results}
         made = str(min(rounds)) if len(rounds) == 1 else f"{min(rounds)} – {max(rounds)}"
         measured = "all" if part == 1 else f"1/{part}"
@@ -222,20 +222,20 @@ def _sizes(found: dict[str, Any]) -> Iterator[str]:
     yield ""
 
 
-def _settings(found: dict[str, Any]) -> Iterator[str]:
+def _settings(figures: dict[str, Any]) -> Iterator[str]:
     yield "## Settings\n"
     yield "| tensors | program | settings |\n|---|---|---|"
-    results = [r for r in _ordered(found) if not r["floor"]]
+    results = [r for r in _ordered(figures) if not r["floor"]]
     for group, subject, settings in dict.fromkeys((r["group"], r["subject"], r["settings"]) for r in results):
         yield f"| {group} | {subject} | {settings} |"
     yield "\nNo peer can verify stored bytes, so Verify is compared with reading alone."
     yield BUCKET
 
 
-def _figures(found: dict[str, Any]) -> Iterator[str]:
-    known = ratios(found)
+def _figures(figures: dict[str, Any]) -> Iterator[str]:
+    known = ratios(figures)
     yield f"## All figures\n{COLUMNS}"
-    for title, results in _tables(found):
+    for title, results in _tables(figures):
         yield f"### {title}\n"
         yield f"| operation | program | seconds | {_unit(results[0])} | ratio | CPU s/GB | peak MiB | read | files | checksums |"
         yield "|---|---|--:|--:|--:|--:|--:|--:|--:|---|"
@@ -253,20 +253,20 @@ def _figures(found: dict[str, Any]) -> Iterator[str]:
         yield ""
 
 
-def _tables(found: dict[str, Any]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    for (storage, state, group), results in groupby(_ordered(found), key=lambda r: (r["storage"], r["state"], r["group"])):
+def _tables(figures: dict[str, Any]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    for (storage, state, group), results in groupby(_ordered(figures), key=lambda r: (r["storage"], r["state"], r["group"])):
         of_table = list(results)
         parts = {r["part"] for r in of_table} - {1}
-        some = f", 1/{max(parts)} of it" if parts else ""
-        yield f"{group}: {STATES[state].what}{some}, {STORAGES[storage]}", of_table
+        part = f", 1/{max(parts)} of it" if parts else ""
+        yield f"{group}: {STATES[state].what}{part}, {STORAGES[storage]}", of_table
 
 
-def _ordered(found: dict[str, Any]) -> list[dict[str, Any]]:
+def _ordered(figures: dict[str, Any]) -> list[dict[str, Any]]:
     """In the order of the plan, whenever they were measured."""
     storages, states, operations = list(STORAGES), list(STATES), list(OPERATIONS)
     groups = list(dict.fromkeys(group for line in PLAN for group in line.groups))
     return sorted(
-        found["results"],
+        figures["results"],
         key=lambda r: (storages.index(r["storage"]), states.index(r["state"]), groups.index(r["task"]), operations.index(r["operation"])),
     )
 

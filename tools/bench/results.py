@@ -30,14 +30,14 @@ def read(path: Path) -> dict[str, Any]:
         OtherRunError: there is no such file, or it is not a run's.
     """
     try:
-        found = json.loads(path.read_text("utf-8"))
+        figures = json.loads(path.read_text("utf-8"))
     except OSError as wrong:
         raise OtherRunError(f"{path} cannot be read: {wrong.strerror}; name a file that --json wrote.") from wrong
     except ValueError as wrong:
         raise OtherRunError(f"{path} is not a file that --json wrote: {wrong}.") from wrong
-    if not isinstance(found, dict) or not {"results", "failed", *machine()} <= found.keys():
+    if not isinstance(figures, dict) or not {"results", "failed", *machine()} <= figures.keys():
         raise OtherRunError(f"{path} is not a file that --json wrote: it has no results.")
-    return found
+    return figures
 
 
 class Results:
@@ -50,13 +50,13 @@ class Results:
             OtherRunError: there is no such file, it is not a run's, or it was measured on another machine, or with other versions.
         """
         self.path = path
-        self.found: dict[str, Any] = machine() | {"results": [], "failed": []}
+        self.figures: dict[str, Any] = machine() | {"results": [], "failed": []}
         if resumed:
             earlier = read(path)
-            for key in set(self.found) - {"date", "results", "failed"}:
-                if earlier[key] != self.found[key]:
-                    raise OtherRunError(f"{path}: {key} was {earlier[key]} and is {self.found[key]}; begin a file of its own.")
-            self.found = earlier
+            for key in set(self.figures) - {"date", "results", "failed"}:
+                if earlier[key] != self.figures[key]:
+                    raise OtherRunError(f"{path}: {key} was {earlier[key]} and is {self.figures[key]}; begin a file of its own.")
+            self.figures = earlier
 
     def has(self, task: Task) -> bool:
         """Whether it was measured; what failed was not.
@@ -64,7 +64,7 @@ class Results:
         Raises:
             OtherRunError: it was, with another part of the bytes: figures of both would be compared with each other.
         """
-        parts = {r["part"] for r in self.found["results"] if task.gave(r)}
+        parts = {r["part"] for r in self.figures["results"] if task.gave(r)}
         if parts - {task.part}:
             of = f"{task.storage}, {task.state}, {task.group}, {task.operation}"
             raise OtherRunError(f"{self.path}: --part was {max(parts)} and is {task.part} ({of}); begin a file of its own.")
@@ -73,22 +73,22 @@ class Results:
     def add(self, task: Task, measured: list[dict[str, Any]]) -> None:
         """Take what it gave, in place of what it gave before."""
         self._forget(task)
-        self.found["results"] += [m | task.to_json() for m in measured]
+        self.figures["results"] += [m | task.to_json() for m in measured]
         self._write()
 
     def add_failure(self, task: Task, message: str) -> None:
         """Take why it gave nothing now."""
         self._forget(task)
-        self.found["failed"].append(task.to_json() | {"message": message})
+        self.figures["failed"].append(task.to_json() | {"message": message})
         self._write()
 
     def _forget(self, task: Task) -> None:
         for kind in ("results", "failed"):
-            self.found[kind] = [r for r in self.found[kind] if not task.gave(r)]
+            self.figures[kind] = [r for r in self.figures[kind] if not task.gave(r)]
 
     def _write(self) -> None:
         fresh = self.path.with_name(f"{self.path.name}.new")
-        fresh.write_text(json.dumps(self.found, indent=1) + "\n", "utf-8")
+        fresh.write_text(json.dumps(self.figures, indent=1) + "\n", "utf-8")
         fresh.replace(self.path)
 
 

@@ -84,9 +84,9 @@ def elements(state: State) -> dict[str, np.ndarray]:
     random = np.random.default_rng(20)
     # Noise that repeats: making it should not take longer than what is measured, and nobody here compresses.
     noise = random.standard_normal(1 << 22, np.float32)
-    found = {}
+    arrays = {}
     for i, (name, shape) in enumerate(state.shapes.items()):
         count = prod(shape)
         values = np.resize(np.roll(noise[: max(1, min(len(noise), count))], i), count).reshape(shape)
-        found[name] = (values.view(np.uint32) >> 16).astype(np.uint16) if state.dtype == "bfloat16" else values
-    return found
+        arrays[name] = (values.view(np.uint32) >> 16).astype(np.uint16) if state.dtype == "bfloat16" else values
+    return arrays

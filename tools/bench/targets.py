@@ -116,13 +116,13 @@ TARGETS = (
 )
 
 
-def held(found: dict[str, Any]) -> Iterator[Held]:
+def held(figures: dict[str, Any]) -> Iterator[Held]:
     """Targets whose operation was measured, with their values; of several floors of a kind, the fastest one counts."""
     known: dict[tuple[str, ...], float] = {}
-    for key, ratio in ratios(found).items():
+    for key, ratio in ratios(figures).items():
         kind = (*key[:-1], key[-1].partition(",")[0] if ratio.floor else key[-1])
         known[kind] = min(ratio.value, known.get(kind, ratio.value))
-    ours = {(r["storage"], r["group"], r["operation"], r["state"]): r for r in found["results"] if r["subject"] == OURS}
+    ours = {(r["storage"], r["group"], r["operation"], r["state"]): r for r in figures["results"] if r["subject"] == OURS}
     for target in TARGETS:
         for group in dict.fromkeys(group for storage, group, _, _ in ours if storage == target.storage and group.startswith(target.group)):
             own, than = (ours.get((target.storage, group, operation, target.state)) for operation in (target.operation, target.than))

@@ -56,26 +56,26 @@ def main() -> int:
     parser.add_argument("--write", action="store_true", help="write docs/scale.md, its tables, figures and chart")
     asked = parser.parse_args()
     if asked.earlier is not None:
-        found = json.loads(asked.earlier.read_text("utf-8"))
+        figures = json.loads(asked.earlier.read_text("utf-8"))
     else:
-        found = measure(SMALLEST if asked.smallest else QUICK if asked.quick else FULL, asked.only, asked.resume)
+        figures = measure(SMALLEST if asked.smallest else QUICK if asked.quick else FULL, asked.only, asked.resume)
     if asked.json is not None:
-        asked.json.write_text(json.dumps(found, indent=1), "utf-8")
-    print(summary(found))
+        asked.json.write_text(json.dumps(figures, indent=1), "utf-8")
+    print(summary(figures))
     if asked.write:
-        PAGE.write_text(page(found), "utf-8")
-        TABLES.write_text(tables(found), "utf-8")
-        CHART.write_text(chart(found), "utf-8")
-        FIGURES.write_text(json.dumps(found, indent=1) + "\n", "utf-8")
+        PAGE.write_text(page(figures), "utf-8")
+        TABLES.write_text(tables(figures), "utf-8")
+        CHART.write_text(chart(figures), "utf-8")
+        FIGURES.write_text(json.dumps(figures, indent=1) + "\n", "utf-8")
     return 0
 
 
 def measure(points: Points, only: Sequence[str] | None, kept: Path | None) -> dict[str, Any]:
     """Run all of them, or only some, and keep each in a file as soon as it is made."""
     run = time.strftime("%Y-%m-%d %H:%M")
-    found: dict[str, Any] = json.loads(kept.read_text("utf-8")) if kept is not None and kept.exists() else {"results": [], "bucket": []}
+    figures: dict[str, Any] = json.loads(kept.read_text("utf-8")) if kept is not None and kept.exists() else {"results": [], "bucket": []}
     names = ("shardckpt", "torch", "tensorstore", "numpy")
-    found |= {
+    figures |= {
         "date": time.strftime("%Y-%m-%d"),
         "cores": os.cpu_count(),
         "system": f"{platform.system()} {platform.machine()}",
@@ -85,22 +85,22 @@ def measure(points: Points, only: Sequence[str] | None, kept: Path | None) -> di
 
     def keep() -> None:
         if kept is not None:
-            kept.write_text(json.dumps(found, indent=1) + "\n", "utf-8")
+            kept.write_text(json.dumps(figures, indent=1) + "\n", "utf-8")
 
     for jobs in ([job] for job in points.jobs()), points.dcp():
         for several in jobs:
             for job in several:
-                made = next((old for old in found["results"] if old["asked"] == job), None)
+                made = next((old for old in figures["results"] if old["asked"] == job), None)
                 if made is None and (only is None or job["what"] in only):
                     made = one(job) | {"asked": job, "run": run}
-                    found["results"].append(made)
+                    figures["results"].append(made)
                     keep()
                 if made is None or made.get("cut"):
                     break
-    if not found["bucket"] and (only is None or BUCKET in only):
-        found["bucket"] = [load | {"run": run} for load in requests(points.hosts)]
+    if not figures["bucket"] and (only is None or BUCKET in only):
+        figures["bucket"] = [load | {"run": run} for load in requests(points.hosts)]
         keep()
-    return found
+    return figures
 
 
 def one(job: dict[str, Any]) -> dict[str, Any]:
@@ -110,8 +110,8 @@ def one(job: dict[str, Any]) -> dict[str, Any]:
     child = subprocess.run(command, input=json.dumps(job), capture_output=True, text=True, cwd=ROOT, timeout=TIMEOUT, check=False)
     if child.returncode != 0:
         raise SystemExit(f"{job}: the process ended with {child.returncode}:\n{child.stderr[-3000:]}")
-    found: dict[str, Any] = job | json.loads(child.stdout)
-    return found
+    figures: dict[str, Any] = job | json.loads(child.stdout)
+    return figures
 
 
 def requests(hosts: tuple[int, ...]) -> list[dict[str, Any]]:

@@ -61,9 +61,9 @@ class _Panel:
     lines: Sequence[Line]
 
 
-def chart(found: dict[str, Any]) -> str:
+def chart(figures: dict[str, Any]) -> str:
     """All panels that there are figures for."""
-    panels = [panel for panel in _panels(found) if any(line.x for line in panel.lines)]
+    panels = [panel for panel in _panels(figures) if any(line.x for line in panel.lines)]
     width, height = PANEL
     parts = []
     for i, panel in enumerate(panels):
@@ -80,8 +80,8 @@ def chart(found: dict[str, Any]) -> str:
     )
 
 
-def _panels(found: dict[str, Any]) -> Iterator[_Panel]:
-    results = found["results"]
+def _panels(figures: dict[str, Any]) -> Iterator[_Panel]:
+    results = figures["results"]
     tree = max((r["tree"] for r in results if r["what"] == "save"), key=lambda name: float(name.removesuffix("B")))
     kinds = list(dict.fromkeys(r["kind"] for r in results if r["what"] == "save"))
     for what, title in (("save", "A save's plan"), ("restore", "A restore's plan")):
@@ -109,7 +109,7 @@ def _panels(found: dict[str, Any]) -> Iterator[_Panel]:
             Line("only its reads and writes", hosts, [r["floor"] for r in alike], 6),
         ],
     )
-    loads = found["bucket"]
+    loads = figures["bucket"]
     hosts = [load["hosts"] for load in loads]
     yield _Panel(
         "Requests when all hosts save at once",
@@ -126,8 +126,8 @@ def _panels(found: dict[str, Any]) -> Iterator[_Panel]:
 
 def _own_share(results: list[dict[str, Any]], key: str) -> tuple[list[float], list[float]]:
     """Devices, and what was counted."""
-    some = [r for r in results if (r["what"], r.get("kind"), r.get("onto_devices")) == ("requests", "FSDP", None)]
-    return [r["devices"] for r in some], [r[key] for r in some]
+    restores = [r for r in results if (r["what"], r.get("kind"), r.get("onto_devices")) == ("requests", "FSDP", None)]
+    return [r["devices"] for r in restores], [r[key] for r in restores]
 
 
 def _of_dcp(results: list[dict[str, Any]], what: str, key: str, tree: str) -> Iterator[Line]:

@@ -48,10 +48,10 @@ def main() -> int:
     Path("/proc/self/clear_refs").write_text("5")
     before = _resident("VmRSS")
     cpu, wall = time.process_time(), time.perf_counter()
-    found = run()
+    figures = run()
     cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
     peak = _resident("VmHWM")
-    json.dump({"cpu": cpu, "wall": wall, "above": peak - before, "peak": peak} | found, answer)
+    json.dump({"cpu": cpu, "wall": wall, "above": peak - before, "peak": peak} | figures, answer)
     answer.flush()
     os._exit(0)  # nobody needs the threads of torch and TensorStore any more, nor what was planned to be taken apart
 

@@ -104,11 +104,11 @@ def emulated_save(*, hosts: int = 3, tensors: int = 8, mebibytes: int = 3, layou
 
 def _seen(proxy: FaultProxy, url: str) -> list[Request]:
     """Requests that have come to a place through a proxy."""
-    found = []
+    requests = []
     for exchange in proxy.traffic.exchanges(f"{url.partition('://')[2]}/"):
         key = exchange.operation.object.removeprefix(f"{url.partition('://')[2]}/")
-        found.append(Request(exchange.operation.kind, key if key == "checkpoint.json" else key.partition("/")[2]))
-    return found
+        requests.append(Request(exchange.operation.kind, key if key == "checkpoint.json" else key.partition("/")[2]))
+    return requests
 
 
 class _Files(Coordinator):
@@ -155,8 +155,8 @@ def main() -> None:
     if asked.host is not None:
         _save(asked)
         return
-    found = emulated_save(hosts=asked.hosts, tensors=asked.tensors, mebibytes=asked.mebibytes, layout=asked.layout)
-    for host, requests in enumerate(found):
+    by_host = emulated_save(hosts=asked.hosts, tensors=asked.tensors, mebibytes=asked.mebibytes, layout=asked.layout)
+    for host, requests in enumerate(by_host):
         print(f"host {host}: {summary(requests)}")
 
 

@@ -38,6 +38,6 @@ def per_each(counts: Sequence[Sequence[float]], y: Sequence[float]) -> list[floa
         if (fitted >= 0).all():
             break
         kept.remove(kept[int(np.argmin(fitted * np.mean(rows[:, kept], axis=0)))])
-    found = np.zeros(rows.shape[1])
-    found[kept] = fitted
-    return [float(value) for value in found]
+    contributions = np.zeros(rows.shape[1])
+    contributions[kept] = fitted
+    return [float(value) for value in contributions]

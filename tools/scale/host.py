@@ -100,12 +100,12 @@ class Job:
         """That host's."""
         owners = world.devices["simulated"]
         own = owners.device_ids[owners.processes == world.process]
-        found = {}
+        sources = {}
         for tensor, layout in zip(self.state, self.layouts.values(), strict=True):
             boxes, holding = held(layout, tensor.shape, tuple(own.tolist()))
             holders = box_holders(layout, len(tensor.shape), holding, owners)
-            found[tensor.name] = _Source(tensor.name, tensor.shape, by_name(tensor.dtype), layout, boxes, holders)
-        return found
+            sources[tensor.name] = _Source(tensor.name, tensor.shape, by_name(tensor.dtype), layout, boxes, holders)
+        return sources
 
     def planned(self, process: int = 0) -> SavePlan:
         """A host's share of a save."""
@@ -153,9 +153,9 @@ def restore(job: Job) -> Callable[[], dict[str, int]]:
     def run() -> dict[str, int]:
         boxes = rows = 0
         for name, tensor in records.items():
-            wanted, _ = held(layouts[name], tensor.shape, tuple(range(DEVICES_PER_HOST)))
-            boxes += len(wanted)
-            rows += sum(len(overlaps(piece, wanted).chunk) for piece in touched(tensor.pieces, wanted))
+            needed, _ = held(layouts[name], tensor.shape, tuple(range(DEVICES_PER_HOST)))
+            boxes += len(needed)
+            rows += sum(len(overlaps(piece, needed).chunk) for piece in touched(tensor.pieces, needed))
         return {"tensors": len(records), "boxes": boxes, "rows": rows}
 
     return run

@@ -22,12 +22,12 @@ LEAST_FITTED = 3
 """More commits than these are needed to fit their time."""
 
 
-def tables(found: dict[str, Any]) -> str:
+def tables(figures: dict[str, Any]) -> str:
     """docs/lab/scale-tables.md."""
-    return "\n".join(_lab(found)) + "\n"
+    return "\n".join(_lab(figures)) + "\n"
 
 
-def _lab(found: dict[str, Any]) -> Iterator[str]:
+def _lab(figures: dict[str, Any]) -> Iterator[str]:
     yield f"# Scale tables\n\n{MADE}\n"
     yield (
         "The state: the first 1,000 tensors of Llama 3.1 in three sizes, parameters before optimizer states. With EP, 64 experts "
@@ -35,7 +35,7 @@ def _lab(found: dict[str, Any]) -> Iterator[str]:
         "MLP. Each host has 8 devices. An empty cell was not measured. Layouts:\n"
     )
     yield "\n".join(line for line in (layouts.__doc__ or "").splitlines() if line.startswith("|"))
-    for title, rows in all_tables(found):
+    for title, rows in all_tables(figures):
         yield f"\n## {title}\n"
         yield from markdown(rows)
         note = _NOTES.get(title.partition(":")[0])
@@ -100,9 +100,9 @@ _NOTES = {
 }
 
 
-def all_tables(found: dict[str, Any]) -> Iterator[tuple[str, list[list[str]]]]:
+def all_tables(figures: dict[str, Any]) -> Iterator[tuple[str, list[list[str]]]]:
     """The title and the rows of each table; the first row is the head."""
-    results = found["results"]
+    results = figures["results"]
     for what, title in (("save", "A save's plan"), ("restore", "A restore's plan")):
         lines = list(dict.fromkeys((r["tree"], r["kind"]) for r in results if r["what"] == what))
         columns = sorted({r["devices"] for r in results if r["what"] == what})
@@ -132,7 +132,7 @@ def all_tables(found: dict[str, Any]) -> Iterator[tuple[str, list[list[str]]]]:
                 rows.append([f"{kind}, {name}", *shown, _power(devices, values)])
         yield f"Metadata: bytes by devices, {tree}", [["", *(f"{n:,}" for n in devices), "exponent"], *rows]
     yield from _commits(results)
-    yield from _bucket(found["bucket"])
+    yield from _bucket(figures["bucket"])
     yield from _restores(results)
     for r in (r for r in results if r["what"] == "reshard"):
         steps = {
@@ -146,14 +146,14 @@ def all_tables(found: dict[str, Any]) -> Iterator[tuple[str, list[list[str]]]]:
 
 
 def _by_tensors(results: list[dict[str, Any]]) -> Iterator[tuple[str, list[list[str]]]]:
-    some = sorted(
+    saves = sorted(
         (r for r in results if (r["what"], r.get("kind"), r.get("devices")) == ("save", "FSDP+TP", 16384)), key=lambda r: r["tensors"]
     )
-    some = [r for r in some if r["tree"] == some[-1]["tree"]] if some else []
-    if len(some) > 1:
-        power = _power([r["tensors"] for r in some], [r["cpu"] for r in some])
-        title = f"A save's plan by tensors: {some[0]['tree']}, FSDP+TP over 16,384 devices"
-        yield title, [["", *(f"{r['tensors']:,}" for r in some), "exponent"], ["s", *(seconds_text(r["cpu"]) for r in some), power]]
+    saves = [r for r in saves if r["tree"] == saves[-1]["tree"]] if saves else []
+    if len(saves) > 1:
+        power = _power([r["tensors"] for r in saves], [r["cpu"] for r in saves])
+        title = f"A save's plan by tensors: {saves[0]['tree']}, FSDP+TP over 16,384 devices"
+        yield title, [["", *(f"{r['tensors']:,}" for r in saves), "exponent"], ["s", *(seconds_text(r["cpu"]) for r in saves), power]]
 
 
 def _dcp(results: list[dict[str, Any]]) -> Iterator[tuple[str, list[list[str]]]]:
@@ -164,8 +164,8 @@ def _dcp(results: list[dict[str, Any]]) -> Iterator[tuple[str, list[list[str]]]]
         for tree, kind in dict.fromkeys((r["tree"], r["kind"]) for r in theirs):
             name = f"{tree}, {kind}"
             same = {r["devices"]: r for r in theirs if (r["tree"], r["kind"]) == (tree, kind)}
-            some = [r for r in results if (r["what"], r.get("tree"), r.get("kind"), r.get("tensors")) == (what, tree, kind, 1000)]
-            ours = {r["devices"]: r for r in some if r["devices"] in same}
+            alike = [r for r in results if (r["what"], r.get("tree"), r.get("kind"), r.get("tensors")) == (what, tree, kind, 1000)]
+            ours = {r["devices"]: r for r in alike if r["devices"] in same}
             last = max(same)
             times = f"{cut_mark(same[last])}{same[last]['cpu'] / ours[last]['cpu']:,.0f}" if last in ours else ""
             rows.append([f"{name}: {who}", *_beside(columns, same), times])
@@ -176,11 +176,11 @@ def _dcp(results: list[dict[str, Any]]) -> Iterator[tuple[str, list[list[str]]]]
             yield f"{title} beside DCP's", [head, *rows]
 
 
-def _beside(columns: Sequence[int], found: dict[int, dict[str, Any]]) -> list[str]:
+def _beside(columns: Sequence[int], by_devices: dict[int, dict[str, Any]]) -> list[str]:
     """Seconds by devices, their exponent, the most memory."""
-    seconds = [f"{cut_mark(found[n])}{seconds_text(found[n]['cpu'])}" if n in found else "" for n in columns]
-    whole = sorted(n for n in found if not found[n].get("cut"))
-    return [*seconds, _power(whole, [found[n]["cpu"] for n in whole]), f"{max(r['peak'] for r in found.values()) / MiB:,.0f}"]
+    seconds = [f"{cut_mark(by_devices[n])}{seconds_text(by_devices[n]['cpu'])}" if n in by_devices else "" for n in columns]
+    whole = sorted(n for n in by_devices if not by_devices[n].get("cut"))
+    return [*seconds, _power(whole, [by_devices[n]["cpu"] for n in whole]), f"{max(r['peak'] for r in by_devices.values()) / MiB:,.0f}"]
 
 
 def _commits(results: list[dict[str, Any]]) -> Iterator[tuple[str, list[list[str]]]]:
@@ -204,9 +204,9 @@ def _bucket(loads: list[dict[str, Any]]) -> Iterator[tuple[str, list[list[str]]]
 
 
 def _restores(results: list[dict[str, Any]]) -> Iterator[tuple[str, list[list[str]]]]:
-    some = [r for r in results if r["what"] == "requests"]
+    restores = [r for r in results if r["what"] == "requests"]
     rows = []
-    for r in some:
+    for r in restores:
         for how in ("", TOGETHER):
             if f"data requests{how}" not in r:
                 continue
@@ -229,7 +229,7 @@ def _restores(results: list[dict[str, Any]]) -> Iterator[tuple[str, list[list[st
         head = ["saved by: layout, hosts", "restored by, hosts", "data, GiB", "data requests", "table requests", "tables, MiB"]
         head += ["table requests, merged table only", "tables, MiB, merged table only", "all hosts: data, GiB"]
         head += [f"all hosts: seconds at {BUCKET_READS:,.0f} requests per second"]
-        yield f"Requests of a restore: {some[0]['tree']}, per host", [head, *rows]
+        yield f"Requests of a restore: {restores[0]['tree']}, per host", [head, *rows]
 
 
 def commits_of(results: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -36,11 +36,11 @@ def laid_out(kind: str, tensors: Iterable[Tensor], devices: int) -> dict[str, Sh
     """The layout of each tensor, by name, over devices 0 … devices - 1."""
     mesh = _mesh(kind, devices)
     known: dict[PartitionSpec, Sharding] = {}
-    found = {}
+    layouts = {}
     for tensor in tensors:
         spec = spec_of(kind, tensor)
-        found[tensor.name] = known.setdefault(spec, Sharding(mesh, spec))
-    return found
+        layouts[tensor.name] = known.setdefault(spec, Sharding(mesh, spec))
+    return layouts
 
 
 def _mesh(kind: str, devices: int) -> Mesh:

@@ -42,14 +42,14 @@ class Points:
         last = self.trees[-1]
         shared = [{"tree": tree, "kind": kind, "devices": n} for tree in self.trees for kind in self.kinds for n in self._devices(tree)]
         largest = [job for job in shared if job["tree"] == last]
-        found = [{"what": "save"} | job for job in shared]
-        found += [{"what": "restore"} | job for job in shared if job["tree"] == last or job["kind"] in DCP_KINDS]
-        found += [{"what": "metadata"} | job for job in largest]
-        found += [{"what": "save", "tree": last, "kind": "FSDP+TP", "devices": 16384, "tensors": n} for n in self.tensors]
-        found.append({"what": "save", "tree": last, "kind": "FSDP", "devices": 1024, "tensors": 1024})
-        found += [{"what": "requests", "tree": last} | restored for restored in self._restored()]
-        found += [{"what": "commit", "hosts": hosts, "chunks": chunks} for hosts, chunks in self.commits]
-        return [*found, *([{"what": "reshard"}] if self.reshard else [])]
+        jobs = [{"what": "save"} | job for job in shared]
+        jobs += [{"what": "restore"} | job for job in shared if job["tree"] == last or job["kind"] in DCP_KINDS]
+        jobs += [{"what": "metadata"} | job for job in largest]
+        jobs += [{"what": "save", "tree": last, "kind": "FSDP+TP", "devices": 16384, "tensors": n} for n in self.tensors]
+        jobs.append({"what": "save", "tree": last, "kind": "FSDP", "devices": 1024, "tensors": 1024})
+        jobs += [{"what": "requests", "tree": last} | restored for restored in self._restored()]
+        jobs += [{"what": "commit", "hosts": hosts, "chunks": chunks} for hosts, chunks in self.commits]
+        return [*jobs, *([{"what": "reshard"}] if self.reshard else [])]
 
     def dcp(self) -> list[list[dict[str, Any]]]:
         """Requests to the processes that measure DCP; of each list the rest is left out after one that was cut off."""

@@ -63,13 +63,13 @@ def prepared(onto_devices: int | None = None, **job: Any) -> Callable[[], dict[s
 
     def run() -> dict[str, float]:
         hosts = sorted({(2 * i + 1) * onto.hosts // (2 * HOSTS) for i in range(HOSTS)})
-        found = {"": [restored(tables, onto, host) for host in hosts]}
-        found[WITHOUT] = [restored(tables, onto, host, ask=False) for host in hosts]
+        reads = {"": [restored(tables, onto, host) for host in hosts]}
+        reads[WITHOUT] = [restored(tables, onto, host, ask=False) for host in hosts]
         if any(len(members) > 1 for members, _ in _groups(tables.records, onto, 0)):
-            found[TOGETHER] = [restored(tables, onto, host, together=True) for host in hosts]
+            reads[TOGETHER] = [restored(tables, onto, host, together=True) for host in hosts]
         counted: dict[str, float] = {"hosts": onto.hosts, "saved by": asked.hosts}
         counted |= {"table of all": tables.reference.size, "header": tables.reference.header}
-        for how, each in found.items():
+        for how, each in reads.items():
             for key in COUNTED:
                 counted[f"{key}{how}"] = sum(one[key] for one in each) / len(each)
                 counted[f"most {key}{how}"] = max(one[key] for one in each)
@@ -84,7 +84,7 @@ def restored(tables: Tables, onto: Job, host: int, *, together: bool = False, as
     table = TableBlocks(cast("Store", tables), tables.reference, stats.count_index, None, tables.hosts if ask else ())
     for pieces in _reads(tables.records, onto, host, together=together):
         table.prepare(pieces)
-        chunks = [np.unique(overlaps(piece, wanted).chunk) for piece, wanted in pieces]
+        chunks = [np.unique(overlaps(piece, boxes).chunk) for piece, boxes in pieces]
         array, every = np.repeat(np.arange(len(pieces)), list(map(len, chunks))), np.concatenate(chunks)
         for i in range(0, len(every), MOST_CHUNKS):
             _, rows = table.find([piece.path for piece, _ in pieces], array[i : i + MOST_CHUNKS], every[i : i + MOST_CHUNKS])
@@ -105,25 +105,25 @@ def _reads(records: dict[str, TensorRecord], onto: Job, host: int, *, together: 
             if len(members) == 1:
                 yield [(piece, boxes[tensor.name]) for tensor in batch for piece in tensor.pieces]
                 continue
-            wanted = [SharedBoxes(tensor.pieces, boxes[tensor.name], tensor.dtype.storage.itemsize) for tensor in batch]
-            for shares in rounds(wanted, len(members), exchange_bytes(DEFAULT_MEMORY_LIMIT)):
+            shared = [SharedBoxes(tensor.pieces, boxes[tensor.name], tensor.dtype.storage.itemsize) for tensor in batch]
+            for shares in rounds(shared, len(members), exchange_bytes(DEFAULT_MEMORY_LIMIT)):
                 mine = groupby(shares[members.index(host)], lambda region: region.tensor)
-                parts = [(batch[i], BoxArray.of([region.part for region in some], len(batch[i].shape))) for i, some in mine]
+                parts = [(batch[i], BoxArray.of([region.part for region in regions], len(batch[i].shape))) for i, regions in mine]
                 yield [(piece, part) for tensor, part in parts for piece in touched(tensor.pieces, part)]
 
 
 def _groups(records: dict[str, TensorRecord], onto: Job, host: int) -> list[tuple[tuple[int, ...], list[TensorRecord]]]:
     """Tensors by the hosts that read them together, as `cooperative` has them: what is read with others comes first, in order of names."""
-    world, found = onto.world(host), dict[tuple[int, ...], list["TensorRecord"]]()
+    world, groups = onto.world(host), dict[tuple[int, ...], list["TensorRecord"]]()
     for name in sorted(records):
         layout, shape = onto.layouts[name], records[name].shape
         _, holding = held(layout, shape, _devices(onto, host))
         sharers = set(box_holders(layout, len(shape), holding, world.devices["simulated"]))
         # Where different hosts share a host's boxes, the frameworks' adapters have it read them by itself.
         members = peers_sharing_reads(sharers.pop(), host) if len(sharers) == 1 else (host,)
-        found.setdefault(members, []).append(records[name])
-    alone = {tensor.name for tensor in found.pop((host,), [])}
-    return [*sorted(found.items()), ((host,), [tensor for name, tensor in records.items() if name in alone])]
+        groups.setdefault(members, []).append(records[name])
+    alone = {tensor.name for tensor in groups.pop((host,), [])}
+    return [*sorted(groups.items()), ((host,), [tensor for name, tensor in records.items() if name in alone])]
 
 
 def _devices(job: Job, host: int) -> tuple[int, ...]:

@@ -32,10 +32,10 @@ MiB = 1 << 20
 TABLES = "https://github.com/shardckpt/shardckpt/blob/main/docs/lab/scale-tables.md"
 
 
-def summary(found: dict[str, Any]) -> str:
+def summary(figures: dict[str, Any]) -> str:
     """For a terminal."""
     lines = []
-    for title, rows in all_tables(found):
+    for title, rows in all_tables(figures):
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
         lines += ["", title]
         lines += [
@@ -43,18 +43,18 @@ def summary(found: dict[str, Any]) -> str:
             for row in rows
         ]
     lines.append("")
-    lines += [f"  {'met ' if met else 'NOT '} {what}: {value}" for what, value, met in _targets(found)]
+    lines += [f"  {'met ' if met else 'NOT '} {what}: {value}" for what, value, met in _targets(figures)]
     return "\n".join(lines)
 
 
-def page(found: dict[str, Any]) -> str:
+def page(figures: dict[str, Any]) -> str:
     """docs/scale.md."""
     parts = (_beginning, _costs, _commit_times, _save_requests, _restore_requests, _beside_dcp, _bounds, _how)
-    return "\n".join(line for part in parts for line in part(found)) + "\n"
+    return "\n".join(line for part in parts for line in part(figures)) + "\n"
 
 
-def _beginning(found: dict[str, Any]) -> Iterator[str]:
-    del found
+def _beginning(figures: dict[str, Any]) -> Iterator[str]:
+    del figures
     yield f"# Scale\n\n{MADE}\n"
     yield "After this page you know what a job of up to 100,000 devices costs each host, and when to use `restore(cooperative=True)`.\n"
     yield "```sh\nmake scale-quick   # in a clone: three minutes; `make scale` takes ten\n```\n"
@@ -77,8 +77,8 @@ def _beginning(found: dict[str, Any]) -> Iterator[str]:
     )
 
 
-def _costs(found: dict[str, Any]) -> Iterator[str]:
-    results, (tree, kind) = found["results"], _largest(found)
+def _costs(figures: dict[str, Any]) -> Iterator[str]:
+    results, (tree, kind) = figures["results"], _largest(figures)
     devices, _ = curve(results, "save", "cpu", tree=tree, kind=kind)
     yield "\n## Costs of one host\n"
     yield f"Llama 3.1 {tree}, the first 1,000 tensors of model and optimizer, {kind}:\n"
@@ -99,8 +99,8 @@ def _costs(found: dict[str, Any]) -> Iterator[str]:
     yield "\nHosts with equal [contents](format.md#contents) share one file. Every restoring host reads the commit record."
 
 
-def _commit_times(found: dict[str, Any]) -> Iterator[str]:
-    commits = commits_of(found["results"])
+def _commit_times(figures: dict[str, Any]) -> Iterator[str]:
+    commits = commits_of(figures["results"])
     if len(commits) > LEAST_FITTED:
         once, host, chunk = fitted(commits)
         most = max(commits, key=lambda r: r["hosts"])
@@ -112,12 +112,12 @@ def _commit_times(found: dict[str, Any]) -> Iterator[str]:
         )
 
 
-def _save_requests(found: dict[str, Any]) -> Iterator[str]:
-    if not found["bucket"]:
+def _save_requests(figures: dict[str, Any]) -> Iterator[str]:
+    if not figures["bucket"]:
         return
     yield "\n## Requests of a save to a bucket\n"
     yield "All hosts begin within 0.1 s, and each writes 4 GiB:\n"
-    yield from markdown(save_rows(found["bucket"]))
+    yield from markdown(save_rows(figures["bucket"]))
     yield (
         f"\nshardckpt limits each job to about {BUCKET['write']:,.0f} writes and {BUCKET_READS:,.0f} reads per second. A single second "
         "may have some more. A new bucket of Cloud Storage accepts 1,000 writes and 5,000 reads per second. The last row counts only "
@@ -125,8 +125,8 @@ def _save_requests(found: dict[str, Any]) -> Iterator[str]:
     )
 
 
-def _restore_requests(found: dict[str, Any]) -> Iterator[str]:
-    restored = [r for r in found["results"] if r["what"] == "requests" and r.get("onto_devices") is None]
+def _restore_requests(figures: dict[str, Any]) -> Iterator[str]:
+    restored = [r for r in figures["results"] if r["what"] == "requests" and r.get("onto_devices") is None]
     most = max((r["devices"] for r in restored), default=0)
     restored = [r for r in restored if r["devices"] == most]
     if not restored:
@@ -148,8 +148,8 @@ def _restore_requests(found: dict[str, Any]) -> Iterator[str]:
     )
 
 
-def _beside_dcp(found: dict[str, Any]) -> Iterator[str]:
-    results, (tree, _) = found["results"], _largest(found)
+def _beside_dcp(figures: dict[str, Any]) -> Iterator[str]:
+    results, (tree, _) = figures["results"], _largest(figures)
     theirs = [r for r in results if r["what"].startswith("dcp ") and r["tree"] == tree]
     columns = sorted({r["devices"] for r in theirs})
     if not theirs:
@@ -177,19 +177,20 @@ def _beside_dcp(found: dict[str, Any]) -> Iterator[str]:
     )
 
 
-def _bounds(found: dict[str, Any]) -> Iterator[str]:
+def _bounds(figures: dict[str, Any]) -> Iterator[str]:
     yield "\n## Targets\n"
     yield "A measured value is the worst one of all models and layouts, so it can be worse than in the tables above.\n"
     yield from markdown(
-        [["target", "measured", "met"], *([what, value, "yes" if met else "**no**"] for what, value, met in _targets(found))]
+        [["target", "measured", "met"], *([what, value, "yes" if met else "**no**"] for what, value, met in _targets(figures))]
     )
 
 
-def _how(found: dict[str, Any]) -> Iterator[str]:
-    versions = ", ".join(f"{name} {number}" for name, number in found["versions"].items())
+def _how(figures: dict[str, Any]) -> Iterator[str]:
+    versions = ", ".join(f"{name} {number}" for name, number in figures["versions"].items())
     yield "\n## How it was measured\n"
     yield (
-        f"- `python -m tools.scale`, {_runs(found)}: {found['cores']} cores, {found['system']}, Python {found['python']}, {versions}.\n"
+        f"- `python -m tools.scale`, {_runs(figures)}: {figures['cores']} cores, {figures['system']}, "
+        f"Python {figures['python']}, {versions}.\n"
         "- Each figure is one measurement in a new process with cold caches. Seconds are processor time, except for commits.\n"
         "- Requests of a save: a real save by three processes shows which requests a host makes, and which ones the committer makes for "
         "each host (`tools/scale/counted.py`). A simulation repeats these requests for every host, with shardckpt's rate limiter and a "
@@ -201,26 +202,26 @@ def _how(found: dict[str, Any]) -> Iterator[str]:
     )
 
 
-def _largest(found: dict[str, Any]) -> tuple[str, str]:
+def _largest(figures: dict[str, Any]) -> tuple[str, str]:
     """The model with the most parameters, and the first layout."""
-    saves = [r for r in found["results"] if r["what"] == "save"]
+    saves = [r for r in figures["results"] if r["what"] == "save"]
     return max((r["tree"] for r in saves), key=lambda name: float(name.removesuffix("B"))), saves[0]["kind"]
 
 
-def _runs(found: dict[str, Any]) -> str:
+def _runs(figures: dict[str, Any]) -> str:
     """The date of the run; of several, each with what it measured."""
     runs: dict[str, list[str]] = {}
-    for r in (*found["results"], *({"what": "bucket"} | load for load in found["bucket"])):
-        runs.setdefault(r.get("run", found["date"]), []).append(r["what"])
+    for r in (*figures["results"], *({"what": "bucket"} | load for load in figures["bucket"])):
+        runs.setdefault(r.get("run", figures["date"]), []).append(r["what"])
     if len(runs) == 1:
         return f"one run on {next(iter(runs))}"
     parts = (f"{run}: {', '.join(dict.fromkeys(whats))}" for run, whats in sorted(runs.items()))
     return f"{len(runs)} runs ({'; '.join(parts)})"
 
 
-def _targets(found: dict[str, Any]) -> Iterator[tuple[str, str, bool]]:
+def _targets(figures: dict[str, Any]) -> Iterator[tuple[str, str, bool]]:
     for target in TARGETS:
-        value = target.found(found["results"])
+        value = target.worst(figures["results"])
         if value is not None:
             bound, shown = (f"{number} {target.unit}".rstrip() for number in (f"{target.most:g}", f"{value:.3g}".replace("-", "−")))
             yield f"{target.what} ≤ {bound}", shown, value <= target.most

@@ -63,10 +63,10 @@ def prepared(html: str | None = None) -> Callable[[], dict[str, Any]]:
         options = ReshardOptions(mesh=TARGET, rules=Rules.parse(RULES))
         reshard = plan_reshard(source, options)
         planned = time.process_time()
-        found = forecast(source, reshard, Rates(Rate(2 << 30), Rate(1 << 30)), options=options, devices_per_host=DEVICES_PER_HOST)
-        doc = document(found)
+        prediction = forecast(source, reshard, Rates(Rate(2 << 30), Rate(1 << 30)), options=options, devices_per_host=DEVICES_PER_HOST)
+        doc = document(prediction)
         counted = time.process_time()
-        text = page(found, doc)
+        text = page(prediction, doc)
         drawn = time.process_time()
         if html is not None:
             Path(html).write_text(text, "utf-8")

@@ -56,10 +56,10 @@ def _dealt(layout: Sharding, shape: tuple[int, ...], chunks: tuple[int, ...]) ->
     held = layout.device_boxes(shape)
     boxes, where = distinct_boxes(held.boxes)
     box, host = np.unique(np.stack([where, held.device_ids // DEVICES_PER_HOST], 1)[where >= 0], axis=0).T
-    holders = [tuple(some.tolist()) for some in np.split(host, np.flatnonzero(np.diff(box)) + 1)]
-    found = overlaps(Piece("", (0,) * len(shape), shape, chunks), boxes)
-    order = np.lexsort((found.chunk, _place(boxes)[found.box]))
-    return _Dealt(found.chunk[order], found.box[order], holders)
+    holders = [tuple(hosts.tolist()) for hosts in np.split(host, np.flatnonzero(np.diff(box)) + 1)]
+    pairs = overlaps(Piece("", (0,) * len(shape), shape, chunks), boxes)
+    order = np.lexsort((pairs.chunk, _place(boxes)[pairs.box]))
+    return _Dealt(pairs.chunk[order], pairs.box[order], holders)
 
 
 def _place(boxes: BoxArray) -> NDArray[np.int64]:
@@ -71,23 +71,23 @@ def _place(boxes: BoxArray) -> NDArray[np.int64]:
 
 def owners(job: Job, records: dict[str, TensorRecord]) -> dict[str, NDArray[np.int64]]:
     """Of each tensor, the host that writes each chunk, in grid order."""
-    found: dict[str, NDArray[np.int64]] = {}
+    by_tensor: dict[str, NDArray[np.int64]] = {}
     tapes: dict[tuple[int, ...], list[tuple[str, NDArray[np.int64], int]]] = {}
     for name in sorted(records):  # as tapes are put together
         (piece,) = records[name].pieces
         dealt = _dealt(job.layouts[name], piece.shape, piece.chunks)
         alone = np.array([holders[0] if len(holders) == 1 else -1 for holders in dealt.holders])
-        found[name] = np.empty(piece.num_chunks, np.int64)
-        found[name][dealt.chunk] = alone[dealt.box]
+        by_tensor[name] = np.empty(piece.num_chunks, np.int64)
+        by_tensor[name][dealt.chunk] = alone[dealt.box]
         for k in dict.fromkeys(dealt.box[alone[dealt.box] < 0].tolist()):
             tapes.setdefault(dealt.holders[k], []).append((name, dealt.chunk[dealt.box == k], _chunk_bytes(records[name])))
     for holders, tape in tapes.items():
         length, offset = sum(len(chunks) * size for _, chunks, size in tape), 0
         for name, chunks, size in tape:
             middle = 2 * offset + (2 * np.arange(len(chunks)) + 1) * size
-            found[name][chunks] = np.array(holders)[middle * len(holders) // (2 * length)]
+            by_tensor[name][chunks] = np.array(holders)[middle * len(holders) // (2 * length)]
             offset += len(chunks) * size
-    return {name: found[name] for name in records}
+    return {name: by_tensor[name] for name in records}
 
 
 def _chunk_bytes(tensor: TensorRecord) -> int:

@@ -24,7 +24,7 @@ class Target:
     what: str
     most: float
     unit: str
-    found: Callable[[list[dict[str, Any]]], float | None]
+    worst: Callable[[list[dict[str, Any]]], float | None]
     """The worst of what was measured, in that unit; None: nothing was."""
 
 
@@ -44,15 +44,15 @@ def _of(what: str, key: str, **where: str | int | None) -> Callable[[list[dict[s
 
 
 def _flat(what: str, key: str) -> Callable[[list[dict[str, Any]]], float | None]:
-    def found(results: list[dict[str, Any]]) -> float | None:
+    def worst(results: list[dict[str, Any]]) -> float | None:
         lines = dict.fromkeys((r["tree"], r["kind"]) for r in results if r["what"] == what)
         return _worst(exponent(*curve(results, what, key, tree=tree, kind=kind)) for tree, kind in lines)
 
-    return found
+    return worst
 
 
-def _scaled(found: Callable[[list[dict[str, Any]]], float | None], by: float) -> Callable[[list[dict[str, Any]]], float | None]:
-    return lambda results: None if (value := found(results)) is None else value / by
+def _scaled(worst: Callable[[list[dict[str, Any]]], float | None], by: float) -> Callable[[list[dict[str, Any]]], float | None]:
+    return lambda results: None if (value := worst(results)) is None else value / by
 
 
 TARGETS = (

@@ -48,10 +48,10 @@ class Tree:
         parameters = list(self._parameters(experts=experts))
         kept = ("master", "exp_avg", "exp_avg_sq")
         moments = (Tensor(f"optimizer.{name}.{what}", shape, "float32") for what in kept for name, shape in parameters)
-        found = list(islice(chain((Tensor(f"model.{name}", shape, "bfloat16") for name, shape in parameters), moments), number))
-        if len(found) != number:
-            raise ValueError(f"{self.name}: a state of {number} tensors is asked for, and it has {len(found)}")
-        return found
+        tensors = list(islice(chain((Tensor(f"model.{name}", shape, "bfloat16") for name, shape in parameters), moments), number))
+        if len(tensors) != number:
+            raise ValueError(f"{self.name}: a state of {number} tensors is asked for, and it has {len(tensors)}")
+        return tensors
 
     def _parameters(self, *, experts: bool) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield "embed_tokens.weight", (VOCABULARY, self.embed)

@@ -90,10 +90,10 @@ def measured(tmp_path_factory):
 
 
 def test_layout_changes_of_up_to_8_ways_read_at_most_half_again_of_what_is_needed(measured):
-    for found in (tool.summary(measured.hosts["powers of two", "a"]), tool.summary(measured.tensors["powers of two", "a"])):
-        assert found["n"] > 1000
-        assert found["median"] <= 1.10
-        assert found["worst"] <= 1.5
+    for summary in (tool.summary(measured.hosts["powers of two", "a"]), tool.summary(measured.tensors["powers of two", "a"])):
+        assert summary["n"] > 1000
+        assert summary["median"] <= 1.10
+        assert summary["worst"] <= 1.5
 
 
 def test_changes_by_up_to_a_factor_of_8_read_a_tenth_too_much_at_the_median(measured):
@@ -103,10 +103,10 @@ def test_changes_by_up_to_a_factor_of_8_read_a_tenth_too_much_at_the_median(meas
 
 
 def test_meshes_of_any_size_read_a_tenth_too_much_at_the_median(measured):
-    found = tool.summary(measured.hosts["any", "a"])
+    summary = tool.summary(measured.hosts["any", "a"])
 
-    assert found["median"] <= 1.10
-    assert found["p90"] <= 1.5
+    assert summary["median"] <= 1.10
+    assert summary["p90"] <= 1.5
 
 
 def test_low_amplification_is_not_bought_with_tiny_chunks(measured):

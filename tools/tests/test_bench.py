@@ -48,15 +48,15 @@ def file(tmp_path_factory):
 
 
 def test_the_bench_runs_all_subjects_in_turn_and_tells_rates_and_ratios(file):
-    found = json.loads(file.read_text())
-    told = {(r["operation"], r["subject"]): r for r in found["results"]}
-    nbytes = told["save", "shardckpt"]["nbytes"]
-    save = {s for o, s in told if o == "save"}
+    figures = json.loads(file.read_text())
+    results = {(r["operation"], r["subject"]): r for r in figures["results"]}
+    nbytes = results["save", "shardckpt"]["nbytes"]
+    save = {s for o, s in results if o == "save"}
     assert save == {f"write(2), {threads_to_save(nbytes)}", "shardckpt", "DCP", "DCP, at its best", "safetensors", "torch.save"}
     for who in ("shardckpt", "DCP"):
-        assert nbytes <= told["save", who]["written_bytes"] <= 1.03 * nbytes + (1 << 20)
-        assert told["restore", who]["read_bytes"] >= nbytes
-    assert all(len(r["seconds"]) == len(r["cpu_seconds"]) == 1 for r in told.values())
+        assert nbytes <= results["save", who]["written_bytes"] <= 1.03 * nbytes + (1 << 20)
+        assert results["restore", who]["read_bytes"] >= nbytes
+    assert all(len(r["seconds"]) == len(r["cpu_seconds"]) == 1 for r in results.values())
 
 
 def test_a_page_with_a_chart_is_made_of_the_results(file, tmp_path):
@@ -90,13 +90,13 @@ def test_what_is_in_a_bucket_stands_beside_floors_and_is_told_in_processor_time(
     small = ["--part", "64", "--rounds", "1", "--state", "flat", "--operation", "save", "--streams", "2"]
     finished = bench(*small, "--storage", "gs", "--storage", "gs-tls", "--resume", added, "--write", "--docs", tmp_path)
     assert finished.returncode == 0, finished.stderr[-3000:]
-    told = {(r["storage"], r["subject"]): r for r in json.loads(added.read_text())["results"] if r["state"] == "flat"}
+    results = {(r["storage"], r["subject"]): r for r in json.loads(added.read_text())["results"] if r["state"] == "flat"}
     common = {"HTTP puts, 2 streams", "raw TensorStore, 2 streams", "shardckpt"}
-    assert {s for storage, s in told if storage == "gs-tls"} == common
-    assert {s for storage, s in told if storage == "gs"} == common | {"DCP", "DCP, at its best"}
-    assert told["gs", "HTTP puts, 2 streams"]["files"] == 2
-    assert all(r["nbytes"] <= r["written_bytes"] <= 1.03 * r["nbytes"] + (1 << 20) for r in told.values())
-    assert all(r["cpu_median"] > 0 for r in told.values())
+    assert {s for storage, s in results if storage == "gs-tls"} == common
+    assert {s for storage, s in results if storage == "gs"} == common | {"DCP", "DCP, at its best"}
+    assert results["gs", "HTTP puts, 2 streams"]["files"] == 2
+    assert all(r["nbytes"] <= r["written_bytes"] <= 1.03 * r["nbytes"] + (1 << 20) for r in results.values())
+    assert all(r["cpu_median"] > 0 for r in results.values())
     page = (tmp_path / "performance.md").read_text()
     assert "| save 1-D tensors to a bucket, torch | ≥ 0.85 × HTTP puts |" in page
     assert "| save 1-D tensors to a bucket, torch | ≤ 0.45 CPU s/GB |" in page
@@ -131,15 +131,15 @@ def test_floors_move_all_bytes_on_all_threads(tmp_path, monkeypatch):
     arrays = {str(i): rng.integers(0, 255, (count, 1 << 20), np.uint8) for i, count in enumerate((40, 3, 61))}
     arrays |= {f"small {i}": rng.integers(0, 255, 100, np.uint8) for i in range(5)}
     targets = {name: np.zeros_like(array) for name, array in arrays.items()}
-    found = {s.name: s.runs for s in floors.floors(arrays, targets, tmp_path)}
-    write, export, read, copy = found
+    runs_of = {s.name: s.runs for s in floors.floors(arrays, targets, tmp_path)}
+    write, export, read, copy = runs_of
     assert (write, export, copy) == ("write(2), 3 threads", "write(2), 1 thread", "memcpy, 3 threads")
-    found[write]["save"].do()
+    runs_of[write]["save"].do()
     files = list((tmp_path / "floor-out").iterdir())
     assert (len(files), sum(f.stat().st_size for f in files)) == (3, sum(a.nbytes for a in arrays.values()))
-    found[export]["export"].do()
+    runs_of[export]["export"].do()
     assert (tmp_path / "floor-file").read_bytes() == b"".join(a.tobytes() for a in arrays.values())
-    for runs in (found[read]["restore"], found[copy]["stall"]):
+    for runs in (runs_of[read]["restore"], runs_of[copy]["stall"]):
         runs.before()
         runs.do()
         for name, array in arrays.items():
@@ -186,9 +186,9 @@ def test_a_task_that_is_measured_again_replaces_what_it_gave_before(tmp_path):
     save, restore = Task("tmpfs", "llama", "torch", "save", 64, 1), Task("tmpfs", "llama", "torch", "restore", 64, 1)
     for task, seconds in ((save, 1), (restore, 2), (save, 3)):
         results.add(task, [{"subject": "shardckpt", "seconds": seconds}])
-    assert {(r["operation"], r["seconds"]) for r in results.found["results"]} == {("save", 3), ("restore", 2)}
+    assert {(r["operation"], r["seconds"]) for r in results.figures["results"]} == {("save", 3), ("restore", 2)}
     results.add_failure(save, "it died")
-    assert [r["operation"] for r in results.found["results"]] == ["restore"]
+    assert [r["operation"] for r in results.figures["results"]] == ["restore"]
 
 
 def test_a_task_that_dies_is_told_leaves_nothing_and_is_tried_again_by_the_next_run(tmp_path):
@@ -205,11 +205,11 @@ def test_a_task_that_dies_is_told_leaves_nothing_and_is_tried_again_by_the_next_
     results = Results(tmp_path / "found.json", resumed=False)
     results.add_failure(task, "it died")
     again = Results(tmp_path / "found.json", resumed=True)
-    assert [f["message"] for f in again.found["failed"]] == ["it died"]
+    assert [f["message"] for f in again.figures["failed"]] == ["it died"]
     assert not again.has(task)
     again.add(task, [{"group": "g", "subject": "shardckpt"}])
     assert again.has(task)
-    assert again.found["failed"] == []
+    assert again.figures["failed"] == []
 
 
 def test_a_run_that_is_ended_leaves_no_files(tmp_path):
@@ -219,17 +219,17 @@ def test_a_run_that_is_ended_leaves_no_files(tmp_path):
             assert run.poll() is None
             time.sleep(0.01)
         run.terminate()
-        _, said = run.communicate(timeout=60)
-    assert (run.returncode, "Traceback" in said) == (143, False)
+        _, errors = run.communicate(timeout=60)
+    assert (run.returncode, "Traceback" in errors) == (143, False)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_failure_stands_on_the_page_and_in_the_exit_status(file, tmp_path):
     failed = {"storage": "tmpfs", "state": "small", "task": "jax", "operation": "save", "part": 1, "message": "a\nValueError: no"}
     (tmp_path / "found.json").write_text(json.dumps(json.loads(file.read_text()) | {"failed": [failed]}))
-    told = bench("--from", tmp_path / "found.json", "--write", "--docs", tmp_path)
-    assert told.returncode == 1
-    assert "FAILED tmpfs, 2,000 tensors of 64 KiB, float32, jax, Save: ValueError: no" in told.stdout
+    finished = bench("--from", tmp_path / "found.json", "--write", "--docs", tmp_path)
+    assert finished.returncode == 1
+    assert "FAILED tmpfs, 2,000 tensors of 64 KiB, float32, jax, Save: ValueError: no" in finished.stdout
     assert "## What could not be measured" in (tmp_path / "performance.md").read_text()
 
 
@@ -286,8 +286,8 @@ def test_no_round_begins_when_the_time_is_over_and_three_are_made(monkeypatch):
     monkeypatch.setattr(measure, "SECONDS", -1.0)
     ran = []
     subject = measure.Subject("one", {"save": measure.Run(lambda: ran.append("do"), 1)})
-    (found,) = measure.in_turn("group", [subject], "save", 9)
-    assert len(found.seconds) == measure.LEAST_ROUNDS
+    (result,) = measure.in_turn("group", [subject], "save", 9)
+    assert len(result.seconds) == measure.LEAST_ROUNDS
     assert len(ran) == 1 + measure.LEAST_ROUNDS
 
 
@@ -299,22 +299,28 @@ def test_the_bench_of_a_gpu_measures_everything_in_its_file(tmp_path, monkeypatc
     monkeypatch.setattr(on_cuda, "ROUNDS", 2)
     monkeypatch.setattr(on_cuda, "_ROWS", 64)
     assert on_cuda.measure(1e-4, tmp_path / "cuda.json", "cpu") == 0, capsys.readouterr().out
-    found = json.loads((tmp_path / "cuda.json").read_text())
-    assert {key.partition(":")[0] for key in found} >= {"wait", "warm", "overlap", "restore in place", "restore of a train_state"}
-    assert {key.partition(":")[0] for key in found} >= {"background save beside a loop in kernels", "versions", "JAX", "DCP", "safetensors"}
-    assert found["versions: bytes of a version, against the state's"] > 0
-    assert found["bytes"] == 6 * 64 * 65 * 4
+    figures = json.loads((tmp_path / "cuda.json").read_text())
+    assert {key.partition(":")[0] for key in figures} >= {"wait", "warm", "overlap", "restore in place", "restore of a train_state"}
+    assert {key.partition(":")[0] for key in figures} >= {
+        "background save beside a loop in kernels",
+        "versions",
+        "JAX",
+        "DCP",
+        "safetensors",
+    }
+    assert figures["versions: bytes of a version, against the state's"] > 0
+    assert figures["bytes"] == 6 * 64 * 65 * 4
 
 
 def test_the_bench_of_versions_measures_everything_in_its_file(tmp_path):
     """Bytes alone are compared: they do not depend on the load of the machine."""
     command = [sys.executable, "-m", "tools.bench", "--versions", "--gigabytes", "0.017", "--json", str(tmp_path / "versions.json")]
     subprocess.run(command, cwd=ROOT, check=True, timeout=280)
-    found = json.loads((tmp_path / "versions.json").read_text())
-    assert found["bytes"] == 2 * 2048 * 2048 * 2
-    assert found["bytes of a version, against whole-tensor XOR with zstd"] <= 0.6
-    assert found["read by a follower of an eighth of the rows, against its share"] <= 1.1
-    assert found["publish to the bucket until it is durable, against that"] > 0
+    figures = json.loads((tmp_path / "versions.json").read_text())
+    assert figures["bytes"] == 2 * 2048 * 2048 * 2
+    assert figures["bytes of a version, against whole-tensor XOR with zstd"] <= 0.6
+    assert figures["read by a follower of an eighth of the rows, against its share"] <= 1.1
+    assert figures["publish to the bucket until it is durable, against that"] > 0
 
 
 def test_a_row_of_the_bench_on_all_cores_has_rates_and_what_a_busy_loop_beside_kept():

@@ -56,5 +56,5 @@ def test_the_demo_would_notice_a_tensor_that_came_back_different(demo):
         "--steps=3",
         "--small",
     )
-    told = {event["event"]: event for event in map(json.loads, resumed.stdout.splitlines())}
-    assert told["digests"]["different"] == ["model/lm_head.weight"]
+    events = {event["event"]: event for event in map(json.loads, resumed.stdout.splitlines())}
+    assert events["digests"]["different"] == ["model/lm_head.weight"]

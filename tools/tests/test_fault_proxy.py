@@ -202,9 +202,9 @@ def test_no_increment_of_a_counter_is_lost_however_many_swap_at_once(store):
     def increment(times):
         generations = []
         while len(generations) < times:
-            found = store.read("counter").result()
-            value = str(int(found.value) + 1)
-            generations += filter(None, [store.write("counter", value, if_equal=found.stamp.generation).result().generation])
+            counter = store.read("counter").result()
+            value = str(int(counter.value) + 1)
+            generations += filter(None, [store.write("counter", value, if_equal=counter.stamp.generation).result().generation])
         return generations
 
     with ThreadPoolExecutor(8) as pool:

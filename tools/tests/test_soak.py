@@ -17,7 +17,7 @@ TOOL = TOOLS / "soak.py"
 def test_whatever_kills_a_training_it_resumes_from_what_it_saved():
     run = subprocess.run([sys.executable, TOOL, "--saves", "40", "--json"], capture_output=True, text=True, timeout=900)
     assert run.returncode == 0, (run.stdout, run.stderr)
-    found = json.loads(run.stdout)
-    assert found["wrong"] == []
-    assert found["committed"] >= 40
-    assert found["compared"] > found["left"] > 0
+    outcome = json.loads(run.stdout)
+    assert outcome["wrong"] == []
+    assert outcome["committed"] >= 40
+    assert outcome["compared"] > outcome["left"] > 0

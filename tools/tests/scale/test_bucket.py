@@ -39,8 +39,8 @@ def test_what_a_host_asks_besides_its_data_depends_on_neither_hosts_nor_tensors(
     """But for what describes the checkpoint: of hosts that say the same, one or more write it."""
     described = ("upload", "contents/#")
     other = emulated_save(hosts=hosts, tensors=tensors, mebibytes=mebibytes)
-    for found in (packed[1:], other[1:]):
-        for requests in found:
+    for by_host in (packed[1:], other[1:]):
+        for requests in by_host:
             each = counts(r for r in requests if r.what != "data")
             assert each.pop(described, 0) <= 1
             assert 1 <= each.pop(SEEN) <= 2
@@ -58,12 +58,12 @@ def test_what_a_host_asks_besides_its_data_depends_on_neither_hosts_nor_tensors(
 
 
 def test_a_host_of_the_plain_layout_asks_for_little_but_its_chunks(plain):
-    found = counts(r for r in plain[1] if r.what != "data")
-    assert found.pop(("upload", "contents/#"), 0) <= 1
-    assert 1 <= found.pop(SEEN) <= 2
-    assert 1 <= found.pop(("read", "checkpoint.json")) <= LOOKS
-    assert found.pop(PLACEHOLDER, 0) <= 1
-    assert found == {
+    requests = counts(r for r in plain[1] if r.what != "data")
+    assert requests.pop(("upload", "contents/#"), 0) <= 1
+    assert 1 <= requests.pop(SEEN) <= 2
+    assert 1 <= requests.pop(("read", "checkpoint.json")) <= LOOKS
+    assert requests.pop(PLACEHOLDER, 0) <= 1
+    assert requests == {
         ("upload", "hosts/#/table"): 1,
         ("upload", "hosts/#/replicas.json"): 1,
         ("upload", "records/#.json"): 1,

@@ -31,12 +31,12 @@ def test_a_plan_has_no_more_rows_and_takes_no_more_steps_on_a_hundred_thousand_d
         # By how unevenly 100,000 devices cut a tensor it may be a few more chunks, of smaller tiles; and they make groups of
         # 200 for HSDP, in place of 256.
         assert many.get(key, 0) <= 1.35 * few.get(key, 0) + TENSORS
-    taken = {}
+    steps_of = {}
     for devices in (SMALL, LARGE):
         prepared = [MEASURED[what](tree="405B", kind=kind, devices=devices, tensors=TENSORS) for _ in range(2)]
         prepared[0]()  # chunk shapes are chosen once
-        taken[devices] = steps(prepared[1])
-    assert taken[LARGE] <= 1.1 * taken[SMALL] + TENSORS
+        steps_of[devices] = steps(prepared[1])
+    assert steps_of[LARGE] <= 1.1 * steps_of[SMALL] + TENSORS
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -72,4 +72,4 @@ def test_metadata_are_flat_but_for_a_line_per_host(kind):
 
 
 def test_a_target_that_nothing_was_measured_of_is_not_told():
-    assert all(target.found([]) is None for target in TARGETS)
+    assert all(target.worst([]) is None for target in TARGETS)

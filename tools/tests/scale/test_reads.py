@@ -34,36 +34,36 @@ def test_the_simulated_tables_give_each_host_what_it_plans_to_write(kind):
 @pytest.mark.parametrize("devices", [4096, 16384])
 def test_a_host_that_restores_its_own_share_reads_few_things_to_find_it(devices):
     """The header of the table of all, a unit of it, its record, its own table."""
-    found = requests("FSDP", devices)
-    assert found["most table requests"] <= 6
-    assert found["table bytes"] <= 0.05 * found["data bytes"] + found["header"]
+    counted = requests("FSDP", devices)
+    assert counted["most table requests"] <= 6
+    assert counted["table bytes"] <= 0.05 * counted["data bytes"] + counted["header"]
 
 
 def test_onto_half_as_many_devices_it_reads_the_tables_of_those_that_have_its_share():
     """Up to eight: tensors with unlike numbers of rows are cut at unlike places, twice."""
-    found = requests("FSDP", 16384, onto_devices=8192)
-    assert found["most table requests"] <= 2 + 2 * 8
+    counted = requests("FSDP", 16384, onto_devices=8192)
+    assert counted["most table requests"] <= 2 + 2 * 8
 
 
 @pytest.mark.parametrize("kind", ["HSDP", "FSDP+TP", "EP"])
 def test_where_the_chunks_lie_takes_fewer_requests_than_the_chunks(kind):
-    found = requests(kind, 16384)
-    assert found["table requests"] <= 0.5 * found["data requests"] + 4
+    counted = requests(kind, 16384)
+    assert counted["table requests"] <= 0.5 * counted["data requests"] + 4
 
 
 def test_replicas_that_read_together_ask_for_a_part_of_the_data_each():
     """Of 16 replicas a 16th."""
-    found = requests("HSDP", 16 * 256, tensors=40)
-    assert found["data bytes together"] == pytest.approx(found["data bytes"] / 16, rel=0.05)
-    assert found["data requests together"] < 0.2 * found["data requests"]
+    counted = requests("HSDP", 16 * 256, tensors=40)
+    assert counted["data bytes together"] == pytest.approx(counted["data bytes"] / 16, rel=0.05)
+    assert counted["data requests together"] < 0.2 * counted["data requests"]
 
 
 @pytest.mark.parametrize("kind", ["FSDP+TP", "EP"])
 def test_vectors_that_all_devices_hold_are_few_requests_together(kind):
-    found = requests(kind, 4096)
-    assert found["table requests together"] <= 8
-    assert found["data bytes together"] < found["data bytes"]
-    assert found["data requests together"] < found["data requests"]
+    counted = requests(kind, 4096)
+    assert counted["table requests together"] <= 8
+    assert counted["data bytes together"] < counted["data bytes"]
+    assert counted["data requests together"] < counted["data requests"]
 
 
 def test_where_no_two_hosts_need_the_same_nothing_is_read_together():

@@ -17,9 +17,9 @@ def test_planning_for_a_thousand_tensors_and_sixteen_thousand_devices_takes_less
     finished = subprocess.run(command, input=asked, capture_output=True, text=True, timeout=250, cwd=ROOT)
 
     assert finished.returncode == 0, finished.stderr
-    found = json.loads(finished.stdout)
-    assert found["tensors"] > 1000
-    assert found["peak"] < 512 << 20
-    assert found["reshard amplification"] <= 1.05
+    figures = json.loads(finished.stdout)
+    assert figures["tensors"] > 1000
+    assert figures["peak"] < 512 << 20
+    assert figures["reshard amplification"] <= 1.05
     # The page does not grow with the hosts, and little with the tensors.
     assert (tmp_path / "plan.html").stat().st_size < 1 << 20

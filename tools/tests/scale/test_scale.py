@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
+def figures(tmp_path_factory):
     to = tmp_path_factory.mktemp("scale") / "found.json"
     child = subprocess.run(
         [sys.executable, "-m", "tools.scale", "--smallest", "--json", to], cwd=ROOT, capture_output=True, text=True, timeout=250
@@ -28,39 +28,39 @@ def found(tmp_path_factory):
     return json.loads(to.read_text())
 
 
-def test_every_measurement_has_time_memory_and_counts(found):
-    whats = {r["what"] for r in found["results"]}
+def test_every_measurement_has_time_memory_and_counts(figures):
+    whats = {r["what"] for r in figures["results"]}
     assert whats == {"save", "restore", "metadata", "requests", "commit", "dcp save", "dcp restore"}
-    for result in found["results"]:
+    for result in figures["results"]:
         assert result["cpu"] > 0
         assert result["peak"] >= result["above"] >= 0
-    (save,) = (r for r in found["results"] if r["what"] == "save" and r["devices"] == 1024)
+    (save,) = (r for r in figures["results"] if r["what"] == "save" and r["devices"] == 1024)
     assert save["boxes"] == 8 * 1024
 
 
-def test_dcp_plans_an_item_for_each_rank_and_tensor(found):
-    (save,) = (r for r in found["results"] if r["what"] == "dcp save")
+def test_dcp_plans_an_item_for_each_rank_and_tensor(figures):
+    (save,) = (r for r in figures["results"] if r["what"] == "dcp save")
     assert save["items"] == 8 * 1000
     assert not save.get("cut")
 
 
-def test_the_page_and_the_chart_are_made_of_them(found):
-    text = page(found)
+def test_the_page_and_the_chart_are_made_of_them(figures):
+    text = page(figures)
     assert "| plan of the first save, s | 0." in text
     assert "| save, FSDP | 0." in text
     assert text.count("\n## ") >= 5
-    assert "| 8B, FSDP |" in tables(found)
-    assert tables(found).count("\n## ") >= 6
-    picture = ET.fromstring(chart(found))
+    assert "| 8B, FSDP |" in tables(figures)
+    assert tables(figures).count("\n## ") >= 6
+    picture = ET.fromstring(chart(figures))
     names = [element.text for element in picture.iter("{http://www.w3.org/2000/svg}text")]
     assert "A save's plan: one host's; DCP: the coordinator's" in names
 
 
-def test_each_point_of_dcp_has_ours_beside_it_and_what_was_cut_off_says_so(found):
-    assert "| 8B, FSDP: a host of shardckpt | 0." in tables(found)
-    cut = [r | {"cut": 20.0} if r["what"] == "dcp save" else r for r in found["results"]]
-    assert "| 8B, FSDP: DCP's coordinator | > 0." in tables(found | {"results": cut})
-    assert "| save, FSDP | > 0." in page(found | {"results": cut})
+def test_each_point_of_dcp_has_ours_beside_it_and_what_was_cut_off_says_so(figures):
+    assert "| 8B, FSDP: a host of shardckpt | 0." in tables(figures)
+    cut = [r | {"cut": 20.0} if r["what"] == "dcp save" else r for r in figures["results"]]
+    assert "| 8B, FSDP: DCP's coordinator | > 0." in tables(figures | {"results": cut})
+    assert "| save, FSDP | > 0." in page(figures | {"results": cut})
 
 
 def test_ours_is_asked_wherever_dcp_is():
