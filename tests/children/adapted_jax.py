@@ -24,10 +24,10 @@ seen = []
 
 
 def fitted(array, shape):
-    found = np.zeros(shape, array.dtype)
+    whole = np.zeros(shape, array.dtype)
     common = tuple(slice(0, min(a, b)) for a, b in zip(array.shape, shape, strict=True))
-    found[common] = array[common]
-    return found
+    whole[common] = array[common]
+    return whole
 
 
 def sharding(mesh, order):

@@ -11,9 +11,9 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import shardckpt
 
 
-def resume(coordinator, url, wanted, given, count):
+def resume(coordinator, url, options, given, count):
     join(coordinator)
-    run = Run(2, shard=lambda model: fully_shard(model, mesh=init_device_mesh("cpu", (distributed.get_world_size(),))), **wanted)
+    run = Run(2, shard=lambda model: fully_shard(model, mesh=init_device_mesh("cpu", (distributed.get_world_size(),))), **options)
     shardckpt.restore(url, run.state(step=0), **given)
     kinds = {type(value).__name__ for one in run.optimizer.state.values() for value in one.values() if value.dim()}
     losses = run.steps(count)

@@ -21,10 +21,10 @@ ROOT.joinpath("m.toml").write_text('[[map]]\nfrom = "e/{i}"\nto = "e"\nstack = 0
 
 
 def fitted(array, shape):
-    found = np.zeros(shape, array.dtype)
+    whole = np.zeros(shape, array.dtype)
     common = tuple(slice(0, min(a, b)) for a, b in zip(array.shape, shape, strict=True))
-    found[common] = array[common]
-    return found
+    whole[common] = array[common]
+    return whole
 
 
 def sharded(shape, mesh, spec):
@@ -46,11 +46,11 @@ for number, (sides, spec) in enumerate([((8,), ("x", None)), ((4, 2), ("x", "y")
         like = {"v": sharded(own, mesh, spec), "e": sharded((2, *own), mesh, (None, *spec))}
         back = shardckpt.restore(url, like, rename="s/^w$/v/", mapping=ROOT / "m.toml", fit={"v": mode, "e": mode})
         expected = fitted(array, own)
-        found = {name: back[name].cpu().numpy() for name in back}
+        arrays = {name: back[name].cpu().numpy() for name in back}
         count += 2
-        if not np.array_equal(found["v"], expected):
+        if not np.array_equal(arrays["v"], expected):
             wrong.append([number, mode, "v"])
-        if not np.array_equal(found["e"], np.stack([expected, -expected])):
+        if not np.array_equal(arrays["e"], np.stack([expected, -expected])):
             wrong.append([number, mode, "e"])
 model = torch.nn.Embedding(16, 4).to("xla")
 optimizer = torch.optim.AdamW(model.parameters())

@@ -22,9 +22,9 @@ def compare(directory, expected):
 
     wrong = []
     for step, state in enumerate(expected):
-        found = shardckpt.restore(f"{directory}/{step}")
-        assert set(found) == set(state)
-        wrong += [f"{step}/{name}" for name in state if np.asarray(found[name]).tobytes() != state[name].tobytes()]
+        restored = shardckpt.restore(f"{directory}/{step}")
+        assert set(restored) == set(state)
+        wrong += [f"{step}/{name}" for name in state if np.asarray(restored[name]).tobytes() != state[name].tobytes()]
     return wrong
 
 
@@ -72,8 +72,8 @@ def torch_case(directory):
         bits = tensor.detach().contiguous().view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor.detach()
         return bits.numpy().copy()
 
-    expected, found = run(directory, state, train, look)
-    return {**found, "wrong": compare(directory, expected)}
+    expected, outcome = run(directory, state, train, look)
+    return {**outcome, "wrong": compare(directory, expected)}
 
 
 def dtensor_case(directory):
@@ -97,19 +97,19 @@ def dtensor_case(directory):
                 tensor.to_local().mul_(2.5)
             return state
 
-        expected, found = run(directory, state, train, lambda tensor: tensor.full_tensor().numpy().copy())
+        expected, outcome = run(directory, state, train, lambda tensor: tensor.full_tensor().numpy().copy())
         dist.barrier()
-        found["wrong"] = compare(directory, expected)
+        outcome["wrong"] = compare(directory, expected)
         dist.destroy_process_group()
-        return found
+        return outcome
 
     with tempfile.NamedTemporaryFile() as store:
         pid = os.fork()
-        found = rank_case(int(pid != 0), store.name)
+        outcome = rank_case(int(pid != 0), store.name)
         if pid == 0:
-            os._exit(bool(found["wrong"]))
+            os._exit(bool(outcome["wrong"]))
         assert os.waitpid(pid, 0)[1] == 0
-    return found
+    return outcome
 
 
 def jax_case(directory):
@@ -131,8 +131,8 @@ def jax_case(directory):
         assert all(array.is_deleted() for array in state.values())
         return new
 
-    expected, found = run(directory, state, train, np.array)
-    return {**found, "wrong": compare(directory, expected)}
+    expected, outcome = run(directory, state, train, np.array)
+    return {**outcome, "wrong": compare(directory, expected)}
 
 
 def torch_xla_case(directory):
@@ -157,8 +157,8 @@ def torch_xla_case(directory):
         torch_xla.sync(wait=True)
         return state
 
-    expected, found = run(directory, state, train, lambda tensor: tensor.cpu().numpy().copy())
-    return {**found, "wrong": compare(directory, expected)}
+    expected, outcome = run(directory, state, train, lambda tensor: tensor.cpu().numpy().copy())
+    return {**outcome, "wrong": compare(directory, expected)}
 
 
 CASES = {"torch": torch_case, "DTensor": dtensor_case, "JAX": jax_case, "torch_xla": torch_xla_case}

@@ -128,20 +128,20 @@ def killed_by_sigterm(_coordinator, url, mebibytes):
 
 def forked(_coordinator, url):
     """A fork of a process with saves in flight, as data loaders make them: it cannot wait for these. (TensorStore cannot be used there.)"""
-    held, told = threading.Event(), os.pipe()
+    held, pipe = threading.Event(), os.pipe()
     saver = Saver()
     handle = saver.begin(f"{url}/parent", state(1), SaveOptions(), before_publish=lambda: held.wait(60))
     pid = os.fork()
     if pid == 0:
         error = error_of(handle.wait)
         saver.close()  # nothing of it is waited for, either
-        os.write(told[1], error[1].encode())
+        os.write(pipe[1], error[1].encode())
         os._exit(0)
     assert os.waitpid(pid, 0)[1] == 0
     assert not handle.done()
     held.set()
     handle.wait()
-    return os.read(told[0], 10_000).decode()
+    return os.read(pipe[0], 10_000).decode()
 
 
 def growth(_coordinator, url, saves):

@@ -44,14 +44,14 @@ def described(kind, config, trace):
     program = trace(kind(model.eval()), ids)
     if trace is exported:
         program = program.run_decompositions()
-    found = batch_dims(program, even_counts=True)
-    module = torch.fx.GraphModule(program.graph_module, found.program.graph)
-    wrong, claims = contradictions(found, module, exported_inputs(program, ids), 2)
+    inferred = batch_dims(program, even_counts=True)
+    module = torch.fx.GraphModule(program.graph_module, inferred.program.graph)
+    wrong, claims = contradictions(inferred, module, exported_inputs(program, ids), 2)
     return {
-        "states": Counter(map(str, found.states.values())),
-        "outputs": Counter(map(str, found.outputs.values())),
-        "names": sorted(found.states),
-        "unknown": found.unknown_operators,
+        "states": Counter(map(str, inferred.states.values())),
+        "outputs": Counter(map(str, inferred.outputs.values())),
+        "names": sorted(inferred.states),
+        "unknown": inferred.unknown_operators,
         "claims": claims,
         "wrong": wrong,
     }

@@ -62,8 +62,8 @@ class _Moving:
         self.original = moving
 
     def __getattr__(self, name):
-        found = getattr(self.original, name)
-        return self._raising(found) if callable(found) else found
+        attribute = getattr(self.original, name)
+        return self._raising(attribute) if callable(attribute) else attribute
 
     @staticmethod
     def _raising(function):

@@ -41,10 +41,10 @@ def restore_sharded(coordinator, url):
     join(coordinator)
     like = sharded(4)
     back = shardckpt.restore(url, {"w": like})["w"]
-    found = back is like and torch.equal(like._local_tensor.data_, sharded(3)._local_tensor.data_)
-    found = found and torch.equal(like._local_tensor.scale, sharded(3)._local_tensor.scale)
+    equal = back is like and torch.equal(like._local_tensor.data_, sharded(3)._local_tensor.data_)
+    equal = equal and torch.equal(like._local_tensor.scale, sharded(3)._local_tensor.scale)
     leave(coordinator)
-    return bool(found)
+    return bool(equal)
 
 
 def uneven(coordinator, url):

@@ -19,12 +19,12 @@ def first(_):
 
 
 with ThreadPoolExecutor(8) as pool:
-    found = list(pool.map(first, range(8)))
-alone = found[0]
+    coordinators = list(pool.map(first, range(8)))
+alone = coordinators[0]
 alone.announce("step", 1)
 alone.announce("step", 2)
 answers = {
-    "same object": all(c is alone for c in found) and current() is alone,
+    "same object": all(c is alone for c in coordinators) and current() is alone,
     "world": [alone.world.process, alone.world.processes, dict(alone.world.devices)],
     "run_id": alone.run_id,
     "shared": alone.share("word", ("a", None)),

@@ -48,11 +48,11 @@ def everything():
         return Coordinator.current(timeout=60)
 
     with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(first, range(4)))
-    ours = found[0]
+        coordinators = list(pool.map(first, range(4)))
+    ours = coordinators[0]
     answers = {
         "kind": type(ours).__name__,
-        "same object": all(c is ours for c in found) and Coordinator.current() is ours,
+        "same object": all(c is ours for c in coordinators) and Coordinator.current() is ours,
         "world": [ours.world.process, ours.world.processes, dict(ours.world.devices), ours.world.sharing],
         "run_id": ours.run_id,
         "shared": ours.share("word", {"rank": rank, "large": "x" * 100_000 * rank})[-1]["rank"],
@@ -229,10 +229,10 @@ def torch_xla_beside():
     answers = {"private": dict(Coordinator.current(timeout=60).world.devices)}
     dist.destroy_process_group()
     join_files("second")
-    told = {"torch_xla": range(4 * rank, 4 * rank + 4)}
-    ours = Coordinator.current(devices=told, timeout=60)
+    own = {"torch_xla": range(4 * rank, 4 * rank + 4)}
+    ours = Coordinator.current(devices=own, timeout=60)
     answers["told"] = ours.world.devices["torch_xla"].of_devices(range(8)).tolist()
-    answers["again"] = Coordinator.current(devices=told) is ours and Coordinator.current() is ours
+    answers["again"] = Coordinator.current(devices=own) is ours and Coordinator.current() is ours
     answers["otherwise"] = failure_of(lambda: Coordinator.current(devices={"torch_xla": [0]}))
     dist.destroy_process_group()
     join_files("third")

@@ -63,10 +63,10 @@ def mesh_of(shape, ids=None, names=None):
 
 
 def torch_placements(texts):
-    found = map(Placement.parse, texts)
+    parsed = map(Placement.parse, texts)
     return [
         Replicate() if p.dim is None else Shard(p.dim) if p.split_factor == 1 else _StridedShard(p.dim, split_factor=p.split_factor)
-        for p in found
+        for p in parsed
     ]
 
 
@@ -366,8 +366,8 @@ def refusals(_):
 def targets(_):
     """New DTensors where a Target says."""
     mesh = mesh_of((2,), None, ("dp",))
-    wanted = Target((mesh, [Shard(0)]), dtype="bfloat16")
-    sink = frameworks.target("w", wanted, (5, 2), F32)
+    bfloat16 = Target((mesh, [Shard(0)]), dtype="bfloat16")
+    sink = frameworks.target("w", bfloat16, (5, 2), F32)
     whole = numbered((5, 2)).numpy().astype(sink.dtype.numpy)
     made = sink.place([whole[sink.boxes[i].slices] for i in range(len(sink.boxes))])
     return {
@@ -380,7 +380,7 @@ def targets(_):
         "requires grad": made.requires_grad,
         "tied": [
             frameworks.target("w", like, (5, 2), F32).tie_key == sink.tie_key
-            for like in (wanted, Target((mesh, [Shard(1)]), dtype="bfloat16"), Target((mesh, [Shard(0)])))
+            for like in (bfloat16, Target((mesh, [Shard(1)]), dtype="bfloat16"), Target((mesh, [Shard(0)])))
         ],
         "partial": error(frameworks.target, "w", Target((mesh, [Partial()])), (5, 2), F32),
         "too few": error(frameworks.target, "w", Target((mesh, [])), (5, 2), F32),
@@ -407,7 +407,7 @@ def pending(_):
 def bits(dtypes):
     """Any bits of any dtype, there and back."""
     mesh = mesh_of((2,))
-    found = {}
+    outcomes = {}
     for dtype in dtypes:
         kind = by_name(dtype)
         raw = np.random.default_rng(3).integers(0, 2 if dtype == "bool" else 256, 15 * kind.itemsize, np.uint8)
@@ -420,12 +420,12 @@ def bits(dtypes):
         sink = frameworks.target("w", like, (5, 3), F32)
         sink.destinations[0][...] = expected
         sink.place(sink.destinations)
-        found[dtype] = (
+        outcomes[dtype] = (
             source.dtype == sink.dtype == kind
             and arrays[0].tobytes() == expected.tobytes()
             and torch.equal(local_of(like).view(torch.uint8), local_of(leaf).view(torch.uint8))
         )
-    return found
+    return outcomes
 
 
 def protocol(folder):
@@ -540,8 +540,8 @@ def run_job(ranks, topics, place):
 
 if __name__ == "__main__":
     jobs = json.load(sys.stdin)
-    found = []
+    outcomes = []
     for job in jobs:
         with tempfile.TemporaryDirectory() as folder:
-            found.append(run_job(job["ranks"], job["topics"], Path(folder)))
-    sys.stdout.write(json.dumps(found) + "\n")
+            outcomes.append(run_job(job["ranks"], job["topics"], Path(folder)))
+    sys.stdout.write(json.dumps(outcomes) + "\n")

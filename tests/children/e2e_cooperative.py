@@ -35,10 +35,10 @@ def flat(name):
 
 def _restored(url, like, options):
     """The state, and what this process has read for it."""
-    said = Lines()
+    lines = Lines()
     with_it = shardckpt.open(url)
     state = shardckpt.restore(with_it, like, **options)
-    return state, {"read": with_it.stats.bytes_read, "said": [line.partition(": ")[2] for line in said.lines]}
+    return state, {"read": with_it.stats.bytes_read, "said": [line.partition(": ")[2] for line in lines.lines]}
 
 
 def plain(coordinator, url, options, differing=False):
@@ -46,20 +46,20 @@ def plain(coordinator, url, options, differing=False):
     ours = join(coordinator)
     names = [n for n in TENSORS if not (differing and ours.world.process and n == "host/large")]
     like = {flat(n): torch.ones_like(tensor_of(n)) for n in names}
-    state, told = _restored(url, like, {**options, "strict": not differing})
-    told["wrong"] = [n for n in names if bits_of(state[flat(n)], expected(n).dtype).tobytes() != expected(n).tobytes()]
-    told["in place"] = all(state[flat(n)] is like[flat(n)] for n in names)
+    state, outcome = _restored(url, like, {**options, "strict": not differing})
+    outcome["wrong"] = [n for n in names if bits_of(state[flat(n)], expected(n).dtype).tobytes() != expected(n).tobytes()]
+    outcome["in place"] = all(state[flat(n)] is like[flat(n)] for n in names)
     leave(coordinator)
-    return told
+    return outcome
 
 
 def arrays(coordinator, url):
     """Everything, as numpy arrays on every process."""
     join(coordinator)
-    state, told = _restored(url, None, {"cooperative": True})
-    told["wrong"] = [n for n in TENSORS if state[flat(n)].tobytes() != expected(n).tobytes()]
+    state, outcome = _restored(url, None, {"cooperative": True})
+    outcome["wrong"] = [n for n in TENSORS if state[flat(n)].tobytes() != expected(n).tobytes()]
     leave(coordinator)
-    return told
+    return outcome
 
 
 def dtensors(coordinator, url, seed, options):
@@ -68,21 +68,21 @@ def dtensors(coordinator, url, seed, options):
     make_meshes(ours.world.processes)
     cases = drawn(ours.world.processes, "cooperative", seed)
 
-    def wanted(name):
+    def target_of(name):
         like = distributed(torch.zeros_like(tensor_of(name)), cases[name])
         return like if len(name) % 2 else Target(laid_out(cases[name]))
 
-    state, told = _restored(url, {flat(n): wanted(n) for n in TENSORS}, options)
-    told["wrong"] = []
+    state, outcome = _restored(url, {flat(n): target_of(n) for n in TENSORS}, options)
+    outcome["wrong"] = []
     for name in TENSORS:
         right, leaf = distributed(tensor_of(name), cases[name]), state[flat(name)]
         if right.device_mesh.get_coordinate() is None:
             continue
         dtype = expected(name).dtype
         if bits_of(leaf._local_tensor, dtype).tobytes() != bits_of(right._local_tensor, dtype).tobytes():
-            told["wrong"].append(name)
+            outcome["wrong"].append(name)
     leave(coordinator)
-    return told
+    return outcome
 
 
 def hybrid(coordinator, url, shape, options):
@@ -92,11 +92,11 @@ def hybrid(coordinator, url, shape, options):
     mesh = mesh_of((2, 2), (0, 1, 2, 3))
     whole = torch.arange(shape[0] * shape[1], dtype=torch.float32).reshape(shape)
     like = {"w": Target((mesh, [Replicate(), Shard(0)])), "b": torch.zeros(1000)}
-    state, told = _restored(url, like, options)
+    state, outcome = _restored(url, like, options)
     right = distributed(whole, {"mesh": (2, 2), "devices": (0, 1, 2, 3), "placements": ["R", "S(0)"]})
-    told["wrong"] = not (isinstance(state["w"], DTensor) and torch.equal(state["w"]._local_tensor, right._local_tensor))
+    outcome["wrong"] = not (isinstance(state["w"], DTensor) and torch.equal(state["w"]._local_tensor, right._local_tensor))
     leave(coordinator)
-    return told
+    return outcome
 
 
 def mismatched(coordinator, url, options):
@@ -119,9 +119,9 @@ def managed(coordinator, root):
     join(coordinator)
     like = {flat(n): torch.ones_like(tensor_of(n)) for n in TENSORS}
     with shardckpt.CheckpointManager(root, every=1) as manager:
-        found = manager.restore(like, cooperative=True, fallback=True)
+        restored = manager.restore(like, cooperative=True, fallback=True)
     leave(coordinator)
-    return [found.step, [n for n in TENSORS if bits_of(like[flat(n)], expected(n).dtype).tobytes() != expected(n).tobytes()]]
+    return [restored.step, [n for n in TENSORS if bits_of(like[flat(n)], expected(n).dtype).tobytes() != expected(n).tobytes()]]
 
 
 def interrupted(coordinator, url, where, how):

@@ -13,7 +13,7 @@ SOME = [name for name in TENSORS if len(name) % 5 == 0]
 def restored(coordinator, url):
     """First every device has all of it, then layouts are random."""
     ours = start(coordinator)
-    found = []
+    outcomes = []
     for replicated in (True, False):
         cases = drawn("cooperative", ours.world.processes)
         for case in cases.values():
@@ -23,8 +23,8 @@ def restored(coordinator, url):
         state = shardckpt.restore(checkpoint, like, cooperative=True, strict=False)
         held = {name: shards(name, state[name.replace("/", ".")]) for name in SOME}
         wrong = [name for name, pairs in held.items() if any(a.tobytes() != b.tobytes() for a, b in pairs)]
-        found.append([checkpoint.stats.bytes_read, wrong])
+        outcomes.append([checkpoint.stats.bytes_read, wrong])
     leave(coordinator)
     checkpoint = shardckpt.open(url)
     shardckpt.restore(checkpoint, only=[name.replace("/", ".") for name in SOME])
-    return [*found, checkpoint.stats.bytes_read]
+    return [*outcomes, checkpoint.stats.bytes_read]

@@ -73,13 +73,13 @@ def _count_calls(asked, kind, name, waits):
 
 def _sockets():
     """Open in this process: gloo has some for every peer, from the first collective on."""
-    found = 0
+    count = 0
     for file in Path("/proc/self/fd").iterdir():
         try:
-            found += str(file.readlink()).startswith("socket:")
+            count += str(file.readlink()).startswith("socket:")
         except FileNotFoundError:  # the listing's own
             continue
-    return found
+    return count
 
 
 def account(ours, root, states, counter, controls):
@@ -92,12 +92,12 @@ def account(ours, root, states, counter, controls):
         counter: see above.
         controls: name → what another program would do.
     """
-    found = {}
+    counts = {}
 
     def count(name, act):
         before = counter()
         answer = act()
-        found[name] = {key: n - before.get(key, 0) for key, n in counter().items() if n != before.get(key, 0)}
+        counts[name] = {key: n - before.get(key, 0) for key, n in counter().items() if n != before.get(key, 0)}
         return answer
 
     count("saves", lambda: _saves(root, states))
@@ -105,7 +105,7 @@ def account(ours, root, states, counter, controls):
     in_turn = count("in turn", lambda: _in_turn(ours, f"{root}/in turn", states[0]))
     for name, act in controls.items():
         count(name, act)
-    return {"counted": found, "heard": heard, "in turn": in_turn}
+    return {"counted": counts, "heard": heard, "in turn": in_turn}
 
 
 def _saves(root, states):

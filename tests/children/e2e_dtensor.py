@@ -34,10 +34,10 @@ def make_meshes(processes):
 
 
 def laid_out(case):
-    found = map(Placement.parse, case["placements"])
+    parsed = map(Placement.parse, case["placements"])
     ours = [
         Replicate() if p.dim is None else Shard(p.dim) if p.split_factor == 1 else _StridedShard(p.dim, split_factor=p.split_factor)
-        for p in found
+        for p in parsed
     ]
     return mesh_of(case["mesh"], case["devices"]), ours
 
@@ -54,24 +54,24 @@ def distributed(whole, case):
 def save(coordinator, places, seed):
     ours = join(coordinator)
     make_meshes(ours.world.processes)
-    found = {}
+    layouts = {}
     for kind, (url, options) in places.items():
-        found[kind] = cases = drawn(ours.world.processes, "DTensor saves", ours.world.processes, kind, seed)
+        layouts[kind] = cases = drawn(ours.world.processes, "DTensor saves", ours.world.processes, kind, seed)
         whole = state(lambda name, cases=cases: distributed(tensor_of(name), cases[name]), tensor_of, ours.world.process)
         shardckpt.save(url, whole, options=SaveOptions(**options))
     leave(coordinator)
-    return found
+    return layouts
 
 
 def restore(coordinator, places, seed):
     """Into DTensors in place, into meta ones, and by Target."""
     ours = join(coordinator)
     make_meshes(ours.world.processes)
-    found = {}
+    outcomes = {}
     for saver, (url, processes) in places.items():
         cases = drawn(ours.world.processes, "DTensor restores", ours.world.processes, saver, seed)
 
-        def wanted(name, cases=cases):
+        def target_of(name, cases=cases):
             like = distributed(torch.zeros_like(tensor_of(name)), cases[name])
             empty = torch.empty_like(like._local_tensor if like.dim() else tensor_of(name), device="meta")
             meta = DTensor.from_local(empty, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride())
@@ -87,12 +87,12 @@ def restore(coordinator, places, seed):
                 return []
             return [tuple(bits_of(x._local_tensor, whole.dtype) for x in (right, leaf))]
 
-        restored = shardckpt.restore(url, state(wanted, lambda name: torch.ones_like(tensor_of(name)), 0, rest=False))
+        restored = shardckpt.restore(url, state(target_of, lambda name: torch.ones_like(tensor_of(name)), 0, rest=False))
         unlike = differing(url, restored)
-        found[saver] = compare(restored, processes, shards) | {"layouts": cases}
-        found[saver]["wrong"] += unlike
+        outcomes[saver] = compare(restored, processes, shards) | {"layouts": cases}
+        outcomes[saver]["wrong"] += unlike
     leave(coordinator)
-    return found
+    return outcomes
 
 
 def count(coordinator, root):
@@ -101,6 +101,6 @@ def count(coordinator, root):
     make_meshes(ours.world.processes)
     cases = [drawn(ours.world.processes, "DTensor counts", i) for i in range(2)]
     states = [state(lambda n, c=case: distributed(tensor_of(n), c[n]), tensor_of, ours.world.process) for case in cases]
-    found = account(ours, root, states, torch_counter(), torch_controls(_get_default_store()))
+    counts = account(ours, root, states, torch_counter(), torch_controls(_get_default_store()))
     leave(coordinator)
-    return found
+    return counts

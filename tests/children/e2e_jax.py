@@ -52,23 +52,23 @@ def drawn(*text):
 
 def save(coordinator, places, seed):
     ours = join(coordinator)
-    found = {}
+    layouts = {}
     for kind, (url, options) in places.items():
-        found[kind] = cases = drawn("JAX saves", ours.world.processes, kind, seed)
+        layouts[kind] = cases = drawn("JAX saves", ours.world.processes, kind, seed)
         whole = state(lambda name, cases=cases: array(name, cases[name]), expected, ours.world.process)
         shardckpt.save(url, whole, options=SaveOptions(**options))
     leave()
-    return found
+    return layouts
 
 
 def restore(coordinator, places, seed):
     """Into every kind of leaf that asks for an array: by ShapeDtypeStruct, by JAX's sharding, by ours."""
     ours = join(coordinator)
-    found = {}
+    outcomes = {}
     for saver, (url, processes) in places.items():
         cases = drawn("JAX restores", ours.world.processes, saver, seed)
 
-        def wanted(name, cases=cases):
+        def target_of(name, cases=cases):
             case, whole = cases[name], expected(name)
             ways = [Target(named(case)), jax.ShapeDtypeStruct(whole.shape, whole.dtype, sharding=named(case))]
             # Ids of devices are what is said by numbers; they are positions in one process only.
@@ -82,12 +82,12 @@ def restore(coordinator, places, seed):
             assert leaf.sharding.is_equivalent_to(named(cases[name]), leaf.ndim), name
             return [(whole[shard.index], shard.data) for shard in leaf.addressable_shards]
 
-        restored = shardckpt.restore(url, state(wanted, lambda name: np.ones_like(expected(name)), 0, rest=False))
+        restored = shardckpt.restore(url, state(target_of, lambda name: np.ones_like(expected(name)), 0, rest=False))
         unlike = differing(url, restored)
-        found[saver] = compare(restored, processes, shards) | {"layouts": cases}
-        found[saver]["wrong"] += unlike
+        outcomes[saver] = compare(restored, processes, shards) | {"layouts": cases}
+        outcomes[saver]["wrong"] += unlike
     leave()
-    return found
+    return outcomes
 
 
 def count(coordinator, root):
@@ -95,6 +95,6 @@ def count(coordinator, root):
     ours = join(coordinator)
     cases = [drawn("JAX counts", i) for i in range(2)]
     states = [state(lambda n, c=case: array(n, c[n]), expected, ours.world.process) for case in cases]
-    found = account(ours, root, states, jax_counter(), jax_controls())
+    counts = account(ours, root, states, jax_counter(), jax_controls())
     leave()
-    return found
+    return counts

@@ -10,13 +10,13 @@ from shardckpt import SaveOptions
 def save(coordinator, places, seed):
     begin()
     names = [name for name in TENSORS if name.startswith("model")]
-    found = {}
+    layouts = {}
     for kind, (url, options) in places.items():
-        found[kind] = {name: layout(rng_of("numpy saves", kind, seed, name), TENSORS[name][0], 8, smaller=True) for name in names}
-        on_paper = {name: sharding(case) for name, case in found[kind].items()}
+        layouts[kind] = {name: layout(rng_of("numpy saves", kind, seed, name), TENSORS[name][0], 8, smaller=True) for name in names}
+        on_paper = {name: sharding(case) for name, case in layouts[kind].items()}
         whole = state(expected, expected, 0)
         shardckpt.save(url, whole, options=SaveOptions(shardings=on_paper, **options), coordinator=coordinator)
-    return found
+    return layouts
 
 
 FLIPPED = ["model/embed", "model/layers/0/uneven", "model/layers/1/fp8", "model/mask uneven", "model/table", "host/large"]
@@ -39,20 +39,20 @@ def save_flipped(coordinator, url):
 def restore(coordinator, places, _seed):
     """Into arrays in place, and with no `like`."""
     begin()
-    found = {}
+    outcomes = {}
     for saver, (url, processes) in places.items():
         like = state(lambda name: np.zeros_like(expected(name)), lambda name: np.ones_like(expected(name)), 0, rest=False)
         restored = shardckpt.restore(url, like, coordinator=coordinator)
         unlike = differing(url, restored, coordinator)
-        found[saver] = compare(restored, processes, shards) | {"layouts": {}}
-        found[saver]["wrong"] += unlike
+        outcomes[saver] = compare(restored, processes, shards) | {"layouts": {}}
+        outcomes[saver]["wrong"] += unlike
         if restored["model"]["embed"] is not like["model"]["embed"]:
-            found[saver]["wrong"].append("not in place")
+            outcomes[saver]["wrong"].append("not in place")
         bare = shardckpt.restore(url, coordinator=coordinator)
         bare["loader"] = restored["loader"]
-        found[saver]["wrong"] += compare(bare, processes, shards)["wrong"]
-        found[saver]["wrong"] += map(str, shardckpt.open(url).verify().damage)
-    return found
+        outcomes[saver]["wrong"] += compare(bare, processes, shards)["wrong"]
+        outcomes[saver]["wrong"] += map(str, shardckpt.open(url).verify().damage)
+    return outcomes
 
 
 def shards(name, leaf):

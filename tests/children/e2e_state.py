@@ -133,15 +133,15 @@ def compare(restored, processes, shards):
     for path in (*_SHAPES, *_HOST):
         name = "/".join(map(str, path))
         pairs = list(shards(name, _at(restored, path)))
-        wrong += [name for right, found in pairs if not same_bits(right, found)]
-        compared[name] = sum(found.size for _, found in pairs)
+        wrong += [name for right, actual in pairs if not same_bits(right, actual)]
+        compared[name] = sum(actual.size for _, actual in pairs)
     return {"wrong": wrong, "compared": compared}
 
 
 def differing(url, restored, coordinator=None):
     """Names of tensors whose fingerprint, from all processes' shards, is not what the save recorded from its own."""
-    found = shardckpt.fingerprint(restored, coordinator=coordinator)
-    return [f"fingerprint of {name}" for name in found.differing(shardckpt.open(url).fingerprint())]
+    digests = shardckpt.fingerprint(restored, coordinator=coordinator)
+    return [f"fingerprint of {name}" for name in digests.differing(shardckpt.open(url).fingerprint())]
 
 
 def _at(whole, path):

@@ -55,33 +55,33 @@ def marked(tensor, case):
 
 def save(coordinator, places, seed):
     ours = start(coordinator)
-    found = {}
+    layouts = {}
     for kind, (url, options) in places.items():
-        found[kind] = cases = drawn("torch_xla saves", ours.world.processes, kind, seed)
+        layouts[kind] = cases = drawn("torch_xla saves", ours.world.processes, kind, seed)
         whole = state(lambda name, cases=cases: marked(tensor_of(name), cases[name]), tensor_of, ours.world.process)
         shardckpt.save(url, whole, options=SaveOptions(**options))
     leave(coordinator)
-    return found
+    return layouts
 
 
 def restore(coordinator, places, seed):
     """Into sharded tensors' likeness, and by Target: ours and torch_xla's."""
     ours = start(coordinator)
-    found = {}
+    outcomes = {}
     for saver, (url, processes) in places.items():
         cases = drawn("torch_xla restores", ours.world.processes, saver, seed)
 
-        def wanted(name, cases=cases):
+        def target_of(name, cases=cases):
             if len(name) % 3 == 0 and expected(name).ndim:
                 return Target(marking(cases[name]))
             return Target(sharding(cases[name])) if len(name) % 3 == 1 else marked(torch.zeros_like(tensor_of(name)), cases[name])
 
-        restored = shardckpt.restore(url, state(wanted, lambda name: torch.ones_like(tensor_of(name)), 0, rest=False))
+        restored = shardckpt.restore(url, state(target_of, lambda name: torch.ones_like(tensor_of(name)), 0, rest=False))
         unlike = differing(url, restored)
-        found[saver] = compare(restored, processes, shards) | {"layouts": cases}
-        found[saver]["wrong"] += unlike
+        outcomes[saver] = compare(restored, processes, shards) | {"layouts": cases}
+        outcomes[saver]["wrong"] += unlike
     leave(coordinator)
-    return found
+    return outcomes
 
 
 def shards(name, leaf):
@@ -95,10 +95,10 @@ def shards(name, leaf):
     held = []
     for device, (shard, at), (_, index) in zip(devices, row, places, strict=True):
         assert at == device
-        found = bits_of(shard, whole.dtype)
+        actual = bits_of(shard, whole.dtype)
         if index is not Ellipsis:
-            found = found[tuple(slice(part.stop - part.start) for part in index)]
-        held.append((whole[index if index is Ellipsis else tuple(index)], found))
+            actual = actual[tuple(slice(part.stop - part.start) for part in index)]
+        held.append((whole[index if index is Ellipsis else tuple(index)], actual))
     return held
 
 
@@ -130,6 +130,6 @@ def count(coordinator, root):
     counters = torch_counter(), xla_counter()
     controls = torch_controls(_get_default_store())
     controls["a program"] = lambda: torch.ones(3, device="xla").sum().item()
-    found = account(ours, root, states, lambda: counters[0]() | counters[1](), controls)
+    counts = account(ours, root, states, lambda: counters[0]() | counters[1](), controls)
     leave(coordinator)
-    return found
+    return counts

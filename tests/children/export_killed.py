@@ -44,7 +44,7 @@ def go_on(place, overwrite, answer):
 
 def main():
     place, every, before = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
-    told = []
+    rounds = []
     final = place / "out" / "model.safetensors"
     with (place / "report").open("wb+", buffering=0) as report:
         for k in range(0, 100_000, every):
@@ -60,12 +60,12 @@ def main():
             there = final.read_bytes().hex() if final.exists() and final.stat().st_size < 100 else final.exists()
             report.truncate(0)
             assert in_a_fork(lambda: go_on(place, bool(before), report.fileno())) == 0
-            told.append([operation, there, *json.loads((place / "report").read_text())])
+            rounds.append([operation, there, *json.loads((place / "report").read_text())])
             names = sorted(path.name for path in final.parent.iterdir())
             assert names == ["model.safetensors"], names
             (place / f"{k}.result").write_bytes(final.read_bytes())
             final.unlink()
-    print(json.dumps(told))
+    print(json.dumps(rounds))
 
 
 main()

@@ -79,14 +79,14 @@ def export(place, answer, *, overwrite, how, killer=None):
     prepare(how, killer)
     try:
         shardckpt.export(place / "two", place / "out", to="dcp", overwrite=overwrite)
-        said = "exported"
+        answer_text = "exported"
     except shardckpt.errors.ShardckptError as e:
-        said = f"{type(e).__name__}: {e}"
+        answer_text = f"{type(e).__name__}: {e}"
     os.ftruncate(answer, 0)
-    os.pwrite(answer, said.encode(), 0)
+    os.pwrite(answer, answer_text.encode(), 0)
 
 
-def found(place, known):
+def complete_directories(place, known):
     """The complete directories in a place, by name; `out` is named also if it is incomplete or missing."""
     there = {"out": "nothing"}
     for path in place.iterdir():
@@ -132,14 +132,14 @@ def main():
                 assert status == 0
                 break
             assert status == (signal.SIGKILL if act == "kill" else 0)
-            one = {"operation": operation, "said": (top / "answer").read_text(), "then": found(place, known)}
+            one = {"operation": operation, "said": (top / "answer").read_text(), "then": complete_directories(place, known)}
             for overwrite in (False, True):
 
                 def again(place=place, overwrite=overwrite):
                     export(place, answer.fileno(), overwrite=overwrite, how=how)
 
                 assert in_a_fork(again) == 0
-                one["again" if overwrite else "refused"] = [(top / "answer").read_text(), found(place, known)]
+                one["again" if overwrite else "refused"] = [(top / "answer").read_text(), complete_directories(place, known)]
             answers.append(one)
     print(json.dumps(answers))
 

@@ -57,23 +57,23 @@ def load(coordinator, source, place, shape):
     dcp.load(state, checkpoint_id=place)
     odd = []
 
-    def compare(name, found, wanted):
-        if isinstance(wanted, dict):  # what is not a tensor DCP puts back under the key's text
-            found = {
-                key: {**inner, **found.pop(str(key))} if isinstance(key, int) and str(key) in found else inner
-                for key, inner in list(found.items())
+    def compare(name, actual, expected):
+        if isinstance(expected, dict):  # what is not a tensor DCP puts back under the key's text
+            actual = {
+                key: {**inner, **actual.pop(str(key))} if isinstance(key, int) and str(key) in actual else inner
+                for key, inner in list(actual.items())
             }
-        if isinstance(wanted, dict | list):
-            for key, inner in wanted.items() if isinstance(wanted, dict) else enumerate(wanted):
-                compare(f"{name}/{key}", found[key], inner)
-        elif isinstance(wanted, np.ndarray):
-            whole = torch.from_numpy(np.ascontiguousarray(wanted).reshape(-1).view(np.uint8)).view(found.dtype).reshape(wanted.shape)
-            if hasattr(found, "to_local"):
-                whole = distribute_tensor(whole, mesh, found.placements, src_data_rank=None).to_local()
-                found = found.to_local()
-            if found.shape != whole.shape or exported.raw(found) != exported.raw(whole):
+        if isinstance(expected, dict | list):
+            for key, inner in expected.items() if isinstance(expected, dict) else enumerate(expected):
+                compare(f"{name}/{key}", actual[key], inner)
+        elif isinstance(expected, np.ndarray):
+            whole = torch.from_numpy(np.ascontiguousarray(expected).reshape(-1).view(np.uint8)).view(actual.dtype).reshape(expected.shape)
+            if hasattr(actual, "to_local"):
+                whole = distribute_tensor(whole, mesh, actual.placements, src_data_rank=None).to_local()
+                actual = actual.to_local()
+            if actual.shape != whole.shape or exported.raw(actual) != exported.raw(whole):
                 odd.append(name)
-        elif found != wanted or type(found) is not type(wanted):
+        elif actual != expected or type(actual) is not type(expected):
             odd.append(name)
 
     compare("", state, expected)

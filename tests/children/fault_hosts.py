@@ -48,11 +48,11 @@ def save_patiently(coordinator, url, seed):
 def restore(coordinator, url):
     """Restore; which state it is, to the last bit."""
     like = {**state(0), "own": shardckpt.PerProcess(None)}
-    found = shardckpt.restore(url, like=like, coordinator=coordinator)
-    seed = found["step"]
-    assert found["own"].value == own(coordinator.world.process, seed)
+    restored = shardckpt.restore(url, like=like, coordinator=coordinator)
+    seed = restored["step"]
+    assert restored["own"].value == own(coordinator.world.process, seed)
     for name, expected in state(seed).items():
-        assert np.asarray(found[name]).tobytes() == np.asarray(expected).tobytes(), name
+        assert np.asarray(restored[name]).tobytes() == np.asarray(expected).tobytes(), name
     return seed
 
 

@@ -16,11 +16,11 @@ PACKAGE = Path(shardckpt.__file__).parent
 
 def files_entered(call):
     """Files in which a function was called, by any thread."""
-    found = set()
+    files = set()
 
     def enter(frame, event, _arg):
         if event == "call" and frame.f_code.co_filename.startswith(str(PACKAGE)) and frame.f_code.co_name != "<module>":
-            found.add(str(Path(frame.f_code.co_filename).relative_to(PACKAGE)))
+            files.add(str(Path(frame.f_code.co_filename).relative_to(PACKAGE)))
 
     threading.setprofile(enter)
     sys.setprofile(enter)
@@ -29,7 +29,7 @@ def files_entered(call):
     finally:
         sys.setprofile(None)
         threading.setprofile(None)
-    return sorted(found)
+    return sorted(files)
 
 
 place, framework = Path(sys.argv[1]), import_module(sys.argv[2])

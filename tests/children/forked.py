@@ -35,9 +35,9 @@ def in_a_fork(calls):
         os._exit(0)
     os.close(writing)
     with os.fdopen(reading) as answers:
-        said = json.load(answers)
+        results = json.load(answers)
     assert os.waitpid(pid, 0)[1] == 0
-    return said
+    return results
 
 
 manager = shardckpt.CheckpointManager(f"{PLACE}/run", every=1)

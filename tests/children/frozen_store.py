@@ -19,8 +19,8 @@ options = shardckpt.SaveOptions(commit_timeout=6)
 state = {"w": np.ones(100)}
 
 
-def tell(**said):
-    sys.stdout.write(json.dumps(said) + "\n")
+def tell(**fields):
+    sys.stdout.write(json.dumps(fields) + "\n")
     sys.stdout.flush()
 
 

@@ -77,12 +77,12 @@ def tensors_of(state, path=""):
     return {name: t for key, value in items for name, t in tensors_of(value, f"{path}.{key}").items()}
 
 
-def same(found, expected):
+def same(actual, expected):
     """Whether two states are one, bit by bit; the names that differ."""
-    a, b = tensors_of(found), tensors_of(expected)
+    a, b = tensors_of(actual), tensors_of(expected)
     assert a.keys() == b.keys()
-    assert found["more"]["values"] == VALUES
-    assert found["optimizer"]["param_groups"] == expected["optimizer"]["param_groups"]
+    assert actual["more"]["values"] == VALUES
+    assert actual["optimizer"]["param_groups"] == expected["optimizer"]["param_groups"]
     return [name for name in a if a[name].dtype != b[name].dtype or not torch.equal(a[name], b[name])]
 
 
@@ -125,15 +125,15 @@ def load(coordinator, url, mesh):
     reader = StorageReader(url)
     dcp.load(state, storage_reader=reader)
     stats = reader._contents.checkpoint.stats
-    wanted = [t for name, t in tensors_of(state).items() if name != ".more.tied"]  # the same memory as another one, filled twice
-    found = {
+    needed = [t for name, t in tensors_of(state).items() if name != ".more.tied"]  # the same memory as another one, filled twice
+    outcome = {
         "different": same(state, state_of(mesh, 1)),
         "needed": stats.bytes_needed - state["more"]["tied"].nbytes,
-        "held": sum(t.nbytes for t in wanted),
+        "held": sum(t.nbytes for t in needed),
         "read": stats.bytes_read,
     }
     leave(coordinator)
-    return found
+    return outcome
 
 
 def load_own(coordinator, url):
@@ -170,19 +170,19 @@ def subset(coordinator, url):
     rank = coordinator.world.process
     group = dist.new_group([0])
     state = {"w": torch.ones(4)}
-    found = {}
+    outcomes = {}
     if rank == 0:
-        found["save"] = failures(lambda: dcp.save(state, storage_writer=StorageWriter(f"{url}/a"), process_group=group))
+        outcomes["save"] = failures(lambda: dcp.save(state, storage_writer=StorageWriter(f"{url}/a"), process_group=group))
     dist.barrier()
     for name, value in (("b", 1), ("c", 2)):
         dcp.save({"w": torch.full((4,), value)}, storage_writer=StorageWriter(f"{url}/{name}"))
-    found["load"] = failures(lambda: dcp.load(dict(state), storage_reader=StorageReader(f"{url}/{'bc'[rank]}")))
+    outcomes["load"] = failures(lambda: dcp.load(dict(state), storage_reader=StorageReader(f"{url}/{'bc'[rank]}")))
     bad = {"w": torch.ones(4), "x": object() if rank else 1}
-    found["one bad leaf"] = failures(lambda: dcp.save(bad, storage_writer=StorageWriter(f"{url}/d")))
-    found["after it"] = failures(lambda: dcp.save(state, storage_writer=StorageWriter(f"{url}/e")))
-    found["unequal"] = failures(lambda: dcp.save({"w": rank}, storage_writer=StorageWriter(f"{url}/f")))
+    outcomes["one bad leaf"] = failures(lambda: dcp.save(bad, storage_writer=StorageWriter(f"{url}/d")))
+    outcomes["after it"] = failures(lambda: dcp.save(state, storage_writer=StorageWriter(f"{url}/e")))
+    outcomes["unequal"] = failures(lambda: dcp.save({"w": rank}, storage_writer=StorageWriter(f"{url}/f")))
     leave(coordinator)
-    return found
+    return outcomes
 
 
 class Doubles(DefaultSavePlanner):
@@ -213,7 +213,7 @@ def refusals(coordinator, url):
     shardckpt.save(f"{url}/int4", {"w": np.ones(4, ml_dtypes.int4)})
     both = torch.zeros(6)
     unharmed = {"w": torch.full((6,), 9.0), "n": torch.full((2,), 9.0)}
-    found = {
+    errors = {
         "ndarray": saving({"w": np.ones(3)}),
         "tuple of tensors": saving({"t": (torch.ones(2),)}),
         "named tuple": saving({"t": [Pair(1, 2)]}),
@@ -242,7 +242,7 @@ def refusals(coordinator, url):
     flat = shardckpt.restore(f"{url}/flat")
     dcp.load(whole, storage_reader=StorageReader(f"{url}/flat"))
     return {
-        "refused": found,
+        "refused": errors,
         "unharmed": unharmed["w"].tolist(),
         "replaced": replaced,
         "part": [part, beside["w"].tolist()],
@@ -296,13 +296,13 @@ def blank(value):
     return None
 
 
-def told(value):
+def describe(value):
     """All that can be seen of a state."""
     if isinstance(value, torch.Tensor):
         return [str(value.dtype), list(value.shape), value.tolist()]
     if isinstance(value, dict):
-        return {repr(key): told(inner) for key, inner in value.items()}
-    return [type(value).__name__, *map(told, value)] if type(value) in (list, tuple) else repr(value)
+        return {repr(key): describe(inner) for key, inner in value.items()}
+    return [type(value).__name__, *map(describe, value)] if type(value) in (list, tuple) else repr(value)
 
 
 def like_torchs_own(coordinator, directory, count):
@@ -313,7 +313,7 @@ def like_torchs_own(coordinator, directory, count):
     for seed in range(count):
         rng = np.random.default_rng(seed)
         state = {f"top{i}": drawn(rng, 3) for i in range(3)}
-        found = []
+        outcomes = []
         for kind in ("theirs", "ours"):
             place = f"{directory}/{kind}{seed}"
             writer = {"storage_writer": StorageWriter(place)} if kind == "ours" else {"checkpoint_id": place}
@@ -322,11 +322,11 @@ def like_torchs_own(coordinator, directory, count):
             try:
                 dcp.save(state, **writer)
                 dcp.load(like, **reader)
-                found.append(told(like))
+                outcomes.append(describe(like))
             except dcp_errors:
-                found.append("refused")
-        failed = found[0] == "refused"
+                outcomes.append("refused")
+        failed = outcomes[0] == "refused"
         loaded, refused = loaded + (not failed), refused + failed
-        if found[0] != found[1]:
-            different.append([seed, repr(state), *found])
+        if outcomes[0] != outcomes[1]:
+            different.append([seed, repr(state), *outcomes])
     return {"loaded": loaded, "refused": refused, "different": different}

@@ -51,11 +51,11 @@ class Watch(TrainerCallback):
         self.start = None
 
     def on_step_begin(self, args, state, control, model=None, optimizer=None, lr_scheduler=None, **_kwargs):
-        found = digest([model.state_dict(), optimizer.state_dict(), lr_scheduler.state_dict()])
+        digests = digest([model.state_dict(), optimizer.state_dict(), lr_scheduler.state_dict()])
         if self.start is None:
-            self.start = [state.global_step, found]
+            self.start = [state.global_step, digests]
         elif state.is_world_process_zero:
-            Path(args.output_dir, f"at{state.global_step}").write_text(json.dumps(found))
+            Path(args.output_dir, f"at{state.global_step}").write_text(json.dumps(digests))
         if state.global_step == self.dies_at:
             self.callback._manager.wait()  # what is committed by then is what the test says
             if args.world_size > 1:
@@ -159,13 +159,13 @@ def preempted(coordinator, directory, steps):
 
 def refusals(coordinator, directory):
     quiet(coordinator)
-    found = {}
+    errors = {}
 
     def attempt(what, function):
         try:
             function()
         except ShardckptError as e:
-            found[what] = [type(e).__name__, str(e)]
+            errors[what] = [type(e).__name__, str(e)]
 
     trainer, callback, _ = made(1, directory, 3)
     attempt("another's", lambda: ShardckptCallback(Path(directory, "run")).resume(trainer))
@@ -177,7 +177,7 @@ def refusals(coordinator, directory):
     damaged = Path(directory, "run", "3", "checkpoint.json")
     damaged.write_bytes(damaged.read_bytes().replace(b"model", b"modul"))
     attempt("damaged", lambda: callback.resume(trainer))
-    return found
+    return errors
 
 
 def best(coordinator, directory, steps, resumes_at, arguments):
@@ -287,8 +287,8 @@ def continued(coordinator, directory, first, second, half, steps):
         assert callback.export(trainer) == old
     half_only = False
     trainer, callback = new(second)
-    found = callback.resume(trainer) if second == "ours" else None
-    trainer.train(resume_from_checkpoint=found or old)
+    resumed_from = callback.resume(trainer) if second == "ours" else None
+    trainer.train(resume_from_checkpoint=resumed_from or old)
     counting = next(one for one in trainer.callback_handler.callbacks if isinstance(one, Counting))
     state = trainer.state
     return {

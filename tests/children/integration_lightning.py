@@ -54,9 +54,9 @@ class Watch(Callback):
         self.notes, self.dies_at = Path(notes), dies_at
 
     def on_save_checkpoint(self, trainer, _module, checkpoint):
-        found = digest({key: checkpoint[key] for key in ("state_dict", "optimizer_states", "lr_schedulers")})
+        digests = digest({key: checkpoint[key] for key in ("state_dict", "optimizer_states", "lr_schedulers")})
         if trainer.is_global_zero:  # each process has running statistics of its own
-            self.notes.with_name(f"saved{trainer.global_step}").write_text(json.dumps(found))
+            self.notes.with_name(f"saved{trainer.global_step}").write_text(json.dumps(digests))
 
     def on_train_start(self, trainer, module):
         states = {
@@ -134,34 +134,34 @@ def swa(coordinator, directory, epochs, resume):
 def top(coordinator, directory):
     """Two runs that keep the three best of six checkpoints, with the same names; what lies there after each."""
     quiet(coordinator)
-    found = []
+    listings = []
     for _ in range(2):
         saving = ModelCheckpoint(directory, filename="{epoch}", monitor="loss", save_top_k=3, every_n_epochs=1)
         trainer_for(1, directory, 6, saving).fit(Model(), loader_for(1))
-        found.append(sorted(path.name for path in Path(directory).iterdir() if path.is_dir()))
-    return found
+        listings.append(sorted(path.name for path in Path(directory).iterdir() if path.is_dir()))
+    return listings
 
 
 def links(coordinator, directory):
     """Trainings that link to their last checkpoint, each in a new directory; what the link leads to."""
     quiet(coordinator)
-    found = []
+    targets = []
     for i in range(3):
         place = Path(directory, f"new{i}", "deep")
         trainer_for(1, directory, 2, ModelCheckpoint(place, save_last="link")).fit(Model(), loader_for(1))
-        found.append([place.joinpath("last.ckpt").is_symlink(), shardckpt.restore(place / "last.ckpt")["epoch"]])
-    return found
+        targets.append([place.joinpath("last.ckpt").is_symlink(), shardckpt.restore(place / "last.ckpt")["epoch"]])
+    return targets
 
 
 def is_there_at_once(coordinator, directory):
     """Whether the directory of a checkpoint is there when the call of an asynchronous save returns, each in a new directory."""
-    io, found = ShardckptIO(), []
+    io, answers = ShardckptIO(), []
     for i in range(20):
         path = Path(directory, f"new{i}", "last.ckpt")
         io.save_checkpoint({"w": torch.ones(3)}, path)
-        found.append(path.is_dir())
+        answers.append(path.is_dir())
     io.teardown()
-    return found
+    return answers
 
 
 def raises(coordinator, directory):
@@ -177,13 +177,13 @@ def raises(coordinator, directory):
             raise ZeroDivisionError("mine")
 
     Path(directory, "file").write_text("in the way")
-    found = []
+    messages = []
     for path in (Path(directory, "saved.ckpt"), Path(directory, "file", "inside.ckpt")):
         try:
             trainer_for(1, directory, 1, Raise(path)).fit(Model(), loader_for(1))
         except ZeroDivisionError as e:
-            found.append([str(e), *getattr(e, "__notes__", [])])
-    return found
+            messages.append([str(e), *getattr(e, "__notes__", [])])
+    return messages
 
 
 def sharded(coordinator, directory):
@@ -202,13 +202,13 @@ class Own:
 def refusals(coordinator, directory):
     """Errors for state that cannot be kept and for failures in the background, and the files that are left."""
     quiet(coordinator)
-    found = {}
+    outcomes = {}
 
     def attempt(what, function):
         try:
             function()
         except ShardckptError as e:
-            found[what] = [type(e).__name__, str(e)]
+            outcomes[what] = [type(e).__name__, str(e)]
 
     io = ShardckptIO()
     trainer = trainer_for(1, directory, 1, io=io)
@@ -232,11 +232,11 @@ def refusals(coordinator, directory):
 
     attempt("in the background", whatever_comes_next)
     io.teardown()
-    found["kept when the next one fails"] = io.load_checkpoint(first)["state_dict"]["w"].tolist()
+    outcomes["kept when the next one fails"] = io.load_checkpoint(first)["state_dict"]["w"].tolist()
     io.save_checkpoint({"state_dict": {"w": torch.zeros(3), "half": torch.ones(2, dtype=torch.bfloat16)}, "n": (1, {2: None})}, second)
     io.remove_checkpoint(first)
     loaded = io.load_checkpoint(second, map_location="cpu")
-    found["loaded"] = [loaded["state_dict"]["w"].tolist(), str(loaded["state_dict"]["half"].dtype), loaded["n"] == (1, {2: None})]
+    outcomes["loaded"] = [loaded["state_dict"]["w"].tolist(), str(loaded["state_dict"]["half"].dtype), loaded["n"] == (1, {2: None})]
     link, pinned = Path(directory, "link.ckpt"), Path(directory, "pinned.ckpt")
     link.symlink_to("second.ckpt")
     io.remove_checkpoint(link)
@@ -244,8 +244,8 @@ def refusals(coordinator, directory):
     io.teardown()
     pin(pinned)
     io.remove_checkpoint(pinned)
-    found["there"] = sorted(path.name for path in Path(directory).glob("*.ckpt"))
+    outcomes["there"] = sorted(path.name for path in Path(directory).glob("*.ckpt"))
     attempt("removed", lambda: io.load_checkpoint(first))
     blocking = ShardckptIO(asynchronous=False, options=shardckpt.SaveOptions())
     attempt("exists", lambda: blocking.save_checkpoint(ok, second))
-    return found
+    return outcomes

@@ -93,11 +93,11 @@ else:
     with kind(directory, options=ocp.CheckpointManagerOptions(save_interval_steps=3, max_to_keep=2)) as manager:
         first = 1
         if (latest := manager.latest_step()) is not None:
-            found = manager.restore(
+            restored = manager.restore(
                 latest, args=ocp.args.Composite(state=ocp.args.StandardRestore(abstract(state)), note=ocp.args.JsonRestore())
             )
-            assert found["note"] == {"step": latest, "words": ["a"]}
-            state = found.state
+            assert restored["note"] == {"step": latest, "words": ["a"]}
+            state = restored.state
             first = latest + 1
         state = trained(
             state,

@@ -89,10 +89,10 @@ class Begins(TrainerCallback):
     """Notes the trained parameters when a step begins; ends its process at a step, when the saves before it are committed."""
 
     def __init__(self, callback, dies_at):
-        self.callback, self.dies_at, self.found = callback, dies_at, {}
+        self.callback, self.dies_at, self.digests = callback, dies_at, {}
 
     def on_step_begin(self, args, state, control, model=None, **_kwargs):
-        self.found[state.global_step] = digest(full(trained(model)))
+        self.digests[state.global_step] = digest(full(trained(model)))
         if state.global_step == self.dies_at:
             self.callback._manager.wait()
             if args.world_size > 1:
@@ -113,15 +113,15 @@ def train(coordinator, directory, steps, form, sharding, dies_at=None, seed=1, w
     trainer.add_callback(begins)
     trainer.train(resume_from_checkpoint=callback.resume(trainer))
     losses = {entry["step"]: entry["loss"] for entry in trainer.state.log_history if "loss" in entry}
-    found = {
-        "begins": begins.found,
+    outcome = {
+        "begins": begins.digests,
         "losses": losses,
         "final": digest(full(trained(trainer.model))),
         "sharded": any(isinstance(one, DTensor) for one in trainer.model.parameters()),
         "bytes": nbytes(trainer),
     }
     coordinator.share("leave", None)
-    return found
+    return outcome
 
 
 def trained(model):

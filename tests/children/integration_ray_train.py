@@ -41,10 +41,10 @@ def train(config):
     attempt = len(list(directory.glob(f"losses-{rank}-*")))
     known = ray.train.get_checkpoint()
     with RayTrainManager(config["root"], every=2, keep=config["keep"]) as mgr, (directory / f"losses-{rank}-{attempt}").open("w") as losses:
-        found = mgr.restore(state)
-        line = {"workers": world, "resumed": found and found.step, "known": known and int(checkpoint_url(known).rpartition("/")[2])}
+        restored = mgr.restore(state)
+        line = {"workers": world, "resumed": restored and restored.step, "known": known and int(checkpoint_url(known).rpartition("/")[2])}
         print(json.dumps(line), file=losses, flush=True)
-        for step in range(found.step + 1 if found else 0, config["steps"]):
+        for step in range(restored.step + 1 if restored else 0, config["steps"]):
             batch = torch.randn(ROWS, 8, generator=torch.Generator().manual_seed(step))[rank * ROWS // world : (rank + 1) * ROWS // world]
             loss = (model(batch) - batch.sum(1, keepdim=True)).square().mean()
             loss.backward()
@@ -120,14 +120,14 @@ def refused(directory):
 
     def tell(name, root):
         if ray.train.get_context().get_world_rank() == 0:
-            with Path(directory, "told").open("a") as told:
-                print(json.dumps([name, made(root)]), file=told)
+            with Path(directory, "told").open("a") as file:
+                print(json.dumps([name, made(root)]), file=file)
 
     def workers(_config):
         tell("relative", "run")
         save_with_a_failure(Path(directory, "failing"))
-        found = [checkpoint_url(one.checkpoint) for one in ray.train.get_all_reported_checkpoints()]
-        Path(directory, "found").write_text(json.dumps(found))
+        urls = [checkpoint_url(one.checkpoint) for one in ray.train.get_all_reported_checkpoints()]
+        Path(directory, "found").write_text(json.dumps(urls))
         ray.train.report({}, ray.train.Checkpoint.from_directory(Path(directory, "foreign")))
         tell("foreign", directory)
         torch.distributed.destroy_process_group()

@@ -36,13 +36,13 @@ def interrupt(_number, _frame):
 def open_files():
     """The targets of this process's descriptors."""
     gc.collect()
-    found = []
+    targets = []
     for entry in Path("/proc/self/fd").iterdir():
         try:
-            found.append(str(entry.readlink()))
+            targets.append(str(entry.readlink()))
         except FileNotFoundError:  # the directory's own
             continue
-    return found
+    return targets
 
 
 def main():

@@ -94,19 +94,19 @@ def ordered(case):
 def targets(case):
     array, leaf = sharded(case)
     ours = shardckpt.frameworks.jax_layout.layout_of(leaf.sharding, leaf.ndim)
-    wanted = {"jax": leaf.sharding, "layout": ours}
+    shardings = {"jax": leaf.sharding, "layout": ours}
     if isinstance(ours, Sharding):
-        wanted["op_sharding"] = ours.op_sharding(leaf.ndim)
-        wanted["tiled"] = OpSharding.parse(str(leaf.sharding._to_xla_hlo_sharding(leaf.ndim))).relabel(case["devices"])
+        shardings["op_sharding"] = ours.op_sharding(leaf.ndim)
+        shardings["tiled"] = OpSharding.parse(str(leaf.sharding._to_xla_hlo_sharding(leaf.ndim))).relabel(case["devices"])
     before = compiles()
-    found = {}
-    for way, sharding in wanted.items():
+    outcomes = {}
+    for way, sharding in shardings.items():
         restored = placed(frameworks.target("w", Target(sharding), tuple(case["shape"]), by_name(case["dtype"])), array)
         same_order = isinstance(sharding, OpSharding) or restored.sharding.is_equivalent_to(leaf.sharding, leaf.ndim)
-        found[way] = on_devices(restored) == on_devices(leaf) and same_order
+        outcomes[way] = on_devices(restored) == on_devices(leaf) and same_order
     restored = placed(frameworks.target("w", jax.ShapeDtypeStruct(case["shape"], case["dtype"], sharding=leaf.sharding), (), F32), array)
-    found["struct"] = on_devices(restored) == on_devices(leaf) and restored.sharding == leaf.sharding
-    return found | {"compiles": compiles() - before}
+    outcomes["struct"] = on_devices(restored) == on_devices(leaf) and restored.sharding == leaf.sharding
+    return outcomes | {"compiles": compiles() - before}
 
 
 def layouts(case):
@@ -164,7 +164,7 @@ def op_shardings(case):
 
 def adoption(_):
     """A restored array is the memory that was read into, which replicas share; donated, that memory stays as it was."""
-    found = []
+    outcomes = []
     for case in ({"mesh": [8], "devices": range(8), "spec": ["x"]}, {"mesh": [4, 2], "devices": range(8), "spec": [None]}, {"device": 3}):
         _, leaf = sharded(case | {"shape": [1 << 16], "dtype": "float32"})
         array = np.arange(1 << 16, dtype=np.float32)
@@ -174,13 +174,13 @@ def adoption(_):
         pointers = {s.data.unsafe_buffer_pointer() for s in restored.addressable_shards}
         after = jax.jit(lambda a: a + 1, donate_argnums=0)(restored)
         as_it_was = all(np.array_equal(b, array[sink.boxes[i].slices]) for i, b in enumerate(buffers))
-        found.append([pointers == {b.ctypes.data for b in buffers}, restored.is_deleted(), as_it_was, same_bits(after, array + 1)])
-    return found
+        outcomes.append([pointers == {b.ctypes.data for b in buffers}, restored.is_deleted(), as_it_was, same_bits(after, array + 1)])
+    return outcomes
 
 
 def memory_kinds(_):
     case = {"mesh": [4, 2], "devices": range(8), "shape": [8, 4], "spec": ["y", None], "dtype": "float32"}
-    found = {}
+    outcomes = {}
     for kind in ("device", "pinned_host", "unpinned_host"):
         array, leaf = sharded(case | {"memory": kind})
         (arrays,) = frameworks.fetch([source := frameworks.source("w", leaf)])
@@ -188,13 +188,13 @@ def memory_kinds(_):
         restored = [placed(frameworks.target("w", way, leaf.shape, F32), array) for way in like]
         single = jax.device_put(array, SingleDeviceSharding(jax.devices()[2], memory_kind=kind))
         restored.append(placed(frameworks.target("w", single, (), F32), array))
-        found[kind] = {
+        outcomes[kind] = {
             "kinds": sorted(
                 {r.sharding.memory_kind for r in restored} | {s.data.sharding.memory_kind for r in restored for s in r.addressable_shards}
             ),
             "bits": all(same_bits(r, array) for r in restored) and same_bits(assembled(source, arrays)[0], array),
         }
-    return found
+    return outcomes
 
 
 def dtypes(case):
@@ -243,29 +243,29 @@ def guarded(_):
     return same_bits(assembled(source, arrays)[0], array) and same_bits(restored, array)
 
 
-def wanted(case):
+def memory_of_boxes(case):
     """Copies of packed elements are host memory of Python's: how much of it do wanted boxes take?"""
     array, leaf = sharded(case | {"shape": [8, 1 << 18], "dtype": "int4"})
     source = frameworks.source("w", leaf)
     tracemalloc.start()
     before = tracemalloc.get_traced_memory()[0]
     ((*arrays,),) = frameworks.fetch([source], [case["wanted"]])
-    taken = tracemalloc.get_traced_memory()[1] - before
+    peak = tracemalloc.get_traced_memory()[1] - before
     tracemalloc.stop()
     return {
         "boxes": len(source.boxes),
         "bits": [same_bits(fetched, array[source.boxes[k].slices]) for k, fetched in zip(case["wanted"], arrays, strict=True)],
-        "taken": taken / sum(a.nbytes for a in arrays) if arrays else taken,
+        "taken": peak / sum(a.nbytes for a in arrays) if arrays else peak,
     }
 
 
-def told(case):
+def named_owners(case):
     """Holders of boxes where a world names the owner of each device, and JAX takes all devices for its only process's."""
     owners = {int(device): owner for device, owner in case["owners"].items()}
     world = World(0, 2, {"jax": DeviceOwners.of(owners)})
-    found = frameworks.sources({"w": sharded(case)[1], "free": jnp.ones(3)}, world)
+    sources = frameworks.sources({"w": sharded(case)[1], "free": jnp.ones(3)}, world)
     stranger = error(frameworks.source, "w", sharded(case)[1], World(0, 2, {"jax": DeviceOwners.of({0: 1})}))
-    return {"holders": found["w"].holders, "uncommitted": found["free"].holders, "stranger": stranger}
+    return {"holders": sources["w"].holders, "uncommitted": sources["free"].holders, "stranger": stranger}
 
 
 def pmapped(_):
@@ -291,10 +291,10 @@ def together(_):
     def ask(leaf, barrier, k):
         barrier.wait()
         try:
-            ((found,),) = frameworks.fetch([frameworks.source("w", leaf)], [[k]])
+            ((array,),) = frameworks.fetch([frameworks.source("w", leaf)], [[k]])
         except KeyError as e:
             return f"no shard of device {e}"
-        return None if same_bits(found, whole[2 * k : 2 * k + 2]) else f"other elements in shard {k}"
+        return None if same_bits(array, whole[2 * k : 2 * k + 2]) else f"other elements in shard {k}"
 
     sys.setswitchinterval(1e-6)
     try:
@@ -397,8 +397,8 @@ def main():
             x64,
             identities,
             guarded,
-            wanted,
-            told,
+            memory_of_boxes,
+            named_owners,
             pmapped,
             together,
             amid_another,

@@ -50,7 +50,7 @@ def layout(rng: random.Random, shape, *, even, smaller=False):
             return case
 
 
-def some(count, dtypes, seed):
+def draw_tensors(count, dtypes, seed):
     """Tensors: shape, dtype and seed of each."""
     rng = random.Random(seed)
     for i in range(count):

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jax_cases import NAMES, elements, layout, same_bits, some
+from jax_cases import NAMES, draw_tensors, elements, layout, same_bits
 
 import shardckpt
 from shardckpt import SaveOptions, Sharding, Target
@@ -38,7 +38,7 @@ def ours(case):
     return Sharding(mesh, shardckpt.PartitionSpec(*(tuple(p) if isinstance(p, list) else p for p in case["spec"])))
 
 
-def wanted(rng, tensor, array):
+def draw_target(rng, tensor, array):
     """A layout in one of the ways to say it, and the sharding that must come out."""
     case = layout(rng, tensor["shape"], even=True, smaller=True)
     sharding = named(case)
@@ -51,22 +51,22 @@ def wanted(rng, tensor, array):
     return rng.choice(ways), sharding
 
 
-def differs(found, array, sharding):
+def differs(actual, array, sharding):
     # The order of devices is not part of an OpSharding: only what each of them holds.
-    held, meant = (s.devices_indices_map(array.shape) for s in (found.sharding, sharding))
-    return not (same_bits(found, array) and held == meant and found.committed)
+    held, meant = (s.devices_indices_map(array.shape) for s in (actual.sharding, sharding))
+    return not (same_bits(actual, array) and held == meant and actual.committed)
 
 
 def pairs():
     """Many arrays, each with a layout of its own to save and another to restore, in a few checkpoints."""
     rng = random.Random(0)
-    tensors = list(some(PAIRS, DTYPES, 1))
+    tensors = list(draw_tensors(PAIRS, DTYPES, 1))
     wrong, compiled_by_us = [], 0
     for batch, storage in enumerate(["packed", "zarr", "packed", "zarr"]):
         mine = tensors[batch::4]
         arrays = {t["name"]: elements(t["seed"], t["shape"], t["dtype"]) for t in mine}
         state = {t["name"]: jax.device_put(arrays[t["name"]], named(layout(rng, t["shape"], even=True, smaller=True))) for t in mine}
-        targets = {t["name"]: wanted(rng, t, arrays[t["name"]]) for t in mine}
+        targets = {t["name"]: draw_target(rng, t, arrays[t["name"]]) for t in mine}
         url = f"{ROOT}/pairs{batch}"
         before = compiles()
         shardckpt.save(url, state, options=SaveOptions(layout=storage))
@@ -120,8 +120,8 @@ def training():
 def from_torch_xla():
     """Restore what torch_xla saved."""
     rng = random.Random(2)
-    tensors = list(some(CROSS, XLA_DTYPES, 2))
-    targets = {t["name"]: wanted(rng, t, elements(t["seed"], t["shape"], t["dtype"])) for t in tensors}
+    tensors = list(draw_tensors(CROSS, XLA_DTYPES, 2))
+    targets = {t["name"]: draw_target(rng, t, elements(t["seed"], t["shape"], t["dtype"])) for t in tensors}
     restored = shardckpt.restore(f"{ROOT}/torch_xla", {name: way for name, (way, _) in targets.items()})
     return [t for t in tensors if differs(restored[t["name"]], elements(t["seed"], t["shape"], t["dtype"]), targets[t["name"]][1])]
 
@@ -129,7 +129,7 @@ def from_torch_xla():
 def for_torch_xla():
     rng = random.Random(3)
     state = {}
-    for t in some(CROSS, XLA_DTYPES, 3):
+    for t in draw_tensors(CROSS, XLA_DTYPES, 3):
         sharding = named(layout(rng, t["shape"], even=True, smaller=True))
         state[t["name"]] = jax.device_put(elements(t["seed"], t["shape"], t["dtype"], normal=True), sharding)
     shardckpt.save(f"{ROOT}/jax", state)

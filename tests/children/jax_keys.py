@@ -59,14 +59,14 @@ def round_trip(case):
         "meanings": [frameworks.meaning(leaf), frameworks.meaning(struct)],
         "restored": {
             way: [
-                found.shape == leaf.shape,
-                found.dtype == leaf.dtype,
-                found.committed == leaf.committed,
-                on_devices(found) == on_devices(leaf),
+                array.shape == leaf.shape,
+                array.dtype == leaf.dtype,
+                array.committed == leaf.committed,
+                on_devices(array) == on_devices(leaf),
             ]
-            for way, found in restored.items()
+            for way, array in restored.items()
         },
-        "shardings": [found.sharding == leaf.sharding for found in restored.values()],
+        "shardings": [array.sharding == leaf.sharding for array in restored.values()],
         "kept on the host": sum(a._npy_value is not None for a in [data, *(shard.data for shard in data.addressable_shards)]),
         "compiles": compiled,
     }

@@ -52,13 +52,13 @@ def of_all_kinds():
     return {name: both[0] for name, both in state.items()}, {name: both[1] for name, both in state.items()}
 
 
-def same(found, plain):
-    return found.dtype == plain.dtype and found.shape == plain.shape and np.asarray(found).tobytes() == np.asarray(plain).tobytes()
+def same(actual, plain):
+    return actual.dtype == plain.dtype and actual.shape == plain.shape and np.asarray(actual).tobytes() == np.asarray(plain).tobytes()
 
 
 def wrong(url, plain):
-    found = shardckpt.restore(url)
-    return [name for name, array in plain.items() if not same(found[name], array)]
+    arrays = shardckpt.restore(url)
+    return [name for name, array in plain.items() if not same(arrays[name], array)]
 
 
 class Transfers:
@@ -101,27 +101,27 @@ def donation():
     """Arrays that the program donates, and so changes, as soon as the call has returned."""
     change = jax.jit(lambda state: jax.tree.map(lambda a: a * 3 + 1, state), donate_argnums=0)
     arrays = {"w": numbers(8), "v": numbers(2, 1)}
-    state, saver, handles, found = {name: sharded(array, "x", "y") for name, array in arrays.items()}, Saver(), [], []
+    state, saver, handles, differences = {name: sharded(array, "x", "y") for name, array in arrays.items()}, Saver(), [], []
     for step in range(6):
         handles.append(saver.begin(f"{ROOT}/donated{step}", state, SaveOptions()))
         state = change(state)
     for step, handle in enumerate(handles):
         handle.wait()
-        found += wrong(f"{ROOT}/donated{step}", arrays)
+        differences += wrong(f"{ROOT}/donated{step}", arrays)
         arrays = {name: array * 3 + 1 for name, array in arrays.items()}
-    return found
+    return differences
 
 
 def memory():
     """Whether each save streams, its pool's most bytes, the calls, and what is left of the memory of the saves before."""
-    found = {}
+    outcomes = {}
     for limit in ("52MiB", "24MiB"):
         saver, transfers = Saver(memory_limit=limit), Transfers()
         plain = {f"w{i}": numbers(6, i) for i in range(8)}
         state = {name: sharded(array, "x") for name, array in plain.items()}
         with mock.patch.object(jax_transfers, "_transferred", transfers):
             reports = [saver.begin(f"{ROOT}/memory{limit}{i}", state, SaveOptions()).wait() for i in range(3)]
-        found[limit] = {
+        outcomes[limit] = {
             "streamed": [report.streamed for report in reports],
             "within": saver.pool.high_water <= saver.pool.limit,
             "calls": len(transfers.calls),
@@ -130,7 +130,7 @@ def memory():
             "kept": transfers.kept,
             "wrong": wrong(f"{ROOT}/memory{limit}2", plain),
         }
-    return found
+    return outcomes
 
 
 def published(url):
@@ -166,7 +166,7 @@ def refused():
     """XLA has memory for so much at a time, or none, or fails otherwise."""
     plain = {f"w{i}": numbers(10, i) for i in range(8)}
     state = {name: sharded(array, "x") for name, array in plain.items()}
-    found = {}
+    outcomes = {}
     for cap in (64, 40, 0, -1):
         asked = []
 
@@ -181,10 +181,10 @@ def refused():
                 handle = shardckpt.save_async(f"{ROOT}/refused{cap}", state, options=SaveOptions(memory_limit="256MiB"))
                 streamed = handle.wait().streamed
             except jax.errors.JaxRuntimeError as e:
-                found[cap] = [asked, str(e), published(f"{ROOT}/refused{cap}")]
+                outcomes[cap] = [asked, str(e), published(f"{ROOT}/refused{cap}")]
                 continue
-        found[cap] = [asked, streamed, wrong(f"{ROOT}/refused{cap}", plain)]
-    return found
+        outcomes[cap] = [asked, streamed, wrong(f"{ROOT}/refused{cap}", plain)]
+    return outcomes
 
 
 def kinds_without():
@@ -213,8 +213,8 @@ def restored():
         mock.patch.object(buffers, "_aligned", lambda nbytes, alignment=64: aligned(nbytes + 8, alignment)[8:]),
         mock.patch.object(jax_transfers.jax, "block_until_ready", waits),
     ):
-        found = shardckpt.restore(f"{ROOT}/restored", like, memory_limit="24MiB")
-    return {"wrong": [name for name, a in plain.items() if not same(found[name], a)], "waits": waits.call_count}
+        arrays = shardckpt.restore(f"{ROOT}/restored", like, memory_limit="24MiB")
+    return {"wrong": [name for name, a in plain.items() if not same(arrays[name], a)], "waits": waits.call_count}
 
 
 class Late:
@@ -236,8 +236,8 @@ class Late:
         self.pending = [other for other in self.pending if other is not pair]
 
     def wait(self, arrays):
-        wanted = [id(array) for array in (arrays if isinstance(arrays, list) else [arrays])]
-        due = [pair for pair in self.pending if id(pair[0]) in wanted]
+        ids = [id(array) for array in (arrays if isinstance(arrays, list) else [arrays])]
+        due = [pair for pair in self.pending if id(pair[0]) in ids]
         self.random.shuffle(due)
         for pair in due:
             self.copy(pair)
@@ -249,7 +249,7 @@ def ring():
     plain = {f"w{i}": np.full((64, 1024), i, np.float32) for i in range(60)}
     shardckpt.save(f"{ROOT}/ring", plain)
     like = {name: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=SingleDeviceSharding(jax.devices()[0])) for name, a in plain.items()}
-    found = {}
+    outcomes = {}
     for broken in (False, True):
         bad, most = 0, 0
         for seed in range(8):
@@ -262,8 +262,8 @@ def ring():
                 arrays = shardckpt.restore(f"{ROOT}/ring", like, memory_limit="6MiB")
             bad += any(not same(arrays[name], a) for name, a in plain.items())
             most = max(most, late.most)
-        found["broken" if broken else "whole"] = [bad, most]
-    return found
+        outcomes["broken" if broken else "whole"] = [bad, most]
+    return outcomes
 
 
 def failed():

@@ -25,7 +25,7 @@ import numpy as np
 from jax._src.sharding_impls import GSPMDSharding
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 from jax_arrays import compiles, error, on_devices, placed
-from jax_cases import NAMES, elements, layout, same_bits, some
+from jax_cases import NAMES, draw_tensors, elements, layout, same_bits
 
 from shardckpt import frameworks
 from shardckpt.frameworks.base import Target
@@ -85,8 +85,8 @@ def case(rng, tensor, generator):
     source = frameworks.source("w", leaf, WORLD)
     boxes = [source.boxes[i] for i in range(len(source.boxes))]
     here = random.Random(f"{tensor['seed']} {PROCESS}")  # what is the same in all processes comes from the other one
-    wanted = here.sample(range(len(boxes)), here.randrange(len(boxes) + 1))
-    (arrays,) = frameworks.fetch([source], [wanted])
+    positions = here.sample(range(len(boxes)), here.randrange(len(boxes) + 1))
+    (arrays,) = frameworks.fetch([source], [positions])
     ways = [leaf, jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)]
     if generator is None:
         ours = layout_of(sharding, len(shape))
@@ -103,7 +103,7 @@ def case(rng, tensor, generator):
     return {
         "boxes": {(b.start, b.stop) for b in boxes} == mine and len(boxes) == len(mine),
         "holders": source.holders == [sorted_tuple(holders[b.start, b.stop]) for b in boxes],
-        "fetched": all(same_bits(array, whole[boxes[k].slices]) for k, array in zip(wanted, arrays, strict=True)),
+        "fetched": all(same_bits(array, whole[boxes[k].slices]) for k, array in zip(positions, arrays, strict=True)),
         "sinks": all({(s.boxes[i].start, s.boxes[i].stop) for i in range(len(s.boxes))} == mine for s in sinks),
         "restored": all(r.shape == leaf.shape and r.dtype == leaf.dtype and on_devices(r) == on_devices(leaf) for r in restored),
         "shardings": all(
@@ -127,7 +127,7 @@ def sorted_tuple(numbers):
 def cases():
     rng = random.Random(PROCESSES)  # the same cases in all processes
     generators = [None, None, None, *KEYS]
-    return [case(rng, tensor, generators[i % len(generators)]) for i, tensor in enumerate(some(COUNT, DTYPES, PROCESSES))]
+    return [case(rng, tensor, generators[i % len(generators)]) for i, tensor in enumerate(draw_tensors(COUNT, DTYPES, PROCESSES))]
 
 
 def devices():
@@ -139,12 +139,12 @@ def own():
     count, plain = jnp.asarray(np.int32(41)), jnp.asarray(np.eye(2, dtype=np.float32))
     before = compiles()
     put = jax.device_put(np.ones(3, np.float32), jax.local_devices()[-1])
-    found = frameworks.sources({"count": count, "put": put}, WORLD)
+    sources = frameworks.sources({"count": count, "put": put}, WORLD)
     abstract = jax.ShapeDtypeStruct((2, 2), np.float32)
     restored = placed(frameworks.target("w", abstract, (2, 2), F32), np.eye(2, dtype=np.float32))
     return {
-        "uncommitted": [found["count"].holders, found["count"].layout, found["count"].boxes.sizes().tolist()],
-        "committed": found["put"].holders,
+        "uncommitted": [sources["count"].holders, sources["count"].layout, sources["count"].boxes.sizes().tolist()],
+        "committed": sources["put"].holders,
         "as jnp.asarray": restored.sharding == plain.sharding and restored.committed == plain.committed and same_bits(restored, plain),
         "compiles": compiles() - before,
     }
@@ -155,7 +155,7 @@ def refusals():
     sharding = NamedSharding(Mesh(np.array(DEVICES), ("x",)), PartitionSpec("x"))
     leaf = jax.make_array_from_callback((8,), sharding, lambda index: np.arange(8, dtype=np.float32)[index])
 
-    def told(owners, process=PROCESS, processes=PROCESSES):
+    def world_of(owners, process=PROCESS, processes=PROCESSES):
         return World(process, processes, {"jax": DeviceOwners.of(owners)})
 
     def asked(world):
@@ -163,12 +163,12 @@ def refusals():
 
     turned = {device: (owner + 1) % PROCESSES for device, owner in OWNERS.items()}
     backwards = {device: PROCESSES - 1 - owner for device, owner in OWNERS.items()}
-    renumbered = frameworks.source("w", leaf, told(backwards, PROCESSES - 1 - PROCESS))
+    renumbered = frameworks.source("w", leaf, world_of(backwards, PROCESSES - 1 - PROCESS))
     return {
         "nothing said": asked(World()),
-        "nobody's": asked(told({device: owner for device, owner in OWNERS.items() if device != DEVICES[-1].id})),
-        "another's": asked(told(turned)),
-        "all one's": asked(told(dict.fromkeys(OWNERS, PROCESS))),
+        "nobody's": asked(world_of({device: owner for device, owner in OWNERS.items() if device != DEVICES[-1].id})),
+        "another's": asked(world_of(turned)),
+        "all one's": asked(world_of(dict.fromkeys(OWNERS, PROCESS))),
         "numbered otherwise": {holder for holders in renumbered.holders for holder in holders} == {PROCESSES - 1 - PROCESS},
     }
 

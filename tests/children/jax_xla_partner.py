@@ -10,7 +10,7 @@ os.environ.update(PJRT_DEVICE="CPU", CPU_NUM_DEVICES="8", TF_CPP_MIN_LOG_LEVEL="
 import torch
 import torch_xla.distributed.spmd as xs
 import torch_xla.runtime as xr
-from jax_cases import NAMES, elements, layout, same_bits, some
+from jax_cases import NAMES, draw_tensors, elements, layout, same_bits
 
 import shardckpt
 from shardckpt import Mesh, PartitionSpec, Sharding, Target
@@ -29,7 +29,7 @@ def parts_of(case):
 def save():
     rng = random.Random(4)
     state = {}
-    for t in some(CROSS, DTYPES, 2):
+    for t in draw_tensors(CROSS, DTYPES, 2):
         array = elements(t["seed"], t["shape"], t["dtype"])
         tensor = tensor_of(array, by_name(t["dtype"])).to("xla")
         if array.size and array.ndim:
@@ -41,7 +41,7 @@ def save():
 
 def restore():
     rng = random.Random(5)
-    tensors = list(some(CROSS, DTYPES, 3))
+    tensors = list(draw_tensors(CROSS, DTYPES, 3))
     like = {}
     for t in tensors:
         case = layout(rng, t["shape"], even=False)
@@ -50,8 +50,8 @@ def restore():
     restored = shardckpt.restore(f"{ROOT}/jax", like)
     assert all(isinstance(r, torch.Tensor) and r.device.type == "xla" for r in restored.values())
     # On their way to the CPU torch_xla changes not-a-numbers and flushes subnormal numbers; there are none here.
-    found = {t["name"]: array_of(restored[t["name"]].cpu(), by_name(t["dtype"])) for t in tensors}
-    return [t for t in tensors if not same_bits(found[t["name"]], elements(t["seed"], t["shape"], t["dtype"], normal=True))]
+    arrays = {t["name"]: array_of(restored[t["name"]].cpu(), by_name(t["dtype"])) for t in tensors}
+    return [t for t in tensors if not same_bits(arrays[t["name"]], elements(t["seed"], t["shape"], t["dtype"], normal=True))]
 
 
 def jax_is_awake():

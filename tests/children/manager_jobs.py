@@ -50,13 +50,13 @@ def skew(rate):
         setattr(time, name, lambda real=real: real() * rate + 1000 * rate)
 
 
-def train(coordinator, root, every, steps, rates=None, pauses=None, told=None, options=None, enough=None):
+def train(coordinator, root, every, steps, rates=None, pauses=None, signalled=None, options=None, enough=None):
     """Train from where the run is; which steps this process has saved, and where it ended.
 
     Args:
         rates: by process, how fast its clock runs.
         pauses: by process, seconds that each step takes.
-        told: [process, step]: the one that gets SIGTERM, and when.
+        signalled: [process, step]: the one that gets SIGTERM, and when.
         enough: saves after which it ends.
     """
     process = coordinator.world.process
@@ -64,10 +64,10 @@ def train(coordinator, root, every, steps, rates=None, pauses=None, told=None, o
         skew(rates[process])
     saved = []
     with manager(coordinator, root, every, **(options or {})) as mgr:
-        found = mgr.restore({"w": np.zeros(40_000, np.float32), "own": PerProcess([0, 0], choose=lambda values: values[0]), "step": 0})
-        step = first = 0 if found is None else found.step + 1
+        restored = mgr.restore({"w": np.zeros(40_000, np.float32), "own": PerProcess([0, 0], choose=lambda values: values[0]), "step": 0})
+        step = first = 0 if restored is None else restored.step + 1
         for step in range(first, first + steps):
-            if told == [process, step]:
+            if signalled == [process, step]:
                 os.kill(os.getpid(), signal.SIGTERM)
             if pauses is not None:
                 time.sleep(pauses[process])
@@ -106,8 +106,8 @@ def restore_while_steps_land(coordinator, root, first):
         if coordinator.world.process == 1:
             for step in range(first, first + 3):
                 shardckpt.save(f"{root}/{step}", {"w": np.full(40_000, step, np.float32), "step": step}, coordinator=_alone())
-        found = mgr.restore()
-        return [found.step, int(found.state["w"][-1])]
+        restored = mgr.restore()
+        return [restored.step, int(restored.state["w"][-1])]
 
 
 def _alone():
@@ -128,15 +128,15 @@ def save_own(coordinator, root, steps):
 
 def restore_own(coordinator, root, fallback):
     """Each process restores its own tensor; from which step, and which steps were found damaged, with the reason."""
-    told = []
+    damaged = []
 
     def on_event(event):
         if type(event).__name__ == "FellBack":
-            told.append([event.step, event.reason])
+            damaged.append([event.step, event.reason])
 
     with shardckpt.CheckpointManager(root, coordinator=coordinator, on_event=on_event) as mgr:
-        found = mgr.restore(only=f"p{coordinator.world.process}", fallback=fallback)
-        return [found.step, told]
+        restored = mgr.restore(only=f"p{coordinator.world.process}", fallback=fallback)
+        return [restored.step, damaged]
 
 
 def roll_back(coordinator, root, step, steps):
@@ -152,10 +152,10 @@ def roll_back(coordinator, root, step, steps):
 
 def train_without(coordinator, root, missing, on_failure):
     """One process ends before the second save; how far the others get, and what they are told."""
-    told = []
+    errors = []
 
     def decide(error, step):
-        told.append([type(error).__name__, str(error), step])
+        errors.append([type(error).__name__, str(error), step])
         return on_failure
 
     done = -1
@@ -169,7 +169,7 @@ def train_without(coordinator, root, missing, on_failure):
                 done = step
     except shardckpt.ShardckptError:
         pass
-    return {"done": done, "told": told}
+    return {"done": done, "told": errors}
 
 
 class Killer:
@@ -278,5 +278,5 @@ def restore_stages(coordinator, root, stages, likes, strict=True):
         like = {"step": 0, **{name: np.zeros(2_000, np.float32) for name in names}}
         if names == "wrong":
             like = {"step": object()}
-        found = restoring.restore(like, strict=strict).state
-    return "".join(chr(int(found[name][0])) for name in names)
+        restored = restoring.restore(like, strict=strict).state
+    return "".join(chr(int(restored[name][0])) for name in names)

@@ -48,8 +48,8 @@ def flat_indices(shape, box):
 
 
 def check(array, shape, box):
-    for found, expected in zip(array, flat_indices(shape, box), strict=True):
-        assert np.array_equal(found, expected)
+    for actual, expected in zip(array, flat_indices(shape, box), strict=True):
+        assert np.array_equal(actual, expected)
 
 
 @dataclass(frozen=True)
@@ -101,9 +101,9 @@ def restore_host(case):
     jobs = []
     for name in checkpoint.names():
         tensor = checkpoint.tensor(name)
-        found = sharding.device_boxes(tensor.shape, case["devices"])
-        boxes, _ = distinct_boxes(found.boxes)
-        landing = Landing(tensor, DeviceSink(name, tensor.shape, tensor.dtype, boxes, found.tile))
+        tiles = sharding.device_boxes(tensor.shape, case["devices"])
+        boxes, _ = distinct_boxes(tiles.boxes)
+        landing = Landing(tensor, DeviceSink(name, tensor.shape, tensor.dtype, boxes, tiles.tile))
         landing.names.append(name)
         jobs.append(RestoreJob(tensor, [landing]))
     assert checkpoint.reader.stats.bytes_read == 0  # opens it: tables are not staging

@@ -13,4 +13,8 @@ SENTENCES = ["Each device saves its part.", "Every accelerator stores its shard.
 
 torch.set_num_threads(1)
 embedded = [SentenceTransformer(folder, device="cpu").encode(SENTENCES) for folder in sys.argv[1:]]
-print(json.dumps([{"bits": found.tobytes().hex(), "shape": found.shape, "alike": (found[:1] @ found.T)[0].tolist()} for found in embedded]))
+print(
+    json.dumps(
+        [{"bits": vectors.tobytes().hex(), "shape": vectors.shape, "alike": (vectors[:1] @ vectors.T)[0].tolist()} for vectors in embedded]
+    )
+)

@@ -25,20 +25,20 @@ root = Path(sys.argv[1])
 MESH = Mesh(np.array(jax.devices()).reshape(2, 4), ("x", "y"))
 
 
-def differences(found, wanted, name=""):
+def differences(actual, expected, name=""):
     """The names of what Orbax gives back otherwise than it was; it knows text keys and lists only."""
-    if isinstance(wanted, dict):
-        if sorted(found) != sorted(map(str, wanted)):
-            return [f"{name}: {sorted(found)}"]
-        return [odd for key, inner in wanted.items() for odd in differences(found[str(key)], inner, f"{name}/{key}")]
-    if isinstance(wanted, list | tuple) and len(wanted):
-        return [odd for i, inner in enumerate(wanted) for odd in differences(found[i], inner, f"{name}/{i}")]
-    if isinstance(wanted, np.ndarray):
-        found = np.asarray(found)
-        same = (found.dtype, found.shape, found.tobytes()) == (wanted.dtype, wanted.shape, wanted.tobytes())
+    if isinstance(expected, dict):
+        if sorted(actual) != sorted(map(str, expected)):
+            return [f"{name}: {sorted(actual)}"]
+        return [odd for key, inner in expected.items() for odd in differences(actual[str(key)], inner, f"{name}/{key}")]
+    if isinstance(expected, list | tuple) and len(expected):
+        return [odd for i, inner in enumerate(expected) for odd in differences(actual[i], inner, f"{name}/{i}")]
+    if isinstance(expected, np.ndarray):
+        actual = np.asarray(actual)
+        same = (actual.dtype, actual.shape, actual.tobytes()) == (expected.dtype, expected.shape, expected.tobytes())
     else:
-        same = found == wanted
-    return [] if same else [f"{name}: {found!r}"]
+        same = actual == expected
+    return [] if same else [f"{name}: {actual!r}"]
 
 
 def targets(value):
@@ -61,21 +61,21 @@ def export(source, place, **options):
 
 
 answers = {}
-wanted = shardckpt.restore(root / "checkpoint")
+expected = shardckpt.restore(root / "checkpoint")
 everything = export("checkpoint", "everything")
 pytree = ocp.PyTreeCheckpointer()
 as_it_was = pytree.restore(everything)
-answers["as it was"] = differences(as_it_was, wanted)
+answers["as it was"] = differences(as_it_was, expected)
 answers["recorded"] = {
     name: [as_it_was["model"][name].sharding.mesh.device_ids.tolist(), str(as_it_was["model"][name].sharding.spec)]
     for name in ("w", "wide", "replicated", "rows")
 }
 answers["arrays of numpy"] = sorted(name for name, array in as_it_was["model"].items() if isinstance(array, np.ndarray))
 
-target = targets(wanted)
+target = targets(expected)
 args = ocp.args.PyTreeRestore(target, restore_args=ocp.checkpoint_utils.construct_restore_args(target))
 placed = pytree.restore(everything, args=args)
-answers["placed"] = differences(placed, wanted)
+answers["placed"] = differences(placed, expected)
 answers["shardings"] = sum(
     array.sharding.is_equivalent_to(wish.sharding, array.ndim)
     for array, wish in zip(jax.tree.leaves(placed), jax.tree.leaves(target), strict=True)
@@ -84,7 +84,7 @@ answers["shardings"] = sum(
 
 standard = ocp.StandardCheckpointer()
 arrays = export("checkpoint", "arrays", exclude="text")
-fewer = {key: value for key, value in wanted.items() if key != "text"}
+fewer = {key: value for key, value in expected.items() if key != "text"}
 answers["standard"] = differences(standard.restore(arrays, targets(fewer)), fewer)
 answers["standard as it was"] = differences(standard.restore(arrays), fewer)
 

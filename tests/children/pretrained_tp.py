@@ -25,12 +25,12 @@ options = {"config": folder / "config", "include": "model/**", "strip_prefix": "
 plan = DistributedConfig(tp_size=2, tp_plan="auto")
 model = shardckpt.from_pretrained(AutoModelForCausalLM, checkpoint, distributed_config=plan, **options)
 with torch.no_grad():
-    found = model(input_ids=torch.arange(24).reshape(2, 12)).logits
-found = found.full_tensor() if isinstance(found, DTensor) else found
+    logits = model(input_ids=torch.arange(24).reshape(2, 12)).logits
+logits = logits.full_tensor() if isinstance(logits, DTensor) else logits
 parameters = [parameter.data for parameter in model.parameters()]
 local = [p.to_local() if isinstance(p, DTensor) else p for p in parameters]
 document = {
-    "logits": found.tolist(),
+    "logits": logits.tolist(),
     "read": checkpoint.stats.bytes_read,
     "kept": sum(p.numel() * p.element_size() for p in local),
     "all": sum(shardckpt.open(folder / "run").info(n).nbytes for n in checkpoint.names() if n.startswith("model/")),

@@ -18,7 +18,7 @@ cluster = Cluster(initialize_head=True, head_node_args={**common, "num_cpus": 0,
 try:
     others = [cluster.add_node(num_cpus=1, memory=4 << 30, **common) for _ in range(nodes)]
     raylets = [node.all_processes["raylet"][0].process.pid for node in others]
-    head = [started.process.pid for some in cluster.head_node.all_processes.values() for started in some]
+    head = [started.process.pid for processes in cluster.head_node.all_processes.values() for started in processes]
     print(json.dumps({"address": cluster.address, "raylets": raylets, "head": head}), flush=True)
     sys.stdin.read()
 finally:

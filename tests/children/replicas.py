@@ -32,8 +32,8 @@ def restore_described(coordinator, url, columns):
     """Whether each rank's local tensor is filled where it is, its padding apart."""
     rank, ranks = coordinator.world.process, coordinator.world.processes
     like = {"w": described(rank, ranks, columns, fill=7.0)}
-    found = shardckpt.restore(url, like, coordinator=coordinator)["w"]
-    return [found is like["w"], bool(torch.equal(found, described(rank, ranks, columns))), found.global_shape == (8, columns)]
+    restored = shardckpt.restore(url, like, coordinator=coordinator)["w"]
+    return [restored is like["w"], bool(torch.equal(restored, described(rank, ranks, columns))), restored.global_shape == (8, columns)]
 
 
 def train_described(coordinator, url, resume):

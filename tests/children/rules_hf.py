@@ -64,17 +64,17 @@ def placed(of, name, plan, mesh):
 
 def described(kind, mesh):
     parallel, by_expert = model(kind), model(kind)
-    found = {"config": parallel.config.to_dict(), "tensors": {}, "experts": {}}
+    description = {"config": parallel.config.to_dict(), "tensors": {}, "experts": {}}
     for name, tensor in parallel.state_dict().items():
         module = parallel.get_submodule(name.rpartition(".")[0])
-        found["tensors"][name] = [list(tensor.shape), type(module).__name__, None]
+        description["tensors"][name] = [list(tensor.shape), type(module).__name__, None]
     names = [name for name, _ in parallel.named_parameters()]
     for name in names:
-        found["tensors"][name][2] = placed(parallel, name, parallel._tp_plan or {}, mesh)
+        description["tensors"][name][2] = placed(parallel, name, parallel._tp_plan or {}, mesh)
         place = placed(by_expert, name, {f"model.{key}": style for key, style in (by_expert.config.base_model_ep_plan or {}).items()}, mesh)
         if place is not None:
-            found["experts"][name] = place
-    return found
+            description["experts"][name] = place
+    return description
 
 
 def training(optimizer, **options):
@@ -92,7 +92,7 @@ def training(optimizer, **options):
 if __name__ == "__main__":
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     mesh = init_device_mesh("cpu", (2,))
-    found = {kind: described(kind, mesh) for kind in sys.argv[1:]}
+    descriptions = {kind: described(kind, mesh) for kind in sys.argv[1:]}
     dist.destroy_process_group()
-    found["training"] = {kind.__name__: training(kind) for kind in (torch.optim.AdamW, torch.optim.Adafactor)}
-    print(json.dumps(found, default=str))
+    descriptions["training"] = {kind.__name__: training(kind) for kind in (torch.optim.AdamW, torch.optim.Adafactor)}
+    print(json.dumps(descriptions, default=str))

@@ -21,8 +21,8 @@ def spec_of(parts):
 
 
 def boxes(sharding, shape):
-    found = sharding.devices_indices_map(tuple(shape))
-    return {device.id: [list(s.indices(dim)[:2]) for s, dim in zip(box, shape, strict=True)] for device, box in found.items()}
+    indices = sharding.devices_indices_map(tuple(shape))
+    return {device.id: [list(s.indices(dim)[:2]) for s, dim in zip(box, shape, strict=True)] for device, box in indices.items()}
 
 
 def named(case):

@@ -23,8 +23,8 @@ def shards(case):
     mesh = xs.Mesh(case["devices"], tuple(case["mesh"]), tuple(case["axes"]))
     tensor = torch.zeros(case["shape"]).to("xla")
     xs.mark_sharding(tensor, mesh, spec_of(case["spec"]))
-    (found,) = torch_xla._XLAC._get_local_shard_replica_and_indices([tensor])
-    boxes = [[replica, None if box is Ellipsis else [[s.start, s.stop] for s in box]] for replica, box in found]
+    (rows,) = torch_xla._XLAC._get_local_shard_replica_and_indices([tensor])
+    boxes = [[replica, None if box is Ellipsis else [[s.start, s.stop] for s in box]] for replica, box in rows]
     return {"text": torch_xla._XLAC._get_xla_sharding_spec(tensor), "shards": boxes}
 
 

@@ -31,7 +31,7 @@ def numbers(shape, dtype):
     return torch.arange(int(np.prod(shape))).reshape(shape).to(dtype)
 
 
-wanted = {
+layouts = {
     "both": ((8, 6), torch.float32, ("x", "y")),
     "uneven": ((10, 3), torch.bfloat16, (("x", "y"), None)),
     "columns": ((3, 16), torch.int64, (None, ("y", "x"))),
@@ -40,7 +40,7 @@ wanted = {
     "dropped": ((8, 2), torch.float32, ("x", None)),
 }
 state = {
-    "model": {name: put(numbers(shape, dtype), spec) for name, (shape, dtype, spec) in wanted.items()},
+    "model": {name: put(numbers(shape, dtype), spec) for name, (shape, dtype, spec) in layouts.items()},
     "optimizer": {"state": {0: {"step": torch.tensor(3.0)}}, "param_groups": [{"lr": 0.1, "params": [0, 1]}]},
     "epoch": 2,
 }

@@ -31,7 +31,7 @@ def whole(model):
 def restored(coordinator, layout, url):
     """For every kind: whether a fresh module holds what was saved, or the error."""
     join(coordinator)
-    ranks, found = coordinator.world.processes, {}
+    ranks, outcomes = coordinator.world.processes, {}
     for kind in KINDS:
         for loads in (True, False):
             place = f"{url}/{kind}-{loads}"
@@ -41,11 +41,11 @@ def restored(coordinator, layout, url):
             coordinator.share(place, None)
             try:
                 shardckpt.restore(place, shardckpt.train_state(model=fresh, rng=False))
-                found[f"{kind} {loads}"] = whole(fresh) == whole(saved)
+                outcomes[f"{kind} {loads}"] = whole(fresh) == whole(saved)
             except shardckpt.ShardckptError as e:
-                found[f"{kind} {loads}"] = [type(e).__name__, str(e)]
+                outcomes[f"{kind} {loads}"] = [type(e).__name__, str(e)]
     leave(coordinator)
-    return found
+    return outcomes
 
 
 class Preconditioned(torch.optim.Optimizer):
@@ -71,13 +71,13 @@ def nested(coordinator, url):
         return model, Preconditioned(model.parameters())
 
     def seen(optimizer):
-        found = []
+        moments = []
         for of_one in optimizer.state.values():
             first, second = of_one["moments"]
             factor, codes = of_one["GG"]
             tensors = (first, second, factor, codes["index"])
-            found += [(type(t).__name__, str(t.dtype), getattr(t, "_local_tensor", t).tolist()) for t in tensors]
-        return found
+            moments += [(type(t).__name__, str(t.dtype), getattr(t, "_local_tensor", t).tolist()) for t in tensors]
+        return moments
 
     model, optimizer = made(0)
     optimizer.step()

@@ -126,7 +126,7 @@ def managed(coordinator, kind, root, last, kill):
     join(coordinator)
     run = Run(kind)
     with shardckpt.CheckpointManager(root, every=3, keep=2) as manager:
-        found = manager.restore(run.state)
+        restored = manager.restore(run.state)
         seen = []
         for step in run.steps(last):
             seen.append(step)
@@ -135,7 +135,7 @@ def managed(coordinator, kind, root, last, kill):
                 manager.wait()
                 os.kill(os.getpid(), signal.SIGKILL)
     leave(coordinator)
-    return {"from": None if found is None else found.step, "same": found is not None and found.state is run.state, "seen": seen}
+    return {"from": None if restored is None else restored.step, "same": restored is not None and restored.state is run.state, "seen": seen}
 
 
 class Normed(nn.Module):
@@ -168,9 +168,9 @@ def normalized(coordinator, kind, url, save):
         shardckpt.save(url, state)
     else:
         shardckpt.restore(url, state)
-    found = {name.removeprefix("module."): buffer.tolist() for name, buffer in model.named_buffers() if "norm" in name}
+    statistics = {name.removeprefix("module."): buffer.tolist() for name, buffer in model.named_buffers() if "norm" in name}
     leave(coordinator)
-    return found
+    return statistics
 
 
 def meshed(coordinator, shape, options):
@@ -214,9 +214,9 @@ def staged(coordinator, url):
     shardckpt.save(url, ours[-1])
     expected = step(*ours)
     shardckpt.restore(url, fresh[-1], strict=False)
-    found = step(*fresh)
+    parameters = step(*fresh)
     leave(coordinator)
-    return {"equal": found == expected, "lr": fresh[1].param_groups[0]["lr"]}
+    return {"equal": parameters == expected, "lr": fresh[1].param_groups[0]["lr"]}
 
 
 def compiled(coordinator, url):

@@ -62,11 +62,11 @@ def layouts(model, optimizer, moment="exp_avg"):
 
 
 def main():
-    found = {}
+    outcomes = {}
     ours = made((4, 2))
     steps(*ours, 0, 3)
     shardckpt.save(URL, of(*ours, step=3))
-    found["expected"] = steps(*ours, 3, 6)
+    outcomes["expected"] = steps(*ours, 3, 6)
     for shape in ((4, 2), (2, 4)):
         fresh = made(shape)
         torch_xla.sync()
@@ -74,22 +74,22 @@ def main():
         state = of(*fresh)
         before = compiles()
         shardckpt.restore(URL, state)
-        found[str(shape)] = {
+        outcomes[str(shape)] = {
             "compiles": compiles() - before,
             "step": state.step,
             "layouts": layouts(*fresh[:2]),
             "same parameters": held == [id(parameter) for parameter in fresh[0].parameters()],
             "pending": sum(map(int, _XLAC._check_tensor_need_materialization(list(fresh[0].parameters())))),
         }
-        found[str(shape)]["losses"] = steps(*fresh, 3, 6)
+        outcomes[str(shape)]["losses"] = steps(*fresh, 3, 6)
     narrow = made((4, 2), torch.bfloat16, torch.optim.SGD)
     narrow[1].state[narrow[0][0].weight]["momentum_buffer"] = torch.full((32, 16), 1 / 3).to("xla")
     shardckpt.save(URL + "-narrow", of(*narrow))
     fresh = made((2, 4), torch.bfloat16, torch.optim.SGD)
     shardckpt.restore(URL + "-narrow", of(*fresh))
     moment = fresh[1].state[fresh[0][0].weight]["momentum_buffer"]
-    found["wide moment"] = [str(moment.dtype), bool((moment.cpu() == 1 / 3).all()), layouts(*fresh[:2], "momentum_buffer")]
-    print(json.dumps(found))
+    outcomes["wide moment"] = [str(moment.dtype), bool((moment.cpu() == 1 / 3).all()), layouts(*fresh[:2], "momentum_buffer")]
+    print(json.dumps(outcomes))
 
 
 main()

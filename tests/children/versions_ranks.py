@@ -90,14 +90,14 @@ def follow(coordinator, url, placement, until):
     """Follow to a step; the digest of all elements of each version, and what `prove` says."""
     join(coordinator)
     like = laid_out({name: torch.zeros_like(t, dtype=torch.bfloat16) for name, t in weights(0).items()}, placement)
-    found, began = [], time.monotonic()
+    versions, began = [], time.monotonic()
     for version in shardckpt.follow(url, like, mode="each"):
         version.prepare()
         version.apply()
         proved = version.prove()
         digest = hashlib.sha256(b"".join(full(like[name]).view(torch.int16).numpy().tobytes() for name in like)).hexdigest()
-        found.append([version.step, proved, digest])
+        versions.append([version.step, proved, digest])
         if version.step >= until or time.monotonic() - began > 200:
             break
     leave(coordinator)
-    return found
+    return versions

@@ -48,7 +48,7 @@ def main():
     torch_xla.sync()
     layouts = {shape: _XLAC._get_xla_sharding_spec(model[0].weight) for shape, model in samplers.items()}
     followers = {shape: shardckpt.follow(URL, like=model.state_dict()) for shape, model in samplers.items()}
-    found = {shape: [] for shape in samplers}
+    versions = {shape: [] for shape in samplers}
     with shardckpt.Publisher(URL, dtype="bfloat16") as publisher:
         for step in range(4):
             publisher.publish(step, trained.state_dict())
@@ -66,7 +66,7 @@ def main():
                 before = compiles()
                 state = version.apply()
                 compiled = compiles() - before
-                found[shape].append(
+                versions[shape].append(
                     {
                         "step": version.step,
                         "base": version.base is not None,
@@ -80,7 +80,7 @@ def main():
     refused = pytest.raises(shardckpt.errors.OptionError, match=r'torch_xla runs no program on one shard of a tensor.*snapshot="host"')
     with shardckpt.Publisher(URL + "-device", snapshot="device") as publisher, refused:
         publisher.publish(0, trained.state_dict())
-    print(json.dumps(found))
+    print(json.dumps(versions))
 
 
 main()

@@ -32,19 +32,19 @@ def main():
     print(json.dumps({"ready": True}), flush=True)
     greedy = SamplingParams(max_tokens=16, temperature=0, ignore_eos=True)
     for line in sys.stdin:
-        said = {}
+        outcome = {}
         try:
             if line.strip() == "prepare":
-                said["prepared"] = engine.collective_rpc("shardckpt_prepare")
+                outcome["prepared"] = engine.collective_rpc("shardckpt_prepare")
             elif line.strip() == "next":
-                said["step"] = next_version(engine)
-                said["proofs"] = engine.collective_rpc("shardckpt_prove")
+                outcome["step"] = next_version(engine)
+                outcome["proofs"] = engine.collective_rpc("shardckpt_prove")
         except Exception as e:
-            said["error"] = str(e)
+            outcome["error"] = str(e)
         made = engine.generate(["three seven one", "nine"], greedy)
-        said["tokens"] = [list(one.outputs[0].token_ids) for one in made]
-        said["weight_version"] = engine.get_weight_version()
-        print(json.dumps(said), flush=True)
+        outcome["tokens"] = [list(one.outputs[0].token_ids) for one in made]
+        outcome["weight_version"] = engine.get_weight_version()
+        print(json.dumps(outcome), flush=True)
 
 
 if __name__ == "__main__":  # vLLM starts processes anew

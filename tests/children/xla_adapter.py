@@ -64,13 +64,13 @@ def text(tensor):
 
 
 def compiles():
-    found = met.metric_data("CompileTime")
-    return found[0] if found else 0
+    metric = met.metric_data("CompileTime")
+    return metric[0] if metric else 0
 
 
 def read_bytes():
-    found = met.metric_data("InboundData")
-    return int(found[1]) if found else 0
+    metric = met.metric_data("InboundData")
+    return int(metric[1]) if metric else 0
 
 
 def assembled(source, arrays):
@@ -169,13 +169,13 @@ def targets(case):
 def names(case):
     """Layouts without and with a global mesh that explains them, and with one that does not."""
     _, tensor = sharded(case)
-    found = {"none": str(frameworks.source("w", tensor).layout)}
+    layouts = {"none": str(frameworks.source("w", tensor).layout)}
     other = xs.Mesh(np.roll(np.arange(8), 1), (8,), ("all",))
     for kind, mesh in ("same", xla_mesh(case)), ("other", other):
         xs.set_global_mesh(mesh)
-        found[kind] = str(frameworks.source("w", tensor).layout)
+        layouts[kind] = str(frameworks.source("w", tensor).layout)
     xs.set_global_mesh(None)
-    return found
+    return layouts
 
 
 def pending(_):
@@ -186,9 +186,11 @@ def pending(_):
     leaves = {f"w{i}": base * (i + 2) for i in range(3)}
     bystander = base * 100
     before = compiles()
-    found = frameworks.sources({**leaves, "base": base})
+    sources = frameworks.sources({**leaves, "base": base})
     after = compiles() - before
-    whole = {name: assembled(s, a)[0].tolist() for (name, s), a in zip(found.items(), frameworks.fetch(list(found.values())), strict=True)}
+    whole = {
+        name: assembled(s, a)[0].tolist() for (name, s), a in zip(sources.items(), frameworks.fetch(list(sources.values())), strict=True)
+    }
     lazy = base * 7
     marked = base * 9
     xs.mark_sharding(marked, mesh, (None, "y"))
@@ -221,13 +223,13 @@ def unmarked(_):
     synced = host.clone().to("xla")
     torch_xla.sync()
     computed = torch.ones(3, 5, device="xla") * 2
-    found = frameworks.sources({"held": held, "synced": synced, "computed": computed})
-    fetched = frameworks.fetch(list(found.values()))
+    sources = frameworks.sources({"held": held, "synced": synced, "computed": computed})
+    fetched = frameworks.fetch(list(sources.values()))
     sink = frameworks.target("w", held, (), by_name("float32"))
     restored = sink.place(filled(sink, array))
     return {
-        "layouts": [str(s.layout) for s in found.values()],
-        "devices": [s.layout.num_devices for s in found.values()],
+        "layouts": [str(s.layout) for s in sources.values()],
+        "devices": [s.layout.num_devices for s in sources.values()],
         "elements": [same_bits(fetched[0][0], array), same_bits(fetched[1][0], array), bool((fetched[2][0] == 2).all())],
         "restored": text(restored),
     }
@@ -242,11 +244,11 @@ def identities(_):
     xs.mark_sharding(one.weight, mesh, ("x", None))
     wrapped = xs.xla_sharding.wrap_as_sharded_tensor(one.weight)
     aliases = [one.weight, one.state_dict()["weight"], one.weight.data, one.weight.detach(), wrapped]
-    found = {frameworks.identity(alias) for alias in aliases}
+    keys = {frameworks.identity(alias) for alias in aliases}
     return {
-        "aliases": len(found),
-        "equal elements": frameworks.identity(other.weight) in found,
-        "transposed": frameworks.identity(one.weight.t()) in found,
+        "aliases": len(keys),
+        "equal elements": frameworks.identity(other.weight) in keys,
+        "transposed": frameworks.identity(one.weight.t()) in keys,
         "is_tensor": all(map(frameworks.is_tensor, aliases)),
     }
 
@@ -355,9 +357,9 @@ def batched(case):
     """Many leaves in small calls are the leaves one by one."""
     tensors = [sharded(case, seed) for seed in range(7)]
     adapter.CALL_BYTES = 3 * frameworks.source("w", tensors[0][1]).staged_bytes
-    found = [frameworks.source(str(i), tensor) for i, (_, tensor) in enumerate(tensors)]
-    fetched = frameworks.fetch(found)
-    return [same_bits(assembled(s, a)[0], array) for s, a, (array, _) in zip(found, fetched, tensors, strict=True)]
+    sources = [frameworks.source(str(i), tensor) for i, (_, tensor) in enumerate(tensors)]
+    fetched = frameworks.fetch(sources)
+    return [same_bits(assembled(s, a)[0], array) for s, a, (array, _) in zip(sources, fetched, tensors, strict=True)]
 
 
 def refusals(_):

@@ -51,7 +51,7 @@ def pairs():
     torch.manual_seed(0)
     wrong, done, compiled = [], 0, 0
     for batch in range(4):
-        values, state, like, wanted = {}, {}, {}, {}
+        values, state, like, targets = {}, {}, {}, {}
         for i in range(PAIRS // 4):
             ndim = rng.choice([0, 1, 2, 2, 2, 3])
             shape = tuple(rng.choice([1, 3, 7, 8, 10, 16, 33]) for _ in range(ndim))
@@ -64,19 +64,19 @@ def pairs():
             state[name] = tensor
             sharding = Sharding(meshes(rng)[1], PartitionSpec(*rng.choice(SPECS[ndim])))
             like[name] = Target(sharding)
-            wanted[name] = sharding
+            targets[name] = sharding
         layout = ["packed", "zarr"][batch % 2]
         shardckpt.save(f"{ROOT}/pairs{batch}", state, options=shardckpt.SaveOptions(layout=layout))
         before = compiles()
         restored = shardckpt.restore(f"{ROOT}/pairs{batch}", like)
         compiled += compiles() - before
         for name, value in values.items():
-            found = shardckpt.OpSharding.parse(torch_xla._XLAC._get_xla_sharding_spec(restored[name]))
-            expected = wanted[name].op_sharding(value.dim())
+            placed = shardckpt.OpSharding.parse(torch_xla._XLAC._get_xla_sharding_spec(restored[name]))
+            expected = targets[name].op_sharding(value.dim())
             # XLA calls a scalar or a tensor that no axis cuts replicated, without naming devices.
-            laid_out = found.equivalent(expected) or found.to_hlo() == expected.canonical().to_hlo() == "{replicated}"
+            laid_out = placed.equivalent(expected) or placed.to_hlo() == expected.canonical().to_hlo() == "{replicated}"
             if not torch.equal(restored[name].cpu(), value) or restored[name].dtype != value.dtype or not laid_out:
-                wrong.append([batch, name, list(value.shape), str(value.dtype), found.to_hlo(), expected.to_hlo()])
+                wrong.append([batch, name, list(value.shape), str(value.dtype), placed.to_hlo(), expected.to_hlo()])
             done += 1
     return {"pairs": done, "wrong": wrong, "compiles": compiled}
 
@@ -157,7 +157,7 @@ def training():
     again.load_state_dict(restored["optimizer"])
     equal = all(torch.equal(fresh.state_dict()[n].cpu(), v) for n, v in truth.items())
     equal_moments = all(torch.equal(again.state_dict()["state"][i]["exp_avg_sq"].cpu(), v) for i, v in moments.items())
-    found = train(fresh, again, 3)
+    losses = train(fresh, again, 3)
     shards = torch_xla._XLAC._get_xla_sharding_spec(again.state_dict()["state"][0]["exp_avg"])
     return {
         "compiles": compiled,
@@ -166,13 +166,13 @@ def training():
         "equal": equal,
         "equal_moments": equal_moments,
         "expected": expected,
-        "found": found,
+        "found": losses,
         "moment_sharding": shards,
     }
 
 
 def errors():
-    found = {}
+    messages = {}
     shardckpt.save(f"{ROOT}/errors", {"w": torch.zeros(4, 4)})
     for name, sharding in {
         "larger mesh": Sharding(Mesh((16,), ("x",)), PartitionSpec("x")),
@@ -181,8 +181,8 @@ def errors():
         try:
             shardckpt.restore(f"{ROOT}/errors", {"w": Target(sharding)})
         except shardckpt.ShardckptError as e:
-            found[name] = [type(e).__name__, str(e)]
-    return found
+            messages[name] = [type(e).__name__, str(e)]
+    return messages
 
 
 def skipping():

@@ -44,4 +44,4 @@ read = {
     "xser.pt": xser.load(str(ROOT / "xser.pt")),
     "as it is.pt": {**on_host, "parameter": parameter},
 }
-sys.stdout.write(json.dumps({name: described(without_torch(found)) for name, found in read.items()}) + "\n")
+sys.stdout.write(json.dumps({name: described(without_torch(state_read)) for name, state_read in read.items()}) + "\n")

@@ -99,13 +99,13 @@ CASES = {
         },
         {"devices": [1, 3, 4, 5, 6, 7], "shape": [6, 6], "texts": ["{devices=[2,3]<=[6]}", "{devices=[2,3]<=[3,2]T(1,0)}", "{replicated}"]},
     ],
-    "wanted": [
+    "memory_of_boxes": [
         {"mesh": [8], "devices": PERMUTED, "spec": ["x"], "wanted": [6, 1]},
         {"mesh": [8], "devices": PERMUTED, "spec": ["x"], "wanted": [*range(8)]},
         {"mesh": [8], "devices": PERMUTED, "spec": ["x"], "wanted": []},
         {"mesh": [2, 4], "devices": PERMUTED, "spec": ["x"], "wanted": [1]},
     ],
-    "told": [
+    "named_owners": [
         {"mesh": [4, 2], "devices": ORDERED, "shape": [8, 8], "spec": spec, "dtype": "float32", "owners": owners}
         for owners in ({d: d // 4 for d in ORDERED}, {d: d % 2 for d in ORDERED})
         for spec in (["x"], ["y"], [])
@@ -177,21 +177,21 @@ def test_the_order_in_which_jax_holds_elements_does_not_matter(answers):
 
 
 def test_only_wanted_boxes_are_copied_to_the_host(answers):
-    for case, found in zip(CASES["wanted"], answers["wanted"], strict=True):
+    for case, found in zip(CASES["memory_of_boxes"], answers["memory_of_boxes"], strict=True):
         assert found["boxes"] == case["mesh"][0], case
         assert found["bits"] == [True] * len(case["wanted"]), case
         assert (0 <= found["taken"] < 1.1) if case["wanted"] else found["taken"] < 1 << 16, case
 
 
 def test_a_box_is_held_by_those_whose_devices_have_it_and_an_array_that_may_move_by_nobody_in_particular(answers):
-    halves, alternating = answers["told"][:3], answers["told"][3:]
+    halves, alternating = answers["named_owners"][:3], answers["named_owners"][3:]
     assert [found["holders"] for found in halves] == [[[0], [0], [1], [1]], [[0, 1]] * 2, [[0, 1]]]
     assert [found["holders"] for found in alternating] == [[[0, 1]] * 4, [[0], [1]], [[0, 1]]]
-    assert {found["uncommitted"] for found in answers["told"]} == {None}
+    assert {found["uncommitted"] for found in answers["named_owners"]} == {None}
 
 
 def test_a_device_that_belongs_to_nobody_is_refused_by_name(answers):
-    kind, message = answers["told"][0]["stranger"]
+    kind, message = answers["named_owners"][0]["stranger"]
     assert kind == "ShardingError"
     assert message.startswith("'w': device 1 belongs to no process of this job")
 

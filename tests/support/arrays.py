@@ -24,7 +24,7 @@ def records(arrays: Mapping[str, np.ndarray[Any, Any]]) -> dict[str, TensorRecor
 
 def made(outputs: Iterable[OutputTensor], arrays: Mapping[str, np.ndarray[Any, Any]]) -> Arrays:
     """The outputs, each element of which is written once."""
-    found = {}
+    arrays_made = {}
     for output in outputs:
         array = np.zeros(output.shape, output.dtype.numpy)
         times = np.zeros(output.shape, np.int64)
@@ -35,5 +35,5 @@ def made(outputs: Iterable[OutputTensor], arrays: Mapping[str, np.ndarray[Any, A
             array[view.inside.slices] = kept.reshape(view.shape).astype(array.dtype)
             times[view.inside.slices] += 1
         assert (times == 1).all()
-        found[output.name] = array
-    return found
+        arrays_made[output.name] = array
+    return arrays_made

@@ -83,11 +83,11 @@ def dask_cluster(**more: str) -> Iterator[Cluster]:
 
 def children(pid: int) -> list[int]:
     """Of a process; none where it is gone."""
-    found: list[int] = []
+    pids: list[int] = []
     for listed in Path(f"/proc/{pid}/task").glob("*/children"):
         with suppress(FileNotFoundError, ProcessLookupError):  # a thread may end meanwhile
-            found += map(int, listed.read_text().split())
-    return found
+            pids += map(int, listed.read_text().split())
+    return pids
 
 
 def wait_for(condition: Callable[[], object]) -> None:
@@ -120,15 +120,15 @@ def _group(command: list[object], env: dict[str, str]) -> Iterator[subprocess.Po
 
 def _group_members(group: int) -> list[int]:
     """Processes of a group that are alive."""
-    found = []
+    pids = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
             state, _, pgrp = stat.read_text().rpartition(")")[2].split()[:3]
         except (FileNotFoundError, ProcessLookupError):
             continue
         if int(pgrp) == group and state != "Z":
-            found.append(int(stat.parent.name))
-    return found
+            pids.append(int(stat.parent.name))
+    return pids
 
 
 def _command(pid: int) -> bytes:

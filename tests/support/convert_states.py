@@ -51,9 +51,9 @@ def arrays_of(value, path=()):
 
 def joined(state):
     """Tensors alone, by their keys joined, each memory once."""
-    found, seen = {}, set()
+    arrays, seen = {}, set()
     for path, array in arrays_of(state):
         if id(array) not in seen:
             seen.add(id(array))
-            found[".".join(path)] = array
-    return found
+            arrays[".".join(path)] = array
+    return arrays

@@ -57,12 +57,12 @@ def state():
     }
 
 
-def save(place, found=None):
+def save(place, whole=None):
     """Save a state, laid out over the mesh."""
     shardings = {name: Sharding(MESH, PartitionSpec(*spec)) for name, spec in SHARDINGS.items()}
-    if found is not None:
+    if whole is not None:
         shardings = {}
-    shardckpt.save(place, state() if found is None else found, options=SaveOptions(shardings=shardings))
+    shardckpt.save(place, state() if whole is None else whole, options=SaveOptions(shardings=shardings))
     return place
 
 

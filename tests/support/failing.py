@@ -354,10 +354,10 @@ def _check_resharded(url: str, _: Fault, error: Exception | None, before: int | 
 
 
 SCENARIOS = {
-    "save": Scenario(lambda _: None, lambda url: save(url, 2), lambda *said: _check_saved(*said, None)),
-    "overwrite": Scenario(lambda url: save(url, 1), lambda url: save(url, 2, overwrite=True), lambda *said: _check_saved(*said, 1)),
+    "save": Scenario(lambda _: None, lambda url: save(url, 2), lambda *outcome: _check_saved(*outcome, None)),
+    "overwrite": Scenario(lambda url: save(url, 1), lambda url: save(url, 2, overwrite=True), lambda *outcome: _check_saved(*outcome, 1)),
     "zarr": Scenario(
-        lambda url: save(url, 1), lambda url: save(url, 2, overwrite=True, layout="zarr"), lambda *said: _check_saved(*said, 1)
+        lambda url: save(url, 1), lambda url: save(url, 2, overwrite=True, layout="zarr"), lambda *outcome: _check_saved(*outcome, 1)
     ),
     "commit": Scenario(lambda url: save_without_commit(url, 2), shardckpt.commit, _check_complete),
     "commit over another": Scenario(
@@ -366,11 +366,11 @@ SCENARIOS = {
     "collect": Scenario(_leave_two, lambda url: collecting.collect(url, grace=0), _check_complete),
     "delete": Scenario(_save_both, lambda url: collecting.delete(f"{url}/a", grace=0), _check_deleted),
     "manager": Scenario(_leave_steps, _save_step, _check_steps),
-    "reshard": Scenario(lambda url: save(f"{url}/source", 2), _reshard, lambda *said: _check_resharded(*said, None)),
+    "reshard": Scenario(lambda url: save(f"{url}/source", 2), _reshard, lambda *outcome: _check_resharded(*outcome, None)),
     "reshard over another": Scenario(
         lambda url: (save(f"{url}/source", 2), save(f"{url}/new", 1)),
         lambda url: _reshard(url, overwrite=True),
-        lambda *said: _check_resharded(*said, 1),
+        lambda *outcome: _check_resharded(*outcome, 1),
     ),
 }
 """Name → what is done."""

@@ -81,11 +81,11 @@ class FakeCuda(cuda_runtime.CudaRuntime):
     @contextmanager
     def installed(self):
         """In the place of CUDA."""
-        found = frameworks_torch.device_type
+        original = frameworks_torch.device_type
         before = cuda_runtime.runtime
 
         def device_type(tensor):
-            return self.kind if self._key(tensor) in self._places else found(tensor)
+            return self.kind if self._key(tensor) in self._places else original(tensor)
 
         frameworks_torch.device_type = dtensor.device_type = device_type
         cuda_runtime.runtime = self
@@ -93,7 +93,7 @@ class FakeCuda(cuda_runtime.CudaRuntime):
             yield self
         finally:
             cuda_runtime.runtime = before
-            frameworks_torch.device_type = dtensor.device_type = found
+            frameworks_torch.device_type = dtensor.device_type = original
 
     def put(self, tensor, index=0):
         """Move a tensor, with all others over its storage, to a device."""

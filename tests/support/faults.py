@@ -142,8 +142,8 @@ class FaultyCloud:
             return None
         report = opened.verify()
         assert report.ok, report
-        found = shardckpt.restore(opened)
-        (state,) = (state for state in states if same(found, state))
+        restored = shardckpt.restore(opened)
+        (state,) = (state for state in states if same(restored, state))
         return state
 
     def assert_whole(self, url: str, state: Any) -> None:

@@ -177,8 +177,8 @@ def use_in_every_way(url):
     for name in checkpoint.names():
         info = checkpoint.info(name)
         corner = shardckpt.Box((0,) * len(info.shape), tuple(min(1, n) for n in info.shape))
-        found = attempted(lambda name=name, corner=corner: checkpoint.read(name, corner))
-        assert found is None or (found.shape == corner.shape and found.dtype == info.dtype.numpy)
+        elements = attempted(lambda name=name, corner=corner: checkpoint.read(name, corner))
+        assert elements is None or (elements.shape == corner.shape and elements.dtype == info.dtype.numpy)
         attempted(lambda name=name: (checkpoint.stock_spec(name), checkpoint.stock_url(name)))
     attempted(lambda: list(iter_leaves(checkpoint.tree)))
     report = attempted(checkpoint.verify)

@@ -236,11 +236,11 @@ class Stage:
 
     def _read(self, kv, key, **options):
         self.gate()
-        found = self.original.read(kv, key, **options).result()
+        result = self.original.read(kv, key, **options).result()
         if self._path(kv, key) == RECORD and (actor := self._actor()) is not None:
             actor.saw.append(self.changes)
-        stamp = SimpleNamespace(generation=self._generation(self._path(kv, key), found))
-        return _Answer(SimpleNamespace(state=found.state, value=found.value, stamp=stamp))
+        stamp = SimpleNamespace(generation=self._generation(self._path(kv, key), result))
+        return _Answer(SimpleNamespace(state=result.state, value=result.value, stamp=stamp))
 
     def _write(self, kv, key, value, if_equal=None):
         self.gate()
@@ -295,10 +295,10 @@ class Stage:
     def _sleep(self, _seconds):
         self._actor().sleep()
 
-    def _generation(self, path, found):
-        if found.state == "missing":
+    def _generation(self, path, result):
+        if result.state == "missing":
             return b"missing"
-        return hashlib.md5(found.value, usedforsecurity=False).digest() if self.versions == "contents" else b"%d" % self.numbers[path]
+        return hashlib.md5(result.value, usedforsecurity=False).digest() if self.versions == "contents" else b"%d" % self.numbers[path]
 
     def gate(self):
         if (actor := self._actor()) is not None:

@@ -45,10 +45,10 @@ class Operated:
     def wait(self, number, *states, seconds=60):
         """A job once it is in one of some states; default: once it has ended."""
         end = time.monotonic() + seconds
-        while (found := self.job(number))["state"] not in (states or ("done", "failed", "cancelled")):
-            assert time.monotonic() < end, found
+        while (job := self.job(number))["state"] not in (states or ("done", "failed", "cancelled")):
+            assert time.monotonic() < end, job
             time.sleep(0.02)
-        return found
+        return job
 
     def run(self, operation, **arguments):
         """Ask for a job, and wait for its end."""
@@ -58,9 +58,9 @@ class Operated:
 
     def done(self, operation, **arguments):
         """The result of a job that succeeds."""
-        found = self.run(operation, **arguments)
-        assert found["state"] == "done", found
-        return found["result"]
+        job = self.run(operation, **arguments)
+        assert job["state"] == "done", job
+        return job["result"]
 
 
 @contextmanager

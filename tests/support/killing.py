@@ -65,7 +65,7 @@ def _assert_all_know(root, answers, fate, *, overwrite):
 
 def reported(message):
     """The hosts that a committer's message says did not finish in time."""
-    found = re.search(r"hosts? ([\d, -]+) \(of \d+\) did not finish within", message)
-    assert found, message
-    ranges = (part.partition("-") for part in found[1].split(", "))
+    match = re.search(r"hosts? ([\d, -]+) \(of \d+\) did not finish within", message)
+    assert match, message
+    ranges = (part.partition("-") for part in match[1].split(", "))
     return {host for first, _, last in ranges for host in range(int(first), int(last or first) + 1)}

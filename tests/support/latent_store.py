@@ -58,8 +58,8 @@ class LatentStore(Store):
         return None if data is None else data[start:stop], generation
 
     def _size(self, key: str) -> int | None:
-        found = _objects.get(self._path(key))
-        return None if found is None else len(found[0])
+        entry = _objects.get(self._path(key))
+        return None if entry is None else len(entry[0])
 
     def _change_token(self, key: str) -> object:
         return _objects.get(self._path(key), (b"", _ABSENT, 0.0))[1]
@@ -90,5 +90,5 @@ class LatentStore(Store):
     def _times(self, prefix: str) -> Iterator[tuple[str, float]]:
         top = self._path("")
         with _changing:
-            found = [(path.removeprefix(top), kept[2]) for path, kept in _objects.items() if path.startswith(top + prefix)]
-        yield from found
+            times = [(path.removeprefix(top), kept[2]) for path, kept in _objects.items() if path.startswith(top + prefix)]
+        yield from times

@@ -43,12 +43,12 @@ def resident(process):
 
 def family(process):
     """Ids of a process and of all its descendants."""
-    found = [process.pid]
-    for pid in found:
+    pids = [process.pid]
+    for pid in pids:
         for tasks in Path(f"/proc/{pid}/task").glob("*/children"):
             with suppress(OSError):
-                found += map(int, tasks.read_text().split())
-    return found
+                pids += map(int, tasks.read_text().split())
+    return pids
 
 
 def memory_of_all(process):
@@ -64,14 +64,14 @@ def memory_of_all(process):
 def slow_clients(service, path, count=SLOW, room=4096, **headers):
     """Connections that have asked and do not read."""
     more = "".join(f"{name.replace('_', '-')}: {value}\r\n" for name, value in headers.items())
-    found = []
+    sockets = []
     for _ in range(count):
         one = socket.socket()
         one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, room)
         one.connect(("127.0.0.1", urlsplit(service.url).port))
         one.sendall(f"GET {path} HTTP/1.1\r\nHost: localhost\r\n{more}\r\n".encode())
-        found.append(one)
-    return found
+        sockets.append(one)
+    return sockets
 
 
 def bomb(place, dtype="float32"):

@@ -25,13 +25,13 @@ MOVED, WRONG_CHECKSUM, END_OF_FILE = 0, 1, 2
 
 def stored(block, chunk):
     """The chunks of a block in grid order, each as it is stored."""
-    found = []
+    chunks = []
     for index in product(*(range(-(-n // side)) for n, side in zip(block.shape, chunk, strict=True))):
         part = block[tuple(slice(i * side, (i + 1) * side) for i, side in zip(index, chunk, strict=True))]
         padded = np.zeros(chunk, block.dtype)
         padded[tuple(slice(n) for n in part.shape)] = part
-        found.append(padded.tobytes() + crc32c.crc32c(padded.tobytes()).to_bytes(4, "little"))
-    return found
+        chunks.append(padded.tobytes() + crc32c.crc32c(padded.tobytes()).to_bytes(4, "little"))
+    return chunks
 
 
 def laid_anyhow(chance, shape, dtype):
@@ -133,8 +133,8 @@ def check_in(moving, seed):
         assert (how, done) == (WRONG_CHECKSUM if fault == "byte" else END_OF_FILE, wrong)
         return
     assert (how, done) == (MOVED, len(crcs))
-    for memory, wanted in expected:
-        assert memory.tobytes() == wanted.tobytes()
+    for memory, content in expected:
+        assert memory.tobytes() == content.tobytes()
 
 
 def check_changes(moving, seed):

@@ -74,23 +74,23 @@ def is_undefined(node):
     return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) or "empty" in str(node.target)
 
 
-def contradictions(found, graph_module, inputs, parts, part_graph=None):
+def contradictions(inferred, graph_module, inputs, parts, part_graph=None):
     """Nodes whose values are not what was claimed of them; and how many claims there were.
 
     Args:
-        found: the `BatchDims` of the graph.
+        inferred: the `BatchDims` of the graph.
         graph_module: the program.
         inputs: all of its placeholders' values, in order.
         parts: how many processes.
         part_graph: the same program traced for a part, where sizes are fixed; None: the program itself takes any.
     """
-    placeholders = [node.name for node in found.program.graph.nodes if node.op == "placeholder"]
+    placeholders = [node.name for node in inferred.program.graph.nodes if node.op == "placeholder"]
     full = values_of(graph_module, inputs)
-    pieces = [cut(value, found.nodes[name], parts) for name, value in zip(placeholders, inputs, strict=True)]
+    pieces = [cut(value, inferred.nodes[name], parts) for name, value in zip(placeholders, inputs, strict=True)]
     runs = [values_of(part_graph or graph_module, [piece[i] for piece in pieces]) for i in range(parts)]
-    undefined = {node.name for node in found.program.graph.nodes if is_undefined(node)}
+    undefined = {node.name for node in inferred.program.graph.nodes if is_undefined(node)}
     wrong, claims = [], 0
-    for name, layouts in found.nodes.items():
+    for name, layouts in inferred.nodes.items():
         several = isinstance(layouts, tuple)
         for i, layout in enumerate(layouts if several else [layouts]):
             value, held = full[name], [run[name] for run in runs]

@@ -101,10 +101,10 @@ class Running:
         """Bytes that come back for raw bytes, until the service closes the connection."""
         with socket.create_connection(self.address, timeout=seconds) as one:
             one.sendall(data)
-            found = b""
+            answer = b""
             while part := one.recv(65536):
-                found += part
-            return found
+                answer += part
+            return answer
 
     def wait_until(self, holds, seconds=60):
         """Wait until a condition holds."""
@@ -136,9 +136,9 @@ def serving(*roots, **options):
     try:
         assert begun.wait(60)
         kind = RunningAtSocket if urls[0].startswith("unix:") else Running
-        found = kind(urls[0], chosen, server.service.upkeep, tuple(server.config.app._app.routes))
-        found.wait_until(lambda: found.ask("/readyz").status == 200)
-        yield found
+        running = kind(urls[0], chosen, server.service.upkeep, tuple(server.config.app._app.routes))
+        running.wait_until(lambda: running.ask("/readyz").status == 200)
+        yield running
     finally:
         server.should_exit = True
         thread.join(60)

@@ -56,8 +56,8 @@ class Hosts:
 
     def sources(self, host: int, tensors) -> dict[str, HostSource]:
         """`tensors`: name → (shape, layout) or (shape, layout, dtype)."""
-        found = {name: self.source(host, name, *described) for name, described in tensors.items()}
-        return {name: source for name, source in found.items() if source is not None}
+        sources = {name: self.source(host, name, *described) for name, described in tensors.items()}
+        return {name: source for name, source in sources.items() if source is not None}
 
 
 def nbytes(shape, dtype="float32") -> int:

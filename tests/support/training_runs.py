@@ -32,15 +32,15 @@ class Run:
                 manager.save(step, state(step), None if metrics is None else metrics(step))
                 manager.wait()
 
-    def told(self, kind):
+    def events_of(self, kind):
         return [event for event in self.events if type(event).__name__ == kind]
 
     def holds(self, step):
         """Whether a step is there, and what was saved last."""
         try:
-            found = shardckpt.restore(self.root / str(step))
+            restored = shardckpt.restore(self.root / str(step))
         except shardckpt.errors.NotFoundError:
             return False
-        np.testing.assert_array_equal(found["w"], found["w"][0])
-        assert int(found["w"][0]) % 1_000_000 == step
+        np.testing.assert_array_equal(restored["w"], restored["w"][0])
+        assert int(restored["w"][0]) % 1_000_000 == step
         return True

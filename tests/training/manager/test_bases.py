@@ -38,7 +38,7 @@ def test_retention_keeps_the_base_as_long_as_a_step_needs_it(run):
         assert manager.all_steps() == [0, 2, 3]
         assert [sorted(info.bases) for info in manager.steps()] == [[], [0], [0]]
         assert manager.last_report.nbytes == 4000
-    assert [event.step for event in run.told("StepDeleted")] == [1]
+    assert [event.step for event in run.events_of("StepDeleted")] == [1]
     assert all(holds(run, step) for step in (0, 2, 3))
 
 
@@ -125,7 +125,7 @@ def test_a_run_resumes_from_a_step_that_has_a_base_and_falls_back_where_that_is_
 
     assert found.step == (1 if lost == "moved" else 2)
     assert np.array_equal(found.state["frozen"], FROZEN)
-    assert [event.step for event in run.told("FellBack")] == [3]
+    assert [event.step for event in run.events_of("FellBack")] == [3]
 
 
 def test_a_step_cannot_be_its_own_base_and_a_base_is_of_one_kind_of_storage(run):

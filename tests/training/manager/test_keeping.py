@@ -21,7 +21,7 @@ from shardckpt.runs.retention import Best, EveryKth, Younger, any_of
 def test_the_latest_are_kept_and_the_others_deleted_behind_the_training(run):
     run.train(*range(1, 8), keep=3)
     assert run.manager().all_steps() == [5, 6, 7]
-    assert [event.step for event in run.told("StepDeleted")] == [1, 2, 3, 4]
+    assert [event.step for event in run.events_of("StepDeleted")] == [1, 2, 3, 4]
     with pytest.raises(errors.NotFoundError):
         shardckpt.open(run.root / "4")
 

@@ -41,13 +41,13 @@ def test_a_signal_saves_at_once_and_the_handler_of_before_is_called_too(run, ter
         assert train(manager, 10, lambda: os.kill(os.getpid(), signal.SIGTERM)) == 5
     assert run.holds(5)
     assert terminated == [signal.SIGTERM]
-    assert [(e.step, e.source) for e in run.told("PreemptionNoticed")] == [(5, "SIGTERM")]
+    assert [(e.step, e.source) for e in run.events_of("PreemptionNoticed")] == [(5, "SIGTERM")]
 
 
 def test_so_does_a_file(run, tmp_path):
     with run.manager(every=None, preemption=OnPreemption(signals=(), file=tmp_path / "notice")) as manager:
         assert train(manager, 10, (tmp_path / "notice").touch) == 5
-    assert run.told("PreemptionNoticed")[0].source == str(tmp_path / "notice")
+    assert run.events_of("PreemptionNoticed")[0].source == str(tmp_path / "notice")
 
 
 def test_and_a_function(run):

@@ -111,12 +111,12 @@ def saved(manager, steps):
 
 def test_a_pinned_step_is_not_replaced_and_the_next_one_is_saved_in_its_place(run, before_a_pin):
     assert saved(before_a_pin, range(901, 1102)) == [950, 1001, 1050, 1100]
-    assert [(e.step, "pinned" in e.reason, "next step" in e.reason) for e in run.told("SaveSkipped")] == [(1000, True, True)]
+    assert [(e.step, "pinned" in e.reason, "next step" in e.reason) for e in run.events_of("SaveSkipped")] == [(1000, True, True)]
 
 
 def test_a_forced_save_does_not_replace_a_pinned_step_and_an_event_says_so(run, before_a_pin):
     assert not before_a_pin.save(1000, state(1000), force=True)
-    assert [e.step for e in run.told("SaveSkipped")] == [1000]
+    assert [e.step for e in run.events_of("SaveSkipped")] == [1000]
 
 
 def test_a_job_that_is_stopped_at_a_pinned_step_ends_at_the_one_after_it_which_is_saved(run, before_a_pin):
@@ -163,8 +163,8 @@ def test_unless_falling_back_is_allowed_which_says_why(run):
     (run.root / "900" / "checkpoint.json").write_text("{}")
     with run.manager(fallback=True, every=100) as manager:
         assert manager.restore().step == 800
-        assert [event.step for event in run.told("FellBack")] == [1000, 900]
-        assert "checksum" in run.told("FellBack")[0].reason
+        assert [event.step for event in run.events_of("FellBack")] == [1000, 900]
+        assert "checksum" in run.events_of("FellBack")[0].reason
         assert manager.latest_step() == 800
         for step in (900, 1000):
             manager.save(step, state(step))

@@ -73,7 +73,7 @@ def test_a_step_is_saved_without_being_due_only_when_forced(run):
         assert not manager.save(1, state(1))
         assert manager.save(1, state(1), force=True)
         assert not manager.save(1, state(1), force=True)
-        assert [(e.step, e.reason) for e in run.told("SaveSkipped")] == [(1, "it is saved already")]
+        assert [(e.step, e.reason) for e in run.events_of("SaveSkipped")] == [(1, "it is saved already")]
         assert not manager.should_save(2)
     assert run.holds(1)
 
@@ -168,7 +168,7 @@ def test_a_second_save_waits_for_the_one_in_flight(run, gate):
         second = threading.Thread(target=manager.save, args=(2, state(2)))
         second.start()
         assert not run.holds(1)
-        assert len(run.told("SaveStarted")) == 1
+        assert len(run.events_of("SaveStarted")) == 1
         gate.opened.set()
         second.join(60)
         assert run.holds(1)
@@ -183,7 +183,7 @@ def test_or_is_skipped_with_an_event_by_choice(run, gate):
         gate.opened.set()
         manager.wait()
         assert manager.save(3, state(3))
-    assert [(e.step, e.reason) for e in run.told("SaveSkipped")] == [(2, "the save before it is still in flight")]
+    assert [(e.step, e.reason) for e in run.events_of("SaveSkipped")] == [(2, "the save before it is still in flight")]
     assert [run.holds(step) for step in (1, 2, 3)] == [True, False, True]
 
 
@@ -218,8 +218,8 @@ def test_a_failure_in_the_background_is_raised_once_by_the_next_save_with_its_st
             manager.save(2, state(2))
         assert caught.value.__notes__ == ["Step 1 was being saved in the background."]
         assert manager.save(3, state(3))
-    assert [e.step for e in run.told("SaveFailed")] == [1]
-    assert run.told("SaveFailed")[0].error is caught.value
+    assert [e.step for e in run.events_of("SaveFailed")] == [1]
+    assert run.events_of("SaveFailed")[0].error is caught.value
     assert not (run.root / "1").is_dir()
     assert run.holds(2)  # all processes save the same steps, whether one of them raises or not
     assert run.holds(3)
@@ -302,7 +302,7 @@ def test_events_tell_what_happens_in_order(run):
         *[(kind, 2) for kind in ("SaveStarted", "SaveStaged", "SaveCommitted")],
         ("StepDeleted", 1),
     ]
-    assert run.told("SaveStaged")[0].nbytes == 4000
+    assert run.events_of("SaveStaged")[0].nbytes == 4000
 
 
 def test_metrics_are_kept_and_the_best_step_is_found_by_them(run):
