@@ -65,27 +65,27 @@ def apply(root, number, tensors):
     """Bring tensors from the version before to this one; return the names that changed."""
     place = root / f"weight_v{number:06d}"
     index = json.loads((place / "model.safetensors.index.json").read_text())
-    said = index["metadata"]
-    assert said["compression_format"] == "zstd"
-    assert (said["version"], said["base_version"]) == (f"{number:06d}", f"{number - 1:06d}")
+    metadata = index["metadata"]
+    assert metadata["compression_format"] == "zstd"
+    assert (metadata["version"], metadata["base_version"]) == (f"{number:06d}", f"{number - 1:06d}")
     files = {name: {*entries(place / name)[0]} for name in {*index["weight_map"].values()}}
     assert {file.name for file in place.glob("*.safetensors")} == {*files}
     assert {tensor: name for name, held in files.items() for tensor in held} == index["weight_map"]
     for name in files:
-        found, digests = entries(place / name)
-        assert digests.keys() == found.keys()
-        for tensor, (one, frame) in found.items():
+        tensors_of_file, digests = entries(place / name)
+        assert digests.keys() == tensors_of_file.keys()
+        for tensor, (one, frame) in tensors_of_file.items():
             assert (one["dtype"], one["shape"]) == ("U8", [len(frame)])
             old = np.frombuffer(tensors[tensor], np.uint8)
             with zstandard.ZstdDecompressor().stream_reader(frame, read_across_frames=False) as reader:
                 plain = np.frombuffer(reader.read(8 * old.nbytes + 8), np.uint8)
-            if said["delta_encoding"] == "xor":
+            if metadata["delta_encoding"] == "xor":
                 assert plain.nbytes == old.nbytes
                 old ^= plain
             else:
                 (count,) = plain[:4].view("<u4")
                 old[plain[4 : 4 + 4 * count].view("<u4")] = plain[4 + 4 * count :]
-            assert DIGESTS[said["checksum_format"]](bytes(old)) == digests[tensor]
+            assert DIGESTS[metadata["checksum_format"]](bytes(old)) == digests[tensor]
     return {*index["weight_map"]}
 
 
@@ -224,9 +224,9 @@ def test_a_process_that_follows_and_is_killed_again_and_again_leaves_a_chain(tra
         assert time.monotonic() < deadline
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=60)
-    assert process.returncode == 130, said
-    assert "run the same command again to continue" in said
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130, errors
+    assert "run the same command again to continue" in errors
     check(tmp_path, out, steps, **NAMED)
 
 

@@ -28,8 +28,8 @@ class Other:
         self.suffix = suffix
 
     def looks_like(self, location: object) -> str | None:
-        found = [path.name for path in parse(str(location)).local_path.glob(f"*{self.suffix}")]  # type: ignore[union-attr]  # on disk
-        return f"{found[0]}" if found else None
+        names = [path.name for path in parse(str(location)).local_path.glob(f"*{self.suffix}")]  # type: ignore[union-attr]  # on disk
+        return f"{names[0]}" if names else None
 
 
 @pytest.fixture
@@ -62,8 +62,8 @@ def test_a_directory_is_known_by_what_is_in_it(tmp_path: Path) -> None:
 def test_of_two_formats_side_by_side_one_may_go_before_the_other(tmp_path: Path) -> None:
     save_file(ARRAYS, tmp_path / "model.safetensors")
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
-    found = detect(parse(tmp_path))
-    assert (found.format, found.others) == ("safetensors", ("torch: pytorch_model.bin",))
+    detected = detect(parse(tmp_path))
+    assert (detected.format, detected.others) == ("safetensors", ("torch: pytorch_model.bin",))
 
 
 @pytest.mark.usefixtures("formats")

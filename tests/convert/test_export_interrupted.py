@@ -72,8 +72,8 @@ def check_deaths(place, deaths, unpublished):
     results = [path.read_bytes() for path in place.glob("*.result")]
     assert len(results) == len(deaths)
     assert all(result == whole for result in results)
-    there = [found for _, found, *_ in deaths]
-    assert there == sorted(there, key=lambda found: found is True), "once it is there it stays"
+    there = [state for _, state, *_ in deaths]
+    assert there == sorted(there, key=lambda state: state is True), "once it is there it stays"
     assert set(there) <= {unpublished, True}
     header = int.from_bytes(whole[:8], "little") + 8
     for _, _, resumed, written, _ in deaths:
@@ -167,7 +167,7 @@ def test_notes_that_are_torn_count_as_far_as_they_are_whole(tmp_path, small):
     notes = tmp_path / ".a.safetensors.partial" / "notes"
     whole = notes.read_bytes()
     shardckpt.export(tmp_path / "c", tmp_path / "b.safetensors")
-    wanted = (tmp_path / "b.safetensors").read_bytes()
+    expected = (tmp_path / "b.safetensors").read_bytes()
     partial = {path.name: path.read_bytes() for path in notes.parent.iterdir()}
     for damaged in (whole[:-1], whole[:40], whole[:20], b"", whole + bytes(64), whole[:60] + bytes(len(whole) - 60), whole + b"\xff" * 9):
         notes.parent.mkdir(exist_ok=True)
@@ -175,7 +175,7 @@ def test_notes_that_are_torn_count_as_far_as_they_are_whole(tmp_path, small):
             (notes.parent / name).write_bytes(content)
         notes.write_bytes(damaged)
         shardckpt.export(tmp_path / "c", tmp_path / "a.safetensors")
-        assert (tmp_path / "a.safetensors").read_bytes() == wanted
+        assert (tmp_path / "a.safetensors").read_bytes() == expected
         (tmp_path / "a.safetensors").unlink()
 
 
@@ -202,16 +202,16 @@ def test_a_file_system_that_gives_less_than_is_asked_for_is_asked_again(tmp_path
 
 def test_two_exports_to_one_name_do_not_mix(tmp_path, small):
     source(tmp_path / "c")
-    told = []
+    ends = []
 
     def progress(done, total):
         if done == total:
             with pytest.raises(errors.StorageError, match="another export is writing there; wait for it, or choose another name"):
                 shardckpt.export(tmp_path / "c", tmp_path / "a.safetensors")
-            told.append(done)
+            ends.append(done)
 
     shardckpt.export(tmp_path / "c", tmp_path / "a.safetensors", progress=progress)
-    assert len(told) == 1
+    assert len(ends) == 1
 
 
 def test_a_file_that_is_there_stays_unless_it_is_to_be_replaced(tmp_path, small):

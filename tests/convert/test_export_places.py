@@ -55,10 +55,10 @@ def test_a_directory_holds_one_model_and_another_one_is_replaced_as_a_whole(tmp_
     assert names(out) == held
     report = shardckpt.export(place, out, max_shard_size=after, overwrite=True)
     assert names(out) == sorted([*report.files, "config.json"])
-    found = {}
+    arrays = {}
     for file in out.glob("*.safetensors"):
-        found |= safetensors.numpy.load_file(file)
-    assert {name: array.tobytes() for name, array in found.items()} == {name: array.tobytes() for name, array in STATE.items()}
+        arrays |= safetensors.numpy.load_file(file)
+    assert {name: array.tobytes() for name, array in arrays.items()} == {name: array.tobytes() for name, array in STATE.items()}
 
 
 def test_what_other_exports_have_left_is_not_taken_for_ones_own(tmp_path, place):

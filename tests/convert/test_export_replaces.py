@@ -59,11 +59,11 @@ def check(fate, *, atomic):
 @pytest.mark.parametrize("act", ["kill", "fail"])
 @pytest.mark.parametrize("how", ["exchange", "steps", "layers"])
 def test_a_complete_directory_is_found_whichever_operation_ends_the_export(place, how, act):
-    found = fates(place, how, act)
-    operations = [fate["operation"] for fate in found]
+    outcomes = fates(place, how, act)
+    operations = [fate["operation"] for fate in outcomes]
     assert operations[0] == "fsync"
     assert operations.count("exchange" if how == "exchange" else "rename") >= (1 if how == "exchange" else 3)
-    for fate in found:
+    for fate in outcomes:
         check(fate, atomic=how == "exchange" or act == "fail")
         if act == "fail" and fate["then"]["out"] == "nothing":
             assert ".complete" in fate["said"]
@@ -136,8 +136,8 @@ def test_every_file_and_every_new_directory_of_an_export_is_synced_after_its_las
     synced = json.loads(subprocess.run(code, capture_output=True, text=True, check=True, timeout=250).stdout)
     paths = [top, top / "new", top / "new" / "models", final, *(final.rglob("*") if final.is_dir() else ())]
     for path in paths:
-        found = path.stat()
-        seen = synced.get(f"{found.st_dev} {found.st_ino}")
+        status = path.stat()
+        seen = synced.get(f"{status.st_dev} {status.st_ino}")
         assert seen is not None, path
         if (to, path) != ("safetensors", final):  # the hidden directory is removed after the files have their names
-            assert seen == [found.st_size, found.st_mtime_ns], path
+            assert seen == [status.st_size, status.st_mtime_ns], path

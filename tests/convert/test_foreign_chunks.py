@@ -36,10 +36,10 @@ if TYPE_CHECKING:
 MiB = 1 << 20
 
 
-def read(source: ForeignSource, wanted: list[Wanted]) -> None:
+def read(source: ForeignSource, reads: list[Wanted]) -> None:
     """Each by a request of its own; converted, where the buffer is of another dtype than the tensor."""
     requests = []
-    for name, box, buffer in wanted:
+    for name, box, buffer in reads:
         tensor = source.record.structure.tensors[name]
         meaning = None if buffer.dtype == tensor.dtype.storage else tensor.dtype.numpy
         requests.append(Request(name, tensor.dtype.storage, tensor.pieces, BoxArray.of([box], box.ndim), [buffer], convert_from=meaning))
@@ -51,13 +51,13 @@ def cases(draw: st.DrawFn) -> tuple[dict[str, NDArray[Any]], list[Wanted]]:
     """A state, and boxes of it with memory for each, which may be larger, or of another dtype."""
     shapes = draw(st.lists(st.lists(st.integers(1, 9), max_size=3), min_size=1, max_size=4))
     state: dict[str, NDArray[Any]] = {f"t{i}": np.random.default_rng(i).random(shape, np.float32) for i, shape in enumerate(shapes)}
-    wanted = []
+    reads = []
     for name in draw(st.lists(st.sampled_from(list(state)), min_size=1, max_size=6)):
         start = [draw(st.integers(0, n - 1)) for n in state[name].shape]
         box = Box(tuple(start), tuple(draw(st.integers(a + 1, n)) for a, n in zip(start, state[name].shape, strict=True)))
         dtype = draw(st.sampled_from([np.float32, np.float64]))
-        wanted.append((name, box, np.zeros([n + draw(st.integers(0, 1)) for n in box.shape], dtype)))
-    return state, wanted
+        reads.append((name, box, np.zeros([n + draw(st.integers(0, 1)) for n in box.shape], dtype)))
+    return state, reads
 
 
 @settings(max_examples=60)
@@ -65,7 +65,7 @@ def cases(draw: st.DrawFn) -> tuple[dict[str, NDArray[Any]], list[Wanted]]:
 def test_any_boxes_of_any_tensors_are_read_to_any_memory(
     case: tuple[dict[str, NDArray[Any]], list[Wanted]], rows: int, transposed: bool
 ) -> None:
-    state, wanted = case
+    state, reads = case
     with tempfile.TemporaryDirectory() as directory, pytest.MonkeyPatch.context() as patch:
         patch.setattr(from_safetensors, "ROWS_BYTES", rows)
         file = Path(directory, "model")
@@ -73,8 +73,8 @@ def test_any_boxes_of_any_tensors_are_read_to_any_memory(
             torch.save({name: torch.from_numpy(array.T.copy().T) for name, array in state.items()}, file)
         else:
             save_file(state, file)
-        read(ForeignSpec(str(file), "torch" if transposed else "safetensors").open(), wanted)
-    for name, box, buffer in wanted:
+        read(ForeignSpec(str(file), "torch" if transposed else "safetensors").open(), reads)
+    for name, box, buffer in reads:
         part = state[name][(*box.slices, ...)]
         np.testing.assert_array_equal(buffer[(*map(slice, part.shape), ...)], part.astype(buffer.dtype))
 
@@ -99,8 +99,8 @@ def test_groups_that_share_a_tensor_are_each_read_in_few_reads(tmp_path: Path) -
     save_file(state, tmp_path / "model.safetensors")
     source = ForeignSpec(str(tmp_path / "model.safetensors"), "safetensors").open()
     tensors = source.record.structure.tensors
-    wanted = [("ab", np.float32), ("bc", np.float64), ("a", np.float32)]
-    buffers = [{name: np.zeros((300, 1000), dtype) for name in names} for names, dtype in wanted]
+    names_and_dtypes = [("ab", np.float32), ("bc", np.float64), ("a", np.float32)]
+    buffers = [{name: np.zeros((300, 1000), dtype) for name in names} for names, dtype in names_and_dtypes]
     groups = [
         [
             Request.of(tensors[name], BoxArray.of([Box.full((300, 1000))], 2), [into], converts=into.dtype == np.float64)
@@ -211,11 +211,11 @@ def test_in_an_object_store_several_pieces_are_looked_for_at_a_time(monkeypatch:
         return run(self, *of)
 
     monkeypatch.setattr(Placed, "run", waited_for)
-    wanted = [(name, Box((0,), (100,)), np.empty(100, np.float32)) for name in state]
+    reads = [(name, Box((0,), (100,)), np.empty(100, np.float32)) for name in state]
 
-    read(source, wanted)
+    read(source, reads)
 
-    assert all((buffer == state[name].numpy()).all() for name, _, buffer in wanted)
+    assert all((buffer == state[name].numpy()).all() for name, _, buffer in reads)
 
 
 def test_of_what_is_read_together_the_damaged_one_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -93,8 +93,8 @@ def test_plain_tensors_of_every_dtype_and_stride_and_leaves_are_what_dcp_itself_
 
 
 def test_an_asynchronous_save_is_read_as_any_other(jobs, tmp_path):
-    found = contents(opened(saved(jobs, tmp_path / "async", 2, "sharded", "one file", "async")))
-    np.testing.assert_array_equal(found["uneven"], np.arange(5, dtype=np.int32))
+    arrays = contents(opened(saved(jobs, tmp_path / "async", 2, "sharded", "one file", "async")))
+    np.testing.assert_array_equal(arrays["uneven"], np.arange(5, dtype=np.int32))
 
 
 def test_each_process_of_dcp_has_a_piece_of_its_own(jobs, tmp_path):

@@ -84,12 +84,12 @@ def test_what_several_processes_have_saved_is_read(tmp_path):
     command = [sys.executable, CHILDREN / "orbax_processes.py", f"127.0.0.1:{_free_port()}"]
     processes = [subprocess.Popen([*command, str(i), tmp_path], env={**os.environ, **flags}, stderr=subprocess.PIPE) for i in range(2)]
     try:
-        said = [process.communicate(timeout=250)[1] for process in processes]
+        errors = [process.communicate(timeout=250)[1] for process in processes]
     finally:
         for process in processes:
             process.kill()
             process.wait()
-    assert [process.returncode for process in processes] == [0, 0], said
+    assert [process.returncode for process in processes] == [0, 0], errors
     array = np.random.default_rng(0).standard_normal((32, 24)).astype("float32")
     expected = {"both": array, "numpy": np.arange(5), "replicated": array, "step": 3, "tuple": array}
     for name in ("ocdbt", "plain"):
@@ -128,8 +128,8 @@ def test_metrics_and_custom_metadata_become_metadata(written):
 def test_what_is_no_orbax_checkpoint_is_not_taken_for_one(written, tmp_path):
     (tmp_path / "checkpoint").write_text('model_checkpoint_path: "TensorFlow\'s"')
     (tmp_path / "state").mkdir()
-    found = [looks_like(parse(str(p))) for p in (tmp_path, tmp_path / "nothing", tmp_path / "checkpoint", written[0])]
-    assert found == [None] * 4, "several checkpoints side by side are none either"
+    signs = [looks_like(parse(str(p))) for p in (tmp_path, tmp_path / "nothing", tmp_path / "checkpoint", written[0])]
+    assert signs == [None] * 4, "several checkpoints side by side are none either"
     with pytest.raises(FormatError, match="not an Orbax checkpoint"):
         opened(tmp_path / "state")
 
@@ -254,12 +254,12 @@ def test_metadata_that_make_no_sense_are_refused(copied, metadata):
 
 
 @pytest.mark.parametrize("file", ["_sharding", "array_metadatas/process_0"])
-@pytest.mark.parametrize(("content", "said"), [(b"{", "is not JSON: "), (b"[0]", r"was not written by Orbax \(")])
-def test_layouts_and_generators_that_make_no_sense_are_refused(copied, file, content, said):
+@pytest.mark.parametrize(("content", "words"), [(b"{", "is not JSON: "), (b"[0]", r"was not written by Orbax \(")])
+def test_layouts_and_generators_that_make_no_sense_are_refused(copied, file, content, words):
     path = copied("rich")
     (path / file).parent.mkdir(exist_ok=True)
     (path / file).write_bytes(content)
-    with pytest.raises(FormatError, match=rf"^[^:]*/{file} {said}") as raised:
+    with pytest.raises(FormatError, match=rf"^[^:]*/{file} {words}") as raised:
         opened(path)
     assert str(raised.value).count("replace it with a backup") == 1
 

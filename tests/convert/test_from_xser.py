@@ -62,9 +62,9 @@ def test_files_of_xm_save_and_of_tensors_on_devices_are_torchs(saved, name):
 
 
 def test_which_of_the_two_a_file_is_follows_from_the_directory_beside_it(saved):
-    found = {name: detect(parse(str(saved[0] / name))) for name in ("xser.pt", "xm.pt")}
-    assert (found["xser.pt"].format, found["xm.pt"].format) == ("xser", "torch")
-    assert found["xser.pt"].seen == "xser.pt, and 6 tensors in xser.pt.tensors/"
+    detected = {name: detect(parse(str(saved[0] / name))) for name in ("xser.pt", "xm.pt")}
+    assert (detected["xser.pt"].format, detected["xm.pt"].format) == ("xser", "torch")
+    assert detected["xser.pt"].seen == "xser.pt, and 6 tensors in xser.pt.tensors/"
     with pytest.raises(NotFoundError, match=r"give the path that xser\.save was given"):
         opened(saved[0] / "xser.pt.tensors")
 

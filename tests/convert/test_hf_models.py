@@ -47,7 +47,7 @@ def planned(folder: Path, **options: object) -> tuple[Outputs, Arrays]:
 
 def saved(folder: Path) -> Arrays:
     """Arrays that `save_pretrained` wrote; the layout of such a file is a header of JSON, and the elements."""
-    found = {}
+    arrays = {}
     for file in (folder / "saved").glob("*.safetensors"):
         data = file.read_bytes()
         start = 8 + int.from_bytes(data[:8], "little")
@@ -55,8 +55,8 @@ def saved(folder: Path) -> Arrays:
             if name != "__metadata__":
                 a, b = entry["data_offsets"]
                 dtype = {"F32": np.dtype(np.float32), "BF16": np.dtype(ml_dtypes.bfloat16)}[entry["dtype"]]
-                found[name] = np.frombuffer(data[start + a : start + b], dtype).reshape(entry["shape"])
-    return found
+                arrays[name] = np.frombuffer(data[start + a : start + b], dtype).reshape(entry["shape"])
+    return arrays
 
 
 def assert_same(ours: Arrays, theirs: Arrays) -> None:

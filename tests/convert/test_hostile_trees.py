@@ -115,8 +115,8 @@ def torch_keeps(state):
     """State as torch's format keeps it: a list or tuple that has lost an item is a dict, and a container that has lost all is not there."""
     if type(state) not in (dict, list, tuple) or not state:
         return LOST if isinstance(state, bytes) and not state else state
-    found = {key: torch_keeps(child) for key, child in (state.items() if isinstance(state, dict) else enumerate(state))}
-    left = {key: child for key, child in found.items() if child is not LOST}
+    children = {key: torch_keeps(child) for key, child in (state.items() if isinstance(state, dict) else enumerate(state))}
+    left = {key: child for key, child in children.items() if child is not LOST}
     if not left:
         return LOST
     return left if isinstance(state, dict) or len(left) < len(state) else type(state)(left.values())
@@ -133,11 +133,11 @@ def from_torch(place):
 def as_dcp(value):
     """Keys are texts, tuples with tensors in them are lists, and dicts without values are not there. A list with such a dict is refused."""
     if isinstance(value, dict):
-        found = {str(key): as_dcp(child) for key, child in value.items()}
-        return {key: child for key, child in found.items() if child is not LOST} or LOST
+        children = {str(key): as_dcp(child) for key, child in value.items()}
+        return {key: child for key, child in children.items() if child is not LOST} or LOST
     if type(value) is list or (type(value) is tuple and has_tensors(value)):
-        found = [as_dcp(child) for child in value]
-        return LOST if value and all(child is LOST for child in found) else found
+        children = [as_dcp(child) for child in value]
+        return LOST if value and all(child is LOST for child in children) else children
     return value
 
 
@@ -184,11 +184,11 @@ def safetensors_name(name):
 def orbax_keeps(state, keys=()):
     """State as Orbax keeps it: None in the place of a lost leaf of a list or tuple; containers that lose all leaves stay."""
     if isinstance(state, dict):
-        found = {key: orbax_keeps(child, (*keys, str(key))) for key, child in state.items()}
-        return {key: child for key, child in found.items() if child is not LOST}
+        children = {key: orbax_keeps(child, (*keys, str(key))) for key, child in state.items()}
+        return {key: child for key, child in children.items() if child is not LOST}
     if type(state) in (list, tuple):
-        found = [orbax_keeps(child, (*keys, str(i))) for i, child in enumerate(state)]
-        return type(state)(None if child is LOST else child for child in found)
+        children = [orbax_keeps(child, (*keys, str(i))) for i, child in enumerate(state)]
+        return type(state)(None if child is LOST else child for child in children)
     lost = isinstance(state, bytes | complex | torch.dtype | torch.device) or (isinstance(state, int) and not -(1 << 63) <= state < 1 << 64)
     return LOST if lost or (isinstance(state, str) and (state == "\ud800" or re.search("~(?![01])|\ud800", ".".join(keys)))) else state
 
@@ -240,8 +240,8 @@ def test_a_list_with_an_empty_dict_comes_back_from_what_dcp_itself_saved(tmp_pat
 
     dcp.save({"l": [torch.ones(2), {}, torch.zeros(3)]}, checkpoint_id=tmp_path / "d", no_dist=True)
     shardckpt.import_checkpoint(tmp_path / "d", tmp_path / "c", trust_pickle=True, workers=1)
-    found = shardckpt.restore(tmp_path / "c")["l"]
-    assert (found[0].tolist(), found[1], found[2].tolist()) == ([1, 1], {}, [0, 0, 0])
+    items = shardckpt.restore(tmp_path / "c")["l"]
+    assert (items[0].tolist(), items[1], items[2].tolist()) == ([1, 1], {}, [0, 0, 0])
 
 
 @pytest.mark.parametrize("state", [["x", {}], ["x", {"k": {}}, "y"], [np.ones(2), {}, np.ones(1)], [["x", {}]]])

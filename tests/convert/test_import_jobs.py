@@ -45,8 +45,8 @@ def source(tmp_path: Path) -> Path:
 
 
 def same(target: Path | str) -> None:
-    found = shardckpt.restore(target)
-    assert {name: array.tobytes() for name, array in found.items()} == {name: array.tobytes() for name, array in state().items()}
+    restored = shardckpt.restore(target)
+    assert {name: array.tobytes() for name, array in restored.items()} == {name: array.tobytes() for name, array in state().items()}
     assert shardckpt.open(target).verify().ok
 
 

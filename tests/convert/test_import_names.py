@@ -43,26 +43,26 @@ stack = 0
 
 def weights() -> dict[str, NDArray[Any]]:
     rng = np.random.default_rng(0)
-    found: dict[str, NDArray[Any]] = {"embed": rng.normal(size=(100, HIDDEN)).astype(np.float32)}
+    arrays: dict[str, NDArray[Any]] = {"embed": rng.normal(size=(100, HIDDEN)).astype(np.float32)}
     for i in range(LAYERS):
         for name, rows in (("q", HIDDEN), ("k", KV), ("v", KV)):
-            found[f"layers.{i}.{name}.weight"] = rng.normal(size=(rows, HIDDEN)).astype(np.float32)
-        found[f"layers.{i}.norm"] = rng.normal(size=HIDDEN).astype(np.float32)
-    return found
+            arrays[f"layers.{i}.{name}.weight"] = rng.normal(size=(rows, HIDDEN)).astype(np.float32)
+        arrays[f"layers.{i}.norm"] = rng.normal(size=HIDDEN).astype(np.float32)
+    return arrays
 
 
 def fused(state: dict[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
     """The arrays that the mapping FUSED asks for, made by numpy."""
-    found = {"embed": state["embed"], "blocks.norms": np.stack([state[f"layers.{i}.norm"] for i in range(LAYERS)])}
+    arrays = {"embed": state["embed"], "blocks.norms": np.stack([state[f"layers.{i}.norm"] for i in range(LAYERS)])}
     for i in range(LAYERS):
         q, k, v = (state[f"layers.{i}.{name}.weight"].T for name in "qkv")
         groups = [part for g in range(4) for part in (q[:, 6 * g : 6 * g + 6], k[:, 2 * g : 2 * g + 2], v[:, 2 * g : 2 * g + 2])]
-        found[f"blocks.{i}.qkv.weight"] = np.concatenate(groups, 1)
-    return found
+        arrays[f"blocks.{i}.qkv.weight"] = np.concatenate(groups, 1)
+    return arrays
 
 
-def same(found: dict[str, NDArray[Any]], expected: dict[str, NDArray[Any]]) -> None:
-    assert {name: (a.shape, a.tobytes()) for name, a in found.items()} == {name: (a.shape, a.tobytes()) for name, a in expected.items()}
+def same(actual: dict[str, NDArray[Any]], expected: dict[str, NDArray[Any]]) -> None:
+    assert {name: (a.shape, a.tobytes()) for name, a in actual.items()} == {name: (a.shape, a.tobytes()) for name, a in expected.items()}
 
 
 @pytest.fixture
@@ -98,11 +98,11 @@ def test_renamed_tensors_are_read_once_and_slashes_make_containers(tmp_path: Pat
     options: dict[str, Any] = {"strip_prefix": "model.", "rename": ["s/[.]/\\//g"], "exclude": "head.*", "add_prefix": "net/", "into": "s"}
     report = shardckpt.import_checkpoint(tmp_path / "a.safetensors", tmp_path / "1", workers=1, **options)
     assert report.read_bytes == 2 * 4 * 300_000
-    found = shardckpt.restore(tmp_path / "1")
-    same({name: found["s"]["net"][name]["w"] for name in "ab"}, {name: state[f"model.{name}.w"] for name in "ab"})
-    assert found.keys() == {"s"}
-    assert found["s"].keys() == {"net"}
-    assert found["s"]["net"].keys() == {"a", "b"}
+    restored = shardckpt.restore(tmp_path / "1")
+    same({name: restored["s"]["net"][name]["w"] for name in "ab"}, {name: state[f"model.{name}.w"] for name in "ab"})
+    assert restored.keys() == {"s"}
+    assert restored["s"].keys() == {"net"}
+    assert restored["s"]["net"].keys() == {"a", "b"}
 
 
 def test_the_attempt_follows_from_the_names_and_workers_agree(tmp_path: Path, mapping: Path) -> None:
@@ -136,36 +136,36 @@ def arranged(state: object, **options: Any) -> tuple[Arrangement, Any]:
 
 def test_other_leaves_and_the_types_of_keys_stay_what_they_are() -> None:
     state = {"opt": {"state": {0: {"m": tensor(), "step": 3}, 1: {"m": tensor()}}, "groups": [{"lr": 0.1}, (tensor(), 7)], "none": {}}}
-    _, found = arranged(state, rename="s/m$/exp_avg/", exclude="opt/state/*/step")
-    assert found == {
+    _, tree = arranged(state, rename="s/m$/exp_avg/", exclude="opt/state/*/step")
+    assert tree == {
         "opt": {
             "state": {0: {"exp_avg": ["opt/state/0/m"]}, 1: {"exp_avg": ["opt/state/1/m"]}},
             "groups": [{"lr": 0.1}, (["opt/groups/1/0"], 7)],
             "none": {},
         }
     }
-    _, found = arranged(state, include="opt/state/0/m", rename="s#opt/state/0/m#a~1b/~0#")
-    assert found == {"a/b": {"~": ["opt/state/0/m"]}}
-    _, found = arranged([tensor(), tensor(), 5], rename="s/^1$/2/", exclude="2")
-    assert found == {0: ["0"], 2: ["1"]}
-    _, found = arranged([tensor(), tensor()], rename=["s/^1$/x/", "s/^0$/1/", "s/x/0/"])
-    assert found == [["1"], ["0"]]
+    _, tree = arranged(state, include="opt/state/0/m", rename="s#opt/state/0/m#a~1b/~0#")
+    assert tree == {"a/b": {"~": ["opt/state/0/m"]}}
+    _, tree = arranged([tensor(), tensor(), 5], rename="s/^1$/2/", exclude="2")
+    assert tree == {0: ["0"], 2: ["1"]}
+    _, tree = arranged([tensor(), tensor()], rename=["s/^1$/x/", "s/^0$/1/", "s/x/0/"])
+    assert tree == [["1"], ["0"]]
 
 
 def test_small_leaves_and_empty_containers_move_as_tensors_do() -> None:
     state = {
         "optimizer_states": [{"state": {0: {"m": tensor(), "step": 3}}, "groups": [{"betas": (0.9, 0.95), "params": [0]}], "none": {}}]
     }
-    _, found = arranged(state, rename="s#^optimizer_states/0#optimizer#")
-    assert found == {
+    _, tree = arranged(state, rename="s#^optimizer_states/0#optimizer#")
+    assert tree == {
         "optimizer": {
             "state": {0: {"m": ["optimizer_states/0/state/0/m"], "step": 3}},
             "groups": [{"betas": (0.9, 0.95), "params": [0]}],
             "none": {},
         }
     }
-    _, found = arranged(state, strip_prefix="optimizer_states/0/", exclude="**/none")
-    assert found == {
+    _, tree = arranged(state, strip_prefix="optimizer_states/0/", exclude="**/none")
+    assert tree == {
         "state": {0: {"m": ["optimizer_states/0/state/0/m"], "step": 3}},
         "groups": [{"betas": (0.9, 0.95), "params": [0]}],
     }
@@ -173,8 +173,8 @@ def test_small_leaves_and_empty_containers_move_as_tensors_do() -> None:
 
 def test_a_file_of_names_moves_and_leaves_out_small_leaves(tmp_path: Path) -> None:
     (tmp_path / "names.json").write_text('{"global_step": "step", "epoch": null}')
-    _, found = arranged({"w": tensor(), "global_step": 7, "epoch": 1}, rename_file=tmp_path / "names.json")
-    assert found == {"w": ["w"], "step": 7}
+    _, tree = arranged({"w": tensor(), "global_step": 7, "epoch": 1}, rename_file=tmp_path / "names.json")
+    assert tree == {"w": ["w"], "step": 7}
 
 
 def test_two_leaves_never_get_one_name() -> None:
@@ -208,8 +208,8 @@ def test_a_state_that_moves_as_a_whole_is_the_same_elsewhere(state: Any) -> None
 
 def test_tied_tensors_stay_tied_or_become_copies() -> None:
     state = {"embed": tensor(identity=1), "other": 5, "head": tensor(identity=1)}
-    arrangement, found = arranged(state, add_prefix="model/")
-    assert found == {"model": {"embed": ["embed"], "head": ["embed"]}, "other": 5}
+    arrangement, tree = arranged(state, add_prefix="model/")
+    assert tree == {"model": {"embed": ["embed"], "head": ["embed"]}, "other": 5}
     assert alias_map(arrangement.structure.tree) == {"model/head": "model/embed"}
     assert not arrangement.notes
     arrangement, _ = arranged(state, ties="copies")
@@ -244,14 +244,14 @@ def test_any_names_become_a_state_or_an_error_and_no_tensor_is_lost(old: list[st
         state = renamed_state(structure.tree, leaves, {})
     except errors.NamesMismatchError:
         return
-    found: list[object] = []
+    reached: list[object] = []
 
     def walk(node: Any) -> None:
         for child in node.values():
-            walk(child) if isinstance(child, dict) else found.append(child)
+            walk(child) if isinstance(child, dict) else reached.append(child)
 
     walk(state)
-    assert sorted(map(id, found)) == sorted(map(id, leaves.values()))
+    assert sorted(map(id, reached)) == sorted(map(id, leaves.values()))
 
 
 def test_pieces_of_a_joined_tensor_have_names_of_their_own(tmp_path: Path) -> None:

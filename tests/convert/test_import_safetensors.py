@@ -36,21 +36,21 @@ NAMES = st.text(st.characters(codec="utf-8"), max_size=8).filter(lambda name: na
 @st.composite
 def arrays(draw: st.DrawFn, names: st.SearchStrategy[str]) -> dict[str, NDArray[Any]]:
     """Any few arrays, of any bits."""
-    found = {}
+    drawn = {}
     for name in draw(st.lists(names, min_size=1, max_size=4, unique=True)):
         dtype = by_name(draw(st.sampled_from([*KNOWN, "float8_e4m3fn", "float8_e5m2"]))).numpy
         shape = draw(st.lists(st.sampled_from([0, 1, 2, 3, 5, 8, 40]), max_size=4))
         rng = np.random.default_rng(draw(st.integers(0, 9)))
         bits = rng.integers(0, 2, shape, np.uint8) if dtype.kind == "b" else rng.integers(0, 256, (*shape, dtype.itemsize), np.uint8)
-        found[name] = bits.view(dtype).reshape(shape)
-    return found
+        drawn[name] = bits.view(dtype).reshape(shape)
+    return drawn
 
 
-def equal(found: State, expected: State) -> None:
-    assert found.keys() == expected.keys()
+def equal(actual: State, expected: State) -> None:
+    assert actual.keys() == expected.keys()
     for name, array in expected.items():
-        assert (found[name].dtype, found[name].shape) == (array.dtype, array.shape), name
-        assert found[name].tobytes() == array.tobytes(), name
+        assert (actual[name].dtype, actual[name].shape) == (array.dtype, array.shape), name
+        assert actual[name].tobytes() == array.tobytes(), name
 
 
 def split(place: Path, *parts: State, index: Mapping[str, str] | None = None) -> Path:

@@ -45,11 +45,11 @@ def trained(tmp_path_factory):
 
 def test_transformers_gives_the_same_logits(trained):
     run("inference.py", trained / "model", trained / "loaded.npy", USE_TORCH_XLA="0")
-    wanted, found = np.load(trained / "logits.npy"), np.load(trained / "loaded.npy")
-    assert found.dtype == np.float32
-    assert found.tobytes() == wanted.tobytes()
+    expected, logits = np.load(trained / "logits.npy"), np.load(trained / "loaded.npy")
+    assert logits.dtype == np.float32
+    assert logits.tobytes() == expected.tobytes()
     # On the devices XLA multiplies and adds in another order, in float32 as well.
-    assert np.allclose(found, np.load(trained / "on_devices.npy"), rtol=1e-4, atol=1e-5)
+    assert np.allclose(logits, np.load(trained / "on_devices.npy"), rtol=1e-4, atol=1e-5)
 
 
 def test_a_loader_that_walks_through_the_index_finds_each_tensor_once(trained):

@@ -78,8 +78,8 @@ def delta(number, url):
 def held(prepared):
     """The tensors of a checkpoint that ModelExpress has made."""
     (file,) = prepared.checkpoint.path.glob("*.safetensors")
-    found = shardckpt.open(file)
-    return {name: found.read(name) for name in found.names()}
+    checkpoint = shardckpt.open(file)
+    return {name: checkpoint.read(name) for name in checkpoint.names()}
 
 
 def same(tensors, state):

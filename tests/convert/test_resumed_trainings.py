@@ -45,7 +45,7 @@ class Training:
         self.scheduler = torch.optim.lr_scheduler.MultiStepLR(self.optimizer, [3, 8, 11], 0.5)
 
     def losses(self, first: int, steps: int) -> list[float]:
-        found = []
+        losses = []
         for step in range(first, first + steps):
             batch = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
             self.optimizer.zero_grad()
@@ -53,8 +53,8 @@ class Training:
             loss.backward()
             self.optimizer.step()
             self.scheduler.step()
-            found.append(loss.item())
-        return found
+            losses.append(loss.item())
+        return losses
 
     def state(self) -> dict[str, Any]:
         return {name: getattr(self, name).state_dict() for name in ("model", "optimizer", "scheduler")}
@@ -171,11 +171,11 @@ def losses_of(state, optimizer, steps):
         updates, opt_state = optimizer.update(gradient, state.opt_state, state.params)
         return TrainState(state.step + 1, optax.apply_updates(state.params, updates), opt_state), loss
 
-    found = []
+    losses = []
     for _ in range(steps):
         state, loss = one(state)
-        found.append(float(loss))
-    return state, found
+        losses.append(float(loss))
+    return state, losses
 
 
 @pytest.mark.parametrize("name", optimizers())
@@ -267,7 +267,7 @@ def losses_of_plain_gpt(model, optimizer, done):
     for group in optimizer.param_groups:
         group["initial_lr"] = LR
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / LAST, last_epoch=done - 1)
-    found = []
+    losses = []
     for step in range(done, done + AFTER):
         tokens = torch.randint(VOCABULARY, (4, LENGTH + 1), generator=torch.Generator().manual_seed(step % 2))
         optimizer.zero_grad()
@@ -276,8 +276,8 @@ def losses_of_plain_gpt(model, optimizer, done):
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         scheduler.step()
-        found.append(loss.item())
-    return found
+        losses.append(loss.item())
+    return losses
 
 
 def test_a_training_of_megatron_goes_on_in_plain_torch_as_after_its_own_resume(tmp_path, monkeypatch):
@@ -291,7 +291,7 @@ def test_a_training_of_megatron_goes_on_in_plain_torch_as_after_its_own_resume(t
 
     model = PlainGPT()
     decayed = [[p for p in model.parameters() if (p.ndim > 1) is large] for large in (True, False)]
-    groups = [{"params": some, "weight_decay": decay} for some, decay in zip(decayed, (0.1, 0.0), strict=True)]
+    groups = [{"params": parameters, "weight_decay": decay} for parameters, decay in zip(decayed, (0.1, 0.0), strict=True)]
     optimizer = torch.optim.AdamW(groups, lr=LR)
     names = {"shardckpt": shardckpt, "model": model, "optimizer": optimizer}
     exec(compile(program, "docs/import.md", "exec"), names)

@@ -101,8 +101,8 @@ def test_an_import_of_an_export_is_what_was_exported(form, drawn):
         exported = shardckpt.export(folder / "before", out, to=form)
         imported = shardckpt.import_checkpoint(out, folder / "after", trust_pickle=form == "dcp", workers=1)
         note(f"{exported.notes} {imported.notes}")
-        found = shardckpt.restore(folder / "after")
+        restored = shardckpt.restore(folder / "after")
     assert imported.format == form
-    assert described(found) == described(COMES_BACK[form](state))
+    assert described(restored) == described(COMES_BACK[form](state))
     if form == "torch":
-        assert found["first"] is found["tied"]["second"]
+        assert restored["first"] is restored["tied"]["second"]

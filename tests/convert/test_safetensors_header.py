@@ -31,10 +31,10 @@ def ours(content: bytes) -> Mapping[str, Any]:
     nbytes = header_bytes(content[:8], "file")
     if 8 + nbytes > len(content):
         raise FormatError("it is cut off")
-    found = parse_header(content[8 : 8 + nbytes], "file")
-    if found.nbytes != len(content):
+    parsed = parse_header(content[8 : 8 + nbytes], "file")
+    if parsed.nbytes != len(content):
         raise FormatError("it is longer or shorter")
-    return {name: (t.dtype.name, list(t.shape), content[t.start : t.stop]) for name, t in found.tensors.items()}
+    return {name: (t.dtype.name, list(t.shape), content[t.start : t.stop]) for name, t in parsed.tensors.items()}
 
 
 def theirs(content: bytes) -> Mapping[str, Any]:
@@ -144,11 +144,11 @@ def test_with_any_bit_of_the_header_flipped_it_is_refused_or_read_as_the_referen
             flipped = bytearray(content)
             flipped[position] ^= 1 << bit
             try:
-                found = ours(bytes(flipped))
+                tensors = ours(bytes(flipped))
             except FormatError:
                 refused += 1
             else:
-                assert found == theirs(bytes(flipped)), f"bit {bit} of byte {position}"
+                assert tensors == theirs(bytes(flipped)), f"bit {bit} of byte {position}"
                 read += 1
     assert refused > 1000
     assert read > 100, "names and metadata may be any text"

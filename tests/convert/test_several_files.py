@@ -155,10 +155,10 @@ def test_an_export_that_was_stopped_while_it_named_files_is_continued_where_link
 
 
 def test_progress_tells_of_all_files(tmp_path, place):
-    told = []
-    write(place, tmp_path / "out", progress=lambda done, total: told.append((done, total)))
-    assert told[0] == (0, 8005)
-    assert told[-1] == (8005, 8005)
+    calls = []
+    write(place, tmp_path / "out", progress=lambda done, total: calls.append((done, total)))
+    assert calls[0] == (0, 8005)
+    assert calls[-1] == (8005, 8005)
 
 
 class FrontToBack:
@@ -210,6 +210,6 @@ def test_files_can_be_written_front_to_back_and_gone_on_with(tmp_path):
             write_safetensors(shardckpt.open(tmp_path / "c"), files, place, limit=64 << 20, last=INDEX)
     assert (tmp_path / "out" / "2").read_bytes() == INDEX
     for number, names in enumerate((["v", "w"], ["s"])):
-        found = safetensors.torch.load((tmp_path / "out" / str(number)).read_bytes())
-        assert sorted(found) == names
-        assert all(t.numpy().tobytes() == checkpoint.read(name).tobytes() for name, t in found.items())
+        tensors = safetensors.torch.load((tmp_path / "out" / str(number)).read_bytes())
+        assert sorted(tensors) == names
+        assert all(t.numpy().tobytes() == checkpoint.read(name).tobytes() for name, t in tensors.items())

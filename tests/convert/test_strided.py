@@ -50,9 +50,9 @@ def test_any_box_of_any_view_is_what_torch_slices(data):
     start = [data.draw(st.integers(0, n)) for n in tensor.shape]
     stop = [data.draw(st.integers(a, n)) for a, n in zip(start, tensor.shape, strict=True)]
     box = Box(tuple(start), tuple(stop))
-    found = read(saved(tensor), box)
-    assert found.flags.c_contiguous
-    np.testing.assert_array_equal(found, tensor[box.slices].numpy())
+    elements = read(saved(tensor), box)
+    assert elements.flags.c_contiguous
+    np.testing.assert_array_equal(elements, tensor[box.slices].numpy())
 
 
 @given(st.data())

@@ -51,12 +51,12 @@ def test_dcp_loads_the_state_onto_shardings_of_its_own_bit_by_bit(processes, che
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 def test_dcp_makes_one_file_of_it_with_the_same_elements(checkpoint, directory, tmp_path):
     dcp_to_torch_save(directory, tmp_path / "state.pt")
-    found, expected = torch.load(tmp_path / "state.pt", weights_only=False), exported.state()
+    actual, expected = torch.load(tmp_path / "state.pt", weights_only=False), exported.state()
     for group in ("model", "dtypes"):
         for name, array in expected[group].items():
-            assert exported.raw(found[group][name]) == array.tobytes(), name
-    assert found["optimizer"]["lr"] == 1e-3
-    assert found["numpy number"] == np.float32(0.5)
+            assert exported.raw(actual[group][name]) == array.tobytes(), name
+    assert actual["optimizer"]["lr"] == 1e-3
+    assert actual["numpy number"] == np.float32(0.5)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
@@ -67,10 +67,10 @@ def test_its_metadata_says_what_dcp_s_own_says_of_the_same_state(checkpoint, dir
     assert ours.planner_data == theirs.planner_data
     assert list(ours.state_dict_metadata) == list(theirs.state_dict_metadata)
     for name, stored in theirs.state_dict_metadata.items():
-        found = ours.state_dict_metadata[name]
-        assert type(found) is type(stored), name
+        own = ours.state_dict_metadata[name]
+        assert type(own) is type(stored), name
         if hasattr(stored, "size"):
-            assert (found.size, found.properties) == (stored.size, stored.properties), name
+            assert (own.size, own.properties) == (stored.size, stored.properties), name
     assert ours.version == theirs.version
     assert str(ours.storage_meta.checkpoint_id) == str(directory)
 
@@ -97,10 +97,10 @@ def test_blocks_are_shards_of_the_recorded_layout_where_these_are_large_enough(t
     sharding = shardckpt.Sharding(exported.MESH, shardckpt.PartitionSpec("data"))
     shardckpt.save(tmp_path / "c", {"w": w, "v": w[:8, :8].copy()}, options=shardckpt.SaveOptions(shardings={"w": sharding, "v": sharding}))
     export(tmp_path / "c", tmp_path / "d", memory_limit=256 * MiB)
-    found = dcp.FileSystemReader(tmp_path / "d").read_metadata().state_dict_metadata
-    assert [tuple(chunk.sizes) for chunk in found["w"].chunks] == [(1024, 2048)] * 4
-    assert [tuple(chunk.offsets) for chunk in found["w"].chunks] == [(1024 * i, 0) for i in range(4)]
-    assert [tuple(chunk.sizes) for chunk in found["v"].chunks] == [(8, 8)]
+    entries = dcp.FileSystemReader(tmp_path / "d").read_metadata().state_dict_metadata
+    assert [tuple(chunk.sizes) for chunk in entries["w"].chunks] == [(1024, 2048)] * 4
+    assert [tuple(chunk.offsets) for chunk in entries["w"].chunks] == [(1024 * i, 0) for i in range(4)]
+    assert [tuple(chunk.sizes) for chunk in entries["v"].chunks] == [(8, 8)]
 
 
 def test_tuples_with_tensors_in_them_become_lists_and_say_so(tmp_path):

@@ -148,5 +148,5 @@ def test_orbax_finds_the_shardings_of_arrays_with_any_name(tmp_path):
     shardckpt.save(tmp_path / "c", {n: np.ones(4) for n in names}, options=shardckpt.SaveOptions(shardings=dict.fromkeys(names, layout)))
     shardckpt.export(tmp_path / "c", tmp_path / "o", to="orbax")
     for name in names:
-        found = ts.open(get_sharding_tensorstore_spec(str(tmp_path / "o"), name)).result().read().result().item()
-        assert json.loads(found)["partition_spec"] == ["x"]
+        document = ts.open(get_sharding_tensorstore_spec(str(tmp_path / "o"), name)).result().read().result().item()
+        assert json.loads(document)["partition_spec"] == ["x"]

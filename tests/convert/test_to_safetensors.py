@@ -65,10 +65,10 @@ def test_every_dtype_that_safetensors_has_for_torch_is_exported_in_its_order(tmp
     report = shardckpt.export(tmp_path / "c", tmp_path / "a.safetensors", metadata={"made": "here"})
     named = {f"model.{name}": t for name, t in state.items()} | {"scalar": random((), "float64"), "none": random((0, 4))}
     written = (tmp_path / "a.safetensors").read_bytes()
-    wanted = reference(tmp_path / "b.safetensors", named, made="here")
-    length = int.from_bytes(wanted[:8], "little") + 8
-    assert written[length:] == wanted[length:]
-    assert json.loads(written[8:length]) == json.loads(wanted[8:length])  # whose metadata comes in any order
+    expected = reference(tmp_path / "b.safetensors", named, made="here")
+    length = int.from_bytes(expected[:8], "little") + 8
+    assert written[length:] == expected[length:]
+    assert json.loads(written[8:length]) == json.loads(expected[8:length])  # whose metadata comes in any order
     assert report.tensors == len(DTYPES) + 2
 
 
@@ -116,14 +116,14 @@ def test_floats_are_converted_by_the_nearest_even_and_others_stay(tmp_path):
     i = np.arange(7)
     saved(tmp_path / "c", {"w": w, "i": i}, {"w": sharded("a", "b")})
     report = shardckpt.export(tmp_path / "c", tmp_path / "a.safetensors", dtype="bfloat16")
-    found = safetensors.torch.load_file(tmp_path / "a.safetensors")
-    assert torch.equal(found["w"], torch.from_numpy(w).to(torch.bfloat16))
-    assert torch.equal(found["i"], torch.from_numpy(i))
+    tensors = safetensors.torch.load_file(tmp_path / "a.safetensors")
+    assert torch.equal(tensors["w"], torch.from_numpy(w).to(torch.bfloat16))
+    assert torch.equal(tensors["i"], torch.from_numpy(i))
     assert report.nbytes == 2 * w.size + i.nbytes
     shardckpt.export(tmp_path / "c", tmp_path / "a.safetensors", dtype={"i": "float64", "w": "float16"}, overwrite=True)
-    found = safetensors.torch.load_file(tmp_path / "a.safetensors")
-    assert torch.equal(found["w"], torch.from_numpy(w).to(torch.float16))
-    assert found["i"].dtype == torch.float64
+    tensors = safetensors.torch.load_file(tmp_path / "a.safetensors")
+    assert torch.equal(tensors["w"], torch.from_numpy(w).to(torch.float16))
+    assert tensors["i"].dtype == torch.float64
 
 
 def test_of_the_names_that_are_wanted_all_are_exported_and_tied_ones_once(tmp_path):

@@ -43,22 +43,22 @@ def file(checkpoint, tmp_path_factory):
 
 @pytest.mark.parametrize("mmap", [False, True])
 def test_torch_loads_the_state_bit_by_bit_without_leave_to_run_code(file, mmap):
-    found, expected = torch.load(file, weights_only=True, mmap=mmap), exported.state()
+    loaded, expected = torch.load(file, weights_only=True, mmap=mmap), exported.state()
     for group in ("model", "dtypes"):
-        assert list(found[group]) == list(expected[group])
+        assert list(loaded[group]) == list(expected[group])
         for name, array in expected[group].items():
-            tensor = found[group][name]
+            tensor = loaded[group][name]
             assert (str(tensor.dtype), tuple(tensor.shape)) == (f"torch.{array.dtype.name}", array.shape), name
             assert exported.raw(tensor) == array.tobytes(), name
-    assert found["optimizer"]["state"][1]["m"].numpy().tobytes() == expected["optimizer"]["state"][1]["m"].tobytes()
-    assert [found["optimizer"]["state"][i]["step"] for i in (0, 1)] == [7, 8]
-    assert found["list"][1] == {"nested": [True, None, -1.5]}
-    assert (found["none"], found["nothing"]) == (None, {})
+    assert loaded["optimizer"]["state"][1]["m"].numpy().tobytes() == expected["optimizer"]["state"][1]["m"].tobytes()
+    assert [loaded["optimizer"]["state"][i]["step"] for i in (0, 1)] == [7, 8]
+    assert loaded["list"][1] == {"nested": [True, None, -1.5]}
+    assert (loaded["none"], loaded["nothing"]) == (None, {})
 
 
 def test_tied_tensors_are_one_memory_and_one_record(checkpoint, file):
-    found = torch.load(file, weights_only=True)
-    assert found["model"]["w"].data_ptr() == found["model"]["tied"].data_ptr()
+    loaded = torch.load(file, weights_only=True)
+    assert loaded["model"]["w"].data_ptr() == loaded["model"]["tied"].data_ptr()
     tensors = len(shardckpt.open(checkpoint).record.structure.tensors)
     assert len([name for name in zipfile.ZipFile(file).namelist() if "/data/" in name]) == tensors
 
@@ -81,18 +81,18 @@ def test_numbers_of_numpy_are_python_s_and_what_cannot_be_read_without_leave_is_
     state = {"n": np.float32(0.5), "i": np.int8(-3), "empty": b"", "bytes": b"\xff", "huge": 1 << 3000, "size": torch.Size([2]), "z": 1j}
     exported.save(tmp_path / "c", state | {"dtype": torch.float8_e5m2, "when": np.datetime64("2024-01-01")})
     written = export(tmp_path / "c", tmp_path / "s.pt")
-    found = torch.load(tmp_path / "s.pt", weights_only=True)
-    assert found == {"n": 0.5, "i": -3, "bytes": b"\xff", "size": torch.Size([2]), "z": 1j, "dtype": torch.float8_e5m2}
-    assert (type(found["n"]), type(found["i"]), type(found["size"])) == (float, int, torch.Size)
+    loaded = torch.load(tmp_path / "s.pt", weights_only=True)
+    assert loaded == {"n": 0.5, "i": -3, "bytes": b"\xff", "size": torch.Size([2]), "z": 1j, "dtype": torch.float8_e5m2}
+    assert (type(loaded["n"]), type(loaded["i"]), type(loaded["size"])) == (float, int, torch.Size)
     assert [note.split(":")[0] for note in written.notes] == [f"'{name}' is left out" for name in ("empty", "huge", "when")]
 
 
 def test_a_part_of_it_in_another_dtype(checkpoint, tmp_path):
     export(checkpoint, tmp_path / "s.pt", include="model/*", exclude=["model/rows"], dtype={"model/uneven": "bfloat16"})
-    found, expected = torch.load(tmp_path / "s.pt", weights_only=True), exported.state()["model"]
-    assert list(found) == ["model"]
-    assert list(found["model"]) == [name for name in expected if name != "rows"]
-    assert torch.equal(found["model"]["uneven"].nan_to_num(), torch.from_numpy(expected["uneven"]).to(torch.bfloat16).nan_to_num())
+    loaded, expected = torch.load(tmp_path / "s.pt", weights_only=True), exported.state()["model"]
+    assert list(loaded) == ["model"]
+    assert list(loaded["model"]) == [name for name in expected if name != "rows"]
+    assert torch.equal(loaded["model"]["uneven"].nan_to_num(), torch.from_numpy(expected["uneven"]).to(torch.bfloat16).nan_to_num())
     with pytest.raises(errors.NamesMismatchError, match="selects none of its names"):
         export(checkpoint, tmp_path / "none.pt", include="nothing like it")
     with pytest.raises(errors.NamesMismatchError, match=r"include=\['modle/\*\*'\] selects none of its names"):
@@ -147,8 +147,8 @@ def test_what_a_killed_export_left_goes_with_the_next_one_and_a_live_one_s_stays
 def test_it_is_written_to_a_local_disk_only_and_only_where_there_is_room(checkpoint, tmp_path, monkeypatch):
     with pytest.raises(errors.OptionError, match="written to a local disk only"):
         export(checkpoint, "memory://somewhere/s.pt")
-    found = os.statvfs(tmp_path)
-    full = os.statvfs_result((*found[:4], 1, *found[5:]))
+    status = os.statvfs(tmp_path)
+    full = os.statvfs_result((*status[:4], 1, *status[5:]))
     monkeypatch.setattr(os, "statvfs", lambda _path: full)
     with pytest.raises(errors.StorageError, match=r"needs [\d.]+ [KMGT]iB .* the disk has [\d.]+ [KMGT]iB free"):
         export(checkpoint, tmp_path / "s.pt")

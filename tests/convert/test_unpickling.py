@@ -51,8 +51,8 @@ def file_of(data):
 
 def test_what_is_shared_is_shared():
     inner = [1]
-    found = unpickle(pickle.dumps([inner, inner]), "file")
-    assert found[0] is found[1]
+    items = unpickle(pickle.dumps([inner, inner]), "file")
+    assert items[0] is items[1]
 
 
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
@@ -62,8 +62,8 @@ def test_nothing_that_a_pickle_calls_is_called(tmp_path, protocol):
             return os.system, (f"touch {tmp_path}/reached",)
 
     data = pickle.dumps([Attack()], protocol)
-    (found,) = unpickle(data, "file")
-    assert (found.name, found.arguments) == ("posix.system", (f"touch {tmp_path}/reached",))
+    (item,) = unpickle(data, "file")
+    assert (item.name, item.arguments) == ("posix.system", (f"touch {tmp_path}/reached",))
     with pytest.raises(FormatError, match=r"file: this pickle names 'posix\.system'.*nothing of this one was run"):
         parse_metadata(data, "file")
     assert list(tmp_path.iterdir()) == []
@@ -165,16 +165,16 @@ def test_calls_states_and_items_of_objects_are_recorded_alone(protocol):
     listed.note = "x"
     inner = Outer.Inner()
     objects = [listed, {1, 2}, frozenset([3]), bytearray(b"ab"), Outer.Inner, inner, inner.method, ByKeywords(rate=2), {inner: 1}]
-    found = unpickle(pickle.dumps(objects, protocol), "file")
-    assert (found[0].name, found[0].appended, found[0].state) == (f"{__name__}.Listed", [1, 2], {"note": "x"})
-    assert (found[1].appended or found[1].arguments[0]) == [1, 2]
-    assert found[2].arguments == ([3],)
-    assert found[3].name in ("builtins.bytearray", "__builtin__.bytearray")
-    assert found[4] == Name(f"{__name__}.Outer.Inner")
-    assert found[5].name == f"{__name__}.Outer.Inner"
-    assert found[6].arguments[0] is found[5]
-    assert isinstance(found[7], Instance)
-    assert list(found[8]) == [found[5]]
+    recorded = unpickle(pickle.dumps(objects, protocol), "file")
+    assert (recorded[0].name, recorded[0].appended, recorded[0].state) == (f"{__name__}.Listed", [1, 2], {"note": "x"})
+    assert (recorded[1].appended or recorded[1].arguments[0]) == [1, 2]
+    assert recorded[2].arguments == ([3],)
+    assert recorded[3].name in ("builtins.bytearray", "__builtin__.bytearray")
+    assert recorded[4] == Name(f"{__name__}.Outer.Inner")
+    assert recorded[5].name == f"{__name__}.Outer.Inner"
+    assert recorded[6].arguments[0] is recorded[5]
+    assert isinstance(recorded[7], Instance)
+    assert list(recorded[8]) == [recorded[5]]
 
 
 HOSTILE = {
@@ -200,8 +200,8 @@ def test_a_hostile_object_is_left_behind_and_named(hostile):
         state: object
         pickle_bytes: int = 1000
 
-    found = unpickle(b"}(X\x01\x00\x00\x00x" + HOSTILE[hostile] + b"X\x01\x00\x00\x00yK\x01u.", "file", TABLE)
-    state, notes = whole(File(found), {})
+    root = unpickle(b"}(X\x01\x00\x00\x00x" + HOSTILE[hostile] + b"X\x01\x00\x00\x00yK\x01u.", "file", TABLE)
+    state, notes = whole(File(root), {})
     assert state == {"y": 1}
     assert len(notes) == 1
     assert notes[0].startswith("x is left behind: it is ")
@@ -277,8 +277,8 @@ def test_a_damaged_file_of_torch_save_is_an_error_or_reads_as_before():
         damaged = bytearray(sound)
         damaged[at] ^= 1 << int(rng.integers(8))
         try:
-            found = file_of(bytes(damaged))
-            found.storage(found.state["w"].storage)
+            read = file_of(bytes(damaged))
+            read.storage(read.state["w"].storage)
         except (FormatError, CorruptionError, KeyError, AttributeError, TypeError):
             continue
-        assert type(found.state) is type(expected)
+        assert type(read.state) is type(expected)

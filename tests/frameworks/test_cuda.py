@@ -87,8 +87,8 @@ def train(root, case, options, saves, turns):
         for number, (handle, expected) in enumerate(begun):
             handle.wait()
             like = {name: torch.empty_like(value) for name, value in expected.items()}
-            found = shardckpt.restore(root / str(number), like)
-            assert all(same(found[name], value) for name, value in expected.items())
+            restored = shardckpt.restore(root / str(number), like)
+            assert all(same(restored[name], value) for name, value in expected.items())
         saver.close()
         assert fake.wrong == []
         assert fake.pinned == {}
@@ -106,8 +106,8 @@ def test_a_save_that_waits_and_a_fingerprint_come_after_the_work_that_is_queued(
             assert shardckpt.fingerprint(dict(tensors)) == shardckpt.fingerprint(optimizer.values)
             optimizer.step()
         shardckpt.save(path, dict(tensors))
-        found = shardckpt.restore(path, {name: torch.empty_like(value) for name, value in optimizer.values.items()})
-        assert all(same(found[name], value) for name, value in optimizer.values.items())
+        restored = shardckpt.restore(path, {name: torch.empty_like(value) for name, value in optimizer.values.items()})
+        assert all(same(restored[name], value) for name, value in optimizer.values.items())
         assert fake.wrong == []
         assert fake.pinned == {}
 
@@ -124,11 +124,11 @@ def test_a_restore_comes_after_the_work_that_is_queued_and_before_all_later_work
         optimizer = Descent(fake, places)
         optimizer.step()
         fake.turn(turns)
-        found = shardckpt.restore(path, places)
+        restored = shardckpt.restore(path, places)
         optimizer.values = stored
         optimizer.step()
         fake.idle()
-        assert all(found[name] is place and same(place, optimizer.values[name]) for name, place in places.items())
+        assert all(restored[name] is place and same(place, optimizer.values[name]) for name, place in places.items())
         assert fake.wrong == []
         assert fake.pinned == {}
 
@@ -179,8 +179,8 @@ def test_an_order_that_is_left_out_shows_in_some_schedule(tmp_path, monkeypatch,
                 handle = saver.begin(tmp_path / f"{seed}-{number}", dict(tensors), SaveOptions(device_copy=mode))
                 optimizer.step()
                 handle.wait()
-                found = shardckpt.restore(tmp_path / f"{seed}-{number}")
-                wrong += any(found[name].tobytes() != value.numpy().tobytes() for name, value in expected.items())
+                restored = shardckpt.restore(tmp_path / f"{seed}-{number}")
+                wrong += any(restored[name].tobytes() != value.numpy().tobytes() for name, value in expected.items())
             saver.close()
             wrong += len(fake.wrong)
             fake.idle()

@@ -53,8 +53,8 @@ def places(fake, values, *, strided=False):
     return made
 
 
-def wrong(found, values):
-    return [name for name, value in values.items() if not same(found[name], value)]
+def wrong(actual, values):
+    return [name for name, value in values.items() if not same(actual[name], value)]
 
 
 def queued(fake):
@@ -199,8 +199,8 @@ def test_nothing_waits_while_there_is_a_free_slot_and_each_slot_is_pinned_once(f
     shardckpt.save(tmp_path / "c", values)
     copy = fake.copy
     monkeypatch.setattr(fake, "copy", lambda *of: (waits.append(len(fake.waits)), copy(*of))[1])
-    found = shardckpt.restore(tmp_path / "c", places(fake, values), memory_limit=LIMIT)
-    assert wrong(found, values) == []
+    restored = shardckpt.restore(tmp_path / "c", places(fake, values), memory_limit=LIMIT)
+    assert wrong(restored, values) == []
     assert waits[0] == waits[1] == 0
     assert fake.pinnings <= SLOTS
     assert fake.high_water <= SLOTS * 2 * MiB
@@ -241,9 +241,9 @@ def test_a_device_without_memory_for_that_gets_small_tensors_one_by_one(fake, tm
 def kind_of_torch(monkeypatch, kind, *names):
     """Make torch say that it was built for a kind of device, whose module has these names."""
     frameworks_torch.has_streams.cache_clear()
-    found, module = torch.get_device_module, SimpleNamespace(**dict.fromkeys(names))
+    original, module = torch.get_device_module, SimpleNamespace(**dict.fromkeys(names))
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device(kind))
-    monkeypatch.setattr(torch, "get_device_module", lambda device: module if device == kind else found(device))
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module if device == kind else original(device))
 
 
 @pytest.fixture
@@ -278,9 +278,9 @@ def test_tensors_of_another_kind_of_device_take_the_same_way(tmp_path, monkeypat
         optimizer.step()
         handle.wait()
         saver.close()
-        found = shardckpt.restore(tmp_path / "c", optimizer.parameters)
-        assert found["w"] is optimizer.parameters["w"]
-        assert same(found["w"], expected)
+        restored = shardckpt.restore(tmp_path / "c", optimizer.parameters)
+        assert restored["w"] is optimizer.parameters["w"]
+        assert same(restored["w"], expected)
         assert fake.copies >= 2
         assert fake.wrong == []
 

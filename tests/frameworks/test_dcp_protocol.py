@@ -53,8 +53,8 @@ class Table(torch.Tensor):
         return self.shards[index.index]
 
 
-def boxes_of(found):
-    return [str(found.boxes[i]) for i in range(len(found.boxes))]
+def boxes_of(adapter):
+    return [str(adapter.boxes[i]) for i in range(len(adapter.boxes))]
 
 
 @pytest.fixture(scope="module")
@@ -96,8 +96,8 @@ def test_a_tensor_of_torch_s_own_is_taken_as_it_describes_itself():
 
 def test_only_what_has_elements_is_a_shard():
     leaf = Table([torch.zeros(0, 3), torch.ones(2, 3)], [(0, 0), (4, 0)], (6, 3))
-    for found in frameworks.source("w", leaf), frameworks.target("w", leaf, (6, 3), F32):
-        assert (found.shape, boxes_of(found)) == ((6, 3), ["[4:6, 0:3]"])
+    for adapter in frameworks.source("w", leaf), frameworks.target("w", leaf, (6, 3), F32):
+        assert (adapter.shape, boxes_of(adapter)) == ((6, 3), ["[4:6, 0:3]"])
     nothing = Table([], [], (6, 3))
     source = frameworks.source("w", nothing)
     assert (source.shape, source.dtype, len(source.boxes), source.holders, frameworks.fetch([source])) == ((6, 3), F32, 0, [], [[]])
@@ -194,8 +194,8 @@ def described(tensor, shape, offsets, begins, sizes):
 
 def test_a_plain_tensor_is_recognised_by_the_attributes_that_describe_it_and_its_shards_are_views():
     leaf = described(torch.arange(12.0).reshape(4, 3), (9, 3), [(6, 0), torch.Size((0, 1))], ((1, 0), (0, 1)), [[2, 3], [1, 2]])
-    for found in frameworks.source("w", leaf, World(1, 2)), frameworks.target("w", leaf, (9, 3), F32):
-        assert (found.shape, boxes_of(found)) == ((9, 3), ["[6:8, 0:3]", "[0:1, 1:3]"])
+    for adapter in frameworks.source("w", leaf, World(1, 2)), frameworks.target("w", leaf, (9, 3), F32):
+        assert (adapter.shape, boxes_of(adapter)) == ((9, 3), ["[6:8, 0:3]", "[0:1, 1:3]"])
     ((rows, corner),) = frameworks.fetch([frameworks.source("w", leaf)])
     assert (rows.tolist(), corner.tolist()) == ([[3, 4, 5], [6, 7, 8]], [[1, 2]])
     assert np.shares_memory(rows, leaf.numpy())

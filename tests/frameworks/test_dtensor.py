@@ -36,8 +36,14 @@ def plain(mesh, rows, ids=None, gather=False):
 def strided(mesh):
     """Strided shards of lengths that all their parts divide."""
     after = prod(mesh[1:])
-    some = [(f"_S(0,{mesh[-1]})", "S(0)"), ("S(0)", "_S(0,2)"), ("S(0)", "_S(0,3)"), ("_S(0,2)", "R"), ("R", "_S(0,3)")]
-    some += [("_S(0,2)", "_S(0,2)"), (f"_S(0,{2 * mesh[-1]})", "S(0)"), ("_S(0,2)", "S(1)"), ("_S(0,2)", "_S(1,3)"), ("_S(1,2)", "_S(0,3)")]
+    pairs = [(f"_S(0,{mesh[-1]})", "S(0)"), ("S(0)", "_S(0,2)"), ("S(0)", "_S(0,3)"), ("_S(0,2)", "R"), ("R", "_S(0,3)")]
+    pairs += [
+        ("_S(0,2)", "_S(0,2)"),
+        (f"_S(0,{2 * mesh[-1]})", "S(0)"),
+        ("_S(0,2)", "S(1)"),
+        ("_S(0,2)", "_S(1,3)"),
+        ("_S(1,2)", "_S(0,3)"),
+    ]
     deep = [(f"_S(0,{after})", f"_S(0,{mesh[-1]})", "S(0)"), ("S(0)", f"_S(0,{mesh[-1]})", "S(0)"), (f"_S(0,{mesh[1]})", "S(0)", "S(0)")]
     deep += [
         (f"_S(0,{after})", "S(0)", "S(0)"),
@@ -45,7 +51,7 @@ def strided(mesh):
         ("_S(0,3)", "S(1)", "_S(0,3)"),
         ("S(0)", "R", "_S(0,2)"),
     ]
-    for texts in some if len(mesh) == 2 else deep:
+    for texts in pairs if len(mesh) == 2 else deep:
         yield {"mesh": mesh, "ids": None, "shape": [72, 36], "placements": texts}
 
 
@@ -85,9 +91,9 @@ def answers():
     command = [sys.executable, CHILD]
     child = subprocess.run(command, input=json.dumps(JOBS), capture_output=True, text=True, check=False, timeout=250)
     assert child.returncode == 0, child.stderr[-4000:]
-    found = json.loads(child.stdout.splitlines()[-1])
+    by_job = json.loads(child.stdout.splitlines()[-1])
     return {
-        (job["ranks"], topic): [rank[topic] for rank in ranks] for job, ranks in zip(JOBS, found, strict=True) for topic in job["topics"]
+        (job["ranks"], topic): [rank[topic] for rank in ranks] for job, ranks in zip(JOBS, by_job, strict=True) for topic in job["topics"]
     }
 
 
@@ -95,42 +101,42 @@ def answers():
 def distributed(answers):
     """Cases, and what each rank says of them."""
     return [
-        (case, said) for n, cases in CASES.items() for case, said in zip(cases, zip(*answers[n, "distributed"], strict=True), strict=True)
+        (case, ranks) for n, cases in CASES.items() for case, ranks in zip(cases, zip(*answers[n, "distributed"], strict=True), strict=True)
     ]
 
 
 @pytest.fixture(scope="module")
 def models(answers):
     """Parameters of models under FSDP2, by where they come from, and what each rank says of them."""
-    found = {}
+    parameters = {}
     for (n, topic), ranks in answers.items():
         if topic in {"fsdp_over_tp", "hsdp"}:
             for case, models in enumerate(zip(*ranks, strict=True)):
-                found |= {(topic, n, case, name): [model[name] for model in models] for name in models[0]}
+                parameters |= {(topic, n, case, name): [model[name] for model in models] for name in models[0]}
         if topic == "trained":
-            found |= {(topic, n, 0, name): [rank["facts"][name] for rank in ranks] for name in ranks[0]["facts"]}
-    return found
+            parameters |= {(topic, n, 0, name): [rank["facts"][name] for rank in ranks] for name in ranks[0]["facts"]}
+    return parameters
 
 
-def check_whole(said, where):
+def check_whole(ranks, where):
     """The descriptions of one tensor by all ranks are true, and fit together."""
-    assert all(rank["right"] and rank["views"] and rank["last"] for rank in said), where
-    assert all(rank["layout"] == said[0]["layout"] for rank in said), where
-    shape = said[0]["shape"]
+    assert all(rank["right"] and rank["views"] and rank["last"] for rank in ranks), where
+    assert all(rank["layout"] == ranks[0]["layout"] for rank in ranks), where
+    shape = ranks[0]["shape"]
     owners = {}
-    for number, rank in enumerate(said):
+    for number, rank in enumerate(ranks):
         for start, stop in rank["boxes"]:
             owners.setdefault((tuple(start), tuple(stop)), []).append(number)
     covered = np.zeros(shape, int)
     for start, stop in owners:
         covered[tuple(map(slice, start, stop))] += 1
     assert (covered == 1).all(), where
-    for rank in said:
+    for rank in ranks:
         assert rank["holders"] == [owners[tuple(start), tuple(stop)] for start, stop in rank["boxes"]], where
 
 
-def layout_of(said):
-    doc = said[0]["layout"]
+def layout_of(ranks):
+    doc = ranks[0]["layout"]
     return Sharding.from_json(doc) if "spec" in doc else Placements.from_json(doc)
 
 
@@ -144,18 +150,18 @@ def is_refused(case):
 
 def test_boxes_of_all_ranks_are_the_tensor_once_and_their_holders_are_those_who_have_them(distributed):
     assert len(distributed) == 491
-    for case, said in distributed:
+    for case, ranks in distributed:
         if not is_refused(case):
-            check_whole(said, case)
+            check_whole(ranks, case)
 
 
 def test_our_own_arithmetic_says_of_every_rank_what_torch_has_put_there(distributed):
-    for case, said in distributed:
+    for case, ranks in distributed:
         if is_refused(case):
             continue
         layout = Placements.of(Mesh(case["mesh"], tuple("abc")[: len(case["mesh"])], case["ids"]), case["placements"])
         full = np.arange(prod(case["shape"]), dtype=np.float32).reshape(case["shape"])
-        for rank, facts in enumerate(said):
+        for rank, facts in enumerate(ranks):
             boxes, places = layout.rank_boxes(case["shape"], rank), layout.local_boxes(case["shape"], rank)
             assert [[list(boxes[i].start), list(boxes[i].stop)] for i in range(len(boxes))] == facts["boxes"], case
             shape = layout.local_shape(case["shape"], rank)
@@ -173,28 +179,28 @@ def test_our_own_arithmetic_says_of_every_rank_what_torch_has_put_there(distribu
 
 
 def test_what_torch_gathers_is_what_was_saved(distributed):
-    gathered = [rank["gathered"] for _, said in distributed for rank in said if "gathered" in rank]
+    gathered = [rank["gathered"] for _, ranks in distributed for rank in ranks if "gathered" in rank]
     assert len(gathered) > 100
     assert all(gathered)
 
 
 def test_boxes_of_a_sharding_are_recorded_as_one_and_no_others(distributed, models):
     kinds = {Sharding: 0, Placements: 0}
-    for where, said in [*((str(case), said) for case, said in distributed if not is_refused(case)), *models.items()]:
-        layout = layout_of(said)
+    for where, ranks in [*((str(case), ranks) for case, ranks in distributed if not is_refused(case)), *models.items()]:
+        layout = layout_of(ranks)
         kinds[type(layout)] += 1
         if isinstance(layout, Placements):
-            assert layout.as_sharding(said[0]["shape"]) is None, where
+            assert layout.as_sharding(ranks[0]["shape"]) is None, where
             continue
-        held = layout.device_boxes(said[0]["shape"])
+        held = layout.device_boxes(ranks[0]["shape"])
         for i, rank in enumerate(held.device_ids.tolist()):
             box = held.boxes[i]
-            assert said[rank]["boxes"] == ([[list(box.start), list(box.stop)]] if box.size else []), where
+            assert ranks[rank]["boxes"] == ([[list(box.start), list(box.stop)]] if box.size else []), where
     assert min(kinds.values()) > 100
 
 
 def test_strided_shards_without_one_meaning_are_refused_by_name(distributed):
-    refused = [rank for case, said in distributed if is_refused(case) for rank in said]
+    refused = [rank for case, ranks in distributed if is_refused(case) for rank in ranks]
     assert len(refused) == 16
     for rank in refused:
         assert rank["error"][0] == "ShardingError"
@@ -203,17 +209,17 @@ def test_strided_shards_without_one_meaning_are_refused_by_name(distributed):
 
 
 def test_every_number_of_rows_under_fsdp_over_tensor_parallelism_is_saved_as_it_lies(models):
-    found = {where: said for where, said in models.items() if where[0] == "fsdp_over_tp"}
-    assert len(found) == 4 * 13 * 4  # meshes, rows, and two layers of two parameters each
-    for where, said in found.items():
-        check_whole(said, where)
+    chosen = {where: ranks for where, ranks in models.items() if where[0] == "fsdp_over_tp"}
+    assert len(chosen) == 4 * 13 * 4  # meshes, rows, and two layers of two parameters each
+    for where, ranks in chosen.items():
+        check_whole(ranks, where)
 
 
 def test_hsdp_and_the_optimizer_state_of_a_trained_model_are_saved_as_they_lie(models, answers):
-    found = {where: said for where, said in models.items() if where[0] != "fsdp_over_tp"}
-    assert len({where[:2] for where in found}) == 3
-    for where, said in found.items():
-        check_whole(said, where)
+    chosen = {where: ranks for where, ranks in models.items() if where[0] != "fsdp_over_tp"}
+    assert len({where[:2] for where in chosen}) == 3
+    for where, ranks in chosen.items():
+        check_whole(ranks, where)
     assert answers[4, "trained"][0]["step"] == ["Tensor", None]
 
 
@@ -221,8 +227,8 @@ def test_hsdp_and_the_optimizer_state_of_a_trained_model_are_saved_as_they_lie(m
 
 
 def test_restoring_fills_every_local_tensor_where_it_is_or_makes_a_new_one_for_meta(distributed, models):
-    for where, said in [*((str(case), said) for case, said in distributed if not is_refused(case)), *models.items()]:
-        for rank in said:
+    for where, ranks in [*((str(case), ranks) for case, ranks in distributed if not is_refused(case)), *models.items()]:
+        for rank in ranks:
             assert rank["filled"], where
             assert rank["copied"], where
             assert rank["made"], where
@@ -321,11 +327,11 @@ def test_uneven_and_transposed_local_tensors_are_saved_as_they_lie(answers, made
 
 
 def test_distribute_module_replicates_what_it_does_not_shard(answers):
-    said = {name: [rank[name] for rank in answers[2, "modules"]] for name in ("weight", "running_mean")}
-    for name, ranks in said.items():
+    buffers = {name: [rank[name] for rank in answers[2, "modules"]] for name in ("weight", "running_mean")}
+    for name, ranks in buffers.items():
         check_whole(ranks, name)
-    assert said["weight"][1]["boxes"] == [[[3], [5]]]
-    assert said["running_mean"][1]["holders"] == [[0, 1]]
+    assert buffers["weight"][1]["boxes"] == [[[3], [5]]]
+    assert buffers["running_mean"][1]["holders"] == [[0, 1]]
 
 
 def test_a_collective_that_has_only_been_started_is_waited_for(answers):

@@ -150,26 +150,26 @@ def round_trips(answers):
 
 def test_fetched_boxes_are_the_array_bit_by_bit_each_element_once(round_trips):
     assert len(round_trips) >= 130
-    for case, found in round_trips:
-        assert found["fetched"], case
-        assert found["covered once"], case
+    for case, answer in round_trips:
+        assert answer["fetched"], case
+        assert answer["covered once"], case
 
 
 def test_one_of_several_replicas_is_fetched(round_trips):
-    for case, found in round_trips:
-        ours, jaxs = found["boxes"]
+    for case, answer in round_trips:
+        ours, jaxs = answer["boxes"]
         assert ours == jaxs, case
 
 
 def test_fetching_on_cpu_copies_packed_elements_only_and_says_so(round_trips):
-    for case, found in round_trips:
+    for case, answer in round_trips:
         expected = prod(case["shape"]) if case["dtype"] in PACKED else 0
-        assert (found["copied"], found["staged"]) == (expected, expected), case
+        assert (answer["copied"], answer["staged"]) == (expected, expected), case
 
 
 def test_jax_is_asked_for_no_array_where_python_can_look_at_the_memory(round_trips):
-    for case, found in round_trips:
-        assert found["made by jax"] == (0 if by_name(case["dtype"]).numpy.isbuiltin == 1 else found["boxes"][0]), case
+    for case, answer in round_trips:
+        assert answer["made by jax"] == (0 if by_name(case["dtype"]).numpy.isbuiltin == 1 else answer["boxes"][0]), case
 
 
 def test_the_order_in_which_jax_holds_elements_does_not_matter(answers):
@@ -177,17 +177,17 @@ def test_the_order_in_which_jax_holds_elements_does_not_matter(answers):
 
 
 def test_only_wanted_boxes_are_copied_to_the_host(answers):
-    for case, found in zip(CASES["memory_of_boxes"], answers["memory_of_boxes"], strict=True):
-        assert found["boxes"] == case["mesh"][0], case
-        assert found["bits"] == [True] * len(case["wanted"]), case
-        assert (0 <= found["taken"] < 1.1) if case["wanted"] else found["taken"] < 1 << 16, case
+    for case, answer in zip(CASES["memory_of_boxes"], answers["memory_of_boxes"], strict=True):
+        assert answer["boxes"] == case["mesh"][0], case
+        assert answer["bits"] == [True] * len(case["wanted"]), case
+        assert (0 <= answer["taken"] < 1.1) if case["wanted"] else answer["taken"] < 1 << 16, case
 
 
 def test_a_box_is_held_by_those_whose_devices_have_it_and_an_array_that_may_move_by_nobody_in_particular(answers):
     halves, alternating = answers["named_owners"][:3], answers["named_owners"][3:]
-    assert [found["holders"] for found in halves] == [[[0], [0], [1], [1]], [[0, 1]] * 2, [[0, 1]]]
-    assert [found["holders"] for found in alternating] == [[[0, 1]] * 4, [[0], [1]], [[0, 1]]]
-    assert {found["uncommitted"] for found in answers["named_owners"]} == {None}
+    assert [answer["holders"] for answer in halves] == [[[0], [0], [1], [1]], [[0, 1]] * 2, [[0, 1]]]
+    assert [answer["holders"] for answer in alternating] == [[[0, 1]] * 4, [[0], [1]], [[0, 1]]]
+    assert {answer["uncommitted"] for answer in answers["named_owners"]} == {None}
 
 
 def test_a_device_that_belongs_to_nobody_is_refused_by_name(answers):
@@ -209,7 +209,7 @@ def test_a_signal_handler_saves_while_jax_lists_the_shards_of_an_array(answers):
 
 
 def test_no_copy_stays_with_the_array_when_it_was_fetched(round_trips):
-    assert {found["kept on the host"] for _, found in round_trips} == {0}
+    assert {answer["kept on the host"] for _, answer in round_trips} == {0}
 
 
 def test_the_layout_has_the_axes_names_or_else_the_op_sharding_over_device_ids(answers):
@@ -226,27 +226,27 @@ def test_the_layout_has_the_axes_names_or_else_the_op_sharding_over_device_ids(a
 
 
 def test_a_restored_array_holds_on_every_device_what_the_original_holds(round_trips):
-    for case, found in round_trips:
-        assert found["devices"], case
-        assert found["sharding"], case
-        assert (found["dtype"], found["shape"]) == (case["dtype"], case["shape"]), case
+    for case, answer in round_trips:
+        assert answer["devices"], case
+        assert answer["sharding"], case
+        assert (answer["dtype"], answer["shape"]) == (case["dtype"], case["shape"]), case
 
 
 def test_neither_fetching_nor_placing_compiles_anything(answers, round_trips):
     assert answers["control"][0] > 0
-    assert {found["compiles"] for _, found in round_trips} == {0}
+    assert {answer["compiles"] for _, answer in round_trips} == {0}
 
 
 def test_targets_of_all_vocabularies_make_the_array_that_device_put_makes(answers):
-    for case, found in zip(CASES["targets"], answers["targets"], strict=True):
-        assert found == {way: True for way in found if way != "compiles"} | {"compiles": 0}, case
-        assert set(found) >= {"jax", "layout", "struct"}
-    assert sum("op_sharding" in found and "tiled" in found for found in answers["targets"]) == 2 * 19
+    for case, answer in zip(CASES["targets"], answers["targets"], strict=True):
+        assert answer == {way: True for way in answer if way != "compiles"} | {"compiles": 0}, case
+        assert set(answer) >= {"jax", "layout", "struct"}
+    assert sum("op_sharding" in answer and "tiled" in answer for answer in answers["targets"]) == 2 * 19
 
 
 def test_an_array_that_jax_may_move_stays_so(answers):
-    (found,) = answers["uncommitted"]
-    assert found == {
+    (answer,) = answers["uncommitted"]
+    assert answer == {
         "layout": "None",
         "boxes": 1,
         "committed": [False, False, True],
@@ -258,9 +258,9 @@ def test_an_array_that_jax_may_move_stays_so(answers):
 
 
 def test_arrays_restored_by_op_shardings_are_arguments_of_one_program(answers):
-    for case, found in zip(CASES["op_shardings"], answers["op_shardings"], strict=True):
-        assert found["sum"] == len(case["texts"]) * prod(case["shape"]), case
-        assert all(found["orders"]), case
+    for case, answer in zip(CASES["op_shardings"], answers["op_shardings"], strict=True):
+        assert answer["sum"] == len(case["texts"]) * prod(case["shape"]), case
+        assert all(answer["orders"]), case
 
 
 def test_a_restored_array_is_the_memory_that_was_read_into_and_can_be_donated(answers):
@@ -268,37 +268,37 @@ def test_a_restored_array_is_the_memory_that_was_read_into_and_can_be_donated(an
 
 
 def test_arrays_come_back_in_the_kind_of_memory_that_their_sharding_says(answers):
-    (found,) = answers["memory_kinds"]
-    assert found == {kind: {"kinds": [kind], "bits": True} for kind in ("device", "pinned_host", "unpinned_host")}
+    (answer,) = answers["memory_kinds"]
+    assert answer == {kind: {"kinds": [kind], "bits": True} for kind in ("device", "pinned_host", "unpinned_host")}
 
 
 def test_elements_of_64_bits_are_never_made_smaller_in_silence(answers):
-    for case, found in zip(CASES["dtypes"], answers["dtypes"], strict=True):
+    for case, answer in zip(CASES["dtypes"], answers["dtypes"], strict=True):
         if case["dtype"] in UNKNOWN:
-            assert found[0] == "DtypeError", case
-            assert f"'w': JAX has no arrays of {case['dtype']}" in found[1], case
+            assert answer[0] == "DtypeError", case
+            assert f"'w': JAX has no arrays of {case['dtype']}" in answer[1], case
         elif case["dtype"] in WIDE and not case["x64"]:
-            assert found[0] == "DtypeError", case
-            assert f"would convert {case['dtype']} to " in found[1], case
+            assert answer[0] == "DtypeError", case
+            assert f"would convert {case['dtype']} to " in answer[1], case
         else:
-            assert found is None, case
+            assert answer is None, case
 
 
 def test_an_array_of_64_bits_is_saved_with_x64_on_or_off(answers):
-    (found,) = answers["x64"]
+    (answer,) = answers["x64"]
     elements = ["int64", [0, 1 << 40, 2 << 40]]
-    assert found["refused"][0] == "DtypeError"
-    assert (found["fetched"], found["restored"]) == (elements, elements)
+    assert answer["refused"][0] == "DtypeError"
+    assert (answer["fetched"], answer["restored"]) == (elements, elements)
 
 
 # --- Leaves -------------------------------------------------------------------------------------------------------
 
 
 def test_identity_is_being_the_same_array(answers):
-    (found,) = answers["identities"]
-    assert found["itself"]
-    assert not found["equal elements"]
-    assert found["struct"] is None
+    (answer,) = answers["identities"]
+    assert answer["itself"]
+    assert not answer["equal elements"]
+    assert answer["struct"] is None
 
 
 def test_one_leaf_named_twice_is_one_array_and_two_leaves_are_two(answers):
@@ -336,10 +336,10 @@ def test_a_transfer_guard_finds_nothing_to_object_to(answers):
     ],
 )
 def test_what_cannot_be_is_refused_by_name_before_anything_is_read(answers, question, kind, words):
-    found = answers["refusals"][0][question]
-    assert found[0] == kind
-    assert found[1].startswith("'w': ")
-    assert words in found[1]
+    error = answers["refusals"][0][question]
+    assert error[0] == kind
+    assert error[1].startswith("'w': ")
+    assert words in error[1]
 
 
 def test_a_donated_array_still_says_where_to_restore_to(answers):

@@ -60,18 +60,18 @@ def round_trips(cases, answers):
 
 
 def test_keys_are_stored_as_their_words_each_once(round_trips):
-    for case, found in round_trips:
-        assert found["stored"] == ["uint32", [*case["shape"], GENERATORS[case["impl"]]], True, True], case
-        assert found["boxes"][0] == found["boxes"][1], case
+    for case, answer in round_trips:
+        assert answer["stored"] == ["uint32", [*case["shape"], GENERATORS[case["impl"]]], True, True], case
+        assert answer["boxes"][0] == answer["boxes"][1], case
 
 
 def test_words_are_laid_out_as_their_keys_are_and_no_key_is_cut(round_trips):
-    assert all(found["layout"] for _, found in round_trips)
+    assert all(answer["layout"] for _, answer in round_trips)
 
 
 def test_the_meaning_says_that_they_are_keys_and_of_which_generator(round_trips):
-    for case, found in round_trips:
-        assert found["meanings"] == [f"jax.key:{case['impl']}"] * 2, case
+    for case, answer in round_trips:
+        assert answer["meanings"] == [f"jax.key:{case['impl']}"] * 2, case
 
 
 def test_only_keys_have_a_meaning_raw_ones_and_their_words_are_numbers(answers):
@@ -79,7 +79,7 @@ def test_only_keys_have_a_meaning_raw_ones_and_their_words_are_numbers(answers):
 
 
 def test_neither_way_compiles_anything_or_leaves_a_copy_on_the_host(round_trips):
-    assert {(found["compiles"], found["kept on the host"]) for _, found in round_trips} == {(0, 0)}
+    assert {(answer["compiles"], answer["kept on the host"]) for _, answer in round_trips} == {(0, 0)}
 
 
 def test_a_key_that_was_saved_has_not_been_used(answers):
@@ -90,9 +90,9 @@ def test_a_key_that_was_saved_has_not_been_used(answers):
 
 
 def test_keys_come_back_as_jax_had_laid_them_out(round_trips):
-    for case, found in round_trips:
-        assert found["restored"] == {"leaf": [True] * 4, "struct": [True] * 4}, case
-        assert found["shardings"] == [True] * 2, case
+    for case, answer in round_trips:
+        assert answer["restored"] == {"leaf": [True] * 4, "struct": [True] * 4}, case
+        assert answer["shardings"] == [True] * 2, case
 
 
 def test_a_restored_key_draws_the_same_numbers(answers):
@@ -127,13 +127,13 @@ def test_keys_of_a_generator_without_a_name_are_refused_by_name(answers):
 
 
 def test_a_state_with_keys_comes_back_the_same_and_on_another_mesh(answers):
-    (found,) = answers["through_storage"]
-    assert (found["same"], found["moved"], found["compiles"]) == ([True] * 3, True, 0)
+    (answer,) = answers["through_storage"]
+    assert (answer["same"], answer["moved"], answer["compiles"]) == ([True] * 3, True, 0)
 
 
 def test_without_a_like_and_for_a_target_keys_are_their_words(answers):
-    (found,) = answers["through_storage"]
-    assert (found["plain"], found["numpy"], found["words"]) == ([True] * 3, ["ndarray"] * 3, True)
+    (answer,) = answers["through_storage"]
+    assert (answer["plain"], answer["numpy"], answer["words"]) == ([True] * 3, ["ndarray"] * 3, True)
 
 
 @pytest.mark.parametrize(("what", "name"), [("another generator", "keys"), ("numbers", "keys"), ("keys for numbers", "raw")])

@@ -35,9 +35,9 @@ def test_arrays_of_every_kind_are_saved_bit_by_bit(answers):
 
 
 def test_one_shard_per_distinct_box_is_copied_and_all_of_them_at_once(answers):
-    found = answers["distinct"]
-    assert found["wrong"] == []
-    assert found["calls"] == [[MiB // 2] * 8 + [2 * MiB] * 2 + [4 * MiB]]
+    answer = answers["distinct"]
+    assert answer["wrong"] == []
+    assert answer["calls"] == [[MiB // 2] * 8 + [2 * MiB] * 2 + [4 * MiB]]
 
 
 def test_arrays_may_be_donated_and_changed_as_soon_as_the_call_has_returned(answers):
@@ -45,14 +45,14 @@ def test_arrays_may_be_donated_and_changed_as_soon_as_the_call_has_returned(answ
 
 
 def test_a_state_within_the_limit_is_one_batch_which_is_written_from_pinned_memory(answers):
-    found = answers["memory"]["52MiB"]
-    assert found == {"streamed": [False] * 3, "within": True, "calls": 3, "most": 48, "left": 0, "kept": 0, "wrong": []}
+    answer = answers["memory"]["52MiB"]
+    assert answer == {"streamed": [False] * 3, "within": True, "calls": 3, "most": 48, "left": 0, "kept": 0, "wrong": []}
 
 
 def test_a_larger_state_streams_in_batches_within_the_limit(answers):
-    found = answers["memory"]["24MiB"]
-    assert found["most"] <= 24 / 4
-    assert {key: found[key] for key in ("streamed", "within", "kept", "wrong")} == {
+    answer = answers["memory"]["24MiB"]
+    assert answer["most"] <= 24 / 4
+    assert {key: answer[key] for key in ("streamed", "within", "kept", "wrong")} == {
         "streamed": [True] * 3,
         "within": True,
         "kept": 0,

@@ -94,24 +94,24 @@ def test_ids_of_several_processes_are_not_0_to_n(job):
 
 
 def test_a_process_holds_the_boxes_that_jax_says_with_the_processes_that_jax_says(job):
-    for found in job["cases"]:
-        assert len(found) == CASES
-        assert [case["boxes"] and case["holders"] for case in found] == [True] * CASES
+    for cases in job["cases"]:
+        assert len(cases) == CASES
+        assert [case["boxes"] and case["holders"] for case in cases] == [True] * CASES
 
 
 def test_a_process_fetches_the_wanted_boxes_while_the_others_do_nothing(job):
-    for found in job["cases"]:
-        assert [case["fetched"] for case in found] == [True] * CASES
+    for cases in job["cases"]:
+        assert [case["fetched"] for case in cases] == [True] * CASES
 
 
 def test_a_process_places_its_own_shards_of_a_global_array_while_the_others_do_nothing(job):
-    for found in job["cases"]:
-        assert [case["sinks"] and case["restored"] and case["shardings"] for case in found] == [True] * CASES
+    for cases in job["cases"]:
+        assert [case["sinks"] and case["restored"] and case["shardings"] for case in cases] == [True] * CASES
 
 
 def test_neither_fetching_nor_placing_compiles_anything(job):
-    assert {case["compiles"] for found in job["cases"] for case in found} == {0}
-    assert {found["compiles"] for found in job["own"]} == {0}
+    assert {case["compiles"] for answer in job["cases"] for case in answer} == {0}
+    assert {answer["compiles"] for answer in job["own"]} == {0}
 
 
 def test_no_collective_runs_until_a_program_of_all_processes_needs_one(job):
@@ -120,12 +120,12 @@ def test_no_collective_runs_until_a_program_of_all_processes_needs_one(job):
 
 def test_there_are_arrays_of_all_sorts(job):
     """Else the other tests would say little: held by all, by some, by one, and not at all by this process."""
-    assert len({str([(case["sharding"], case["shape"]) for case in found]) for found in job["cases"]}) == 1
+    assert len({str([(case["sharding"], case["shape"]) for case in cases]) for cases in job["cases"]}) == 1
     everybody = list(range(len(job["local"])))
-    for process, found in enumerate(job["cases"]):
-        sorts = {str(holders) for case in found for *_, holders in case["held"]}
+    for process, cases in enumerate(job["cases"]):
+        sorts = {str(holders) for case in cases for *_, holders in case["held"]}
         assert {str(everybody), str([process])} <= sorts
-        assert any(not case["held"] and prod(case["shape"]) for case in found)
+        assert any(not case["held"] and prod(case["shape"]) for case in cases)
     assert any(len({str(holders) for *_, holders in case["held"]}) > 1 for case in job["cases"][0])
     if len(everybody) > 2:
         assert any(1 < len(holders) < len(everybody) for case in job["cases"][0] for *_, holders in case["held"])
@@ -134,9 +134,9 @@ def test_there_are_arrays_of_all_sorts(job):
 def test_every_element_has_one_writer(job):
     """Each process deals by what it knows: the boxes that it holds, cut into their rows."""
     written = [np.zeros(case["shape"] or [1], int) for case in job["cases"][0]]
-    for process, found in enumerate(job["cases"]):
+    for process, cases in enumerate(job["cases"]):
         parts, rows = [], []
-        for i, case in enumerate(found):
+        for i, case in enumerate(cases):
             for start, stop, holders in case["held"]:
                 box = written[i][tuple(map(slice, start, stop))]  # a view
                 parts.append(Part(f"t{i:02}", "", tuple(start), tuple(holders), len(box), box[0].size * case["itemsize"]))
@@ -148,13 +148,13 @@ def test_every_element_has_one_writer(job):
 
 
 def test_an_array_that_jax_may_move_is_every_processs_own(job):
-    for process, found in enumerate(job["own"]):
-        assert found["uncommitted"] == [None, None, [1]]
-        assert found["committed"] == [[process]]
+    for process, answer in enumerate(job["own"]):
+        assert answer["uncommitted"] == [None, None, [1]]
+        assert answer["committed"] == [[process]]
 
 
 def test_a_struct_without_sharding_gives_what_asarray_gives_an_array_of_this_process(job):
-    assert [found["as jnp.asarray"] for found in job["own"]] == [True] * len(job["local"])
+    assert [answer["as jnp.asarray"] for answer in job["own"]] == [True] * len(job["local"])
 
 
 @pytest.mark.parametrize(
@@ -167,15 +167,15 @@ def test_a_struct_without_sharding_gives_what_asarray_gives_an_array_of_this_pro
     ],
 )
 def test_a_world_that_contradicts_jax_is_refused_by_name(job, question, words):
-    for found in job["refusals"]:
-        kind, message = found[question]
+    for errors in job["refusals"]:
+        kind, message = errors[question]
         assert kind == "ShardingError"
         assert message.startswith("'w': ")
         assert words in message
 
 
 def test_processes_may_be_numbered_otherwise_than_jax_numbers_them(job):
-    assert [found["numbered otherwise"] for found in job["refusals"]] == [True] * len(job["local"])
+    assert [answer["numbered otherwise"] for answer in job["refusals"]] == [True] * len(job["local"])
 
 
 def test_training_goes_on_over_all_processes_with_what_each_restored_by_itself(job):

@@ -40,9 +40,9 @@ def seen_in_many_ways(array):
 
 def test_an_array_is_fetched_as_itself_whatever_its_strides():
     for array in seen_in_many_ways(np.arange(24.0).reshape(4, 6)):
-        source, (found,) = fetched(array)
-        assert np.shares_memory(found, array)
-        np.testing.assert_array_equal(found, array)
+        source, (elements,) = fetched(array)
+        assert np.shares_memory(elements, array)
+        np.testing.assert_array_equal(elements, array)
         assert source.boxes[0].shape == source.shape == array.shape
         assert (source.layout, source.staged_bytes) == (None, 0)
 
@@ -50,13 +50,13 @@ def test_an_array_is_fetched_as_itself_whatever_its_strides():
 @pytest.mark.parametrize("name", sorted(DTYPES))
 def test_arrays_of_every_dtype_are_fetched_with_it(name):
     array = np.ones((2, 3), DTYPES[name].numpy)
-    source, (found,) = fetched(array)
-    assert (source.dtype.name, found.dtype) == (name, array.dtype)
+    source, (elements,) = fetched(array)
+    assert (source.dtype.name, elements.dtype) == (name, array.dtype)
 
 
 def test_a_scalar_array_is_one_box_of_no_dimensions():
-    source, (found,) = fetched(np.array(7.5, np.float32))
-    assert (source.shape, source.boxes[0].shape, found[()]) == ((), (), 7.5)
+    source, (elements,) = fetched(np.array(7.5, np.float32))
+    assert (source.shape, source.boxes[0].shape, elements[()]) == ((), (), 7.5)
 
 
 @pytest.mark.parametrize("shape", [(0,), (3, 0), (0, 4, 5)])
@@ -69,8 +69,8 @@ def test_an_array_without_elements_has_no_boxes(shape):
 
 def test_an_array_of_the_other_byte_order_is_fetched_and_filled_in_ours():
     array = np.arange(6, dtype=">i4")
-    source, (found,) = fetched(array)
-    assert (source.dtype.name, found.dtype.isnative, found.tolist()) == ("int32", True, [0, 1, 2, 3, 4, 5])
+    source, (elements,) = fetched(array)
+    assert (source.dtype.name, elements.dtype.isnative, elements.tolist()) == ("int32", True, [0, 1, 2, 3, 4, 5])
     assert source.staged_bytes == array.nbytes
     sink = frameworks.target("w", array, (6,), F32)
     sink.destinations[0][...] = np.arange(6, 12, dtype=np.int32)
@@ -215,9 +215,9 @@ def test_a_sharding_that_no_imported_framework_knows_is_refused_by_name(monkeypa
 
 def test_sources_keep_the_order_of_the_leaves():
     leaves = {name: np.full(2, i) for i, name in enumerate("zax")}
-    found = frameworks.sources(leaves)
-    assert list(found) == ["z", "a", "x"]
-    assert [arrays[0][0] for arrays in frameworks.fetch(list(found.values())[::-1])] == [2, 1, 0]
+    sources = frameworks.sources(leaves)
+    assert list(sources) == ["z", "a", "x"]
+    assert [arrays[0][0] for arrays in frameworks.fetch(list(sources.values())[::-1])] == [2, 1, 0]
 
 
 def test_what_is_no_tensor_is_refused_by_name():

@@ -206,7 +206,7 @@ def test_one_inside_of_another_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("leaf", "said"),
+    ("leaf", "words"),
     [
         ({1, 2}, "is a set"),
         (np.random.default_rng(), "numpy.random"),
@@ -218,10 +218,10 @@ def test_one_inside_of_another_is_refused():
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_what_cannot_be_stored_is_refused_by_its_whole_name(leaf, said):
+def test_what_cannot_be_stored_is_refused_by_its_whole_name(leaf, words):
     with pytest.raises(LeafError, match="'loader/state/0'") as caught:
         encode_value({"state": [leaf]}, "loader")
-    assert said in str(caught.value)
+    assert words in str(caught.value)
 
 
 def test_more_than_the_limit_is_refused_with_name_size_and_what_to_do():
@@ -364,18 +364,18 @@ def test_other_numbers_of_processes_get_what_they_choose():
 
 
 @pytest.mark.parametrize(
-    ("saved", "world", "said"),
+    ("saved", "world", "words"),
     [
         (8, World(0, 4), "8 processes saved the checkpoint, and 4 restore it"),
         (1, World(1, 2), "1 process saved the checkpoint, and 2 restore it"),
         (2, World(1, 2), "process 1 saved none"),
     ],
 )
-def test_without_a_choice_the_error_says_how_to_make_one(saved, world, said):
+def test_without_a_choice_the_error_says_how_to_make_one(saved, world, words):
     with pytest.raises(MismatchError) as caught:
         choose_value({0: 1}, PerProcess(None), "rng/torch", saved=saved, world=world)
     assert str(caught.value) == (
-        f"'rng/torch' has one value per process; {said}. Say which one to restore, as in "
+        f"'rng/torch' has one value per process; {words}. Say which one to restore, as in "
         "PerProcess(value, choose=lambda values: values[0]), or leave it out with only=."
     )
 

@@ -55,7 +55,7 @@ print(json.dumps(encode_value(state, "rng"), allow_nan=False))
 
 
 def test_arrays_and_keys_of_jax_come_back_as_such_where_jax_is_imported(of_jax):
-    said = run(
+    output = run(
         """
 import jax, numpy as np
 back = decode_value(json.load(sys.stdin), "rng")
@@ -68,11 +68,11 @@ print("fine")
 """,
         given=of_jax,
     )
-    assert said == "fine\n"
+    assert output == "fine\n"
 
 
 def test_arrays_of_jax_come_back_as_numpys_where_it_is_not(of_jax):
-    said = run(
+    output = run(
         """
 back = decode_value(json.load(sys.stdin), "rng")
 assert "jax" not in sys.modules and "torch" not in sys.modules
@@ -80,7 +80,7 @@ print([(type(leaf).__name__, str(leaf.dtype), leaf.shape) for leaf in back.value
 """,
         given=of_jax,
     )
-    assert said.strip() == str(
+    assert output.strip() == str(
         [
             ("ndarray", "float32", (4,)),
             ("ndarray", "bfloat16", (2, 1)),
@@ -93,7 +93,7 @@ print([(type(leaf).__name__, str(leaf.dtype), leaf.shape) for leaf in back.value
 
 
 def test_jax_that_would_make_less_of_an_array_or_lacks_a_generator_refuses():
-    said = run(
+    lines = run(
         """
 import jax, numpy as np
 from shardckpt.errors import DtypeMismatchError, FormatError, LeafError
@@ -116,9 +116,9 @@ refused(LeafError, jax.jit(lambda x: encode_value([x], "rng")), 1.0)
 refused(LeafError, encode_value, [jax.ShapeDtypeStruct((1,), "int8")], "rng")
 """
     ).splitlines()
-    assert len(said) == 7
-    assert all("'rng/0'" in line for line in said)
-    assert "jax_enable_x64" in said[0]
+    assert len(lines) == 7
+    assert all("'rng/0'" in line for line in lines)
+    assert "jax_enable_x64" in lines[0]
 
 
 def test_an_array_that_another_process_has_a_part_of_is_refused():
@@ -157,7 +157,7 @@ except LeafError as e:
 
 
 def test_a_program_without_torch_is_told_to_install_it():
-    said = run(
+    output = run(
         """
 sys.modules["torch"] = None
 from shardckpt.errors import MissingExtraError
@@ -169,11 +169,11 @@ except MissingExtraError as e:
 """,
         given=json.dumps(encode_value([torch.ones(2)], "rng")),
     )
-    assert "'rng/0' is a tensor of torch's: install torch" in said
+    assert "'rng/0' is a tensor of torch's: install torch" in output
 
 
 def test_a_dtensor_is_refused():
-    said = run(
+    output = run(
         """
 import torch
 from torch import distributed
@@ -188,4 +188,4 @@ except LeafError as e:
 distributed.destroy_process_group()
 """
     )
-    assert "'rng/0' is a DTensor on cpu, inside of a PerProcess; keep it outside" in said
+    assert "'rng/0' is a DTensor on cpu, inside of a PerProcess; keep it outside" in output

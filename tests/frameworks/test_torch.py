@@ -50,10 +50,10 @@ def seen_in_many_ways(tensor):
 @pytest.mark.parametrize("name", DTYPES)
 def test_every_dtype_is_fetched_bit_by_bit_without_a_copy(name):
     raw, tensor = random_bits(name, (4, 6))
-    source, (found,) = fetched(tensor)
-    assert (source.dtype.name, found.dtype, source.staged_bytes) == (name, by_name(name).numpy, 0)
-    assert found.tobytes() == raw.tobytes()
-    assert found.__array_interface__["data"][0] == tensor.data_ptr()
+    source, (elements,) = fetched(tensor)
+    assert (source.dtype.name, elements.dtype, source.staged_bytes) == (name, by_name(name).numpy, 0)
+    assert elements.tobytes() == raw.tobytes()
+    assert elements.__array_interface__["data"][0] == tensor.data_ptr()
 
 
 @pytest.mark.parametrize("name", DTYPES)
@@ -71,16 +71,16 @@ def test_every_dtype_is_filled_bit_by_bit_where_it_is(name):
 @pytest.mark.parametrize("name", DTYPES)
 def test_a_scalar_of_every_dtype_goes_there_and_back(name):
     raw, tensor = random_bits(name, ())
-    source, (found,) = fetched(tensor)
-    assert (source.shape, found.shape, found.tobytes()) == ((), (), raw.tobytes())
+    source, (elements,) = fetched(tensor)
+    assert (source.shape, elements.shape, elements.tobytes()) == ((), (), raw.tobytes())
     assert tensor_of(array_of(tensor, source.dtype), source.dtype).data_ptr() == tensor.data_ptr()
 
 
 def test_parameters_gradients_and_strides_do_not_matter():
     for tensor in seen_in_many_ways(torch.arange(24.0).reshape(4, 6)):
-        source, (found,) = fetched(tensor)
-        np.testing.assert_array_equal(found, tensor.detach().numpy())
-        assert np.shares_memory(found, tensor.detach().numpy())
+        source, (elements,) = fetched(tensor)
+        np.testing.assert_array_equal(elements, tensor.detach().numpy())
+        assert np.shares_memory(elements, tensor.detach().numpy())
         assert (source.shape, source.layout) == (tuple(tensor.shape), None)
         sink = frameworks.target("w", tensor, tuple(tensor.shape), F32)
         sink.destinations[0][...] = -1
@@ -116,9 +116,9 @@ def test_a_tensor_without_elements_has_no_boxes(shape):
 def test_conjugate_and_negative_views_are_fetched_as_what_they_say():
     tensor = torch.tensor([1 + 2j, 3 - 4j])
     for view in tensor.conj(), tensor.conj().imag:
-        source, (found,) = fetched(view)
-        np.testing.assert_array_equal(found, view.resolve_conj().resolve_neg().numpy())
-        assert source.staged_bytes == found.nbytes
+        source, (elements,) = fetched(view)
+        np.testing.assert_array_equal(elements, view.resolve_conj().resolve_neg().numpy())
+        assert source.staged_bytes == elements.nbytes
         with pytest.raises(LeafError, match="'w': this tensor is a lazily conjugated or negated view"):
             frameworks.target("w", view, (2,), F32)
 
@@ -394,9 +394,9 @@ def test_ties_are_the_same_whether_tensors_at_one_address_are_asked_for_first_or
         """Not among the known classes."""
 
     values = [w, w.data, array_of(w, F32), w.reshape(3, 4), Own(w), array_of(w, F32)[:4], weight, torch.nn.Parameter(w)]
-    for some in permutations(values, 3):
+    for leaves in permutations(values, 3):
         for known in (frameworks.ADDRESSES, {torch.Tensor: frameworks.ADDRESSES[torch.Tensor]}):
-            slow, quick = (flatten([*some], *asked, composite=frameworks.composite, addresses=addresses) for addresses in (None, known))
+            slow, quick = (flatten([*leaves], *asked, composite=frameworks.composite, addresses=addresses) for addresses in (None, known))
             assert (quick.tree, quick.aliases, [*quick.tensors]) == (slow.tree, slow.aliases, [*slow.tensors])
 
 

@@ -109,64 +109,64 @@ def parts(case):
 
 def test_fetched_boxes_are_the_tensor_bit_by_bit_each_element_once(round_trips):
     assert len(round_trips) >= 110
-    for case, found in round_trips:
-        assert found["fetched"], case
-        assert found["covered once"], case
+    for case, answer in round_trips:
+        assert answer["fetched"], case
+        assert answer["covered once"], case
 
 
 def test_only_distinct_boxes_that_are_not_empty_are_fetched(round_trips):
-    for case, found in round_trips:
+    for case, answer in round_trips:
         tiles = [ceil(dim / ceil(dim / part)) if dim else 0 for dim, part in zip(case["shape"], parts(case), strict=True)]
-        assert found["boxes"] == prod(tiles), case
+        assert answer["boxes"] == prod(tiles), case
 
 
 def test_a_restored_tensor_holds_on_every_device_what_the_original_holds_padding_included(round_trips):
-    for case, found in round_trips:
-        assert found["restored"], case
-        assert found["restored text"] == found["text"], case
-        assert found["shape"] == case["shape"], case
-        assert found["dtype"] == [f"torch.{case['dtype']}"] * 2, case
+    for case, answer in round_trips:
+        assert answer["restored"], case
+        assert answer["restored text"] == answer["text"], case
+        assert answer["shape"] == case["shape"], case
+        assert answer["dtype"] == [f"torch.{case['dtype']}"] * 2, case
 
 
 def test_a_restored_tensor_is_plain_and_asks_for_no_gradient(round_trips):
-    assert {(found["type"], found["requires_grad"]) for _, found in round_trips} == {("Tensor", False)}
+    assert {(answer["type"], answer["requires_grad"]) for _, answer in round_trips} == {("Tensor", False)}
 
 
 def test_neither_fetching_nor_placing_compiles_anything(round_trips):
-    assert {found["compiles"] for _, found in round_trips} == {0}
+    assert {answer["compiles"] for _, answer in round_trips} == {0}
 
 
 def test_tiled_and_replicated_tensors_leave_the_devices_once(round_trips):
-    for case, found in round_trips:
+    for case, answer in round_trips:
         replicas = prod(case["mesh"]) // prod(parts(case))
         if replicas == 1 or prod(parts(case)) == 1:
             padded = prod(part * ceil(dim / part) for dim, part in zip(case["shape"], parts(case), strict=True))
-            assert found["read"] == padded * found["itemsize"], case
+            assert answer["read"] == padded * answer["itemsize"], case
 
 
 def test_replicas_of_a_partially_replicated_tensor_are_read_and_dropped(round_trips):
     # torch_xla 2.9 reads one shard by itself only after running a program; see the adapter's docstring.
-    for case, found in round_trips:
+    for case, answer in round_trips:
         if 1 < prod(parts(case)) < 8:
             tile = prod(ceil(dim / part) for dim, part in zip(case["shape"], parts(case), strict=True))
-            assert found["read"] == 8 * tile * found["itemsize"], case
-            assert found["boxes"] <= prod(parts(case)), case
+            assert answer["read"] == 8 * tile * answer["itemsize"], case
+            assert answer["boxes"] <= prod(parts(case)), case
 
 
 def test_the_bytes_that_a_source_says_it_stages_are_what_fetching_it_takes(answers):
-    for case, found in zip(MEMORY, answers["memory"], strict=True):
+    for case, answer in zip(MEMORY, answers["memory"], strict=True):
         # The allocator may have some of it at hand already.
-        assert 0.7 * found["said"] <= found["peak"] <= 1.05 * found["said"], case
-    tiled, partial, replicated = (found["said"] for found in answers["memory"])
+        assert 0.7 * answer["said"] <= answer["peak"] <= 1.05 * answer["said"], case
+    tiled, partial, replicated = (answer["said"] for answer in answers["memory"])
     assert tiled == replicated == partial / 4
 
 
 def test_arrays_fetched_from_a_sharded_tensor_share_no_memory_and_do_not_change(answers):
     """A save in the background keeps it while the tensor is trained on."""
-    for found in answers["private"]:
-        assert found["said"] == found["private"], found
-        if found["said"]:
-            assert all(found.values()), found
+    for answer in answers["private"]:
+        assert answer["said"] == answer["private"], answer
+        if answer["said"]:
+            assert all(answer.values()), answer
 
 
 def test_many_leaves_in_several_calls_are_the_leaves_one_by_one(answers):
@@ -174,9 +174,9 @@ def test_many_leaves_in_several_calls_are_the_leaves_one_by_one(answers):
 
 
 def test_targets_of_all_vocabularies_make_the_tensor_that_mark_sharding_makes(answers):
-    for case, found in zip(CASES["targets"], answers["targets"], strict=True):
-        assert found == {way: True for way in found if way != "compiles"} | {"compiles": 0}, case
-        assert set(found) == {"Sharding", "OpSharding", "op_sharding", "ShardingSpec", "pair", "compiles"}
+    for case, answer in zip(CASES["targets"], answers["targets"], strict=True):
+        assert answer == {way: True for way in answer if way != "compiles"} | {"compiles": 0}, case
+        assert set(answer) == {"Sharding", "OpSharding", "op_sharding", "ShardingSpec", "pair", "compiles"}
 
 
 def test_axis_names_are_recorded_where_the_global_mesh_explains_the_sharding(answers):
@@ -188,17 +188,17 @@ def test_axis_names_are_recorded_where_the_global_mesh_explains_the_sharding(ans
 
 
 def test_pending_leaves_are_computed_in_one_program_and_nothing_else_is(answers):
-    (found,) = answers["pending"]
+    (answer,) = answers["pending"]
     count = [[8.0 * i + j for j in range(8)] for i in range(8)]
 
     def times(k):
         return [[k * e for e in row] for row in count]
 
-    assert found["programs"] == 1
-    assert found["texts"] == ["{devices=[4,2]0,1,2,3,4,5,6,7}"] * 3
-    assert found["elements"] == {"w0": times(2), "w1": times(3), "w2": times(4), "base": count}
-    assert found["bystander pending"]
-    assert (found["bystander"], found["base"]) == (times(100), count)
+    assert answer["programs"] == 1
+    assert answer["texts"] == ["{devices=[4,2]0,1,2,3,4,5,6,7}"] * 3
+    assert answer["elements"] == {"w0": times(2), "w1": times(3), "w2": times(4), "base": count}
+    assert answer["bystander pending"]
+    assert (answer["bystander"], answer["base"]) == (times(100), count)
 
 
 def test_a_pending_leaf_in_like_says_where_to_restore_to(answers):
@@ -206,14 +206,14 @@ def test_a_pending_leaf_in_like_says_where_to_restore_to(answers):
 
 
 def test_a_pending_leaf_that_was_marked_is_not_computed_to_be_replaced(answers):
-    (found,) = answers["pending"]
-    assert found["annotated"] == [0, [True, True], [2, 4], ["float32", "float32"]]
-    assert found["annotated computed"] == [True, True], "it is still there for others to compute"
+    (answer,) = answers["pending"]
+    assert answer["annotated"] == [0, [True, True], [2, 4], ["float32", "float32"]]
+    assert answer["annotated computed"] == [True, True], "it is still there for others to compute"
 
 
 def test_tensors_that_nobody_marked_are_replicated_over_all_devices(answers):
-    (found,) = answers["unmarked"]
-    assert found == {"layouts": ["{replicated}"] * 3, "devices": [8] * 3, "elements": [True] * 3, "restored": "{replicated}"}
+    (answer,) = answers["unmarked"]
+    assert answer == {"layouts": ["{replicated}"] * 3, "devices": [8] * 3, "elements": [True] * 3, "restored": "{replicated}"}
 
 
 def test_identity_is_the_same_for_aliases_of_a_parameter_and_not_for_equal_elements(answers):
@@ -221,14 +221,14 @@ def test_identity_is_the_same_for_aliases_of_a_parameter_and_not_for_equal_eleme
 
 
 def test_a_meta_module_that_is_assigned_restored_tensors_trains_on_with_the_programs_there_are(answers):
-    (found,) = answers["training"]
-    normal, restored = found["losses"]
+    (answer,) = answers["training"]
+    normal, restored = answer["losses"]
     assert normal == restored
-    assert found["load compiles"] == 0
-    assert found["compiles"][0] >= 1
-    assert found["compiles"][1] == 0
-    assert found["texts"][0] == found["texts"][1]
-    assert found["kinds"] == ["Parameter True"]
+    assert answer["load compiles"] == 0
+    assert answer["compiles"][0] >= 1
+    assert answer["compiles"][1] == 0
+    assert answer["texts"][0] == answer["texts"][1]
+    assert answer["kinds"] == ["Parameter True"]
 
 
 @pytest.mark.parametrize(
@@ -245,10 +245,10 @@ def test_a_meta_module_that_is_assigned_restored_tensors_trains_on_with_the_prog
     ],
 )
 def test_what_cannot_be_is_refused_by_name_before_anything_is_read(answers, question, kind, words):
-    found = answers["refusals"][0][question]
-    assert found[0] == kind
-    assert found[1].startswith("'w': ")
-    assert words in found[1]
+    error = answers["refusals"][0][question]
+    assert error[0] == kind
+    assert error[1].startswith("'w': ")
+    assert words in error[1]
 
 
 def test_replicated_targets_may_have_any_number_of_dimensions(answers):
@@ -257,5 +257,5 @@ def test_replicated_targets_may_have_any_number_of_dimensions(answers):
 
 @pytest.mark.parametrize(("spmd", "layout"), [pytest.param(False, "None", marks=pytest.mark.slow), (True, "{replicated}")])
 def test_one_device_needs_no_sharding(spmd, layout):
-    found = ask("xla_single.py", {"spmd": spmd}, devices=1)
-    assert found == {"layout": layout, "fetched": True, "restored": True, "device": "xla", "boxes": 1, "target": spmd}
+    answer = ask("xla_single.py", {"spmd": spmd}, devices=1)
+    assert answer == {"layout": layout, "fetched": True, "restored": True, "device": "xla", "boxes": 1, "target": spmd}

@@ -48,7 +48,7 @@ def stored_of(state, only=None):
 
 def restored(stored, node, values, like):
     """As `restore` does: tensors of `like` are filled where they have memory."""
-    matched = match(like, node, frameworks.is_tensor, only=stored.wanted, meaning=frameworks.meaning)
+    matched = match(like, node, frameworks.is_tensor, only=stored.selects, meaning=frameworks.meaning)
     found = {}
     for name, places in matched.tensors.items():
         for place, leaf in places:

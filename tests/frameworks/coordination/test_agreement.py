@@ -23,7 +23,7 @@ class Process:
         self.number, self.store = number, store
         self.serial = next(Process.serial)
         self.value = [number, self.serial]
-        self.said = self.run_id = None
+        self.agreed = self.run_id = None
         if number:
             self.steps = join(number, encode(self.value), f"nonce{self.serial}")
         else:
@@ -32,7 +32,7 @@ class Process:
 
     @property
     def done(self):
-        return self.said is not None
+        return self.agreed is not None
 
     def step(self):
         """Do one operation; True if it was to wait."""
@@ -41,7 +41,7 @@ class Process:
         try:
             operation = self.steps.send(self.result)
         except StopIteration as end:
-            self.run_id, self.said = end.value if self.number else (f"run{self.serial}", end.value)
+            self.run_id, self.agreed = end.value if self.number else (f"run{self.serial}", end.value)
             return True
         self.result = None
         match operation:
@@ -83,8 +83,8 @@ def check_agreed(finished, members):
     values = [m.value for m in members]
     for process in finished:
         assert process.run_id in of_round
-        assert [v[0] for v in process.said] == sorted({m.number for m in members})
-        assert all(v in values for v in process.said)
+        assert [v[0] for v in process.agreed] == sorted({m.number for m in members})
+        assert all(v in values for v in process.agreed)
 
 
 orders = st.lists(st.integers(0, 3), max_size=60)
@@ -104,7 +104,7 @@ def test_a_round_agrees_on_its_own_run_id_however_the_rounds_before_it_ended(pro
     finish(latest, last)
     assert all(process.done for process in latest)
     check_agreed(latest, latest)
-    assert latest[0].said == [process.value for process in latest]
+    assert latest[0].agreed == [process.value for process in latest]
 
 
 @given(
@@ -133,7 +133,7 @@ def test_processes_started_anew_before_the_round_is_agreed_on_are_taken_in(proce
     # Where one had set its value before it died, process 0 may have taken that value: then the new one gets no answer.
     unanswered = {process.number for process in alive if not process.done}
     assert unanswered <= spoke
-    assert all(said == process.value or process.number in unanswered for said, process in zip(alive[0].said, alive, strict=True))
+    assert all(value == process.value or process.number in unanswered for value, process in zip(alive[0].agreed, alive, strict=True))
 
 
 @given(processes=st.integers(2, 4), events=st.lists(st.tuples(st.booleans(), st.integers(0, 3)), max_size=120))

@@ -7,18 +7,18 @@ from shardckpt.errors import OptionError
 from shardckpt.frameworks.coordination.devices import given_devices, owners
 
 
-def owned(told, found):
-    return {name: dict(zip(o.device_ids.tolist(), o.processes.tolist(), strict=True)) for name, o in owners(told, found).items()}
+def owned(given, local):
+    return {name: dict(zip(o.device_ids.tolist(), o.processes.tolist(), strict=True)) for name, o in owners(given, local).items()}
 
 
 def test_ids_that_differ_between_all_processes_are_the_jobs():
-    found = [{"jax": [0, 1]}, {"jax": [2048, 2049]}]
-    assert owned([{}, {}], found) == {"jax": {0: 0, 1: 0, 2048: 1, 2049: 1}}
+    local = [{"jax": [0, 1]}, {"jax": [2048, 2049]}]
+    assert owned([{}, {}], local) == {"jax": {0: 0, 1: 0, 2048: 1, 2049: 1}}
 
 
 def test_ids_that_two_processes_found_alike_are_private():
-    found = [{"jax": [0, 1], "torch_xla": [0]}, {"jax": [1, 2], "torch_xla": [1]}]
-    assert owned([{}, {}], found) == {"torch_xla": {0: 0, 1: 1}}
+    local = [{"jax": [0, 1], "torch_xla": [0]}, {"jax": [1, 2], "torch_xla": [1]}]
+    assert owned([{}, {}], local) == {"torch_xla": {0: 0, 1: 1}}
 
 
 def test_devices_that_not_all_processes_have_found_are_private():
@@ -26,9 +26,9 @@ def test_devices_that_not_all_processes_have_found_are_private():
 
 
 def test_what_a_process_was_told_goes_before_what_it_found():
-    found = [{"torch_xla": list(range(8))}] * 2
-    told = [{"torch_xla": [0, 1, 6]}, {"torch_xla": [3, 7]}]
-    assert owned(told, found) == {"torch_xla": {0: 0, 1: 0, 3: 1, 6: 0, 7: 1}}
+    local = [{"torch_xla": list(range(8))}] * 2
+    given = [{"torch_xla": [0, 1, 6]}, {"torch_xla": [3, 7]}]
+    assert owned(given, local) == {"torch_xla": {0: 0, 1: 0, 3: 1, 6: 0, 7: 1}}
 
 
 def test_a_process_may_be_told_that_it_owns_nothing():
@@ -37,10 +37,10 @@ def test_a_process_may_be_told_that_it_owns_nothing():
 
 @pytest.mark.parametrize("second_told", [{"torch_xla": [2, 1]}, {}])
 def test_a_device_of_two_processes_that_were_told_is_an_error_with_both_in_it(second_told):
-    found = [{"torch_xla": [0, 1, 2]}] * 3
-    told = [{"torch_xla": [3]}, {"torch_xla": [1]}, second_told]
+    local = [{"torch_xla": [0, 1, 2]}] * 3
+    given = [{"torch_xla": [3]}, {"torch_xla": [1]}, second_told]
     with pytest.raises(OptionError, match="torch_xla device 1 is owned by process 1 and by process 2"):
-        owners(told, found)
+        owners(given, local)
 
 
 def test_what_is_told_comes_in_order_and_once():

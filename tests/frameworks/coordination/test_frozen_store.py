@@ -39,7 +39,7 @@ def job(tmp_path):
         process.communicate()
 
 
-def said(process):
+def next_answer(process):
     """The next line that is JSON: gloo writes to stdout, too."""
     for line in process.stdout:
         if line.startswith("{"):
@@ -63,23 +63,23 @@ def go_on(process):
 @pytest.mark.parametrize("framework", PARTS)
 def test_while_process_0_is_stopped_every_wait_for_it_ends_with_an_error_that_names_it(job, framework):
     leader, other = job(framework)
-    said(leader), said(other)
+    next_answer(leader), next_answer(other)
     stop(leader)
     go_on(other)
-    found = said(other)
+    answer = next_answer(other)
     silent = PARTS[framework]
     for question in ("peek", "announce", "agree"):
-        assert found[question].startswith(f"SilentStoreError: {silent}")
-        assert "process 0 (or the launcher), which holds it, is stopped or cannot be reached" in found[question]
+        assert answer[question].startswith(f"SilentStoreError: {silent}")
+        assert "process 0 (or the launcher), which holds it, is stopped or cannot be reached" in answer[question]
     missing = f"this process has written its share, and process 0 has not committed within 6 s ({silent}"
-    assert found["begun"]
-    assert found["begun_again"]
+    assert answer["begun"]
+    assert answer["begun_again"]
     for save in ("save", "waited", "next", "close"):
-        assert found[save].startswith("CommitError: ")
-        assert missing in found[save]
-    assert found["decision"].startswith("CoordinationError: step 500: process 0 has not decided within 6 s whether it is saved")
+        assert answer[save].startswith("CommitError: ")
+        assert missing in answer[save]
+    assert answer["decision"].startswith("CoordinationError: step 500: process 0 has not decided within 6 s whether it is saved")
 
     os.kill(leader.pid, signal.SIGCONT)
     go_on(leader), go_on(other)
-    assert said(other) == {"heard": [None, None]}
+    assert next_answer(other) == {"heard": [None, None]}
     assert (other.wait(60), leader.wait(60)) == (0, 0)
