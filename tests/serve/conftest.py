@@ -30,13 +30,13 @@ def lab(tmp_path_factory):
     """A service over a root with a run, which tests may change."""
     top = tmp_path_factory.mktemp("operated")
     save_run(top / "runs" / "llama", (10, 20))
-    with operated(top, ("lab", top / "runs")) as found:
-        found.root = top / "runs"
-        yield found
+    with operated(top, ("lab", top / "runs")) as running:
+        running.root = top / "runs"
+        yield running
 
 
 @pytest.fixture
-def told():
+def webhook_receiver():
     """Bodies that a web server receives, and its url."""
     bodies = []
 

@@ -39,26 +39,26 @@ def test_runs_and_checkpoints_are_listed_filtered_and_paged(service):
     assert ids("text=%25") == []
 
     for order in ("ascending", "descending"):
-        found, cursor = [], ""
+        listed, cursor = [], ""
         while True:
             page = service.get(f"/v1/checkpoints?limit=1&order={order}{cursor}")
-            found += [one["id"] for one in page["checkpoints"]]
+            listed += [one["id"] for one in page["checkpoints"]]
             if page["next"] is None:
                 break
             cursor = f"&cursor={page['next']}"
-        assert found == ids(f"order={order}")
+        assert listed == ids(f"order={order}")
     first = service.get("/v1/runs?limit=1")
     assert service.get(f"/v1/runs?limit=1&cursor={first['next']}")["runs"][0]["run"] == "lab/tiny-gpt"
 
 
 def test_a_checkpoint_is_described_as_the_command_line_describes_it(service, runs):
     ckpt = shardckpt.open(runs / "llama" / "10")
-    found = service.get(CKPT)
-    assert found.pop("id") == found["entry"]["id"] == "lab/llama/10"
-    assert found.pop("entry")["metrics"] == {"loss": 3.0}
-    assert found == documents.checkpoint_json(ckpt, ckpt.parsed_tree)
-    some = service.get(f"{CKPT}?only=model/**")
-    assert {one["name"] for one in some["tensors"]} == {"model/embed.weight", "model/head", "model/scale", "model/none"}
+    document = service.get(CKPT)
+    assert document.pop("id") == document["entry"]["id"] == "lab/llama/10"
+    assert document.pop("entry")["metrics"] == {"loss": 3.0}
+    assert document == documents.checkpoint_json(ckpt, ckpt.parsed_tree)
+    selection = service.get(f"{CKPT}?only=model/**")
+    assert {one["name"] for one in selection["tensors"]} == {"model/embed.weight", "model/head", "model/scale", "model/none"}
     described = service.get(f"{CKPT}/tensors/model/head")
     assert described == {"id": "lab/llama/10", **documents.tensor_json(ckpt, "model/head")}
 
@@ -93,8 +93,8 @@ def test_layouts_statistics_plans_and_differences(service, runs):
 
     count = service.get(f"{CKPT}/statistics/optimizer/count")
     assert (count["min"], count["max"], count["elements"], count["read"], sum(count["histogram"])) == (0, 299, 300, 300, 300)
-    some = service.get(f"{CKPT}/statistics/model/embed.weight?budget=512")
-    assert 0 < some["read"] <= 128
+    sample = service.get(f"{CKPT}/statistics/model/embed.weight?budget=512")
+    assert 0 < sample["read"] <= 128
     assert service.get(f"{CKPT}/statistics/model/none")["mean"] is None
 
     plan = service.get(f"{CKPT}/plan?mesh=model=2&rule=model/embed*=(model,None)&devices_per_host=1")
@@ -102,8 +102,12 @@ def test_layouts_statistics_plans_and_differences(service, runs):
     assert plan["rates"] == {"read": None, "write": None}
 
     a, b = (shardckpt.open(runs / "llama" / step) for step in ("10", "20"))
-    found = service.get("/v1/diff?a=lab/llama/10&b=lab/llama/20")
-    assert found == {"a": "lab/llama/10", "b": "lab/llama/20", **documents.comparison_json(compare(a, b), structure=False, layout=False)}
+    differences = service.get("/v1/diff?a=lab/llama/10&b=lab/llama/20")
+    assert differences == {
+        "a": "lab/llama/10",
+        "b": "lab/llama/20",
+        **documents.comparison_json(compare(a, b), structure=False, layout=False),
+    }
     assert service.get("/v1/diff?a=lab/llama/10&b=lab/llama/10&values=false")["equal"]
 
 
@@ -140,7 +144,7 @@ def test_mistakes_are_problems_with_the_codes_of_the_library(service, runs, path
 
 
 @pytest.mark.parametrize(
-    ("path", "said"),
+    ("path", "words"),
     [
         (f"{CKPT}/tensors/model/embed.weight?format=raw&box=5:2,:", "box='5:2,:': the start 5 is after the stop 2; write START:STOP."),
         (f"{CKPT}/tensors/model/embed.weight?format=raw&box=99:,:", "lies outside its shape (64, 48)"),
@@ -149,8 +153,8 @@ def test_mistakes_are_problems_with_the_codes_of_the_library(service, runs, path
         ("/v1/checkpoints?step=200:100", "the first step is after the last"),
     ],
 )
-def test_problems_say_what_to_do_to_a_client_that_knows_no_python(service, path, said):
-    assert said in service.ask(urllib.parse.quote(path, safe="/?&=:,")).json["detail"]
+def test_problems_say_what_to_do_to_a_client_that_knows_no_python(service, path, words):
+    assert words in service.ask(urllib.parse.quote(path, safe="/?&=:,")).json["detail"]
 
 
 def test_a_path_that_does_not_exist_is_not_found_by_any_method_and_one_that_does_takes_its_own(service):
@@ -163,9 +167,9 @@ def test_a_path_that_does_not_exist_is_not_found_by_any_method_and_one_that_does
 
 
 def test_the_openapi_document_is_valid(service):
-    found = service.get("/v1/openapi.json")
-    validate(found)
-    assert "/v1/checkpoints/{checkpoint}/tensors/{name}" in found["paths"]
+    document = service.get("/v1/openapi.json")
+    validate(document)
+    assert "/v1/checkpoints/{checkpoint}/tensors/{name}" in document["paths"]
     assert service.ask("/v1/runs", "POST").status == 405
     assert service.ask("/v1/runs", "HEAD").body == b""
 

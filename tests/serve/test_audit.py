@@ -54,8 +54,8 @@ def test_writes_sign_ins_and_refusals_have_lines_and_reads_have_none(place):
         assert post(service, tokens["ann"], "pin", checkpoint="lab/a/1").status == 403
         number = post(service, tokens["bob"], "pin", checkpoint="lab/a/1").json["number"]
         service.wait_until(lambda: any(one["result"] == "done" for one in lines(log)))
-    said = [(one["who"], one["what"], one["result"]) for one in lines(log)]
-    assert said[:8] == [
+    entries = [(one["who"], one["what"], one["result"]) for one in lines(log)]
+    assert entries[:8] == [
         (None, "GET /v1/runs", 401),
         (None, "GET /v1/runs", 401),
         ("ann", "POST /ui/login", 303),
@@ -125,22 +125,22 @@ def test_the_audit_log_is_opened_again_after_sighup(place):
             process.terminate()
 
 
-def test_the_webhook_tells_of_failed_jobs(tmp_path, told):
-    bodies, webhook = told
+def test_the_webhook_tells_of_failed_jobs(tmp_path, webhook_receiver):
+    bodies, webhook = webhook_receiver
     save_run(tmp_path / "lab" / "a", (1,))
     (tmp_path / "lab" / "foreign").mkdir()
     with operated(tmp_path, ("lab", tmp_path / "lab"), webhook=webhook) as lab:
-        found = lab.run("import", **{"from": "lab/foreign", "to": "lab/b/1"})
-        assert found["state"] == "failed"
+        job = lab.run("import", **{"from": "lab/foreign", "to": "lab/b/1"})
+        assert job["state"] == "failed"
         lab.service.wait_until(lambda: bodies)
     assert bodies[0]["event"] == "failed"
-    assert (bodies[0]["job"], bodies[0]["operation"], bodies[0]["destination"]) == (found["number"], "import", "lab/b/1")
-    assert bodies[0]["message"] == found["error"]["message"]
+    assert (bodies[0]["job"], bodies[0]["operation"], bodies[0]["destination"]) == (job["number"], "import", "lab/b/1")
+    assert bodies[0]["message"] == job["error"]["message"]
     assert str(tmp_path) not in json.dumps(bodies)
 
 
-def test_the_webhook_tells_once_of_a_run_that_stopped_saving(tmp_path, told):
-    bodies, webhook = told
+def test_the_webhook_tells_once_of_a_run_that_stopped_saving(tmp_path, webhook_receiver):
+    bodies, webhook = webhook_receiver
     for run in ("stops", "ends", "old"):
         save_run(tmp_path / "lab" / run, (1, 2, 3))
     begin = dt.datetime.now(dt.UTC) - dt.timedelta(minutes=12)
@@ -177,5 +177,5 @@ def test_a_rhythm_is_the_median_of_the_last_ten_commits():
 def test_recent_commits_are_those_of_the_catalogue(lab):
     shardckpt.save(lab.root / "fresh" / "7", {"w": np.ones(2)}, options=SaveOptions(metadata={"metrics": {"loss": 2.0}}))
     lab.service.wait_until(lambda: "lab/fresh/7" in lab.ask("/v1/checkpoints").body.decode())
-    (found,) = lab.service.upkeep.silence._catalogue.recent("lab/fresh", 10)
-    assert (found["id"], found["step"], found["metrics"]) == ("lab/fresh/7", 7, {"loss": 2.0})
+    (commit,) = lab.service.upkeep.silence._catalogue.recent("lab/fresh", 10)
+    assert (commit["id"], commit["step"], commit["metrics"]) == ("lab/fresh/7", 7, {"loss": 2.0})

@@ -183,5 +183,5 @@ def test_no_request_counts_the_whole_journal_where_that_is_slow(tmp_path, monkey
 @pytest.mark.parametrize("count", [0, 1, 500, 501, 1000, 1001])
 def test_a_long_list_is_encoded_in_parts_as_in_one(count):
     document = {"names": [{"name": f"\ud800{i}"} for i in range(count)], "complete": True, "deep": {"list": [[]]}}
-    found = DocumentResponse(document).body
-    assert found == json.dumps(document, separators=(",", ":")).encode()
+    body = DocumentResponse(document).body
+    assert body == json.dumps(document, separators=(",", ":")).encode()

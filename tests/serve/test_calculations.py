@@ -26,8 +26,8 @@ def top(tmp_path_factory):
 
 @pytest.fixture
 def lab(top, tmp_path):
-    with operated(tmp_path, ("lab", top / "runs")) as found:
-        yield found
+    with operated(tmp_path, ("lab", top / "runs")) as service:
+        yield service
 
 
 def processes():

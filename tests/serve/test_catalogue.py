@@ -299,8 +299,8 @@ def test_ten_thousand_rows_are_listed_by_index(tmp_path):
     }
     catalogue.replace(entries, [])
     assert len(catalogue.runs(limit=500)[0]) == 200
-    found, following = catalogue.checkpoints(CheckpointQuery(metric=("loss", "<", 500.0), limit=400))
-    assert len(found) == 400
+    page, following = catalogue.checkpoints(CheckpointQuery(metric=("loss", "<", 500.0), limit=400))
+    assert len(page) == 400
     assert len(catalogue.checkpoints(CheckpointQuery(metric=("loss", "<", 500.0), limit=400, cursor=following))[0]) == 100
     plan = catalogue._read("EXPLAIN QUERY PLAN SELECT id FROM checkpoints WHERE run = ? ORDER BY run, step, id LIMIT 5", ("x",))
     assert "in_order" in str(plan)
@@ -342,8 +342,8 @@ def test_a_bucket_is_listed_read_and_followed(store, tmp_path):
         assert [one["id"] for one in service.get("/v1/checkpoints")["checkpoints"]] == ["lab/a/1"]
         assert service.ask("/v1/checkpoints/lab/a/1/tensors/w?format=raw").body == np.ones(3).tobytes()
         assert load(service.ask("/files/lab/a/1/model.safetensors").body)["w"].tolist() == [1, 1, 1]
-        found = shardckpt.open(f"{service.url}/raw/lab/a/1")
-        assert found.verify().ok
+        checkpoint = shardckpt.open(f"{service.url}/raw/lab/a/1")
+        assert checkpoint.verify().ok
         save(f"{root}/a/2")
         service.ask("/v1/announcements", "POST", json.dumps({"url": f"{root}/a/2"}).encode())
         service.wait_until(lambda: len(service.get("/v1/checkpoints")["checkpoints"]) == 2)

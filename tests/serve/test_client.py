@@ -16,8 +16,8 @@ from shardckpt.serve.access.tokens import add_token
 
 @pytest.fixture
 def client(service):
-    with Client(service.url) as found:
-        yield found
+    with Client(service.url) as opened:
+        yield opened
 
 
 def run(*args, status=0):
@@ -34,9 +34,9 @@ def test_it_asks_for_everything(client, runs, monkeypatch):
     assert client.checkpoint("lab/llama/10")["layout"] == "packed"
     local = shardckpt.open(runs / "llama" / "10")
     for box in (None, Box((1, 2), (5, 7))):
-        found = client.read("lab/llama/10", "model/head", box)
-        assert found.dtype == ml_dtypes.bfloat16
-        assert np.array_equal(found, local.read("model/head", box))
+        elements = client.read("lab/llama/10", "model/head", box)
+        assert elements.dtype == ml_dtypes.bfloat16
+        assert np.array_equal(elements, local.read("model/head", box))
     assert client.read("lab/llama/10", "model/scale") == 10
     assert client.layout("lab/llama/10", "model/head")["text"] == "model over data=4 × model=2"
     assert client.statistics("lab/llama/10", "optimizer/count")["max"] == 299

@@ -20,8 +20,8 @@ from shardckpt.serve.jobs import endpoints
 
 @pytest.fixture
 def client(lab):
-    with Client(lab.service.url, token=lab.tokens["admin"]) as found:
-        yield found
+    with Client(lab.service.url, token=lab.tokens["admin"]) as opened:
+        yield opened
 
 
 @pytest.fixture
@@ -55,12 +55,12 @@ def frozen(lab, client):
 def test_jobs_are_started_followed_and_listed(client, lab, monkeypatch):
     seen = []
     first = client.start("copy", checkpoint="lab/llama/10", to="lab/copied/10")
-    found = client.wait(first["number"], 60, lambda done, total: seen.append((done, total)))
-    assert found["state"] == "done"
-    assert found["result"]["committed"]
-    assert seen[-1][0] == seen[-1][1] == found["total"]
+    job = client.wait(first["number"], 60, lambda done, total: seen.append((done, total)))
+    assert job["state"] == "done"
+    assert job["result"]["committed"]
+    assert seen[-1][0] == seen[-1][1] == job["total"]
     assert shardckpt.open(lab.root / "copied" / "10").verify().ok
-    assert client.wait(first["number"]) == client.job(first["number"]) == found
+    assert client.wait(first["number"]) == client.job(first["number"]) == job
     client.wait(client.start("export", checkpoint="lab/llama/10", to="lab/exported", include=["model/**"])["number"])
     imported = client.start("import", from_="lab/exported", to="lab/imported/10")
     assert client.wait(imported["number"])["result"]["committed"]
@@ -121,8 +121,8 @@ def cutting(client):
     """Lets the client lose some answers."""
 
     def cut(lost):
-        client._http._transport = found = Cutting(client._http._transport, lost)
-        return found
+        client._http._transport = transport = Cutting(client._http._transport, lost)
+        return transport
 
     return cut
 
@@ -182,13 +182,13 @@ def test_a_wait_ends_where_nobody_answers(monkeypatch):
 def test_commands_start_show_and_list_jobs(run):
     assert "done" in run("job", "start", "copy", "checkpoint=lab/llama/10", "to=lab/typed/10", "--wait")
     with_values = ("checkpoint=lab/llama/20", "to=lab/typed/10", "overwrite=true")
-    found = json.loads(run("job", "start", "reshard", *with_values, "mesh=x=2", "rule=**/embed.weight=(x,)", "--wait", "--json"))
-    assert found["state"] == "done"
-    assert (found["arguments"]["overwrite"], found["arguments"]["rule"]) == (True, ["**/embed.weight=(x,)"])
-    number = found["number"]
-    assert json.loads(run("job", "show", number, "--json")) == json.loads(run("job", "wait", number, "--json")) == found
+    job = json.loads(run("job", "start", "reshard", *with_values, "mesh=x=2", "rule=**/embed.weight=(x,)", "--wait", "--json"))
+    assert job["state"] == "done"
+    assert (job["arguments"]["overwrite"], job["arguments"]["rule"]) == (True, ["**/embed.weight=(x,)"])
+    number = job["number"]
+    assert json.loads(run("job", "show", number, "--json")) == json.loads(run("job", "wait", number, "--json")) == job
     assert "reshard lab/llama/20 to lab/typed/10: done" in run("job", "show", number)
-    assert json.loads(run("jobs", "--state", "done", "--json"))["jobs"][0] == found
+    assert json.loads(run("jobs", "--state", "done", "--json"))["jobs"][0] == job
     (line,) = (line for line in run("jobs").splitlines() if line.split()[0] == str(number))
     assert line.split()[1:6] == ["reshard", "lab/llama/20", "lab/typed/10", "done", "100%"]
     assert "no jobs in the state queued" in run("jobs", "--state", "queued")
@@ -205,13 +205,13 @@ def test_commands_wait_and_cancel(run, frozen):
 def test_commands_end_with_the_status_of_the_error(run, lab):
     assert "there is no job" in run("job", "show", 99999, status=3)
     assert "no operation" in run("job", "start", "nothing", status=3)
-    for values, said in (
+    for values, words in (
         (("checkpoint",), "give NAME=VALUE"),
         (("checkpoint=a", "checkpoint=b"), "given twice"),
         (("checkpoint=lab/llama/10", "to=lab/x/1", "overwrite=yes"), "give true or false"),
         (("checkpoint=lab/llama/10", "to=lab/x/1", "more=1"), "no parameter 'more'"),
     ):
-        assert said in run("job", "start", "copy", *values, status=2)
+        assert words in run("job", "start", "copy", *values, status=2)
     assert "give an integer" in run("job", "start", "retain", "run=lab/llama", "apply=x", status=2)
     run("job", "start", "copy", "checkpoint=lab/llama/10", "to=lab/there/10", "--wait")
     run("job", "start", "copy", "checkpoint=lab/llama/20", "to=lab/there/10", "--wait", status=7)

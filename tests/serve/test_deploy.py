@@ -125,9 +125,9 @@ def test_the_journal_is_backed_up_while_the_service_runs_and_restored(tmp_path):
     with serving(("lab", tmp_path / "runs"), token_file=tmp_path / "tokens", state=tmp_path / "state") as service:
         headers = {"Authorization": f"Bearer {tokens['read']}"}
         assert [one["operation"] for one in service.get("/v1/jobs", **headers)["jobs"]] == ["verify"]
-        found = {one["id"]: one for one in service.get("/v1/checkpoints", **headers)["checkpoints"]}
-        assert found["lab/a/1"]["verification"]["ok"]
-        assert found["lab/a/2"]["pinned"]  # in the storage
+        checkpoints = {one["id"]: one for one in service.get("/v1/checkpoints", **headers)["checkpoints"]}
+        assert checkpoints["lab/a/1"]["verification"]["ok"]
+        assert checkpoints["lab/a/2"]["pinned"]  # in the storage
 
 
 def test_a_journal_of_the_release_before_is_used_and_goes_back(tmp_path):
@@ -150,9 +150,9 @@ def test_a_journal_of_the_release_before_is_used_and_goes_back(tmp_path):
 
 
 def program(name, package):
-    found = shutil.which(name) or shutil.which(name, path="/usr/sbin")
-    assert found, f"{name} is missing: `make deploy` installs it on Debian; elsewhere install {package}"
-    return found
+    path = shutil.which(name) or shutil.which(name, path="/usr/sbin")
+    assert path, f"{name} is missing: `make deploy` installs it on Debian; elsewhere install {package}"
+    return path
 
 
 FIRES = {

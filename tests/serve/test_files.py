@@ -150,11 +150,11 @@ def test_the_library_restores_from_raw_files(tmp_path, layout):
     shardckpt.save(tmp_path / "root" / "run" / "100", state, options=options)
     with serving(("lab", tmp_path / "root")) as service:
         like = {"w": np.zeros(5000, np.float32), "x": np.zeros((3, 4)), "step": 0}
-        found = shardckpt.restore(f"{service.url}/raw/lab/run/100", like)
-        assert found["w"] is like["w"]
+        restored = shardckpt.restore(f"{service.url}/raw/lab/run/100", like)
+        assert restored["w"] is like["w"]
         assert np.array_equal(like["w"], state["w"])
         assert np.array_equal(like["x"], state["x"])
-        assert found["step"] == 7
+        assert restored["step"] == 7
         assert shardckpt.open(f"{service.url}/raw/lab/run/100").verify().ok
 
 
@@ -212,13 +212,13 @@ def test_a_slow_client_gets_the_bytes_that_were_read_for_it(tmp_path, monkeypatc
     expected = (tmp_path / "exported.safetensors").read_bytes()
     with serving(("lab", tmp_path / "root")) as service, socket.create_connection(service.address, timeout=60) as one:
         one.sendall(b"GET /files/lab/1/model.safetensors HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
-        found, pauses = b"", 0
+        received, pauses = b"", 0
         while part := one.recv(1 << 18):
-            found += part
-            if len(found) > pauses * 2_000_000:
+            received += part
+            if len(received) > pauses * 2_000_000:
                 pauses += 1
                 time.sleep(0.03)
-        assert found.partition(b"\r\n\r\n")[2] == expected
+        assert received.partition(b"\r\n\r\n")[2] == expected
 
 
 HUB = """

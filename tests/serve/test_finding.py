@@ -55,12 +55,12 @@ def service(tmp_path_factory):
 
 def steps(service, query):
     """Steps of a list, read in pages of two."""
-    found, cursor = [], ""
+    numbers, cursor = [], ""
     while cursor is not None:
         doc = service.get(f"/v1/checkpoints?run=lab/a&limit=2&{query}{cursor and f'&cursor={quote(cursor)}'}")
-        found += [one["step"] for one in doc["checkpoints"]]
+        numbers += [one["step"] for one in doc["checkpoints"]]
         cursor = doc["next"]
-    return found
+    return numbers
 
 
 @pytest.mark.parametrize(
@@ -134,16 +134,16 @@ def test_the_list_of_runs_says_how_each_is(service):
 
 
 def test_the_state_of_a_run_is_a_sentence():
-    def said(*minutes, ended=False):
+    def sentence(*minutes, ended=False):
         now = dt.datetime.now(dt.UTC)
         commits = [{"created": (now - dt.timedelta(minutes=one)).isoformat()} for one in minutes]
         return re.sub(r"<[^>]*>", "", run_state(commits, ended=ended))
 
-    assert said(9, 5, 1) == "saving every 4 min"
-    assert said(140, 130, 120) == "silent for 2 h"
-    assert said(2) == "saved 2 min ago"
-    assert said(9, 5, 1, ended=True) == "ended"
-    assert said() == "–"
+    assert sentence(9, 5, 1) == "saving every 4 min"
+    assert sentence(140, 130, 120) == "silent for 2 h"
+    assert sentence(2) == "saved 2 min ago"
+    assert sentence(9, 5, 1, ended=True) == "ended"
+    assert sentence() == "–"
     assert [ago(n) for n in (59, 60, 7199, 7200, 86400)] == ["just now", "1 min ago", "1 h ago", "2 h ago", "1 d ago"]
 
 
@@ -153,9 +153,9 @@ def test_the_page_of_a_run_marks_its_best_step_and_filters(service):
     assert "/ui/checkpoint/lab/a/2" in row
 
     def listed(query):
-        found = service.ask(f"/ui/run/lab/a?{query}")
-        assert found.status == 200
-        return re.findall(r'<td data-head="Checkpoint"><a href="/ui/checkpoint/lab/a/(\d)"', found.body.decode())
+        page = service.ask(f"/ui/run/lab/a?{query}")
+        assert page.status == 200
+        return re.findall(r'<td data-head="Checkpoint"><a href="/ui/checkpoint/lab/a/(\d)"', page.body.decode())
 
     assert listed("") == ["5", "4", "3", "2", "1"]
     assert listed("sort=metric:loss") == ["2", "3", "4", "1"]
@@ -185,18 +185,18 @@ def test_a_download_has_the_models_own_names_and_all_tensors_are_another_one(ser
     states = {"both": {"model": {"w": np.ones(2)}, "optimizer": optimizer}, "weights": {"model": {"w": np.ones(2)}}, "other": optimizer}
     for name, state in states.items():
         shardckpt.save(tmp_path / "runs" / name / "1", state)
-    found = {}
+    downloads = {}
     with serving(("lab", tmp_path / "runs")) as lab:
         for name in states:
             page = unescape(lab.ask(f"/ui/checkpoint/lab/{name}/1", Host="localhost").body.decode())
             links = re.findall(r'href="(/files/[^"]+)" download="([a-z.]+)">([^<]+)</a>', page)
-            found[name] = {(text, file): sorted(load(lab.ask(link).body)) for link, file, text in links}
+            downloads[name] = {(text, file): sorted(load(lab.ask(link).body)) for link, file, text in links}
             commands = re.findall(r"curl [^<]* -o ([a-z.]+) 'http://localhost(/files/[^']+)'", page)
             assert commands == [(file, link) for link, file, _ in links]
     model, everything = ("Download the model", "model.safetensors"), ("Download all tensors of the state", "state.safetensors")
-    assert found["both"] == {model: ["w"], everything: ["model.w", "optimizer.state.w"]}
-    assert found["weights"] == {model: ["w"]}
-    assert found["other"] == {everything: ["state.w"]}
+    assert downloads["both"] == {model: ["w"], everything: ["model.w", "optimizer.state.w"]}
+    assert downloads["weights"] == {model: ["w"]}
+    assert downloads["other"] == {everything: ["state.w"]}
 
 
 def test_a_tree_of_many_keys_fits_on_a_page(tmp_path):
@@ -219,6 +219,6 @@ def test_a_comparison_begins_with_a_sentence_and_the_largest_relative_change(tmp
         page = words(service.ask("/ui/diff?a=lab/a/1&b=lab/a/2"))
         assert "different : 4 tensors compared bit by bit; 3 of them differ, most of all odd." in page
         assert re.findall(r"\b(odd|small|big) 1 ", page) == ["odd", "small", "big"]
-        found = {value["name"]: value["relative"] for value in service.get("/v1/diff?a=lab/a/1&b=lab/a/2")["values"]}
-        assert found == {"big": 0.01, "small": 0.5, "odd": None}
+        relative = {value["name"]: value["relative"] for value in service.get("/v1/diff?a=lab/a/1&b=lab/a/2")["values"]}
+        assert relative == {"big": 0.01, "small": 0.5, "odd": None}
         assert "equal : 4 tensors compared bit by bit." in words(service.ask("/ui/diff?a=lab/a/1&b=lab/a/1"))

@@ -24,11 +24,11 @@ from shardckpt.versions import follower as following
 def policy(tmp_path, monkeypatch):
     """A service over a root in which versions are published and followed, by a user with `read`."""
     (tmp_path / "runs").mkdir()
-    with operated(tmp_path, ("lab", tmp_path / "runs")) as found:
-        monkeypatch.setenv("SHARDCKPT_SERVER", found.service.url)
-        monkeypatch.setenv("SHARDCKPT_HTTP_HEADERS", f"{found.service.url} Authorization: Bearer {found.tokens['read']}")
-        found.root = tmp_path / "runs" / "policy"
-        yield found
+    with operated(tmp_path, ("lab", tmp_path / "runs")) as service:
+        monkeypatch.setenv("SHARDCKPT_SERVER", service.service.url)
+        monkeypatch.setenv("SHARDCKPT_HTTP_HEADERS", f"{service.service.url} Authorization: Bearer {service.tokens['read']}")
+        service.root = tmp_path / "runs" / "policy"
+        yield service
 
 
 def publish(publisher, step):

@@ -35,11 +35,11 @@ class Person:
 
     def forms(self, path):
         """The forms of a page that start jobs: operation → hidden fields."""
-        found = {}
+        by_operation = {}
         for operation, inside in re.findall(r'<form method="post" action="/ui/jobs/(\w+)".*?>(.*?)</form>', self.see(path), re.DOTALL):
             hidden = re.findall(r'<input type="hidden" name="([^"]*)" value="([^"]*)">', inside)
-            found[operation] = {name: unescape(value) for name, value in hidden}
-        return found
+            by_operation[operation] = {name: unescape(value) for name, value in hidden}
+        return by_operation
 
     def start(self, page, operation, **fields):
         """Fill in a form of a page and send it; return the number of the job that it leads to."""
@@ -110,8 +110,8 @@ def test_a_form_sent_twice_starts_one_job_and_one_that_was_changed_another(peopl
     other = ann.send("/ui/jobs/copy", **hidden, to="lab/copies/2").headers["location"]
     assert other not in sent
     for location, name in ((sent[0], "1"), (other, "2")):
-        found = ann.end(int(location.rpartition("/")[2]))
-        assert (found["state"], found["who"], found["destination"]) == ("done", "operate", f"lab/copies/{name}")
+        job = ann.end(int(location.rpartition("/")[2]))
+        assert (job["state"], job["who"], job["destination"]) == ("done", "operate", f"lab/copies/{name}")
         assert shardckpt.open(place / "lab" / "copies" / name).read("w")[0] == 1
     assert "The new checkpoint is" in ann.see(sent[0])
     assert ann.forms(PAGE)["copy"]["key"] != hidden["key"]
@@ -187,9 +187,9 @@ def test_a_checkpoint_is_deleted_when_its_name_was_typed_and_only_the_one_that_w
     reply = eve.send("/ui/jobs/delete", **hidden, confirm=" lab/run/4 ")
     assert eve.end(int(reply.headers["location"].rpartition("/")[2]))["state"] == "failed"
     assert shardckpt.open(where).read("w")[0] == 0
-    found = eve.end(eve.start(page, "delete", confirm="lab/run/4", reason="too old"))
-    assert found["state"] == "done"
-    assert "The checkpoint is deleted." in eve.see(f"/ui/job/{found['number']}")
+    job = eve.end(eve.start(page, "delete", confirm="lab/run/4", reason="too old"))
+    assert job["state"] == "done"
+    assert "The checkpoint is deleted." in eve.see(f"/ui/job/{job['number']}")
     assert not (where / "checkpoint.json").exists() or "too old" in (where / "checkpoint.json").read_text()
 
 
@@ -209,8 +209,8 @@ def test_a_reshard_is_started_with_the_options_of_its_plan(people, place):
     ann = people["operate"]
     plan = "/ui/plan/lab/run/1?" + urlencode({"mesh": "x=2", "rule": "w=(x) **=(None)"})
     number = ann.start(plan, "reshard", to="lab/resharded/1")
-    found = ann.end(number)
-    assert (found["state"], found["arguments"]["mesh"]) == ("done", "x=2"), found
+    job = ann.end(number)
+    assert (job["state"], job["arguments"]["mesh"]) == ("done", "x=2"), job
     assert str(shardckpt.open(place / "lab" / "resharded" / "1").info("w").layout)
     assert ann.service.get("/v1/checkpoints/lab/resharded/1/layouts/w", Cookie=ann.cookie)["mesh"] is not None
 
@@ -309,8 +309,8 @@ def test_health_says_how_far_the_scrub_is(tmp_path):
     shardckpt.save(tmp_path / "lab" / "1", {"w": np.ones(3000)})
     with serving(("lab", tmp_path / "lab"), state=tmp_path / "state", scrub=1000.0, scrub_rate=1) as service:
         text = service.ask("/ui/health").body.decode()
-    for said in ("16 min", "1 B/s", "0 of 1 checkpoint", "does not keep up", "<progress"):
-        assert said in text
+    for words in ("16 min", "1 B/s", "0 of 1 checkpoint", "does not keep up", "<progress"):
+        assert words in text
 
 
 def test_arguments_without_an_encoding_are_in_documents_and_on_pages(people):
@@ -327,8 +327,8 @@ def test_a_page_of_ten_thousand_rows_asks_the_journal_once(tmp_path, monkeypatch
     journal, asked = Journal(tmp_path), []
     for i in range(3):
         journal.update_verification(journal.begin_verification(f"lab/{i}", "a", None), over=True)
-    found = Journal.latest_verifications
-    monkeypatch.setattr(Journal, "latest_verifications", lambda self, idents: (asked.append(len(idents)), found(self, idents))[1])
+    original = Journal.latest_verifications
+    monkeypatch.setattr(Journal, "latest_verifications", lambda self, idents: (asked.append(len(idents)), original(self, idents))[1])
     scanner = type("Scanner", (), {"watch": type("Watch", (), {"vanished": {}})})
     service = type("Service", (), {"upkeep": type("Upkeep", (), {"journal": journal}), "scanner": scanner})
     entries = [{"id": f"lab/{i}", "attempt": "a", "bases": [], "reason": None} for i in range(10_000)]

@@ -18,7 +18,7 @@ from shardckpt.serve.jobs.runner import JobRunner
 
 
 def operations(schema):
-    return [found.ok() for found in schema.get_all_operations()]
+    return [result.ok() for result in schema.get_all_operations()]
 
 
 @pytest.fixture(scope="module")

@@ -42,20 +42,20 @@ class Evil:
         return os.mkdir, (self.path,)
 
 
-def frozen(found, number):
+def frozen(lab, number):
     """Stop the process of a job for good as soon as there is one; return its process id."""
-    lock = found.root.parent / "state" / "jobs" / f"{number}.lock"
-    found.service.wait_until(lambda: lock.exists() and lock.read_text())
+    lock = lab.root.parent / "state" / "jobs" / f"{number}.lock"
+    lab.service.wait_until(lambda: lock.exists() and lock.read_text())
     pid = int(lock.read_text())
     os.kill(pid, signal.SIGSTOP)
     return pid
 
 
 def same(a, b):
-    found, expected = shardckpt.restore(a), shardckpt.restore(b)
-    assert found.keys() == expected.keys()
+    actual, expected = shardckpt.restore(a), shardckpt.restore(b)
+    assert actual.keys() == expected.keys()
     for name in expected["model"]:
-        np.testing.assert_array_equal(found["model"][name], expected["model"][name])
+        np.testing.assert_array_equal(actual["model"][name], expected["model"][name])
 
 
 def test_each_operation_does_what_the_library_does(lab):
@@ -87,9 +87,9 @@ def test_each_operation_does_what_the_library_does(lab):
     assert lab.done("delete", checkpoint="lab/copies/10", reason="a test") == {"deleted": True, "left": []}
     assert not (lab.root / "copies" / "10").exists()
     lab.service.wait_until(lambda: lab.ask("/v1/checkpoints/lab/copies/10").status == 404)
-    found = lab.ask("/v1/jobs?subject=lab/copies/10").json["jobs"]
-    assert [one["operation"] for one in found] == ["delete", "untag", "unpin", "delete", "tag", "pin", "copy"]
-    assert [one["number"] for one in lab.ask("/v1/jobs?limit=2").json["jobs"]] == [found[0]["number"], found[1]["number"]]
+    jobs = lab.ask("/v1/jobs?subject=lab/copies/10").json["jobs"]
+    assert [one["operation"] for one in jobs] == ["delete", "untag", "unpin", "delete", "tag", "pin", "copy"]
+    assert [one["number"] for one in lab.ask("/v1/jobs?limit=2").json["jobs"]] == [jobs[0]["number"], jobs[1]["number"]]
 
 
 def test_versions_of_a_publisher_are_folded_by_a_job(lab):
@@ -166,9 +166,9 @@ def test_places_outside_of_the_roots_are_refused(lab, tmp_path):
     for source in ("lab/out/secret.safetensors", "lab/../x", "lab/linked/model.safetensors"):
         assert lab.post("import", **{"from": source}, to="lab/stolen/1").status == 404
     for source in ("lab/linked", "lab/pickled.pt"):
-        found = lab.run("import", **{"from": source}, to="lab/stolen/1")
-        assert found["state"] == "failed"
-        assert str(tmp_path) not in found["error"]["message"]
+        job = lab.run("import", **{"from": source}, to="lab/stolen/1")
+        assert job["state"] == "failed"
+        assert str(tmp_path) not in job["error"]["message"]
     assert not (lab.root / "stolen").exists()
     assert list(tmp_path.iterdir()) == [tmp_path / "secret.safetensors"]
 
@@ -232,8 +232,8 @@ def test_jobs_that_write_one_place_run_one_after_the_other(lab, tmp_path):
 def test_a_job_whose_process_dies_is_started_again_and_then_fails(lab):
     number = lab.post("copy", checkpoint="lab/llama/10", to="lab/killed/1").json["number"]
     os.kill(frozen(lab, number), signal.SIGKILL)
-    found = lab.wait(number)
-    assert (found["state"], found["tries"]) == ("done", 2)
+    job = lab.wait(number)
+    assert (job["state"], job["tries"]) == ("done", 2)
     same(lab.root / "killed" / "1", lab.root / "llama" / "10")
 
     number = lab.post("copy", checkpoint="lab/llama/10", to="lab/killed/2").json["number"]
@@ -245,19 +245,19 @@ def test_a_job_whose_process_dies_is_started_again_and_then_fails(lab):
             os.kill(int(lock.read_text()), signal.SIGKILL)
         except (OSError, ValueError):
             time.sleep(0.005)
-    found = lab.job(number)
-    assert found["error"] == {"code": "storage", "message": "its process ended with signal 9; the log has more."}
-    assert found["tries"] == 3
+    job = lab.job(number)
+    assert job["error"] == {"code": "storage", "message": "its process ended with signal 9; the log has more."}
+    assert job["tries"] == 3
 
 
 def test_events_tell_the_progress_until_the_end(lab):
     number = lab.post("copy", checkpoint="lab/llama/10", to="lab/followed/1").json["number"]
     reply = lab.ask(f"/v1/jobs/{number}/events")
     assert reply.headers["content-type"].startswith("text/event-stream")
-    told = [json.loads(part.partition("data: ")[2]) for part in reply.body.decode().split("\n\n") if part.startswith("event: job")]
-    assert told[-1]["state"] == "done"
-    assert told[-1]["done"] == told[-1]["total"] > 0
-    assert all(one["number"] == number for one in told)
+    events = [json.loads(part.partition("data: ")[2]) for part in reply.body.decode().split("\n\n") if part.startswith("event: job")]
+    assert events[-1]["state"] == "done"
+    assert events[-1]["done"] == events[-1]["total"] > 0
+    assert all(one["number"] == number for one in events)
     assert lab.ask("/v1/jobs/0/events").status == 404
 
 
@@ -366,24 +366,24 @@ def test_a_damaged_journal_is_told_and_a_lost_catalogue_does_no_harm(tmp_path):
 def test_the_journal_keeps_a_bounded_number_of_jobs(tmp_path, monkeypatch):
     monkeypatch.setattr(journal, "_MOST_JOBS", 150)
     monkeypatch.setattr(journal, "MOST_QUEUED", 50)
-    found = Journal(tmp_path)
+    jobs = Journal(tmp_path)
     for i in range(400):
-        job, new = found.add("pin", {"i": i}, {"i": i}, subject="a/b", destination=None, who="ann", key=None)
+        job, new = jobs.add("pin", {"i": i}, {"i": i}, subject="a/b", destination=None, who="ann", key=None)
         assert new
         if i < 350:
-            found.end(job.number, "done")
+            jobs.end(job.number, "done")
     with pytest.raises(OptionError, match="50 jobs wait already"):
-        found.add("pin", {}, {}, subject="a/b", destination=None, who="ann", key=None)
-    assert 150 <= len(found.jobs(limit=1000)) <= 250
-    assert found.counts()["queued"] == 50
-    found.close()
+        jobs.add("pin", {}, {}, subject="a/b", destination=None, who="ann", key=None)
+    assert 150 <= len(jobs.jobs(limit=1000)) <= 250
+    assert jobs.counts()["queued"] == 50
+    jobs.close()
 
 
 def test_numbers_of_jobs_tell_nothing_of_other_jobs(tmp_path, monkeypatch):
-    found = Journal(tmp_path)
+    jobs = Journal(tmp_path)
 
     def add():
-        return found.add("pin", {}, {}, subject="a/b", destination=None, who="ann", key=None)[0].number
+        return jobs.add("pin", {}, {}, subject="a/b", destination=None, who="ann", key=None)[0].number
 
     now = time.time()
     monkeypatch.setattr(journal.time, "time", lambda: now)
@@ -393,7 +393,7 @@ def test_numbers_of_jobs_tell_nothing_of_other_jobs(tmp_path, monkeypatch):
     assert add() == first + 360_000  # an hour later, whatever others have done
     monkeypatch.setattr(journal.time, "time", lambda: 0.0)  # a clock that was set back
     assert add() == first + 360_001
-    found.close()
+    jobs.close()
 
 
 def test_places_that_have_a_meaning_are_not_written_over(tmp_path):
@@ -403,7 +403,7 @@ def test_places_that_have_a_meaning_are_not_written_over(tmp_path):
     with operated(tmp_path, ("lab", tmp_path / "runs")) as lab:
         lab.done("end", run="lab/ended")
         source = {"checkpoint": "lab/a/10"}
-        for operation, to, said in (
+        for operation, to, words in (
             ("copy", "lab/a", "it has other directories in it"),
             ("copy", "lab/ended/40", "marked as ended"),
             ("copy", "lab/file", "a file is there"),
@@ -412,20 +412,20 @@ def test_places_that_have_a_meaning_are_not_written_over(tmp_path):
         ):
             reply = lab.post(operation, **source, to=to)
             assert reply.status == 400, (operation, to)
-            assert said in reply.json["detail"]
+            assert words in reply.json["detail"]
         assert lab.run("copy", **source, to="lab/a/20")["error"]["code"] == "exists"
         assert lab.post("copy", checkpoint="lab/a/99", to="lab/x/1").status == 404
         assert lab.post("reshard", **source, to="lab/x/1", mesh="x").status == 400
         assert lab.post("tag", **source, tag="step-3").status == 400
         first = lab.post("copy", **source, to="lab/nest").json["number"]
-        found = lab.root = tmp_path / "runs"
+        root = lab.root = tmp_path / "runs"
         pid = frozen(lab, first)
         second = lab.post("copy", **source, to="lab/nest/inner").json["number"]
         lab.service.wait_until(lambda: lab.job(second)["waits_for"] == f"job {first} writes to the same place")
         os.kill(pid, signal.SIGCONT)
         assert lab.wait(first)["state"] == "done"
         assert "lies in the checkpoint" in lab.wait(second)["error"]["message"]
-        assert not (found / "nest" / "inner").exists()
+        assert not (root / "nest" / "inner").exists()
 
 
 def test_a_deletion_of_nothing_deletes_nothing_later(tmp_path):
@@ -443,8 +443,8 @@ def test_a_deletion_of_nothing_deletes_nothing_later(tmp_path):
         os.kill(pid, signal.SIGCONT)
         assert lab.wait(deleting)["error"]["code"] == "replaced"
         record.write_bytes(whole[:-20] + b"x" * 20)
-        found = lab.done("verify", checkpoint="lab/a/10")
-        assert (found["ok"], found["damage"][0]["file"]) == (False, "checkpoint.json")
+        verification = lab.done("verify", checkpoint="lab/a/10")
+        assert (verification["ok"], verification["damage"][0]["file"]) == (False, "checkpoint.json")
         assert lab.done("delete", checkpoint="lab/a/10")["deleted"]
 
 
@@ -458,14 +458,14 @@ def test_a_run_with_two_ids_is_ruled_by_none(tmp_path):
 
 
 def test_cancelled_verifications_do_not_push_out_found_damage(tmp_path):
-    found = Journal(tmp_path)
-    one = found.begin_verification("lab/a/1", "x", 1)
-    found.update_verification(replace(one, damaged=1), over=True)
+    jobs = Journal(tmp_path)
+    one = jobs.begin_verification("lab/a/1", "x", 1)
+    jobs.update_verification(replace(one, damaged=1), over=True)
     for i in range(50):
-        assert not found.begin_verification("lab/a/1", "x", 2 + i).ok
-    assert found.latest_verifications()["lab/a/1"].damaged == 1
-    assert list(found.damaged_verifications()) == ["lab/a/1"]
+        assert not jobs.begin_verification("lab/a/1", "x", 2 + i).ok
+    assert jobs.latest_verifications()["lab/a/1"].damaged == 1
+    assert list(jobs.damaged_verifications()) == ["lab/a/1"]
     (tmp_path / "journal.sqlite").unlink()
     with pytest.raises(StorageError, match="deleted or moved"):
-        found.begin_verification("lab/a/1", "x", 1)
-    found.close()
+        jobs.begin_verification("lab/a/1", "x", 1)
+    jobs.close()

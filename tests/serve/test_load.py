@@ -104,14 +104,14 @@ class Peak:
 
 def slowest(service, paths, seconds, **headers):
     """The longest time of a request of a user, while something else goes on."""
-    found, end = dict.fromkeys(paths, 0.0), time.monotonic() + seconds
-    while not any(found.values()) or time.monotonic() < end:
+    times, end = dict.fromkeys(paths, 0.0), time.monotonic() + seconds
+    while not any(times.values()) or time.monotonic() < end:
         for path in paths:
             begun = time.monotonic()
             assert service.ask(path, **headers).status == 200, path
-            found[path] = max(found[path], time.monotonic() - begun)
+            times[path] = max(times[path], time.monotonic() - begun)
         time.sleep(0.1)
-    return found
+    return times
 
 
 @pytest.mark.parametrize("path", ENDPOINTS)
@@ -166,10 +166,10 @@ def test_hostile_requests_of_one_user_make_no_other_user_wait(top, tmp_path, pat
         for one in attackers:
             one.start()
         time.sleep(1)
-        found = slowest(service, ["/healthz", "/v1/runs"], 8 if len(paths) > 1 else 2, **headers["ann"])
+        times = slowest(service, ["/healthz", "/v1/runs"], 8 if len(paths) > 1 else 2, **headers["ann"])
         over.set()
-        print(f"{ATTACKERS} x {'all' if len(paths) > 1 else paths[0][:60]}: { ({name: round(took, 3) for name, took in found.items()}) }")
-        assert max(found.values()) <= MOST_WAIT
+        print(f"{ATTACKERS} x {'all' if len(paths) > 1 else paths[0][:60]}: { ({name: round(took, 3) for name, took in times.items()}) }")
+        assert max(times.values()) <= MOST_WAIT
 
 
 def test_a_journal_of_a_million_verifications_delays_neither_metrics_nor_pages(tmp_path):

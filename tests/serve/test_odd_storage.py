@@ -49,9 +49,9 @@ def test_odd_rows_hide_no_other_checkpoint_and_no_page_fails(tmp_path):
         save(tmp_path / "a" / "odd" / str(step))
         rewrite(tmp_path / "a" / "odd" / str(step), totals={"tensors": 1, "bytes": 1 << 62, "stored_bytes": 1 << 62, "chunks": 1})
     with serving(("a", tmp_path / "a"), ("b", tmp_path / "b")) as service:
-        found = ids(service)
-        assert {"a/good/1", "b/good/1"} < set(found)
-        assert len(found) == 2 + len(ODD_METRICS) + 3 + 3
+        idents = ids(service)
+        assert {"a/good/1", "b/good/1"} < set(idents)
+        assert len(idents) == 2 + len(ODD_METRICS) + 3 + 3
         assert service.get("/v1/runs")["passed_over"] == {}
         for path in ("/ui/runs", "/ui/run/a/odd", "/ui/storage", "/metrics"):
             assert service.ask(path).status == 200, path
@@ -86,8 +86,8 @@ def test_directories_that_cannot_be_read_are_told_and_the_others_listed(tmp_path
 
 
 @pytest.mark.parametrize("written", [False, True])
-def test_a_root_that_vanishes_keeps_its_rows_and_nothing_is_written_there(tmp_path, told, written):
-    bodies, webhook = told
+def test_a_root_that_vanishes_keeps_its_rows_and_nothing_is_written_there(tmp_path, webhook_receiver, written):
+    bodies, webhook = webhook_receiver
     for step in (1, 2):
         save(tmp_path / "mnt" / "a" / str(step))
     save(tmp_path / "other" / "b" / "1")
@@ -102,8 +102,8 @@ def test_a_root_that_vanishes_keeps_its_rows_and_nothing_is_written_there(tmp_pa
         assert "has vanished" in lab.ask("/v1/runs").json["unreachable"]["mnt"]
     with operated(tmp_path, *roots, webhook=webhook) as lab:  # the state directory remembers it
         lab.service.wait_until(lambda: "mnt" in lab.ask("/v1/runs").json["unreachable"])
-        found = {one["id"]: one["vanished"] for one in lab.ask("/v1/checkpoints").json["checkpoints"]}
-        assert found == {"mnt/a/1": True, "mnt/a/2": True, "other/b/1": False}
+        vanished = {one["id"]: one["vanished"] for one in lab.ask("/v1/checkpoints").json["checkpoints"]}
+        assert vanished == {"mnt/a/1": True, "mnt/a/2": True, "other/b/1": False}
         ready = lab.ask("/readyz")
         assert (ready.status, b"root mnt has vanished" in ready.body) == (200, True)
         assert lab.service.ask("/readyz").body == b"ready\n1 other root has vanished\n"  # strangers learn no names

@@ -131,10 +131,10 @@ def test_a_bad_line_of_the_token_file_is_told_and_the_others_hold(place, caplog)
         assert service.ask("/v1/runs", **valid).status == 401
         other = add_token(file, "bob", "read")
         assert service.ask("/v1/runs", Authorization=f"Bearer {other}").status == 200
-    told = [record.fields for record in caplog.records if record.name == "shardckpt.serve.tokens"]
-    assert {"known": 1, "bad_lines": [2, 3]} in told
-    assert {"known": 0, "bad_lines": []} in told
-    assert sum("reason" in one for one in told) == 2
+    entries = [record.fields for record in caplog.records if record.name == "shardckpt.serve.tokens"]
+    assert {"known": 1, "bad_lines": [2, 3]} in entries
+    assert {"known": 0, "bad_lines": []} in entries
+    assert sum("reason" in one for one in entries) == 2
 
 
 def test_a_certificate_is_loaded_again_when_its_file_changes(place, monkeypatch):

@@ -169,24 +169,24 @@ def team(tmp_path_factory):
         tokens[pair] = add_token(top / "tokens", name, *(rights or ["elsewhere=admin"]))
     options = {"token_file": top / "tokens", "state": top / "state", "keep": top / "rules.toml", "scrub": 1e6, "jobs": 4}
     with serving(*((root, top / root) for root in ROOTS), **options) as service:
-        found = Team(service, tokens, {}, {}, top)
+        members = Team(service, tokens, {}, {}, top)
 
         def done(operation, **arguments):
-            reply = found.ask("all", f"/v1/jobs/{operation}", "POST", arguments, Content_Type="application/json")
+            reply = members.ask("all", f"/v1/jobs/{operation}", "POST", arguments, Content_Type="application/json")
             assert reply.status == 202, reply
             number = reply.json["number"]
-            service.wait_until(lambda: found.ask("all", f"/v1/jobs/{number}").json["ended"], 100)
+            service.wait_until(lambda: members.ask("all", f"/v1/jobs/{number}").json["ended"], 100)
             return number
 
         for root in ROOTS:
-            found.jobs[root, root] = done("verify", checkpoint=ident_in(root))
-            found.dry[root] = done("retain", run=f"{root}/{root}run")
-        found.jobs["crimson", "indigo"] = done("copy", checkpoint="crimson/plain/1", to="indigo/kept/1")
-        found.jobs["indigo", "crimson"] = done("copy", checkpoint="indigo/plain/1", to="crimson/kept/1")
-        service.wait_until(lambda: "crimson/kept/1" in found.ask("all", "/v1/checkpoints").body.decode())
-        service.wait_until(lambda: found.ask("all", "/v1/scrub").json["due"] == 0, 100)
+            members.jobs[root, root] = done("verify", checkpoint=ident_in(root))
+            members.dry[root] = done("retain", run=f"{root}/{root}run")
+        members.jobs["crimson", "indigo"] = done("copy", checkpoint="crimson/plain/1", to="indigo/kept/1")
+        members.jobs["indigo", "crimson"] = done("copy", checkpoint="indigo/plain/1", to="crimson/kept/1")
+        service.wait_until(lambda: "crimson/kept/1" in members.ask("all", "/v1/checkpoints").body.decode())
+        service.wait_until(lambda: members.ask("all", "/v1/scrub").json["due"] == 0, 100)
         service.upkeep.runner._stopped.set()  # jobs wait from now on
-        yield found
+        yield members
 
 
 def test_every_route_endpoint_and_operation_has_declared_rights(team):
@@ -367,11 +367,11 @@ def test_a_job_reads_no_base_in_a_root_that_its_user_may_not_read(tmp_path):
             ("crimson/b/1", "export", {}),
             ("crimson/c/1", "reshard", {"mesh": "data=1"}),
         ):
-            found = end(token, operation, checkpoint="crimson/based/1", to=to, **more)
-            assert (found["state"], found["error"]["code"]) == ("failed", "format"), found
-            assert "indigo" not in json.dumps(found)
-        found = end(token, "import", **{"from": "crimson/import", "to": "crimson/d/1"})
-        assert "the link" in found["error"]["message"]
+            job = end(token, operation, checkpoint="crimson/based/1", to=to, **more)
+            assert (job["state"], job["error"]["code"]) == ("failed", "format"), job
+            assert "indigo" not in json.dumps(job)
+        job = end(token, "import", **{"from": "crimson/import", "to": "crimson/d/1"})
+        assert "the link" in job["error"]["message"]
         assert end(token, "verify", checkpoint="crimson/based/1")["state"] == "failed"
         assert end(both, "copy", checkpoint="crimson/based/1", to="crimson/e/1")["state"] == "done"
 
@@ -427,8 +427,8 @@ def test_what_is_still_sent_ends_with_the_token_without_an_error(tmp_path, monke
         number = service.ask("/v1/jobs/verify", "POST", '{"checkpoint": "lab/run/1"}', **headers).json["number"]
         events, download = stack.enter_context(closing(service.connect())), stack.enter_context(closing(service.connect()))
         events.request("GET", f"/v1/jobs/{number}/events", headers={"Authorization": f"Bearer {ann}"})
-        told = events.getresponse()
-        assert told.readline() == b"event: job\n"
+        stream = events.getresponse()
+        assert stream.readline() == b"event: job\n"
         download.request("GET", "/lab/run/resolve/main/tokenizer.json", headers={"Authorization": f"Bearer {ann}"})
         body = download.getresponse()
         assert body.status == 200, body.read()
@@ -436,13 +436,13 @@ def test_what_is_still_sent_ends_with_the_token_without_an_error(tmp_path, monke
         lines = file.read_text().splitlines()
         file.write_text("\n".join(lines[1:] if ends == "revoked" else [lines[0].replace("operate", "admin"), lines[1]]) + "\n")
         time.sleep(0.3)
-        for one in (body, told):
+        for one in (body, stream):
             with pytest.raises((IncompleteRead, ConnectionResetError)):
                 one.read()
         assert service.ask("/v1/runs", **headers).status == 200
-    said = [(one.levelname, one.getMessage()) for one in caplog.records]
-    assert sum("the rights of its user have changed" in text for _, text in said) == 2
-    assert [one for one in said if one[0] not in ("INFO", "DEBUG")] == []
+    messages = [(one.levelname, one.getMessage()) for one in caplog.records]
+    assert sum("the rights of its user have changed" in text for _, text in messages) == 2
+    assert [one for one in messages if one[0] not in ("INFO", "DEBUG")] == []
 
 
 @pytest.mark.parametrize("line", ["ann lab=rule", "ann lab=read,", "ann =read", "ann a/b=read", "group: read", "group:a,b read"])
@@ -476,8 +476,8 @@ def test_a_root_whose_name_begins_as_another_is_another(tmp_path):
     token = add_token(tmp_path / "tokens", "ann", "lab=read")
     roots = [(name, tmp_path / name) for name in ("lab", "lab0", "lab-2")]
     with serving(*roots, token_file=tmp_path / "tokens") as service:
-        found = service.get("/v1/checkpoints", Authorization=f"Bearer {token}")["checkpoints"]
-        assert [one["id"] for one in found] == ["lab/run/1"]
+        checkpoints = service.get("/v1/checkpoints", Authorization=f"Bearer {token}")["checkpoints"]
+        assert [one["id"] for one in checkpoints] == ["lab/run/1"]
     places = Roots([f"{name}={place}" for name, place in roots])
     (tmp_path / "link").symlink_to(tmp_path / "lab-2")
     linked = Roots([f"lab={tmp_path / 'lab'}", f"hidden={tmp_path / 'link'}"])

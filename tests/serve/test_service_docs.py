@@ -67,11 +67,11 @@ def served(command, place):
         service = subprocess.Popen(words, cwd=place, env=environment(place), stdout=file, stderr=file)
     try:
         end = time.monotonic() + 60
-        while not (found := re.search(r"(https?)://127\.0\.0\.1:(\d+)", log.read_text())):
+        while not (match := re.search(r"(https?)://127\.0\.0\.1:(\d+)", log.read_text())):
             assert service.poll() is None, log.read_text()
             assert time.monotonic() < end, log.read_text()
             time.sleep(0.05)
-        yield f"localhost:{found[2]}"
+        yield f"localhost:{match[2]}"
     finally:
         service.terminate()
         service.wait(60)
@@ -87,12 +87,14 @@ def run(command, place, **environ):
 def test_a_reader_lists_runs_and_downloads_a_file(place):
     _, start = commands(START)
     with served(start, place) as address:
-        runs, found, _ = (run(line.replace("localhost:8470", address).replace("curl", "curl --fail -s"), place) for line in commands(READ))
+        runs, checkpoints, _ = (
+            run(line.replace("localhost:8470", address).replace("curl", "curl --fail -s"), place) for line in commands(READ)
+        )
         hub = HUB.replace("localhost:8470", address).replace("AutoModelForCausalLM", "AutoConfig").replace("shardckpt_…", "none")
         run('echo \'{"model_type": "llama"}\' > runs/run-7/config.json', place)
         run(hub, place, HF_HOME=str(place / "hf"))
     assert {one["run"] for one in json.loads(runs)["runs"]} == {"llama/run-7", "scratch/run-7"}
-    assert [one["id"] for one in json.loads(found)["checkpoints"]] == ["scratch/run-7/100"]  # its loss is -6
+    assert [one["id"] for one in json.loads(checkpoints)["checkpoints"]] == ["scratch/run-7/100"]  # its loss is -6
     assert sorted(load_file(place / "model.safetensors")) == ["embed.weight", "head", "none", "scale"]
 
 

@@ -124,11 +124,11 @@ class SignedIn(BaseHTTPRequestHandler):
     """Answers of oauth2-proxy to auth_request, by the cookie."""
 
     def do_GET(self):
-        found = re.search(r"login=(\w+)", self.headers.get("cookie", ""))
-        self.send_response(202 if found else 401)
-        if found:
-            self.send_header("X-Auth-Request-User", f"{found[1]}@example.org")
-            self.send_header("X-Auth-Request-Groups", "ml,staff" if found[1] == "ann" else "")
+        match = re.search(r"login=(\w+)", self.headers.get("cookie", ""))
+        self.send_response(202 if match else 401)
+        if match:
+            self.send_header("X-Auth-Request-User", f"{match[1]}@example.org")
+            self.send_header("X-Auth-Request-Groups", "ml,staff" if match[1] == "ann" else "")
         self.end_headers()
 
     def log_message(self, *_):

@@ -77,11 +77,11 @@ def test_damage_is_red_and_not_the_gateways(tmp_path):
     save_run(tmp_path / "runs" / "a", (1, 2))
     flip(tmp_path / "runs" / "a" / "2")
     with operated(tmp_path, ("lab", tmp_path / "runs")) as lab:
-        found = lab.run("verify", checkpoint="lab/a/2")
-        assert (found["state"], found["found_damage"]) == ("done", True)
-        for path in ("/ui/jobs", f"/ui/job/{found['number']}"):
+        job = lab.run("verify", checkpoint="lab/a/2")
+        assert (job["state"], job["found_damage"]) == ("done", True)
+        for path in ("/ui/jobs", f"/ui/job/{job['number']}"):
             assert (
-                f'<span class="state mark-unreadable" data-job="{found["number"]}">done, found damage</span>'.encode() in lab.ask(path).body
+                f'<span class="state mark-unreadable" data-job="{job["number"]}">done, found damage</span>'.encode() in lab.ask(path).body
             ), path
         reply = lab.ask("/v1/diff?a=lab/a/1&b=lab/a/2")
         assert (reply.status, reply.json["code"], reply.json["title"]) == (422, "corrupt", "Damaged")

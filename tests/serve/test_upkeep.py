@@ -40,8 +40,8 @@ def flip(path, rng):
 
 def ended(service, ident):
     """The latest verification of a checkpoint that has ended."""
-    found = service.ask(f"/v1/verifications?checkpoint={ident}").json["verifications"]
-    return next((one for one in found if one["ended"]), None)
+    history = service.ask(f"/v1/verifications?checkpoint={ident}").json["verifications"]
+    return next((one for one in history if one["ended"]), None)
 
 
 def test_one_cycle_of_the_scrub_finds_every_flip_and_tells_nothing_else(tmp_path, receiver, monkeypatch):
@@ -60,25 +60,25 @@ def test_one_cycle_of_the_scrub_finds_every_flip_and_tells_nothing_else(tmp_path
     flip(tmp_path / "runs" / "record" / "1" / "checkpoint.json", rng)  # listed as unreadable
     with operated(tmp_path, ("lab", tmp_path / "runs"), scrub=3600.0, webhook=receiver.url) as lab:
         lab.service.wait_until(lambda: lab.ask("/v1/scrub").json["due"] == 0, 120)
-        found = {f"lab/{layout}/{step}": ended(lab, f"lab/{layout}/{step}") for layout in ("packed", "zarr") for step in range(6)}
-        assert {ident for ident, one in found.items() if not one["ok"]} == damaged
-        assert all(one["damaged"] == len(one["damage"]) > 0 for one in found.values() if not one["ok"])
-        assert all(one["chunks"] == one["total"] > 0 and one["job"] is None for one in found.values())
+        latest = {f"lab/{layout}/{step}": ended(lab, f"lab/{layout}/{step}") for layout in ("packed", "zarr") for step in range(6)}
+        assert {ident for ident, one in latest.items() if not one["ok"]} == damaged
+        assert all(one["damaged"] == len(one["damage"]) > 0 for one in latest.values() if not one["ok"])
+        assert all(one["chunks"] == one["total"] > 0 and one["job"] is None for one in latest.values())
         status = lab.ask("/v1/scrub").json
         assert (status["checkpoints"], status["keeps_up"]) == (13, True)
-        lab.service.wait_until(lambda: len(receiver.told) > len(damaged))
+        lab.service.wait_until(lambda: len(receiver.notices) > len(damaged))
         assert [one["id"] for one in lab.ask("/v1/checkpoints?state=unreadable").json["checkpoints"]] == ["lab/record/1"]
         text = lab.ask("/metrics").body.decode()
         assert f"shardckpt_serve_damaged_checkpoints {float(len(damaged))}" in text
         again = lab.run("verify", checkpoint="lab/packed/1")["number"]
-        lab.service.wait_until(lambda: len(receiver.told) > len(damaged) + 1)
+        lab.service.wait_until(lambda: len(receiver.notices) > len(damaged) + 1)
         verifications = lab.ask("/v1/verifications?checkpoint=lab/packed/1").json["verifications"]
-    bodies = [json.loads(body) for body, _ in receiver.told]
+    bodies = [json.loads(body) for body, _ in receiver.notices]
     assert {one["checkpoint"] for one in bodies} == damaged | {"lab/record/1"}
     assert [(one["source"], one["job"]) for one in bodies] == [("scrub", None)] * (len(damaged) + 1) + [("job", again)]
     mine = [(one["verification"], one["job"]) for one in bodies if one["checkpoint"] == "lab/packed/1"]
     assert mine == [(one["number"], one["job"]) for one in reversed(verifications)]
-    for body, headers in receiver.told:
+    for body, headers in receiver.notices:
         assert headers["X-Shardckpt-Signature"] == f"sha256={hmac.new(b's3cret', body, hashlib.sha256).hexdigest()}"
 
 
@@ -88,8 +88,8 @@ def test_a_scrub_keeps_its_rate_and_goes_on_where_it_was_killed(tmp_path):
     with ServiceProcess(tmp_path, {"lab": tmp_path / "runs"}, *options) as service:
 
         def last():
-            found = service.http.get("/v1/verifications").json()["verifications"]
-            return found[0] if found else {"chunks": 0, "ended": None}
+            verifications = service.http.get("/v1/verifications").json()["verifications"]
+            return verifications[0] if verifications else {"chunks": 0, "ended": None}
 
         begun = time.monotonic()
         while not (before := last())["chunks"] > 0:
@@ -175,15 +175,15 @@ def test_the_keeper_waits_a_day_after_the_dry_run_and_after_a_jump_of_the_clock(
     (tmp_path / "rules.toml").write_text(RULES)
     with operated(tmp_path, ("lab", tmp_path / "runs"), keep=tmp_path / "rules.toml") as lab:
         lab.done("end", run="lab/a")
-        found = lab.service.upkeep.keeper
+        upkeeper = lab.service.upkeep.keeper
         jobs = lab.service.upkeep.journal
 
         def looked():
-            found.look()
+            upkeeper.look()
             made = jobs.jobs(operation="retain")
             return [(lab.wait(one.number)["state"], one.subject, one.arguments["apply"], one.who) for one in made]
 
-        found._not_before = time.monotonic()  # at its first start the clock is not known
+        upkeeper._not_before = time.monotonic()  # at its first start the clock is not known
         first = ("done", "lab/a", None, "rules")
         assert looked() == [first]
         assert looked() == [first]
@@ -199,7 +199,7 @@ def test_the_keeper_waits_a_day_after_the_dry_run_and_after_a_jump_of_the_clock(
         pass_time(25)
         monkeypatch.setattr(keeper, "_offset", lambda: time.time() - time.monotonic() + 90_000)
         assert looked() == [first]  # the day may have been none
-        found._not_before = time.monotonic()
+        upkeeper._not_before = time.monotonic()
         assert looked() == [("done", "lab/a", dry, "rules"), first]
         assert sorted(one.name for one in (tmp_path / "runs" / "a").iterdir() if one.is_dir()) == ["1", "3"]
         assert len(list((tmp_path / "runs" / "going").iterdir())) == 3
@@ -219,7 +219,7 @@ class Receiver:
     """A web server that takes notices."""
 
     def __init__(self):
-        self.told, self.answers, self.asked = [], [], []
+        self.notices, self.answers, self.asked = [], [], []
         receiver = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -228,7 +228,7 @@ class Receiver:
                 status = receiver.answers.pop(0) if receiver.answers else 204
                 receiver.asked.append(self.path)
                 if status == 204:
-                    receiver.told.append((body, dict(self.headers)))
+                    receiver.notices.append((body, dict(self.headers)))
                 self.send_response(status)
                 if status == 302:
                     self.send_header("Location", "/elsewhere")
@@ -245,10 +245,10 @@ class Receiver:
 @pytest.fixture
 def receiver():
     """A web server that takes notices."""
-    found = Receiver()
-    yield found
-    found.server.shutdown()
-    found.server.server_close()
+    server = Receiver()
+    yield server
+    server.server.shutdown()
+    server.server.server_close()
 
 
 def test_notices_are_kept_until_they_are_received_and_follow_no_redirect(tmp_path, receiver, monkeypatch):
@@ -260,13 +260,13 @@ def test_notices_are_kept_until_they_are_received_and_follow_no_redirect(tmp_pat
     journal.add_notice({"event": "damage", "checkpoint": "lab/a/1"})
     sending.start()
     end = time.monotonic() + 60
-    while not receiver.told:
+    while not receiver.notices:
         assert time.monotonic() < end
         time.sleep(0.01)
     sending.stop()
     assert receiver.asked == ["/hook"] * 3
-    assert json.loads(receiver.told[0][0]) == {"event": "damage", "checkpoint": "lab/a/1"}
-    assert "X-Shardckpt-Signature" not in receiver.told[0][1]
+    assert json.loads(receiver.notices[0][0]) == {"event": "damage", "checkpoint": "lab/a/1"}
+    assert "X-Shardckpt-Signature" not in receiver.notices[0][1]
     assert journal.notices() == []
     gone = Webhook(journal, "http://127.0.0.1:9/closed")
     journal.add_notice({"event": "damage", "checkpoint": "lab/a/2"})

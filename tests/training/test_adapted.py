@@ -118,11 +118,11 @@ def options_of(given, tmp_path):
 @pytest.mark.parametrize("used", [False, True], ids=["new", "after steps"])
 @pytest.mark.parametrize("case", SURGERIES)
 def test_a_training_goes_on_as_after_the_same_surgery_by_hand(tmp_path, case, used):
-    made, wanted, given, names, change = SURGERIES[case]
+    made, changed, given, names, change = SURGERIES[case]
     old = Run(**made)
     old.steps(3)
     shardckpt.save(tmp_path / "c", old.state(step=3))
-    oracle, new = Run(1, **wanted), Run(2, **wanted)
+    oracle, new = Run(1, **changed), Run(2, **changed)
     if used:
         new.steps(2)
     oracle.by_hand(old, names, change)
@@ -376,9 +376,9 @@ def test_a_manager_restores_with_the_same_options_checks_what_it_can_and_notes_w
     given = options_of(SURGERIES["everything"][2], tmp_path)
     shardckpt.restore(tmp_path / "run" / "3", oracle.state(step=0), **given)
     with shardckpt.CheckpointManager(tmp_path / "run") as manager:
-        found = manager.restore(new.state(step=0), check=True, **given)
+        restored = manager.restore(new.state(step=0), check=True, **given)
     assert new.steps(3) == oracle.steps(3)
-    notes = "\n".join(found.notes)
+    notes = "\n".join(restored.notes)
     assert "model/embed.weight: restored as model/tokens.weight; (6, 4) → (8, 4), pad" in notes.replace("'", "")
     assert "optimizer/state/embed.weight/exp_avg: restored as optimizer/state/tokens.weight/exp_avg; (6, 4) → (8, 4), pad" in notes.replace(
         "'", ""
@@ -401,8 +401,8 @@ def test_check_compares_only_what_was_selected(tmp_path):
     with shardckpt.CheckpointManager(tmp_path / "run", options=shardckpt.SaveOptions(fingerprint=True)) as manager:
         manager.save(1, saved)
     with shardckpt.CheckpointManager(tmp_path / "run") as manager:
-        found = manager.restore({"a": torch.full((3,), 7.0), "b": torch.full((3,), 7.0)}, only="a", check=True).state
-        assert [tensor[0].item() for tensor in found.values()] == [1, 7]
+        state = manager.restore({"a": torch.full((3,), 7.0), "b": torch.full((3,), 7.0)}, only="a", check=True).state
+        assert [tensor[0].item() for tensor in state.values()] == [1, 7]
         manager.restore({"b": torch.full((3,), 7.0)}, only="a", rename="s/a/b/", check=True)
 
 
@@ -426,13 +426,13 @@ def test_shards_that_have_only_padding_or_nothing_are_right_too(ranks, tmp_path)
 
 @pytest.mark.parametrize("case", SURGERIES)
 def test_two_ranks_of_dtensors_go_on_as_one_process(ranks, tmp_path, case):
-    made, wanted, given, names, change = SURGERIES[case]
-    old, oracle = Run(**made), Run(1, **wanted)
+    made, changed, given, names, change = SURGERIES[case]
+    old, oracle = Run(**made), Run(1, **changed)
     old.steps(3)
     shardckpt.save(tmp_path / "c", old.state(step=3))
     oracle.by_hand(old, names, change)
     given = {key: str(value) if key == "mapping" else value for key, value in options_of(given, tmp_path).items()}
     losses = oracle.steps(3)
-    for answer in ranks("resume", 2, str(tmp_path / "c"), wanted, given, 3):
+    for answer in ranks("resume", 2, str(tmp_path / "c"), changed, given, 3):
         assert answer["kinds"] == ["DTensor"]
         assert answer["losses"] == pytest.approx(losses, rel=1e-5)

@@ -76,9 +76,9 @@ def test_moments_that_each_rank_has_for_itself_resume_by_rank(ranks, tmp_path, s
 @pytest.mark.parametrize("wrapping", ["DDP", "FSDP2"])
 def test_statistics_of_each_rank_in_a_module_come_back_to_that_rank_and_are_refused_unless_named(ranks, tmp_path, wrapping):
     answers = ranks("local_module", 2, tmp_path / "c", wrapping)
-    for rank, (found, unnamed) in enumerate(answers):
+    for rank, (statistics, unnamed) in enumerate(answers):
         fill = rank + 3
-        assert found == [fill, [fill] * (5 + fill), [float(fill)] * 4, [float(fill)] * 2]
+        assert statistics == [fill, [fill] * (5 + fill), [float(fill)] * 4, [float(fill)] * 2]
         assert unnamed[0] == "CommitError"
     assert "train_state(local=" in answers[0][1][1]
 

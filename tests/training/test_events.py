@@ -57,10 +57,10 @@ def test_an_event_outside_of_a_manager_has_no_step():
 
 def test_callbacks_are_told_of_each_event_in_order():
     seen = []
-    told = Events(lambda event: seen.append(("a", event)), None, lambda event: seen.append(("b", event)))
+    emitter = Events(lambda event: seen.append(("a", event)), None, lambda event: seen.append(("b", event)))
     first, second = SaveStarted(url="run/1", step=1), SaveStarted(url="run/2", step=2)
-    told.emit(first)
-    told.emit(second)
+    emitter.emit(first)
+    emitter.emit(second)
     assert seen == [("a", first), ("b", first), ("a", second), ("b", second)]
 
 
@@ -96,8 +96,8 @@ def test_callbacks_are_called_for_one_event_at_a_time_whatever_thread_it_is_from
         calls.append(event)
         inside.release()
 
-    told = Events(callback)
-    threads = [threading.Thread(target=lambda: [told.emit(SaveStarted(url="run")) for _ in range(200)]) for _ in range(4)]
+    emitter = Events(callback)
+    threads = [threading.Thread(target=lambda: [emitter.emit(SaveStarted(url="run")) for _ in range(200)]) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -112,10 +112,10 @@ def test_a_callback_may_cause_an_event_itself():
     def callback(event):
         seen.append(event.step)
         if event.step == 1:
-            told.emit(SaveStarted(url="run/2", step=2))
+            emitter.emit(SaveStarted(url="run/2", step=2))
 
-    told = Events(callback)
-    told.emit(SaveStarted(url="run/1", step=1))
+    emitter = Events(callback)
+    emitter.emit(SaveStarted(url="run/1", step=1))
     assert seen == [1, 2]
 
 
@@ -134,11 +134,11 @@ def test_progress_is_told_first_and_last_and_not_for_every_chunk_between():
 def test_a_save_and_a_restore_tell_how_far_they_are(tmp_path):
     state = {f"w{i}": np.arange(50_000.0) + i for i in range(4)}
     total = sum(w.nbytes for w in state.values())
-    saver, options, told = shardckpt.writing.background.Saver(), shardckpt.SaveOptions(), []
-    saver.begin(tmp_path / "c", state, options, progress=lambda *now: told.append(now)).wait()
+    saver, options, calls = shardckpt.writing.background.Saver(), shardckpt.SaveOptions(), []
+    saver.begin(tmp_path / "c", state, options, progress=lambda *now: calls.append(now)).wait()
     saver.close()
-    assert told[-1] == (total, total)
-    assert told == sorted(told)
-    told.clear()
-    shardckpt.restore(tmp_path / "c", state, progress=lambda *now: told.append(now))
-    assert told[-1] == (total, total)
+    assert calls[-1] == (total, total)
+    assert calls == sorted(calls)
+    calls.clear()
+    shardckpt.restore(tmp_path / "c", state, progress=lambda *now: calls.append(now))
+    assert calls[-1] == (total, total)

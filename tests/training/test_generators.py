@@ -14,8 +14,8 @@ from shardckpt.training.generators import Generators, inherited
 
 def drawn():
     """Some numbers of every generator, and of every kind that keeps something for the next time."""
-    found = [random.random(), random.gauss(0, 1), np.random.rand(), np.random.standard_normal()]  # noqa: NPY002
-    return [*found, *torch.rand(3).tolist(), torch.randn(3).tolist(), torch.randperm(7).tolist()]
+    values = [random.random(), random.gauss(0, 1), np.random.rand(), np.random.standard_normal()]  # noqa: NPY002
+    return [*values, *torch.rand(3).tolist(), torch.randn(3).tolist(), torch.randperm(7).tolist()]
 
 
 @pytest.fixture(autouse=True)
@@ -105,9 +105,9 @@ def test_generators_of_two_processes_draw_different_numbers():
 def test_generators_that_all_processes_had_in_the_same_state_stay_in_step():
     first, second = of_two_processes()
     second["torch"] = first["torch"].clone()
-    taken = inherited([first, second], 2)
-    assert torch.equal(taken["torch"], first["torch"])
-    assert taken["python"]["words"].tolist() != first["python"]["words"].tolist()
+    chosen = inherited([first, second], 2)
+    assert torch.equal(chosen["torch"], first["torch"])
+    assert chosen["python"]["words"].tolist() != first["python"]["words"].tolist()
 
 
 def test_a_program_without_some_framework_puts_back_what_it_has():

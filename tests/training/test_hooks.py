@@ -25,7 +25,7 @@ def weights(model):
     return [p.detach().clone() for p in model.parameters()]
 
 
-def said(kind, loads):
+def error_text(kind, loads):
     """The text of the error for a kind; None where it is restored."""
     if (kind, loads) not in LOST:
         return None
@@ -39,7 +39,7 @@ def said(kind, loads):
 def test_a_module_with_hooks_holds_what_was_read_or_the_error_names_what_it_lacks(tmp_path, kind, loads):
     saved, fresh = hooked(kind, loads), hooked(kind, loads, seed=1)
     shardckpt.save(tmp_path / "c", state_of(saved))
-    expected = said(kind, loads)
+    expected = error_text(kind, loads)
     if expected is None:
         shardckpt.restore(tmp_path / "c", state_of(fresh))
         assert all(map(torch.equal, weights(fresh), weights(saved)))
@@ -147,14 +147,14 @@ def ranks():
 def test_sharded_modules_with_hooks_hold_what_was_read_or_the_error_names_what_they_lack(ranks, tmp_path, layout):
     for answer in ranks("restored", 2, layout, tmp_path, timeout=250):
         assert "error" not in answer, answer
-        for case, found in answer.items():
+        for case, outcome in answer.items():
             kind, loads = case.split()
-            expected = said("Split" if kind == "SplitViews" else kind, loads == "True")  # a part of a DTensor is not a view of it
+            expected = error_text("Split" if kind == "SplitViews" else kind, loads == "True")  # a part of a DTensor is not a view of it
             if expected is None:
-                assert found is True, case
+                assert outcome is True, case
             else:
-                assert found[0] == "NamesMismatchError", case
-                assert f"'model': {expected}: its state_dict" in found[1]
+                assert outcome[0] == "NamesMismatchError", case
+                assert f"'model': {expected}: its state_dict" in outcome[1]
 
 
 def test_nested_state_of_sharded_parameters_keeps_its_dtypes(ranks, tmp_path):

@@ -49,12 +49,12 @@ def stored_of(state, only=None):
 def restored(stored, node, values, like):
     """As `restore` does: tensors of `like` are filled where they have memory."""
     matched = match(like, node, frameworks.is_tensor, only=stored.selects, meaning=frameworks.meaning)
-    found = {}
+    tensors = {}
     for name, places in matched.tensors.items():
         for place, leaf in places:
             assert tuple(leaf.shape) == tuple(values[name].shape)
-            found[place] = values[name].clone() if leaf.is_meta else leaf.copy_(values[name])
-    return matched.build(found)
+            tensors[place] = values[name].clone() if leaf.is_meta else leaf.copy_(values[name])
+    return matched.build(tensors)
 
 
 def equal(a, b):
@@ -71,9 +71,9 @@ def equal(a, b):
 def test_whatever_an_object_has_now_it_gets_what_is_stored(state, own):
     stored, node, values = stored_of(state)
     expected = flat_of(state).tree
-    found = restored(stored, node, values, mirror(stored, node, own))
-    assert flat_of(found).tree == expected
-    assert {name: tensor.tolist() for name, tensor in flat_of(found).tensors.items()} == {
+    actual = restored(stored, node, values, mirror(stored, node, own))
+    assert flat_of(actual).tree == expected
+    assert {name: tensor.tolist() for name, tensor in flat_of(actual).tensors.items()} == {
         name: tensor.tolist() for name, tensor in flat_of(state).tensors.items()
     }
 
@@ -89,9 +89,9 @@ def test_tensors_of_the_same_kind_at_the_same_place_are_filled_where_they_are(st
     stored, node, values = stored_of(state)
     own = restored(stored, node, values, mirror(stored, node))
     before = {name: tensor.data_ptr() for name, tensor in flat_of(own).tensors.items()}
-    found = restored(stored, node, {name: value.clone() for name, value in values.items()}, mirror(stored, node, own))
-    assert {name: tensor.data_ptr() for name, tensor in flat_of(found).tensors.items()} == before
-    assert equal(found, own)
+    filled = restored(stored, node, {name: value.clone() for name, value in values.items()}, mirror(stored, node, own))
+    assert {name: tensor.data_ptr() for name, tensor in flat_of(filled).tensors.items()} == before
+    assert equal(filled, own)
 
 
 @pytest.mark.parametrize(
@@ -106,9 +106,9 @@ def test_tensors_of_the_same_kind_at_the_same_place_are_filled_where_they_are(st
 )
 def test_containers_keep_the_class_that_the_object_has(own, state):
     stored, node, values = stored_of(state)
-    found = restored(stored, node, values, mirror(stored, node, own))
-    assert type(found) is type(own)
-    assert found == state
+    actual = restored(stored, node, values, mirror(stored, node, own))
+    assert type(actual) is type(own)
+    assert actual == state
     assert own != state
 
 

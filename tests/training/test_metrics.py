@@ -61,16 +61,16 @@ def test_a_committed_save_counts_its_bytes_and_the_seconds_of_each_phase_which_a
     before = time.time()
     emit(SaveStarted(url="run/7", step=7))
     emit(SaveCommitted(url="run/7", step=7, report=report))
-    found = scraped(registry)
-    assert found["saves_total", ("outcome", "committed")] == 1
-    assert found["saved_bytes_total",] == 800_000
-    assert found["stored_bytes_total",] == report.stored_bytes > 800_000
-    assert found["save_seconds_sum",] == pytest.approx(report.total_s)
-    assert found["stall_seconds_sum",] == pytest.approx(report.stall_s)
-    phases = [found["save_phase_seconds_sum", ("phase", phase)] for phase in PHASES]
+    metrics = scraped(registry)
+    assert metrics["saves_total", ("outcome", "committed")] == 1
+    assert metrics["saved_bytes_total",] == 800_000
+    assert metrics["stored_bytes_total",] == report.stored_bytes > 800_000
+    assert metrics["save_seconds_sum",] == pytest.approx(report.total_s)
+    assert metrics["stall_seconds_sum",] == pytest.approx(report.stall_s)
+    phases = [metrics["save_phase_seconds_sum", ("phase", phase)] for phase in PHASES]
     assert sum(phases) == pytest.approx(report.total_s)
-    assert found["last_step",] == 7
-    assert before <= found["last_commit_timestamp_seconds",] <= time.time()
+    assert metrics["last_step",] == 7
+    assert before <= metrics["last_commit_timestamp_seconds",] <= time.time()
 
 
 @pytest.mark.parametrize(

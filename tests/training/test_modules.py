@@ -333,9 +333,9 @@ def test_extra_state_comes_back_as_it_was_whatever_the_module_has_now(tmp_path, 
     shardckpt.save(tmp_path / "c", state_of(nn.Sequential(Extra(KINDS_OF_EXTRA[stored]))))
     fresh = nn.Sequential(Extra(copy.deepcopy(KINDS_OF_EXTRA[own])))
     shardckpt.restore(tmp_path / "c", state_of(fresh))
-    found, expected = fresh[0].extra, KINDS_OF_EXTRA[stored]
+    actual, expected = fresh[0].extra, KINDS_OF_EXTRA[stored]
     if isinstance(expected, torch.Tensor):
-        assert found.dtype == expected.dtype
-        assert torch.equal(found, expected)
+        assert actual.dtype == expected.dtype
+        assert torch.equal(actual, expected)
     else:
-        assert str(found) == str(expected)
+        assert str(actual) == str(expected)

@@ -19,10 +19,10 @@ def cell():
     manager, client = start_new_kernel(kernel_name="python3")
 
     def run(code):
-        found = []
-        reply = client.execute_interactive(code, timeout=250, output_hook=found.append)
+        messages = []
+        reply = client.execute_interactive(code, timeout=250, output_hook=messages.append)
         assert reply["content"]["status"] == "ok", reply["content"]
-        return [(message["msg_type"], message["content"]) for message in found]
+        return [(message["msg_type"], message["content"]) for message in messages]
 
     yield run
     client.stop_channels()

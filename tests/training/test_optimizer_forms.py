@@ -59,9 +59,9 @@ def test_any_division_into_groups_is_the_same_after_any_form(names, data):
     places = dict(enumerate(nodes.members()))
     assert (numbered.form, value_of(numbered.renamed(places.__getitem__).named())) == ("numbered", named)
     flat = read_optimizer(parse(write(nodes.flat())))
-    found = value_of(flat.named())
-    assert found["state"] == named["state"]
-    assert {name: found["param_groups"][name] for name in names} == {name: named["param_groups"][firsts[name]] for name in names}
+    values = value_of(flat.named())
+    assert values["state"] == named["state"]
+    assert {name: values["param_groups"][name] for name in names} == {name: named["param_groups"][firsts[name]] for name in names}
 
 
 def test_forms_are_those_of_torch_itself():

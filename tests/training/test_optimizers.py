@@ -123,9 +123,9 @@ def test_moments_keep_a_dtype_that_torch_would_convert_to_the_parameters(tmp_pat
     fresh = net(torch.bfloat16)
     other = torch.optim.SGD(fresh.parameters(), lr=0.01, momentum=0.9)
     shardckpt.restore(tmp_path / "c", state_of(fresh, other))
-    found = other.state[fresh.first.weight]["momentum_buffer"]
-    assert found.dtype == torch.float32
-    assert torch.equal(found, exact)
+    moment = other.state[fresh.first.weight]["momentum_buffer"]
+    assert moment.dtype == torch.float32
+    assert torch.equal(moment, exact)
 
 
 class Preconditioned(torch.optim.Optimizer):

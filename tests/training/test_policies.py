@@ -33,11 +33,11 @@ def test_every_n_steps_is_due_once_per_multiple_that_was_passed(n, steps):
 
 
 @given(ASCENDING, ASCENDING)
-def test_given_steps_are_due_at_the_first_step_that_reaches_them(wanted, steps):
-    due = due_at(AtSteps(wanted), steps)
+def test_given_steps_are_due_at_the_first_step_that_reaches_them(given_steps, steps):
+    due = due_at(AtSteps(given_steps), steps)
     for step, previous in zip(steps[1:], steps, strict=False):
-        assert (step in due) == any(previous < w <= step for w in wanted)
-    assert due_at(AtSteps(wanted), range(301)) == wanted
+        assert (step in due) == any(previous < w <= step for w in given_steps)
+    assert due_at(AtSteps(given_steps), range(301)) == given_steps
 
 
 def test_seconds_are_wanted_when_they_have_passed_and_none_is_in_flight():

@@ -154,5 +154,5 @@ def test_tensors_that_a_module_does_not_store_are_told_at_the_first_save(tmp_pat
     with caplog.at_level(logging.WARNING, "shardckpt"):
         for step in range(2):
             shardckpt.save(tmp_path / str(step), state_of(model=model))
-    told = [record.getMessage() for record in caplog.records if "leaves out" in record.getMessage()]
-    assert [text.partition(",")[0] for text in told] == ["'model': state_dict() leaves out 0.k.weight"]
+    messages = [record.getMessage() for record in caplog.records if "leaves out" in record.getMessage()]
+    assert [text.partition(",")[0] for text in messages] == ["'model': state_dict() leaves out 0.k.weight"]

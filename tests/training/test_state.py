@@ -82,10 +82,10 @@ def test_all_of_it_is_saved_in_the_background_as_it_was(tmp_path):
 def test_it_restores_without_like_as_plain_containers(tmp_path):
     model = net()
     shardckpt.save(tmp_path / "c", shardckpt.train_state(model=model, step=1))
-    found = shardckpt.restore(tmp_path / "c")
-    assert list(found) == ["model", "rng", "step"]
-    assert found["model"]["first.weight"].tolist() == model.first.weight.tolist()
-    assert len(found["rng"]) == 1
+    restored = shardckpt.restore(tmp_path / "c")
+    assert list(restored) == ["model", "rng", "step"]
+    assert restored["model"]["first.weight"].tolist() == model.first.weight.tolist()
+    assert len(restored["rng"]) == 1
 
 
 def test_an_object_takes_back_what_is_stored_whatever_its_own_state_looks_like_now(tmp_path):
@@ -131,8 +131,8 @@ def test_a_gradient_scaler_goes_on_where_it_was(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")  # by JAX, where another test has imported it; the loader forks
-@pytest.mark.parametrize(("workers", "taken"), [(0, 0), (0, 1), (0, 3), (0, 5), (0, 7), (2, 0), (2, 3)])
-def test_a_loader_goes_on_at_its_place_and_every_number_drawn_is_the_one_that_would_have_been(tmp_path, workers, taken):
+@pytest.mark.parametrize(("workers", "saved_at"), [(0, 0), (0, 1), (0, 3), (0, 5), (0, 7), (2, 0), (2, 3)])
+def test_a_loader_goes_on_at_its_place_and_every_number_drawn_is_the_one_that_would_have_been(tmp_path, workers, saved_at):
     """Without a generator of its own it shuffles by torch's, from which the model draws as well."""
 
     def made():
@@ -142,12 +142,12 @@ def test_a_loader_goes_on_at_its_place_and_every_number_drawn_is_the_one_that_wo
     def run(loader, state, last):
         """Batches, and a random number after each; saved after some of them."""
         while state.step < last:
-            if state.step == taken == 0 and not (tmp_path / "c").exists():
+            if state.step == saved_at == 0 and not (tmp_path / "c").exists():
                 shardckpt.save(tmp_path / "c", state)
             for batch in loader:
                 state.step += 1
                 yield batch.tolist(), torch.rand(()).item()
-                if state.step == taken and not (tmp_path / "c").exists():
+                if state.step == saved_at and not (tmp_path / "c").exists():
                     shardckpt.save(tmp_path / "c", state)
                 if state.step == last:
                     break
@@ -157,7 +157,7 @@ def test_a_loader_goes_on_at_its_place_and_every_number_drawn_is_the_one_that_wo
     torch.manual_seed(99)
     loader, state = made()
     shardckpt.restore(tmp_path / "c", state)
-    assert list(run(loader, state, 12)) == whole[taken:]
+    assert list(run(loader, state, 12)) == whole[saved_at:]
 
 
 @pytest.mark.parametrize("keyword", ["model", "optimizer", "scheduler", "scaler", "ema", "loader"])
@@ -226,9 +226,9 @@ def test_state_dict_and_load_state_dict_are_inverse_without_a_checkpoint():
     state = shardckpt.train_state(model=model, optimizer=optimizer, step=2)
     fresh = net()
     other = torch.optim.AdamW(groups(fresh), lr=0.01)
-    taken = shardckpt.train_state(model=fresh, optimizer=other)
-    taken.load_state_dict(state.state_dict())
-    assert taken.step == 2
+    other_state = shardckpt.train_state(model=fresh, optimizer=other)
+    other_state.load_state_dict(state.state_dict())
+    assert other_state.step == 2
     assert torch.equal(fresh.first.weight, model.first.weight)
 
 
@@ -307,11 +307,11 @@ def test_jax_arrays_and_keys_come_back_as_such_where_a_new_training_has_nothing_
     fresh = Statistics()
     state = shardckpt.train_state(model=model, of=fresh, **dict.fromkeys(values))
     shardckpt.restore(tmp_path / "c", state)
-    found = state.values
-    assert all(isinstance(array, jax.Array) for array in (fresh.mean, found["history"], found["keys"]))
-    assert (type(found["count"]), type(found["weight"])) == (np.ndarray, torch.Tensor)
-    assert (found["history"].dtype, found["keys"].dtype, fresh.mean.tolist()) == (jnp.bfloat16, keys.dtype, [0, 1, 2])
-    assert (jax.random.key_data(found["keys"]) == jax.random.key_data(keys)).all()
+    values_restored = state.values
+    assert all(isinstance(array, jax.Array) for array in (fresh.mean, values_restored["history"], values_restored["keys"]))
+    assert (type(values_restored["count"]), type(values_restored["weight"])) == (np.ndarray, torch.Tensor)
+    assert (values_restored["history"].dtype, values_restored["keys"].dtype, fresh.mean.tolist()) == (jnp.bfloat16, keys.dtype, [0, 1, 2])
+    assert (jax.random.key_data(values_restored["keys"]) == jax.random.key_data(keys)).all()
     assert shardckpt.open(tmp_path / "c").record.version == (1, 0)
 
     program = """

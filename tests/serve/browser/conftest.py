@@ -54,7 +54,7 @@ def upkeep(tmp_path_factory):
         {"file": f"d/{i}", "tensor": f"model/{name}", "box": "[0:128, 0:64]", "reason": "crc32c differs"} for i, name in enumerate(EVIL)
     ]
     numbers = []
-    for step, found in ((100, 0), (300, len(EVIL)), (400, 0)):
+    for step, damaged in ((100, 0), (300, len(EVIL)), (400, 0)):
         ident = f"lab/llama/{step}"
         job = None
         if step != 100:
@@ -62,11 +62,11 @@ def upkeep(tmp_path_factory):
             job = journal.add("verify", asked, asked, subject=ident, destination=None, who=EVIL[1], key=None)[0].number
             numbers.append(job)
         begun = journal.begin_verification(ident, shardckpt.open(top / ident).record.attempt, job)
-        over = replace(begun, chunks=96, total=96, bytes=1 << 30, damaged=found, damage=damage[:found])
+        over = replace(begun, chunks=96, total=96, bytes=1 << 30, damaged=damaged, damage=damage[:damaged])
         journal.update_verification(over, over=True)
         if job is not None:
             journal.begin(job)
-            result = {"ok": not found, "chunks": 96, "bytes": 1 << 30, "damaged": found, "damage": damage[:found]}
+            result = {"ok": not damaged, "chunks": 96, "bytes": 1 << 30, "damaged": damaged, "damage": damage[:damaged]}
             journal.end(job, "done", result=result)
     for asked in (
         {"checkpoint": f"lab/{EVIL[0]}/1", "to": f"lab/{EVIL[1]}", "reason": EVIL[2]},

@@ -107,9 +107,9 @@ def test_people_sign_in_with_a_token_and_out(chromium, shown, tmp_path):
     with serving(*[one.split("=", 1) for one in shown.options.roots], token_file=tmp_path / "tokens") as service:
         with chromium.page(service.url) as page:
             assert page.run("location.pathname") == "/ui/login"
-            for said, expected in (("wrong", "document.querySelector('[role=alert]')"), (token, "location.pathname === '/ui/runs'")):
+            for typed, expected in (("wrong", "document.querySelector('[role=alert]')"), (token, "location.pathname === '/ui/runs'")):
                 page.run("document.getElementById('token').focus()")
-                page.type(said)
+                page.type(typed)
                 page.press("Enter")
                 page.wait_for(f"{expected} && document.readyState === 'complete'")
             assert page.run("document.cookie") == ""  # no script sees it

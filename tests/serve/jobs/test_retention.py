@@ -138,10 +138,10 @@ def test_a_dry_run_deletes_nothing_and_says_what_goes(run):
     assert [one.name for one in report.deleted] == ["1", "2", "4"]
     assert report.nbytes == sum(shardckpt.open(run / name).record.totals["stored_bytes"] for name in "124") > 0
     assert steps_in(run) == [1, 2, 3, 4, 5, 6]
-    told = []
-    done = retain(root, any_of(2, EveryKth(3)), expected_of(report), progress=lambda *numbers: told.append(numbers))
+    calls = []
+    done = retain(root, any_of(2, EveryKth(3)), expected_of(report), progress=lambda *numbers: calls.append(numbers))
     assert (done.deleted, done.left) == (report.deleted, {})
-    assert told == [(0, 3), (1, 3), (2, 3), (3, 3)]
+    assert calls == [(0, 3), (1, 3), (2, 3), (3, 3)]
     assert {path.name for path in run.iterdir()} == {"3", "5", "6", "ended.json"}
 
 
@@ -316,15 +316,15 @@ STEPS = 8
 @st.composite
 def described_runs(draw):
     """Steps, with a loss, protection, bases among earlier ones, and whether each is superseded."""
-    found = {}
+    runs = {}
     for step in range(draw(st.integers(1, STEPS))):
-        found[step] = {
+        runs[step] = {
             "loss": draw(st.sampled_from([None, "nan", 0.5, 1.0, 2.0])),
             "marker": draw(st.sampled_from([None, None, None, Protection(pinned=True), Protection(tags=("best",)), Protection()])),
-            "bases": sorted(draw(st.sets(st.sampled_from(sorted(found)), max_size=2))) if found else [],
+            "bases": sorted(draw(st.sets(st.sampled_from(sorted(runs)), max_size=2))) if runs else [],
             "superseded": draw(st.sampled_from([False, False, False, True])),
         }
-    return found
+    return runs
 
 
 RULES_OF_ANY_KIND = st.lists(

@@ -42,10 +42,10 @@ def saved(job, tmp_path_factory):
 
 @pytest.mark.parametrize("name", MESHES)
 def test_what_dcp_saves_is_a_whole_checkpoint_with_its_layouts(job, saved, name):
-    (found,) = job("look", (), saved / name)
-    ranks = len(found["rng"])
+    (answer,) = job("look", (), saved / name)
+    ranks = len(answer["rng"])
     sharded = MESHES[name] != ()
-    assert found == {
+    assert answer == {
         "ok": True,
         "different": [],
         "values": True,
@@ -58,26 +58,26 @@ def test_what_dcp_saves_is_a_whole_checkpoint_with_its_layouts(job, saved, name)
 @pytest.mark.parametrize("onto", MESHES)
 @pytest.mark.parametrize("name", MESHES)
 def test_dcp_loads_it_onto_any_mesh_bit_by_bit(job, saved, name, onto):
-    for found in job("load", MESHES[onto], saved / name, MESHES[onto]):
-        assert found["different"] == []
-        assert found["needed"] == found["held"]
+    for answer in job("load", MESHES[onto], saved / name, MESHES[onto]):
+        assert answer["different"] == []
+        assert answer["needed"] == answer["held"]
 
 
 def test_dcp_reads_every_stored_byte_once(job, saved):
-    (found,) = job("load", (), saved / "FSDP2 and TP on 4", ())
-    assert found["read"] <= found["needed"] * 1.5, "checksums of small chunks are all that is read besides"
+    (answer,) = job("load", (), saved / "FSDP2 and TP on 4", ())
+    assert answer["read"] <= answer["needed"] * 1.5, "checksums of small chunks are all that is read besides"
 
 
 @pytest.mark.parametrize("how", ["shardckpt", "async", "changed at once", "without collectives"])
 def test_other_ways_to_save_are_loaded_the_same(job, tmp_path, how):
     job("save", (2,), tmp_path / "there", (2,), how)
-    assert [found["different"] for found in job("load", (2, 2), tmp_path / "there", (2, 2))] == [[]] * 4
+    assert [answer["different"] for answer in job("load", (2, 2), tmp_path / "there", (2, 2))] == [[]] * 4
 
 
 def test_any_state_is_loaded_as_torchs_own_storage_loads_it(job, tmp_path):
-    (found,) = job("like_torchs_own", (), tmp_path, 80)
-    assert found["different"] == []
-    assert found["loaded"] > 60
+    (answer,) = job("like_torchs_own", (), tmp_path, 80)
+    assert answer["different"] == []
+    assert answer["loaded"] > 60
 
 
 def test_a_value_of_each_process_comes_back_to_it(job, saved):
@@ -87,20 +87,20 @@ def test_a_value_of_each_process_comes_back_to_it(job, saved):
 
 
 def test_a_failure_on_one_rank_is_everybodys_and_the_next_save_is_good(job, tmp_path):
-    for rank, found in enumerate(job("subset", (2,), tmp_path)):
+    for rank, answer in enumerate(job("subset", (2,), tmp_path)):
         if rank == 0:
-            ((kind, message, ours),) = found["save"].values()
+            ((kind, message, ours),) = answer["save"].values()
             assert (kind, ours) == ("OptionError", True)
             assert "1 of the job's 2 processes" in message
-        assert {kind for kind, _, _ in found["load"].values()} == {"ReplacedError"}
-        assert found["one bad leaf"]["1"][0] == "LeafError"
-        assert "'x'" in found["one bad leaf"]["1"][1]
-        assert found["after it"] == {}
-        assert all("'w'" in message for _, message, _ in found["unequal"].values())
+        assert {kind for kind, _, _ in answer["load"].values()} == {"ReplacedError"}
+        assert answer["one bad leaf"]["1"][0] == "LeafError"
+        assert "'x'" in answer["one bad leaf"]["1"][1]
+        assert answer["after it"] == {}
+        assert all("'w'" in message for _, message, _ in answer["unequal"].values())
 
 
 def test_what_cannot_be_kept_or_loaded_as_it_is_is_refused_by_name(job, tmp_path):
-    (found,) = job("refusals", (), tmp_path)
+    (answer,) = job("refusals", (), tmp_path)
     expected = {
         "ndarray": ("LeafError", "'w'"),
         "tuple of tensors": ("LeafError", "use lists"),
@@ -122,16 +122,16 @@ def test_what_cannot_be_kept_or_loaded_as_it_is_is_refused_by_name(job, tmp_path
         "int4": ("DtypeError", "int4"),
     }
     for case, (kind, words) in expected.items():
-        answers = list(found["refused"][case].values())
+        answers = list(answer["refused"][case].values())
         assert [(k, ours) for k, _, ours in answers] == [(kind, True)], (case, answers)
         assert words in answers[0][1], (case, answers)
-    assert found["unharmed"] == [9.0] * 6, "what is refused is refused before anything is read"
+    assert answer["unharmed"] == [9.0] * 6, "what is refused is refused before anything is read"
     assert not Path(tmp_path, "refused", "checkpoint.json").exists()
-    assert found["replaced"] == {}
-    assert found["part"] == [{}, [1.0, 1.0]]
+    assert answer["replaced"] == {}
+    assert answer["part"] == [{}, [1.0, 1.0]]
     numbers = [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
-    assert found["everything"] == [numbers, 3, [1.0, 1.0]]
-    assert found["flat"] == [[1.0, 1.0], numbers, 3]
+    assert answer["everything"] == [numbers, 3, [1.0, 1.0]]
+    assert answer["flat"] == [[1.0, 1.0], numbers, 3]
 
 
 def test_damaged_bytes_are_an_error(job, tmp_path):
@@ -141,5 +141,5 @@ def test_damaged_bytes_are_an_error(job, tmp_path):
     for i in range(len(content)):
         content[i] ^= 0xFF
     data.write_bytes(content)
-    (found,) = job("damaged", (), tmp_path / "good")
-    assert [kind for kind, _, _ in found.values()] == ["CorruptionError"]
+    (answer,) = job("damaged", (), tmp_path / "good")
+    assert [kind for kind, _, _ in answer.values()] == ["CorruptionError"]

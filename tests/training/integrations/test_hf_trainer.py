@@ -44,9 +44,9 @@ def test_a_killed_training_resumes_as_if_nothing_had_been(job, uninterrupted, tm
 
 
 def test_a_training_goes_on_from_a_checkpoint_of_the_trainers_own(job, tmp_path):
-    (found,) = job("migrate", 1, tmp_path, SAVED, STEPS)
-    assert found["start"] == SAVED
-    assert found["final"][0] == found["weights"]
+    (answer,) = job("migrate", 1, tmp_path, SAVED, STEPS)
+    assert answer["start"] == SAVED
+    assert answer["final"][0] == answer["weights"]
     assert shardckpt.CheckpointManager(tmp_path / "run").all_steps() == [9, 12]
 
 
@@ -60,16 +60,16 @@ def test_all_that_the_trainers_own_checkpoints_keep_goes_on(job, stock, tmp_path
 
 @pytest.fixture(scope="module")
 def stock(job, tmp_path_factory):
-    found = job("continued", 1, tmp_path_factory.mktemp("stock"), "stock", "stock", SAVED, STEPS)
-    assert found[0]["state"][0] == 9, "the patience ends the training early, or this shows nothing"
-    assert found[0]["counting"] == ["one", 9]
-    assert found[0]["scaler"]["_growth_tracker"] > 0
-    return found
+    answers = job("continued", 1, tmp_path_factory.mktemp("stock"), "stock", "stock", SAVED, STEPS)
+    assert answers[0]["state"][0] == 9, "the patience ends the training early, or this shows nothing"
+    assert answers[0]["counting"] == ["one", 9]
+    assert answers[0]["scaler"]["_growth_tracker"] > 0
+    return answers
 
 
 def test_configuration_tokenizer_and_arguments_are_stored_for_inference(job, tmp_path):
-    (found,) = job("for_inference", 1, tmp_path)
-    assert found == {"same": True, "tokens": [1, 2], "learning_rate": 1e-2}
+    (answer,) = job("for_inference", 1, tmp_path)
+    assert answer == {"same": True, "tokens": [1, 2], "learning_rate": 1e-2}
 
 
 @pytest.mark.parametrize(("saving", "resuming"), [(2, 1), (1, 2)])
@@ -93,7 +93,7 @@ def test_the_trainer_writes_no_checkpoint_of_its_own_and_keeps_as_many_as_it_say
 def test_a_notice_to_one_process_ends_training_on_all_after_a_save(job, tmp_path):
     before = job("preempted", 2, tmp_path, 200)
     (step,) = shardckpt.CheckpointManager(tmp_path / "run").all_steps()
-    assert [found["stopped"] for found in before] == [step + 1] * 2
+    assert [answer["stopped"] for answer in before] == [step + 1] * 2
     for notice in tmp_path.glob("notice*"):
         notice.unlink()
     assert job("preempted", 2, tmp_path, step + 4) == [{"stopped": step + 4, "own loading": True}] * 2
@@ -101,15 +101,15 @@ def test_a_notice_to_one_process_ends_training_on_all_after_a_save(job, tmp_path
 
 def test_the_weights_alone_are_found_for_inference(job, tmp_path):
     (trained,) = job("train", 1, tmp_path, 3)
-    (found,) = job("weights", 1, tmp_path, 3)
-    assert found["model"] == trained["final"][0]
+    (answer,) = job("weights", 1, tmp_path, 3)
+    assert answer["model"] == trained["final"][0]
 
 
 @pytest.mark.parametrize(("ranks", "resumes_at"), [(1, None), (1, 4), (2, None)])
 def test_training_ends_with_the_best_weights_that_were_saved(job, tmp_path, ranks, resumes_at):
     arguments = {"load_best_model_at_end": True, "greater_is_better": True, "save_steps": 2, "save_total_limit": 1}
-    found = job("best", ranks, tmp_path, 8, resumes_at, arguments)
-    for one in found:
+    answers = job("best", ranks, tmp_path, 8, resumes_at, arguments)
+    for one in answers:
         saved = {step: loss for step, loss in one["losses"].items() if int(step) % 2 == 0}
         best = max(saved, key=saved.get)
         assert best != "8", "the last step must not be the best, or this shows nothing"
@@ -121,33 +121,33 @@ def test_training_ends_with_the_best_weights_that_were_saved(job, tmp_path, rank
 
 def test_the_strategy_best_saves_where_the_metric_improves_and_the_trainer_writes_nothing(job, tmp_path):
     arguments = {"save_strategy": "best", "save_total_limit": None, "load_best_model_at_end": True}
-    (found,) = job("best", 1, tmp_path, 8, None, arguments)
+    (answer,) = job("best", 1, tmp_path, 8, None, arguments)
     improved, least = [], float("inf")
-    for step, loss in found["losses"].items():
+    for step, loss in answer["losses"].items():
         if loss < least:
             least = loss
             improved.append(int(step))
     assert shardckpt.CheckpointManager(tmp_path / "run").all_steps() == improved
     assert not list(Path(tmp_path, "trainer").glob("checkpoint-*"))
-    assert found["best"] == [improved[-1], str(tmp_path / "run" / str(improved[-1]))]
-    assert found["final"] == found["weights"][str(improved[-1])]
-    assert found["strategy"] == "best"
+    assert answer["best"] == [improved[-1], str(tmp_path / "run" / str(improved[-1]))]
+    assert answer["final"] == answer["weights"][str(improved[-1])]
+    assert answer["strategy"] == "best"
 
 
 @pytest.mark.parametrize("resumes", [True, False])
 def test_an_exception_closes_the_manager_and_training_goes_on_from_the_last_save(job, tmp_path, resumes):
-    (found,) = job("raises", 1, tmp_path, resumes)
-    assert found == {"raised": "mine", "handler is back": True, "ends at": 6, "left": []}
+    (answer,) = job("raises", 1, tmp_path, resumes)
+    assert answer == {"raised": "mine", "handler is back": True, "ends at": 6, "left": []}
     assert shardckpt.CheckpointManager(tmp_path / "run").all_steps() == [3, 6]
 
 
 def test_refusals_have_their_types_and_say_what_is_wrong(job, tmp_path):
-    (found,) = job("refusals", 1, tmp_path)
+    (answer,) = job("refusals", 1, tmp_path)
     expected = {
         "another's": ("OptionError", "callbacks=[callback]"),
         "not passed on": ("OptionError", "resume_from_checkpoint="),
         "damaged": ("FormatError", "digest"),
     }
     for case, (kind, words) in expected.items():
-        assert found[case][0] == kind, (case, found)
-        assert words in found[case][1], (case, found)
+        assert answer[case][0] == kind, (case, answer)
+        assert words in answer[case][1], (case, answer)

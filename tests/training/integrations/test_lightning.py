@@ -44,9 +44,9 @@ def test_a_killed_training_resumes_with_the_losses_of_one_that_was_not(job, kill
 @pytest.mark.slow
 def test_another_number_of_processes_resumes_with_the_same_bits(job, killed, tmp_path):
     path = killed / f"step={2 * STEPS}.ckpt"
-    (found,) = job("train", 1, tmp_path, 3, None, path)
-    assert found["start"] == json.loads((killed / f"saved{2 * STEPS}").read_text())
-    assert [step for step, _ in found["losses"]] == [*range(2 * STEPS, 3 * STEPS)]
+    (answer,) = job("train", 1, tmp_path, 3, None, path)
+    assert answer["start"] == json.loads((killed / f"saved{2 * STEPS}").read_text())
+    assert [step for step, _ in answer["losses"]] == [*range(2 * STEPS, 3 * STEPS)]
     assert shardckpt.open(path).verify().ok
 
 
@@ -58,14 +58,14 @@ def test_a_training_goes_on_from_an_imported_file_of_lightnings_own(job, tmp_pat
 
 
 def test_only_what_lightning_keeps_is_kept(job, tmp_path):
-    (found,) = job("train", 1, tmp_path, EPOCHS)
+    (answer,) = job("train", 1, tmp_path, EPOCHS)
     there = [path.name for path in tmp_path.glob("*.ckpt")]
-    assert sorted(there) == sorted([*found["kept"], "last.ckpt"])
+    assert sorted(there) == sorted([*answer["kept"], "last.ckpt"])
 
 
 def test_a_link_to_the_last_checkpoint_is_made_in_a_new_directory(job, tmp_path):
-    (found,) = job("links", 1, tmp_path)
-    assert found == [[True, 1]] * 3
+    (answer,) = job("links", 1, tmp_path)
+    assert answer == [[True, 1]] * 3
     (there,) = job("is_there_at_once", 1, tmp_path)
     assert there == [True] * 20
 
@@ -94,14 +94,14 @@ def test_an_exception_finishes_the_save_in_flight_and_is_not_hidden_by_one_that_
 
 
 def test_strategies_that_pass_plugins_by_are_refused_when_a_trainer_is_made(job, tmp_path):
-    (found,) = job("sharded", 1, tmp_path)
-    kind, message = found["refused"]
+    (answer,) = job("sharded", 1, tmp_path)
+    kind, message = answer["refused"]
     assert kind == "OptionError"
     assert "ModelParallelStrategy shards the model" in message
 
 
 def test_what_would_be_pickled_is_refused_by_name_and_failures_surface_once(job, tmp_path):
-    (found,) = job("refusals", 1, tmp_path)
+    (answer,) = job("refusals", 1, tmp_path)
     expected = {
         "hyperparameter": ("LeafError", "'hyper_parameters/extra'"),
         "ndarray": ("LeafError", "'a'"),
@@ -113,8 +113,8 @@ def test_what_would_be_pickled_is_refused_by_name_and_failures_surface_once(job,
         "exists": ("AlreadyExistsError", "second.ckpt"),
     }
     for case, (kind, words) in expected.items():
-        assert found[case][0] == kind, (case, found)
-        assert words in found[case][1], (case, found)
-    assert found["kept when the next one fails"] == [1.0, 1.0, 1.0]
-    assert found["there"] == ["pinned.ckpt", "second.ckpt"]
-    assert found["loaded"] == [[0.0, 0.0, 0.0], "torch.bfloat16", True]
+        assert answer[case][0] == kind, (case, answer)
+        assert words in answer[case][1], (case, answer)
+    assert answer["kept when the next one fails"] == [1.0, 1.0, 1.0]
+    assert answer["there"] == ["pinned.ckpt", "second.ckpt"]
+    assert answer["loaded"] == [[0.0, 0.0, 0.0], "torch.bfloat16", True]

@@ -32,12 +32,12 @@ def program(who, api, place, mesh, dies_at=0):
 def test_a_killed_training_resumes_on_another_mesh_with_the_losses_of_orbax(tmp_path, api):
     whole = program("orbax", api, tmp_path / "theirs", [4, 2])
     program("shardckpt", api, tmp_path / "ours", [4, 2], DIES)
-    found = program("shardckpt", api, tmp_path / "ours", [2, 4])
-    assert found["first"] == SAVED + 1
+    resumed = program("shardckpt", api, tmp_path / "ours", [2, 4])
+    assert resumed["first"] == SAVED + 1
     expected = {step: value for step, value in whole["losses"].items() if int(step) > SAVED}
-    assert found["losses"] == pytest.approx(expected, rel=1e-6)  # another mesh may add in another order
-    assert found["kept"] == whole["kept"] == [6, 9]
-    assert found["shards"] == 8
+    assert resumed["losses"] == pytest.approx(expected, rel=1e-6)  # another mesh may add in another order
+    assert resumed["kept"] == whole["kept"] == [6, 9]
+    assert resumed["shards"] == 8
     assert shardckpt.open(tmp_path / "ours" / "9").verify().ok
 
 
@@ -80,9 +80,9 @@ def test_states_by_name_and_their_metadata(tmp_path, ours):
         saved = manager.save_checkpointables(0, {"model": {"w": np.ones(2)}, "other": {"n": 5}}, custom_metadata={"a": 1}, metrics={"l": 2})
         assert saved
         assert manager.load_checkpointables(0, {"other": None}) == {"other": {"n": 5}}
-        found = manager.checkpointables_metadata()
-        assert (found.step, found.custom_metadata, found.metrics) == (0, {"a": 1}, {"l": 2.0})
-        assert found.metadata["model"]["w"].shape == (2,)
+        metadata = manager.checkpointables_metadata()
+        assert (metadata.step, metadata.custom_metadata, metadata.metrics) == (0, {"a": 1}, {"l": 2.0})
+        assert metadata.metadata["model"]["w"].shape == (2,)
         assert manager.delete(0)
         assert manager.latest is None
         assert not manager.delete(0, missing_ok=True)
@@ -173,11 +173,11 @@ def test_random_keys_of_jax_come_back_as_keys(tmp_path, ours, ocp):
     with ours.OrbaxCheckpointManager(tmp_path) as manager:
         manager.save(0, args=ocp.args.Composite(one=ocp.args.JaxRandomKeySave(keys["k"]), all=ocp.args.PyTreeSave(keys)))
         manager.wait_until_finished()
-        found = manager.restore(0, args=ocp.args.Composite(one=ocp.args.JaxRandomKeyRestore(), all=ocp.args.PyTreeRestore()))
+        restored = manager.restore(0, args=ocp.args.Composite(one=ocp.args.JaxRandomKeyRestore(), all=ocp.args.PyTreeRestore()))
         assert manager.item_metadata(0)["one"].dtype == keys["k"].dtype
-    assert (jax.random.normal(found["one"], (2,)) == jax.random.normal(keys["k"], (2,))).all()
-    assert found["all"]["more"][1:] == ["x", None]
-    again = found["all"]["more"][0]
+    assert (jax.random.normal(restored["one"], (2,)) == jax.random.normal(keys["k"], (2,))).all()
+    assert restored["all"]["more"][1:] == ["x", None]
+    again = restored["all"]["more"][0]
     assert again.dtype == keys["more"][0].dtype
     assert (jax.random.key_data(again) == jax.random.key_data(keys["more"][0])).all()
 
@@ -192,8 +192,8 @@ def test_names_of_items_are_not_patterns(tmp_path, ours, ocp):
         manager.wait_until_finished()
         like = ocp.args.StandardRestore({"x": jax.ShapeDtypeStruct((2,), np.int32)})  # the dtype is another: values are cast
         for i, name in enumerate(names):
-            found = manager.restore(0, args=ocp.args.Composite(**{name: like}))[name]["x"]
-            assert (found.dtype, list(found)) == (np.int32, [i, i])
+            elements = manager.restore(0, args=ocp.args.Composite(**{name: like}))[name]["x"]
+            assert (elements.dtype, list(elements)) == (np.int32, [i, i])
 
 
 def test_json_is_what_json_has_and_what_cannot_be_restored_is_not_saved(tmp_path, ours, ocp):
@@ -209,8 +209,8 @@ def test_json_is_what_json_has_and_what_cannot_be_restored_is_not_saved(tmp_path
                 manager.save(0, args=args.Composite(i=odd))
         manager.save(0, args=args.Composite(j=args.JsonSave({"a": (1, 2), 3: "x"}), e=args.StandardSave({})), custom_metadata={"q": 1})
         manager.wait_until_finished()
-        found = manager.restore(0, args=args.Composite(j=args.JsonRestore(), e=args.StandardRestore({})))
-        assert dict(found.items()) == {"j": {"a": [1, 2], "3": "x"}, "e": {}}
+        restored = manager.restore(0, args=args.Composite(j=args.JsonRestore(), e=args.StandardRestore({})))
+        assert dict(restored.items()) == {"j": {"a": [1, 2], "3": "x"}, "e": {}}
         assert manager.metadata(0).custom_metadata == {"q": 1}
 
 

@@ -64,10 +64,10 @@ def test_another_mesh_resumes_with_the_same_bits(job, tmp_path, form, first, sec
 
 
 def test_the_trained_parameters_are_saved_and_the_base_model_is_not(job, tmp_path):
-    (found,) = train(job, tmp_path, 1, "LoRA")
+    (answer,) = train(job, tmp_path, 1, "LoRA")
     stored = shardckpt.open(tmp_path / "run" / str(STEPS))
     assert all(".lora_" in name for name in names_in_model(tmp_path, STEPS))
-    assert sum(stored.info(name).nbytes for name in stored.names() if name.startswith(("model/", "optimizer/"))) == found["bytes"]
+    assert sum(stored.info(name).nbytes for name in stored.names() if name.startswith(("model/", "optimizer/"))) == answer["bytes"]
     assert {"config.json", "peft"} <= stored.metadata.keys()
 
 

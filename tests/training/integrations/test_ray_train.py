@@ -130,8 +130,8 @@ def test_a_run_that_is_not_the_one_that_ray_knows_is_refused(answers):
 
 def test_what_is_not_supported_is_refused_by_name(answers):
     _, answer = answers
-    found = answer["refused"]
-    assert {kind for kind, _ in found.values()} == {"OptionError"}
+    refusals = answer["refused"]
+    assert {kind for kind, _ in refusals.values()} == {"OptionError"}
     parts = {
         "driver": "this is not a worker of Ray Train",
         "relative": "RayTrainManager('run'): Ray gives its workers another working directory",
@@ -139,13 +139,13 @@ def test_what_is_not_supported_is_refused_by_name(answers):
         "apart": "Ray Train runs 2 workers, and a process group connects 1",
         "local": "Ray Train's local mode keeps no checkpoints",
     }
-    assert {name: part in found[name][1] for name, part in parts.items()} == dict.fromkeys(found, True)
+    assert {name: part in refusals[name][1] for name, part in parts.items()} == dict.fromkeys(refusals, True)
 
 
 def test_a_step_that_could_not_be_saved_is_not_reported(answers):
     folder, _ = answers
-    found = json.loads((folder / "refused" / "found").read_text())
-    assert found == [str(folder / "refused" / "failing" / step) for step in "13"]
+    urls = json.loads((folder / "refused" / "found").read_text())
+    assert urls == [str(folder / "refused" / "failing" / step) for step in "13"]
 
 
 def test_version_1_of_ray_train_is_refused(tmp_path):

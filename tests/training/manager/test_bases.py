@@ -22,8 +22,8 @@ def options(run, base=0, **others):
 
 
 def holds(run, step):
-    found = shardckpt.restore(run.root / str(step))
-    return np.array_equal(found["frozen"], FROZEN) and set(found["w"].tolist()) == {step}
+    restored = shardckpt.restore(run.root / str(step))
+    return np.array_equal(restored["frozen"], FROZEN) and set(restored["w"].tolist()) == {step}
 
 
 def train(manager, *steps):
@@ -121,10 +121,10 @@ def test_a_run_resumes_from_a_step_that_has_a_base_and_falls_back_where_that_is_
     else:
         shutil.rmtree(run.root / "2")  # a save would be refused
         shardckpt.save(run.root / "2", state(2))
-    found = run.manager(fallback=True).restore()
+    restored = run.manager(fallback=True).restore()
 
-    assert found.step == (1 if lost == "moved" else 2)
-    assert np.array_equal(found.state["frozen"], FROZEN)
+    assert restored.step == (1 if lost == "moved" else 2)
+    assert np.array_equal(restored.state["frozen"], FROZEN)
     assert [event.step for event in run.events_of("FellBack")] == [3]
 
 

@@ -18,33 +18,33 @@ from shardckpt.training.timeline import Timeline
 class Words(Coordinator):
     """Messages between the processes of one test; they need not agree on anything first."""
 
-    def __init__(self, process, processes, said, counts=None):
+    def __init__(self, process, processes, announced, counts=None):
         self.world = World(process, processes)
         self.run_id = "run"
-        self.said = said
+        self.announced = announced
         self.looks = 0
         self.words = 0
 
     def _set(self, key, value):
         self.words += 1
-        self.said[key] = value
+        self.announced[key] = value
 
     def _get(self, key):
         self.looks += 1
-        return self.said.get(key)
+        return self.announced.get(key)
 
 
 class Job:
     """Some processes that go through the same steps, each at its own pace."""
 
     def __init__(self, processes, policy, steps, **options):
-        said = {}
+        announced = {}
         self.steps = steps
         self.in_flight = False
-        self.told = [None] * processes
-        self.words = [Words(p, processes, said) for p in range(processes)]
+        self.notices = [None] * processes
+        self.words = [Words(p, processes, announced) for p in range(processes)]
         self.decisions = [
-            Decisions(words, policy, key="k", timeout=0, in_flight=lambda: self.in_flight, notice=lambda p=p: self.told[p], **options)
+            Decisions(words, policy, key="k", timeout=0, in_flight=lambda: self.in_flight, notice=lambda p=p: self.notices[p], **options)
             for p, words in enumerate(self.words)
         ]
         self.answers = [[] for _ in range(processes)]
@@ -89,7 +89,7 @@ def test_all_processes_answer_alike_in_every_interleaving(data, policy, steps, p
         elif event == processes:
             job.in_flight = not job.in_flight
         else:
-            job.told[data.draw(st.integers(0, processes - 1))] = "SIGTERM"
+            job.notices[data.draw(st.integers(0, processes - 1))] = "SIGTERM"
     job.in_flight = False
     job.finish()
     for answers in job.answers[1:]:
@@ -122,20 +122,20 @@ def test_dozens_of_quick_steps_are_decided_at_a_time():
     assert job.words[0].words <= 1024 // 32 + 3
 
 
-@pytest.mark.parametrize("told", [0, 1, 2])
-def test_a_notice_to_one_process_saves_once_on_all_within_a_few_steps(told):
+@pytest.mark.parametrize("receiver", [0, 1, 2])
+def test_a_notice_to_one_process_saves_once_on_all_within_a_few_steps(receiver):
     job = Job(3, OnPreemption(signals=(), when=bool), list(range(40)), lead_time=0)
     for _ in range(10):
         for process in range(3):
             job.step(process)
-    job.told[told] = "SIGTERM"
+    job.notices[receiver] = "SIGTERM"
     job.finish()
     (saved,) = job.saved(0)
     assert 10 <= saved <= 15
     assert job.saved(1) == job.saved(2) == [saved]
     assert [bool(answer.notice) for answer in job.answers[1]] == [step >= saved for step in range(40)]
     assert job.answers[1][-1].notice.startswith("SIGTERM")
-    assert ("process" in job.answers[1][-1].notice) == (told > 0)
+    assert ("process" in job.answers[1][-1].notice) == (receiver > 0)
 
 
 def test_a_process_that_is_ahead_of_the_leader_waits_and_says_for_what():

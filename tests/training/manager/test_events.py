@@ -24,7 +24,7 @@ def manager(tmp_path, seen):
         yield manager
 
 
-def told(seen):
+def kinds_and_steps(seen):
     """All but how far it is."""
     return [(type(event).__name__, event.step) for event in seen if not isinstance(event, events.Progressed)]
 
@@ -36,7 +36,7 @@ def test_progress_of_a_save_and_a_restore_ends_with_all_bytes(manager, seen):
     for doing in ("save", "restore"):
         progress = [event for event in seen if isinstance(event, events.Progressed) and event.doing == doing]
         assert (progress[-1].done, progress[-1].total) == (STATE["w"].nbytes, STATE["w"].nbytes)
-    assert told(seen)[-2:] == [("RestoreStarted", 1), ("RestoreFinished", 1)]
+    assert kinds_and_steps(seen)[-2:] == [("RestoreStarted", 1), ("RestoreFinished", 1)]
 
 
 def test_a_restore_that_fails_is_told_of_with_its_error(manager, seen):
@@ -44,11 +44,11 @@ def test_a_restore_that_fails_is_told_of_with_its_error(manager, seen):
     manager.wait()
     with pytest.raises(ShardckptError) as caught:
         manager.restore({"w": np.zeros(3)})
-    assert told(seen)[-2:] == [("RestoreStarted", 1), ("RestoreFailed", 1)]
+    assert kinds_and_steps(seen)[-2:] == [("RestoreStarted", 1), ("RestoreFailed", 1)]
     assert type(seen[-1].error) is type(caught.value)
 
 
 def test_a_save_that_cannot_begin_is_told_of_as_failed(manager, seen):
     with pytest.raises(ShardckptError):
         manager.save(1, {"w": object()})
-    assert told(seen) == [("SaveStarted", 1), ("SaveFailed", 1)]
+    assert kinds_and_steps(seen) == [("SaveStarted", 1), ("SaveFailed", 1)]

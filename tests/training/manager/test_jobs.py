@@ -18,9 +18,9 @@ def job():
 def assert_whole(root, steps, processes):
     """Every step is there, and every process saved its own part of that step in it."""
     for step in steps:
-        found = shardckpt.restore(root / str(step))
-        np.testing.assert_array_equal(found["w"], np.full(40_000, step, np.float32))
-        assert found["own"] == [[process, step] for process in range(processes)]
+        restored = shardckpt.restore(root / str(step))
+        np.testing.assert_array_equal(restored["w"], np.full(40_000, step, np.float32))
+        assert restored["own"] == [[process, step] for process in range(processes)]
 
 
 def listed(root):
@@ -48,9 +48,9 @@ def test_steps_are_skipped_by_all_while_a_save_is_in_flight(job, tmp_path):
     assert_whole(tmp_path, saved, 3)
 
 
-@pytest.mark.parametrize("told", [0, 2])
-def test_a_signal_to_one_process_saves_the_same_step_on_all_and_ends_them_there(job, tmp_path, told):
-    answers = job.run("train", 3, tmp_path, ["preemption"], 100_000, None, OWN_PACE, [told, 20])
+@pytest.mark.parametrize("receiver", [0, 2])
+def test_a_signal_to_one_process_saves_the_same_step_on_all_and_ends_them_there(job, tmp_path, receiver):
+    answers = job.run("train", 3, tmp_path, ["preemption"], 100_000, None, OWN_PACE, [receiver, 20])
     (step,) = answers[0]["saved"]
     assert 20 <= step < 99_999
     assert answers == [{"saved": [step], "ended": step, "from": -1}] * 3

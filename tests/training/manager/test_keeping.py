@@ -174,9 +174,9 @@ def test_a_reader_elsewhere_is_told_that_the_step_was_deleted(run):
             manager.save(2, state(2))
             manager.wait()
             assert manager.all_steps() == [2]
-            said, _ = reader.communicate("go on\n", timeout=60)
-        assert said.startswith("ReplacedError: ")
-        assert "was deleted while it was being read" in said
+            output, _ = reader.communicate("go on\n", timeout=60)
+        assert output.startswith("ReplacedError: ")
+        assert "was deleted while it was being read" in output
 
 
 def test_what_a_killed_deletion_or_save_has_left_is_removed_later(run):
@@ -263,9 +263,9 @@ def test_a_rule_whose_metric_no_step_has_says_so_once(tmp_path, caplog):
     with shardckpt.CheckpointManager(tmp_path / "run", every=1, keep=Best(1, "val_loss")) as manager:
         for step in range(1, 5):
             manager.save(step, {"w": 1.0}, metrics={"loss": 1.0})
-    said = [record.getMessage() for record in caplog.records if "metric" in record.getMessage()]
-    assert len(said) == 1
-    assert "keep= ranks steps by 'val_loss', and no step has that metric, only loss; pass save(metrics={'val_loss': …})" in said[0]
+    messages = [record.getMessage() for record in caplog.records if "metric" in record.getMessage()]
+    assert len(messages) == 1
+    assert "keep= ranks steps by 'val_loss', and no step has that metric, only loss; pass save(metrics={'val_loss': …})" in messages[0]
 
 
 @pytest.mark.parametrize(("file", "program"), [("_CHECKPOINT_METADATA", "Orbax"), (".metadata", "torch.distributed.checkpoint")])

@@ -79,8 +79,8 @@ def test_a_rollback_whose_first_save_somebody_else_commits_is_a_rollback_all_the
 
 def test_it_is_too_where_the_other_processes_of_the_job_live_on(job, tmp_path):
     job.run("train", 2, tmp_path, [1], 5)
-    killed, told = job.run("roll_back_until_killed", 2, tmp_path, 2, 7, 10_000)
-    assert (killed, told["error"]) == ({"signal": 9}, "CommitError")
+    killed, other = job.run("roll_back_until_killed", 2, tmp_path, 2, 7, 10_000)
+    assert (killed, other["error"]) == ({"signal": 9}, "CommitError")
     assert listed(tmp_path) == [1, 2, 3, 4]
     (outcome,) = shardckpt.commit(tmp_path / "7")  # by itself: the run's root is the directory above
     assert outcome.state == "committed"
@@ -106,7 +106,7 @@ def test_trainings_that_lose_a_process_anywhere_go_on_from_what_was_committed_la
         assert max(steps, default=-1) >= latest
         latest = max(steps, default=-1)
         for step in steps:
-            found = shardckpt.restore(tmp_path / str(step))
-            np.testing.assert_array_equal(found["w"], np.full(40_000, step, np.float32))
-            assert {own[1] for own in found["own"]} == {step}
+            restored = shardckpt.restore(tmp_path / str(step))
+            np.testing.assert_array_equal(restored["w"], np.full(40_000, step, np.float32))
+            assert {own[1] for own in restored["own"]} == {step}
     assert kills

@@ -81,6 +81,6 @@ def test_leftovers_that_can_never_be_collected_are_named_in_the_log_once(run, ca
         for step in (2, 3, 4):
             manager.save(step, state(step))
             manager.wait()
-    (said,) = [record.getMessage() for record in caplog.records if "cannot be collected" in record.getMessage()]
-    assert str(run.root / "1") in said
-    assert "Input/output error" in said
+    (message,) = [record.getMessage() for record in caplog.records if "cannot be collected" in record.getMessage()]
+    assert str(run.root / "1") in message
+    assert "Input/output error" in message

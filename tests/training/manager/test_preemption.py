@@ -51,10 +51,10 @@ def test_so_does_a_file(run, tmp_path):
 
 
 def test_and_a_function(run):
-    told = []
-    policy = any_of(EverySteps(3), OnPreemption(signals=(), when=lambda: bool(told)))
+    notices = []
+    policy = any_of(EverySteps(3), OnPreemption(signals=(), when=lambda: bool(notices)))
     with run.manager(every=policy) as manager:
-        assert train(manager, 10, lambda: told.append(1)) == 5
+        assert train(manager, 10, lambda: notices.append(1)) == 5
         assert manager.all_steps()[0] == 3
     assert run.holds(5)
 

@@ -76,8 +76,8 @@ def test_a_rollback_can_be_taken_back(run, rolled_back):
     rolled_back.save(950, state(950))
     rolled_back.close()
     with run.manager(every=50) as manager:
-        found = manager.restore(step=1000)
-        assert found.step == 1000
+        restored = manager.restore(step=1000)
+        assert restored.step == 1000
         assert manager.latest_step() == 1000
         manager.save(1050, state(1050))
         manager.wait()
@@ -192,8 +192,8 @@ def test_a_caller_s_error_is_not_reported_as_damage(run):
 def test_a_part_of_a_training_checkpoint_is_restored_by_itself(run):
     with run.manager() as manager:
         manager.save(1, {"model": state(1), "optimizer": {"lr": 0.1}})
-    found = run.manager().restore(only="model/**")
-    assert found.state.keys() == {"model"}
+    restored = run.manager().restore(only="model/**")
+    assert restored.state.keys() == {"model"}
 
 
 def test_what_an_earlier_run_left_complete_is_committed_and_resumed_from(run):

@@ -45,9 +45,9 @@ def test_steps_that_are_due_are_saved_and_a_later_run_goes_on_from_the_last(run)
         assert manager.latest_step() == 9
         assert manager.last_report.url == manager.url(9)
     with run.manager(every=3) as manager:
-        found = manager.restore()
-        assert (found.step, found.state["step"], found.metadata) == (9, 9, {"run_id": found.metadata["run_id"]})
-        np.testing.assert_array_equal(found.state["w"], state(9)["w"])
+        restored = manager.restore()
+        assert (restored.step, restored.state["step"], restored.metadata) == (9, 9, {"run_id": restored.metadata["run_id"]})
+        np.testing.assert_array_equal(restored.state["w"], state(9)["w"])
         assert [step for step in range(9, 14) if manager.save(step, state(step))] == [12]
 
 
@@ -82,9 +82,9 @@ def test_a_manager_that_is_not_told_when_saves_every_call_and_warns_once_where_i
     with shardckpt.CheckpointManager(run.root) as manager:
         assert [manager.save(step, state(step)) for step in range(3)] == [True] * 3
     assert [run.holds(step) for step in range(3)] == [True] * 3
-    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert len(said) == 1
-    assert "to change this, give every= or keep=" in said[0]
+    messages = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(messages) == 1
+    assert "to change this, give every= or keep=" in messages[0]
 
 
 def test_it_keeps_what_it_is_told_to_keep_and_says_nothing(run, caplog):
@@ -96,11 +96,11 @@ def test_it_keeps_what_it_is_told_to_keep_and_says_nothing(run, caplog):
 
 
 def test_it_saves_with_a_policy_of_preemption_alone_when_that_says_so(run):
-    told = []
-    preemption = OnPreemption(signals=(), when=lambda: bool(told))
+    notices = []
+    preemption = OnPreemption(signals=(), when=lambda: bool(notices))
     with shardckpt.CheckpointManager(run.root, preemption=preemption) as manager:
         assert not manager.save(1, state(1))
-        told.append(1)
+        notices.append(1)
         assert manager.save(2, state(2))
 
 
