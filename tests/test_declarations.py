@@ -24,8 +24,8 @@ PUBLIC = [
 def test_a_public_signature_has_the_names_types_and_defaults_of_the_declaration(function, declared):
     """Editors and type checkers read the signature."""
     given = [one for one in signature(function).parameters.values() if one.kind is Parameter.KEYWORD_ONLY]
-    wanted = {one.name: (one.type, one.default) for kind in declared for one in fields(kind)}
-    assert {one.name: (one.annotation, one.default) for one in given} == wanted
+    expected = {one.name: (one.type, one.default) for kind in declared for one in fields(kind)}
+    assert {one.name: (one.annotation, one.default) for one in given} == expected
 
 
 @pytest.mark.parametrize(("function", "declared"), PUBLIC)

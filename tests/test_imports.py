@@ -141,12 +141,12 @@ def resolve(path):
     names = path.split(".")
     for n in range(len(names), 0, -1):
         try:
-            found = importlib.import_module(".".join(names[:n]))
+            value = importlib.import_module(".".join(names[:n]))
         except ModuleNotFoundError as e:
             if e.name and ".".join(names[:n]).startswith(e.name):
                 continue
             raise
         for name in names[n:]:
-            found = getattr(found, name, None)
-        return found
+            value = getattr(value, name, None)
+        return value
     return None

@@ -41,7 +41,7 @@ def test_no_two_public_classes_have_one_name():
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 places[node.name].append(str(path.relative_to(PACKAGE)))
-    assert not {name: found for name, found in places.items() if len(found) > 1}
+    assert not {name: of_class for name, of_class in places.items() if len(of_class) > 1}
 
 
 CIRCLES = {
@@ -58,11 +58,11 @@ CIRCLES = {
 
 
 def test_modules_import_each_other_only_where_a_reason_is_given():
-    graph, found = grimp.build_graph("shardckpt", cache_dir=None), set()
+    graph, circles = grimp.build_graph("shardckpt", cache_dir=None), set()
     for module in graph.modules:
         if circle := graph.find_upstream_modules(module) & graph.find_downstream_modules(module):
-            found.add(" ".join(name.removeprefix("shardckpt.") for name in sorted(circle | {module})))
-    assert found == CIRCLES
+            circles.add(" ".join(name.removeprefix("shardckpt.") for name in sorted(circle | {module})))
+    assert circles == CIRCLES
 
 
 ASKS_THE_KIND = {"bucket", "scheme", "is_web", "object_prefix"}
@@ -98,11 +98,11 @@ def test_nothing_outside_of_io_asks_for_the_kind_of_a_storage():
             if isinstance(node, ast.ImportFrom) and node.module in KINDS
         ]
         for function, nodes in _by_function(tree):
-            told = {id(part) for node in nodes if isinstance(node, ast.FormattedValue) for part in ast.walk(node)}
+            shown = {id(part) for node in nodes if isinstance(node, ast.FormattedValue) for part in ast.walk(node)}
             compared = {id(part) for node in nodes if isinstance(node, ast.Compare) for part in _same_attribute(node)}
             for node in nodes:
                 if isinstance(node, ast.Attribute) and node.attr in ASKS_THE_KIND:
-                    allowed = TOLD if id(node) in told else COMPARED if id(node) in compared else {}
+                    allowed = TOLD if id(node) in shown else COMPARED if id(node) in compared else {}
                     asking += [f"{name}:{node.lineno} asks .{node.attr}"] if f"{name}:{function}" not in allowed else []
     assert not asking
 

@@ -119,8 +119,8 @@ def test_plan_shows_what_an_import_would_do(run, foreign):
 
 def test_ls_names_the_format_and_its_signs(run, foreign):
     place, name = foreign
-    (found,) = run("ls", place.parent, "--json").json["foreign"]
-    assert (found["name"], found["format"]) == (place.name, name)
+    (entry,) = run("ls", place.parent, "--json").json["foreign"]
+    assert (entry["name"], entry["format"]) == (place.name, name)
     assert name in run("ls", place).out
 
 
@@ -307,5 +307,5 @@ def test_a_directory_of_loose_files_lists_what_lies_below_it_too(run, tmp_path):
     torch.save({"w": torch.ones(2)}, tmp_path / "state.pt")
     (tmp_path / "older").mkdir()
     save_file({"w": np.ones(3)}, tmp_path / "older" / "model.safetensors")
-    found = run("ls", tmp_path, "--json").json["foreign"]
-    assert [(one["name"], one["format"]) for one in found] == [(".", "safetensors"), ("older", "safetensors"), ("state.pt", "torch")]
+    entries = run("ls", tmp_path, "--json").json["foreign"]
+    assert [(one["name"], one["format"]) for one in entries] == [(".", "safetensors"), ("older", "safetensors"), ("state.pt", "torch")]

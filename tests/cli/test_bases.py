@@ -31,18 +31,18 @@ def test_info_says_where_tensors_lie(run, tuned):
         ["base", f"1 tensor, 3 KiB of that in {tuned.parent / '0'}"]
     ]
     assert next(line for line in answer.out.splitlines() if "head" in line).endswith("in ../0")
-    found = run("info", tuned, "--json").json
-    assert [base["url"] for base in found["bases"]] == ["../0"]
-    assert {tensor["name"]: tensor["base"] for tensor in found["tensors"]} == {"head": 0, "w": None}
+    document = run("info", tuned, "--json").json
+    assert [base["url"] for base in document["bases"]] == ["../0"]
+    assert {tensor["name"]: tensor["base"] for tensor in document["tensors"]} == {"head": 0, "w": None}
 
 
 def test_info_of_a_tensor_says_where_it_lies_and_how_to_open_it_there(run, tuned):
     attempt = shardckpt.open(tuned.parent / "0").record.attempt
     answer = run("info", tuned, "head", width=200)
     assert f"{tuned.parent / '0'} (attempt {attempt}), as embed" in answer.out
-    found = run("info", tuned, "head", "--json").json
-    assert found["base"] == str(tuned.parent / "0")
-    assert found["tensorstore"] == shardckpt.open(tuned.parent / "0").stock_spec("embed")
+    document = run("info", tuned, "head", "--json").json
+    assert document["base"] == str(tuned.parent / "0")
+    assert document["tensorstore"] == shardckpt.open(tuned.parent / "0").stock_spec("embed")
     assert run("info", tuned, "w", "--json").json["base"] is None
 
 

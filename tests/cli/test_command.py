@@ -125,7 +125,7 @@ sys.exit(main())
 
 
 @pytest.mark.parametrize(
-    ("command", "function", "said"),
+    ("command", "function", "advice"),
     [
         (["reshard", "a", "b"], "shardckpt.reshard.execute.reshard", "run the same command again to continue"),
         (["import", "a", "b"], "shardckpt.convert.importing.import_checkpoint", "run the same command again to continue"),
@@ -133,7 +133,7 @@ sys.exit(main())
         (["export", "a", "b", "--to", "torch"], "shardckpt.convert.export.export", "run the same command again to start over"),
     ],
 )
-def test_an_interrupt_of_long_work_says_how_it_is_gone_on_with(command, function, said):
+def test_an_interrupt_of_long_work_says_how_it_is_gone_on_with(command, function, advice):
     module, _, name = function.rpartition(".")
     code = f"""
 import os, signal, sys, threading, importlib
@@ -148,7 +148,7 @@ sys.argv = {["shardckpt", *command]}
 sys.exit(main())
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200, check=False)
-    assert (result.returncode, result.stdout, result.stderr) == (130, "", f"interrupted: {said}\n")
+    assert (result.returncode, result.stdout, result.stderr) == (130, "", f"interrupted: {advice}\n")
 
 
 @pytest.mark.parametrize("columns", [80, 120])

@@ -57,9 +57,9 @@ def test_json_has_all_differences(run, checkpoint, other):
         {"name": "model/norm", "aspect": "shape", "a": [16], "b": [4, 4]},
         {"name": "step", "aspect": "leaf", "a": "100", "b": "200"},
     ]
-    (found,) = doc["values"]
-    assert found.pop("relative") > 0
-    assert found == {"name": "model/layers/1/w", "differing": 1, "elements": 48, "largest": 2.5, "nans": 0, "first": [3, 4]}
+    (value,) = doc["values"]
+    assert value.pop("relative") > 0
+    assert value == {"name": "model/layers/1/w", "differing": 1, "elements": 48, "largest": 2.5, "nans": 0, "first": [3, 4]}
     assert doc["layouts"][0] == {"name": "model/embed", "aspect": "layout", "a": "data, model over data=4 × model=2", "b": None}
     assert doc["tensors_compared"] == 3
 

@@ -71,7 +71,7 @@ def damage():
     """Another byte in the chunk of `model/embed` that is third in grid order."""
     attempt = RUN / "step_10" / shardckpt.open(RUN / "step_10").record.attempt
     files, arrays = decode_table((attempt / "hosts/00000/table").read_bytes(), "")
-    (rows,) = (found for path, found in arrays.items() if path.endswith("embed"))
+    (rows,) = (table for path, table in arrays.items() if path.endswith("embed"))
     path = attempt / files[int(rows.file[2])]
     data = bytearray(path.read_bytes())
     data[int(rows.offset[2]) + 7] ^= 1
@@ -118,10 +118,10 @@ def normal(text, top):
     return [" ".join(line.split()) for line in text.splitlines() if line.strip()]
 
 
-def shows(expected, found):
+def shows(expected, printed):
     """Whether the lines of an example stand for the lines that were printed."""
     patterns = (r"(.*\n)*" if line == "…" else re.escape(line).replace("…", ".*") + r"\n" for line in expected)
-    return re.fullmatch("".join(patterns), "".join(f"{line}\n" for line in found)) is not None
+    return re.fullmatch("".join(patterns), "".join(f"{line}\n" for line in printed)) is not None
 
 
 def test_the_examples_of_the_command_line_show_what_it_says(runs, run, monkeypatch):
@@ -129,8 +129,8 @@ def test_the_examples_of_the_command_line_show_what_it_says(runs, run, monkeypat
     documented, further = (EXAMPLE.findall(path.read_text(encoding="utf-8")) for path in (PAGE, FURTHER))
     assert " ".join(command.split()[0] for command, _ in documented) == "ls info info verify diff stats stats"
     assert " ".join(command.split()[0] for command, _ in further) == "ls info info fingerprint plan plan reshard export import commit gc"
-    for command, said in [*documented, *further]:
+    for command, output in [*documented, *further]:
         BEFORE.get(command, lambda: None)()
         answer = run(*command.split(), width=100)
         assert answer.err == ""
-        assert shows(normal(said, runs), normal(answer.out, runs)), answer.out
+        assert shows(normal(output, runs), normal(answer.out, runs)), answer.out

@@ -36,7 +36,7 @@ def places(tmp_path, saver):
 
 
 @pytest.mark.parametrize(
-    ("args", "code", "status", "said"),
+    ("args", "code", "status", "words"),
     [
         (["info", "nothing"], "not-found", 3, "no checkpoint there"),
         (["ls", "nothing"], "not-found", 3, "no such directory"),
@@ -53,18 +53,18 @@ def places(tmp_path, saver):
         (["diff", "sound", "sound", "--memory", "1"], "option", 2, "1 MiB"),
     ],
 )
-def test_a_mistake_is_one_line_or_one_document_and_a_status(run, places, monkeypatch, args, code, status, said):
+def test_a_mistake_is_one_line_or_one_document_and_a_status(run, places, monkeypatch, args, code, status, words):
     monkeypatch.chdir(places)
     plain = run(*args)
     assert (plain.status, plain.out) == (status, "")
     assert plain.err.startswith("error: ")
     assert plain.err.count("\n") == 1
-    assert said in plain.err
+    assert words in plain.err
     with_json = run(*args, "--json")
     assert with_json.status == status
     assert set(with_json.json) == {"error"}
     assert with_json.json["error"]["code"] == code
-    assert said in with_json.json["error"]["message"]
+    assert words in with_json.json["error"]["message"]
 
 
 def test_every_error_has_a_status_and_answers_have_theirs_alone():

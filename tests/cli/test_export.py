@@ -17,8 +17,8 @@ def test_a_checkpoint_becomes_a_file_that_safetensors_reads(run, saver, tmp_path
     first, *notes = answer.out.splitlines()
     assert first.startswith(f"exported  {tmp_path}/a.safetensors: ")
     assert all(line.startswith("note      ") for line in notes)
-    found = safetensors.torch.load_file(tmp_path / "a.safetensors")
-    assert len(found) == len({shardckpt.open(tmp_path / "1").tensor(name).name for name in shardckpt.open(tmp_path / "1").names()})
+    tensors = safetensors.torch.load_file(tmp_path / "a.safetensors")
+    assert len(tensors) == len({shardckpt.open(tmp_path / "1").tensor(name).name for name in shardckpt.open(tmp_path / "1").names()})
 
 
 def test_options_choose_and_convert_and_the_answer_is_json(run, saver, tmp_path):

@@ -127,10 +127,10 @@ def test_without_a_terminal_nobody_is_asked_and_nothing_deleted(run, runs):
     assert shardckpt.open(runs / "step_9").verify().ok
 
 
-@pytest.mark.parametrize(("said", "status"), [(b"n\n", 1), (b"\n", 1), (b"y\n", 0)])
-def test_on_a_terminal_it_asks_first(runs, said, status):
+@pytest.mark.parametrize(("typed", "status"), [(b"n\n", 1), (b"\n", 1), (b"y\n", 0)])
+def test_on_a_terminal_it_asks_first(runs, typed, status):
     ours, theirs = pty.openpty()
-    os.write(ours, said)
+    os.write(ours, typed)
     done = subprocess.run([COMMAND, "rm", runs / "step_9"], stdin=theirs, capture_output=True, text=True, timeout=200, check=False)
     os.close(theirs)
     os.close(ours)

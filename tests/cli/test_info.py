@@ -179,17 +179,17 @@ def test_names_and_metadata_cannot_reach_the_terminal(run, saver, tmp_path):
 def test_many_tensors_take_time_in_proportion(saver, tmp_path, run):
     """Counted in steps of Python, which do not depend on the machine."""
 
-    def taken(n):
+    def steps_of(n):
         saver(tmp_path / str(n), {f"layer{i}": {"w": np.float32(i) * np.ones(1), "lr": 0.1} for i in range(n)})
 
-        def told():
+        def show():
             assert run("info", tmp_path / str(n)).status == 0
             assert run("info", tmp_path / str(n), "--json").status == 0
 
-        return steps(told)
+        return steps(show)
 
-    taken(10)  # imports
-    few, many = taken(50), taken(500)
+    steps_of(10)  # imports
+    few, many = steps_of(50), steps_of(500)
     assert many < 11 * few
 
 

@@ -40,7 +40,7 @@ def places(saved, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("command", "said"),
+    ("command", "words"),
     [
         ("export a x.safetensors --include nope", "--include nope selects none of its 5 tensors"),
         ("export a x.safetensors --exclude **", "--exclude '**' selects none of its 5 tensors"),
@@ -80,11 +80,11 @@ def places(saved, monkeypatch):
         ("plan a --only model/embed --explain model/norm", "--only does not select"),
     ],
 )
-def test_a_message_speaks_of_options(run, places, command, said):
+def test_a_message_speaks_of_options(run, places, command, words):
     answer = run(*command.split())
-    assert said in answer.err
+    assert words in answer.err
     assert not ARGUMENT.search(answer.err)
-    assert said in run(*command.split(), "--json").json["error"]["message"]
+    assert words in run(*command.split(), "--json").json["error"]["message"]
 
 
 @pytest.mark.parametrize("flag", ["worker", "mesh", "from", "into", "preset", "like", "unmatched", "layout", "engine", "memory-limit"])

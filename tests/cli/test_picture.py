@@ -75,8 +75,8 @@ def test_every_cell_names_the_devices_that_hold_that_box(data):
     drawn = {tuple(sorted(box.items())): devices for box, devices in read_back(lines)}
     assert drawn == expected
     idle = sorted(set(boxes.device_ids.tolist()) - {i for held in expected.values() for i in held})
-    said = [ids(m[1]) for line in lines if (m := re.match(r"  Devices? (\S+) holds? nothing", line))]
-    assert said == ([idle] if idle else [])
+    idle_shown = [ids(m[1]) for line in lines if (m := re.match(r"  Devices? (\S+) holds? nothing", line))]
+    assert idle_shown == ([idle] if idle else [])
 
 
 @pytest.mark.parametrize("width", [80, 120])
@@ -112,7 +112,7 @@ def test_many_grids_are_not_all_drawn_and_the_rest_is_counted():
 
 
 @pytest.mark.parametrize(
-    ("text", "shape", "said"),
+    ("text", "shape", "words"),
     [
         ("{replicated}", (4,), "does not say on how many devices"),
         ("{manual}", (4,), "manual"),
@@ -121,8 +121,8 @@ def test_many_grids_are_not_all_drawn_and_the_rest_is_counted():
         ("{devices=[2]<=[2]}", (0,), "no elements"),
     ],
 )
-def test_what_has_no_picture_is_said_in_words(text, shape, said):
-    assert said in draw(OpSharding.parse(text), shape)[0]
+def test_what_has_no_picture_is_said_in_words(text, shape, words):
+    assert words in draw(OpSharding.parse(text), shape)[0]
 
 
 def test_the_largest_mesh_there_can_be_is_drawn():

@@ -13,11 +13,11 @@ def test_all_elements_are_read_within_the_memory_limit(run, saver, tmp_path):
     values = np.random.default_rng(1).standard_normal((1500, 1000)).astype(np.float32)
     saver(tmp_path / "1", {"w": values, "b": np.zeros(7, ml_dtypes.bfloat16), "n": np.arange(5)})
     doc = run("stats", tmp_path / "1", "--memory-limit", "1MiB", "--json").json
-    found = {one["name"]: one for one in doc["tensors"]}
-    assert found["w"]["read"] == values.size
-    assert found["w"]["mean"] == pytest.approx(values.mean(dtype=np.float64))
-    assert sum(found["w"]["histogram"]) == values.size
-    assert (found["b"]["zeros"], found["n"]["max"]) == (7, 4)
+    by_name = {one["name"]: one for one in doc["tensors"]}
+    assert by_name["w"]["read"] == values.size
+    assert by_name["w"]["mean"] == pytest.approx(values.mean(dtype=np.float64))
+    assert sum(by_name["w"]["histogram"]) == values.size
+    assert (by_name["b"]["zeros"], by_name["n"]["max"]) == (7, 4)
     assert doc["all"]["read"] == values.size + 12
     assert "1,500,012 elements of 3 tensors" in run("stats", tmp_path / "1").out
 

@@ -35,9 +35,9 @@ def test_json_lists_the_damage(run, checkpoint):
     file = damage(checkpoint)
     answer = run("verify", checkpoint, "--json")
     assert answer.status == 1
-    (found,) = answer.json["damage"]
-    assert (found["tensor"], found["file"], found["start"]) == ("model/embed", file, [0, 0])
-    assert "checksum" in found["reason"]
+    (entry,) = answer.json["damage"]
+    assert (entry["tensor"], entry["file"], entry["start"]) == ("model/embed", file, [0, 0])
+    assert "checksum" in entry["reason"]
     assert not answer.json["ok"]
 
 
@@ -45,13 +45,13 @@ def test_a_lost_chunk_table_is_damage(run, checkpoint):
     next(checkpoint.rglob("hosts/00000/table")).unlink()
     answer = run("verify", checkpoint, "--json")
     assert answer.status == 1
-    assert any(found["tensor"] is None and found["file"].endswith("hosts/00000/table") for found in answer.json["damage"])
+    assert any(entry["tensor"] is None and entry["file"].endswith("hosts/00000/table") for entry in answer.json["damage"])
 
 
 def test_long_lists_are_cut_off_for_people_and_whole_in_json(run, checkpoint, monkeypatch):
     monkeypatch.setattr("shardckpt.cli.verify.MOST_LINES", 2)
     next(checkpoint.rglob("hosts/00000/table")).unlink()
     next(path for path in checkpoint.glob("*/table")).unlink()
-    found = run("verify", checkpoint, "--json").json["damage"]
-    assert len(found) > 2
-    assert run("verify", checkpoint).out.endswith(f"… and {len(found) - 2} more; --json lists all\n")
+    entries = run("verify", checkpoint, "--json").json["damage"]
+    assert len(entries) > 2
+    assert run("verify", checkpoint).out.endswith(f"… and {len(entries) - 2} more; --json lists all\n")

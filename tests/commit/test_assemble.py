@@ -49,11 +49,13 @@ class Saved:
         """Files, and array path → rows (chunk, file, offset, length, crc)."""
         files, arrays = decode_table(self.place.read(self.record(host).files.table.key), "")
         columns = {path: [rows.chunk, rows.file, rows.offset, rows.length, rows.crc] for path, rows in arrays.items()}
-        return files, {path: list(zip(*(column.tolist() for column in found), strict=True)) for path, found in columns.items()}
+        return files, {path: list(zip(*(column.tolist() for column in of_array), strict=True)) for path, of_array in columns.items()}
 
     def write_table(self, host, files, rows, *, chunks=None):
         """A host's table, and the record that vouches for it; `chunks` as the record is to count them."""
-        table = Table.of(files, {path: ArrayChunks.of_rows(some) if some else ArrayChunks.none() for path, some in rows.items()})
+        table = Table.of(
+            files, {path: ArrayChunks.of_rows(of_array) if of_array else ArrayChunks.none() for path, of_array in rows.items()}
+        )
         record = self.record(host)
         reference = write_table(self.place, record.files.table.key, table)
         chunks = sum(map(len, rows.values())) if chunks is None else chunks
@@ -210,7 +212,7 @@ def test_an_index_that_lacks_a_chunk_of_the_list_is_refused(saved):
 
 def test_one_leaf_says_what_many_say(left, tmp_path, monkeypatch):
     """Chunks in files of several hosts, chunks of small tensors, and documents, to TensorStore and to us."""
-    found = []
+    contents = []
     for most in (ocdbt.LEAF_KEYS, 3):
         monkeypatch.setattr(ocdbt, "LEAF_KEYS", most)
         saved = Saved(shutil.copytree(left, tmp_path / f"c{most}"))
@@ -219,9 +221,9 @@ def test_one_leaf_says_what_many_say(left, tmp_path, monkeypatch):
         assemble(saved.place)
         database = ts.KvStore.open({"driver": "ocdbt", "base": saved.place.location.kvstore()}).result()
         keys = sorted(database.list().result())
-        found.append(({key: database.read(key).result().value for key in keys}, index.dump_index(saved.place)))
-    assert found[0] == found[1]
-    assert len(found[0][1]) > 10
+        contents.append(({key: database.read(key).result().value for key in keys}, index.dump_index(saved.place)))
+    assert contents[0] == contents[1]
+    assert len(contents[0][1]) > 10
 
 
 @settings(max_examples=60, deadline=None)
@@ -231,12 +233,12 @@ def test_no_single_change_of_any_list_goes_unnoticed(left, tmp_path_factory, dat
     saved = Saved(shutil.copytree(left, tmp_path_factory.mktemp("changed") / "c"))
     host = data.draw(st.integers(0, HOSTS - 1))
     files, rows = saved.table(host)
-    path = data.draw(st.sampled_from(sorted(path for path, some in rows.items() if some)))
+    path = data.draw(st.sampled_from(sorted(path for path, of_array in rows.items() if of_array)))
     i = data.draw(st.integers(0, len(rows[path]) - 1))
     number, *place = rows[path][i]
     others = [row for k, row in enumerate(rows[path]) if k != i]
-    taken = {row[0] for row in others}
-    renumbered = data.draw(st.one_of(st.none(), st.integers(0, 40).filter(lambda n: n != number and n not in taken)))
+    numbers = {row[0] for row in others}
+    renumbered = data.draw(st.one_of(st.none(), st.integers(0, 40).filter(lambda n: n != number and n not in numbers)))
     changed = others if renumbered is None else sorted([*others, (renumbered, *place)])
     saved.write_table(host, files, {**rows, path: changed})
     saved.refuses(rf"chunk(s| \d+) of '{path.rpartition('/')[2]}'")

@@ -89,14 +89,14 @@ def test_a_first_save_killed_at_any_operation_leaves_no_checkpoint_and_a_place_t
 @pytest.mark.parametrize("layout", ["packed", pytest.param("zarr", marks=pytest.mark.slow)])
 def test_an_overwrite_killed_at_any_operation_leaves_the_old_checkpoint_or_the_new_one(tmp_path, layout):
     died_before = json.loads(child("kill_at_every_operation.py", tmp_path, layout, "overwrite"))
-    found = [value_of(tmp_path / str(k) / "checkpoint") for k in range(len(died_before))]
-    published = found.index(2)
-    assert found == [1] * published + [2] * (len(found) - published)
+    values = [value_of(tmp_path / str(k) / "checkpoint") for k in range(len(died_before))]
+    published = values.index(2)
+    assert values == [1] * published + [2] * (len(values) - published)
     # Published by the last renaming; what follows makes it durable and removes the old one, and only then anything is removed.
     assert died_before[published - 1 : published + 1] == ["rename", "fsync"]
     assert set(died_before[published + 1 :]) == {"unlink", "rmdir"}
     assert not {"unlink", "rmdir"} & set(died_before[:published])
-    for k in (0, published - 1, published, len(found) - 1):
+    for k in (0, published - 1, published, len(values) - 1):
         shardckpt.save(tmp_path / str(k) / "checkpoint", state(3), options=SaveOptions(layout=layout, overwrite=True))
         assert value_of(tmp_path / str(k) / "checkpoint") == 3
 
@@ -318,8 +318,8 @@ def test_a_directory_that_may_not_be_written_is_a_storage_error(tmp_path):
     shardckpt.save(places[1], state(1))
     for path in (places[0].parent, places[1]):
         path.chmod(0o555)
-    told = json.loads(child("kill_rights.py", *places))
-    for path, (kind, message) in zip(places, told, strict=True):
+    errors_told = json.loads(child("kill_rights.py", *places))
+    for path, (kind, message) in zip(places, errors_told, strict=True):
         assert kind == "StorageError"
         assert str(path) in message
         assert "give this user permission there" in message

@@ -42,7 +42,7 @@ def placed(keys, extents):
     for host in extents:
         rows.append(np.stack([host.file.astype(np.int64) + len(files), host.offset, host.length], axis=1).astype(np.int64))
         files += host.files
-    return Chunks([key.encode() for some in keys for key in some], files, np.concatenate(rows))
+    return Chunks([key.encode() for of_host in keys for key in of_host], files, np.concatenate(rows))
 
 
 @pytest.fixture
@@ -77,9 +77,9 @@ def assert_stock_tensorstore_reads(location, layout, path, array, *, context=Non
         # A fresh context has nothing cached; only what lies in this process's memory needs the shared one.
         opened = ts.open(spec, context=context or ts.Context(), open=True).result()
         assert opened.shape == array.shape
-        found = opened.read().result()
-        assert found.dtype == array.dtype
-        assert found.tobytes() == array.tobytes()
+        elements = opened.read().result()
+        assert elements.dtype == array.dtype
+        assert elements.tobytes() == array.tobytes()
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -150,10 +150,10 @@ def test_zarr_python_opens_the_plain_layout_by_its_consolidated_root(tmp_path, w
     group = zarr.open_group(tmp_path / "attempt" / "zarr", mode="r", use_consolidated=True)
     assert {path for path, member in group.members(max_depth=None) if isinstance(member, zarr.Array)} == set(arrays)
     for path, array in arrays.items():
-        found = group[path]
-        assert found.dtype == array.dtype
-        assert np.asarray(found[...]).tobytes() == array.tobytes()
-        assert found.attrs["shardckpt"] == {"name": path, "dtype": array.dtype.name}
+        opened = group[path]
+        assert opened.dtype == array.dtype
+        assert np.asarray(opened[...]).tobytes() == array.tobytes()
+        assert opened.attrs["shardckpt"] == {"name": path, "dtype": array.dtype.name}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -199,7 +199,7 @@ def test_the_merged_index_refers_to_the_very_places_where_hosts_put_their_chunks
 @pytest.mark.parametrize("leaves", ["of few keys", "of few bytes"])
 def test_an_index_of_several_leaves_is_what_one_leaf_is(tmp_path, monkeypatch, random_array, leaves):
     """To our reader and to TensorStore, which finds values in files and values in the index."""
-    found = []
+    contents = []
     for name in ("one", "many"):
         if name == "many":
             monkeypatch.setattr(ocdbt, "LEAF_KEYS" if leaves == "of few keys" else "LEAF_BYTES", 7)
@@ -218,9 +218,9 @@ def test_an_index_of_several_leaves_is_what_one_leaf_is(tmp_path, monkeypatch, r
         assert root["root"]["statistics"]["num_keys"] == len(values)
         assert root["root"]["statistics"]["num_tree_bytes"] == len(store.read("d/leaf"))
         assert sorted(database.list(ts.KvStore.KeyRange("a/", "a0")).result()) == sorted(key for key in values if key.startswith(b"a/"))
-        found.append((values, dump_index(store), root["root"]["statistics"]["num_indirect_value_bytes"]))
-    assert found[0] == found[1]
-    assert {key.encode(): b"%d" % i for i, key in enumerate(keys)}.items() <= found[0][0].items()
+        contents.append((values, dump_index(store), root["root"]["statistics"]["num_indirect_value_bytes"]))
+    assert contents[0] == contents[1]
+    assert {key.encode(): b"%d" % i for i, key in enumerate(keys)}.items() <= contents[0][0].items()
 
 
 def test_an_index_of_tens_of_thousands_of_keys_is_walked_whole(store):

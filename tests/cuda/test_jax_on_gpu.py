@@ -69,11 +69,11 @@ def test_arrays_go_by_pinned_memory_in_one_call_and_may_be_donated_and_come_back
     env = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     run = subprocess.run([sys.executable, "-c", PROGRAM, tmp_path], capture_output=True, text=True, env=env, timeout=200, check=False)
     assert run.returncode == 0, run.stderr[-4000:]
-    found = json.loads(run.stdout.splitlines()[-1])
-    if found["platform"] == "cpu":
+    answer = json.loads(run.stdout.splitlines()[-1])
+    if answer["platform"] == "cpu":
         pytest.skip("JAX has no GPU here")
-    assert not found["streamed"]
-    assert found["calls"] == 1
-    assert found["async"] == found["saved"] == found["restored"] == []
-    assert found["small"] == [True, []]
-    assert found["kinds"][1] == "pinned_host"
+    assert not answer["streamed"]
+    assert answer["calls"] == 1
+    assert answer["async"] == answer["saved"] == answer["restored"] == []
+    assert answer["small"] == [True, []]
+    assert answer["kinds"][1] == "pinned_host"

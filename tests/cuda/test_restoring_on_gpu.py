@@ -44,8 +44,8 @@ def test_tensors_are_filled_in_place_through_a_small_ring(tmp_path, pinned):
         torch.cuda._sleep(200_000_000)
         for place in places.values():
             place.fill_(7)  # queued before: must not come after
-        found = shardckpt.restore(tmp_path / "c", places, memory_limit="64MiB")
-        assert all(found[name] is places[name] for name in value)
+        restored = shardckpt.restore(tmp_path / "c", places, memory_limit="64MiB")
+        assert all(restored[name] is places[name] for name in value)
         assert all(torch.equal(places[name].cpu(), tensor) for name, tensor in value.items())
     assert 0 < pinned[0] <= 64 * MiB
 
@@ -82,10 +82,10 @@ def test_a_target_names_a_device_and_a_dtype(tmp_path):
     value = torch.randn(300, 70)
     shardckpt.save(tmp_path / "c", {"w": value, "v": value})
     device = torch.device("cuda", torch.cuda.current_device())
-    found = shardckpt.restore(tmp_path / "c", {"w": Target(device), "v": Target(device, dtype="bfloat16")}, cast=True)
-    assert found["w"].device == device
-    assert torch.equal(found["w"].cpu(), value)
-    assert torch.equal(found["v"].cpu(), value.bfloat16())
+    restored = shardckpt.restore(tmp_path / "c", {"w": Target(device), "v": Target(device, dtype="bfloat16")}, cast=True)
+    assert restored["w"].device == device
+    assert torch.equal(restored["w"].cpu(), value)
+    assert torch.equal(restored["v"].cpu(), value.bfloat16())
 
 
 def test_a_model_made_on_meta_is_restored_onto_the_device(tmp_path):

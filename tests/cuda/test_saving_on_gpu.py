@@ -49,8 +49,8 @@ def restored(path, like):
 
 
 def assert_saved(path, expected):
-    found = restored(path, expected)
-    wrong = [name for name, value in expected.items() if not same(found[name], value)]
+    tensors = restored(path, expected)
+    wrong = [name for name, value in expected.items() if not same(tensors[name], value)]
     assert not wrong
 
 
@@ -104,10 +104,10 @@ def test_100_states_of_a_running_training_are_the_states_at_their_saves(tmp_path
         optimizer.zero_grad()
         handle.wait()
         for part, tensors in expected.items():
-            found = shardckpt.restore(
+            stored = shardckpt.restore(
                 tmp_path / "c", {part: {n: torch.empty(t.shape, dtype=t.dtype) for n, t in tensors.items()}}, strict=False
             )
-            wrong += [f"{step} {name}" for name, tensor in tensors.items() if not same(found[part][name], tensor)]
+            wrong += [f"{step} {name}" for name, tensor in tensors.items() if not same(stored[part][name], tensor)]
     saver.close()
     assert not wrong
 

@@ -18,12 +18,12 @@ def hosts():
 
 def _saved(root, seed, hosts):
     """Layout and number of hosts → a checkpoint, and what is in it."""
-    found = {}
+    checkpoints = {}
     for layout in flip_bits.KINDS:
         for number in (1, 3):
             path = root / f"{layout}{number}"
-            found[layout, number] = path, flip_bits.save(path, seed, layout, processes=hosts if number > 1 else None)
-    return found
+            checkpoints[layout, number] = path, flip_bits.save(path, seed, layout, processes=hosts if number > 1 else None)
+    return checkpoints
 
 
 @pytest.fixture(scope="session")

@@ -27,16 +27,16 @@ def test_the_address_is_that_of_the_project():
 
 
 def test_every_text_names_the_command_that_works():
-    found = {}
+    extras_of = {}
     for path in TEXTS:
         if path.is_file():
             for extras, rest in COMMANDS.findall(path.read_text(encoding="utf-8")):
                 if "{" in rest or rest == "…":
                     continue
-                found[path] = extras
+                extras_of[path] = extras
                 assert rest == f" @ {REPOSITORY}", path
                 assert set(extras.split(",")) <= {*EXTRAS, "…"}, path
-    assert {ROOT / "README.md", DOCS / "index.md", DOCS / "storage.md"} <= set(found)
+    assert {ROOT / "README.md", DOCS / "index.md", DOCS / "storage.md"} <= set(extras_of)
 
 
 def test_errors_for_missing_extras_name_extras_that_exist():

@@ -31,9 +31,9 @@ def comments(source):
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_no_docstring_or_comment_opens_as_a_question(folder):
     """An editor shows the first line of a docstring alone: it is a noun phrase or begins with a verb."""
-    found = []
+    questions = []
     for path in (ROOT / folder).rglob("*.py"):
         source = path.read_text()
         opening = [*docstrings(source), *((line, text) for line, text in comments(source) if re.match(r"Wh(o|at|oever|ose)\b", text))]
-        found += [f"{path.relative_to(ROOT)}:{line}: {text.splitlines()[0]}" for line, text in opening if QUESTION.match(text)]
-    assert found == []
+        questions += [f"{path.relative_to(ROOT)}:{line}: {text.splitlines()[0]}" for line, text in opening if QUESTION.match(text)]
+    assert questions == []

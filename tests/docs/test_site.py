@@ -29,8 +29,8 @@ def test_every_public_name_is_in_the_reference():
 
 def test_every_page_can_be_found():
     listed = set(re.findall(r"[\w/-]+\.md", CONFIGURATION.read_text()))
-    found = {str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md") if path.relative_to(DOCS).parts[0] not in {"lab", "decisions"}}
-    assert listed - {"decisions/index.md"} == found | GENERATED
+    pages = {str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md") if path.relative_to(DOCS).parts[0] not in {"lab", "decisions"}}
+    assert listed - {"decisions/index.md"} == pages | GENERATED
 
 
 def test_the_configuration_is_read_by_other_generators_too():

@@ -19,20 +19,20 @@ def normal(name):
 def accepted():
     """(Package, extra) → specifier; the extra is empty for what is always installed."""
     lists = {"": PROJECT["dependencies"], **PROJECT["optional-dependencies"], **DOCUMENT["dependency-groups"]}
-    found = {}
+    specifiers = {}
     for extra, requirements in lists.items():
         for requirement in requirements:
             name, specifier = re.fullmatch(r"([\w-]+)(?:\[.*\])?(.*)", requirement).groups()
-            found[normal(name), extra] = specifier
-    return found
+            specifiers[normal(name), extra] = specifier
+    return specifiers
 
 
 def test_accepted_versions():
     known = accepted()
     for name, extras, specifier, _ in ROWS:
-        found = specifier.strip().strip("`")
+        stated = specifier.strip().strip("`")
         for extra in re.findall(r"`(\w+)`", extras) or [""]:
-            assert found == known.get((normal(name), extra), known.get((normal(name), "test"), "")), name
+            assert stated == known.get((normal(name), extra), known.get((normal(name), "test"), "")), name
     assert {name for name, extra in known if not extra} - {normal(row[0]) for row in ROWS} == {"pyyaml", "typer", "rich"}
 
 

@@ -75,7 +75,7 @@ def test_jax_processes_read_replicated_arrays_once_with_few_programs(run_job, sa
 @pytest.mark.xla
 def test_torch_xla_processes_read_replicated_tensors_once_over_gloo(run_job, saved):
     answers = run_job("torch_xla", "e2e_cooperative_xla:restored", 2, saved[0])
-    assert all(wrong == [] for *found, _ in answers for _, wrong in found)
+    assert all(wrong == [] for *rounds, _ in answers for _, wrong in rounds)
     once = answers[0][-1]
     replicated, mixed = (sum(answer[i][0] for answer in answers) for i in range(2))
     assert replicated == once

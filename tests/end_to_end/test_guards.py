@@ -115,13 +115,13 @@ def test_a_restore_in_place_reads_its_bytes_once_in_large_reads_and_copies_none_
 @pytest.fixture(scope="module")
 def sizes(tmp_path_factory):
     """The same state twice, of 64 and of 320 MiB, and where it is saved."""
-    found = []
+    cases = []
     for number in (1, 5):
         state = {f"m{i}": np.full((4096, 4096), i, np.float32) for i in range(number)}
         place = tmp_path_factory.mktemp("turns")
         shardckpt.save(place / "kept", state)
-        found.append(SimpleNamespace(state=state, kept=place / "kept", out=place / "out"))
-    return found
+        cases.append(SimpleNamespace(state=state, kept=place / "kept", out=place / "out"))
+    return cases
 
 
 MOVING = {"write_chunks": 1, "read_chunks": 3} | dict.fromkeys(
@@ -143,12 +143,12 @@ Those for a lane and its files depend on the number of threads."""
 )
 def test_a_quarter_of_a_gigabyte_more_gives_the_interpreter_lock_up_a_few_times_more(sizes, monkeypatch, operation):
     monkeypatch.setattr(extension, "LONGEST_S", 1e6)  # else a busy disk decides how many calls there are
-    taken = []
+    totals = []
     for at in sizes:
         shutil.rmtree(at.out, ignore_errors=True)
-        found = turns(lambda at=at: operation(at))
-        taken.append(sum(found.get(name, 0) * times for name, times in MOVING.items()))
-    small, large = taken
+        counts = turns(lambda at=at: operation(at))
+        totals.append(sum(counts.get(name, 0) * times for name, times in MOVING.items()))
+    small, large = totals
     assert 0 <= large - small <= 27, "100 per GB"
 
 

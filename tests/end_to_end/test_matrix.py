@@ -51,13 +51,13 @@ def kind(request):
 def saved(rounds, kind, run_job, tmp_path_factory):
     """By round, saver and kind: where the checkpoint is, and each tensor's layout."""
     root = tmp_path_factory.mktemp("matrix")
-    found = {}
+    checkpoints = {}
     for (saver, (framework, processes)), seed in product(JOBS.items(), rounds):
         places = {kind: (root / f"{seed} {saver}", KINDS[kind])}
         answers = run_job(framework, "save", processes, places, seed)
         assert all(answer == answers[0] for answer in answers)
-        found |= {(seed, saver, kind): (places[kind][0], layouts) for kind, layouts in answers[0].items()}
-    return found
+        checkpoints |= {(seed, saver, kind): (places[kind][0], layouts) for kind, layouts in answers[0].items()}
+    return checkpoints
 
 
 @pytest.fixture(scope="module")
@@ -71,20 +71,20 @@ def flipped(run_job, tmp_path_factory):
 @pytest.fixture(scope="module")
 def restored(rounds, kind, saved, flipped, run_job):
     """By round, saver, kind and restorer: what each process has found, and each tensor's layout."""
-    found = {}
+    by_pair = {}
     for (restorer, (framework, processes)), seed in product(JOBS.items(), rounds):
         places = {"/".join(pair): (saved[seed, *pair][0], JOBS[pair[0]][1]) for pair in product(JOBS, [kind])}
         answers = run_job(framework, "restore", processes, places | {"flipped": (flipped[0], 1)}, seed)
-        found |= {(seed, *place.split("/"), restorer): [answer[place] for answer in answers] for place in places}
-        found[seed, "flipped", restorer] = [answer["flipped"] for answer in answers]
-    return found
+        by_pair |= {(seed, *place.split("/"), restorer): [answer[place] for answer in answers] for place in places}
+        by_pair[seed, "flipped", restorer] = [answer["flipped"] for answer in answers]
+    return by_pair
 
 
 @pytest.mark.parametrize("restorer", JOBS)
 @pytest.mark.parametrize("saver", JOBS)
 def test_what_one_saved_another_restores_bit_by_bit(rounds, restored, saver, restorer, kind):
     for seed in rounds:
-        assert [found["wrong"] for found in restored[seed, saver, kind, restorer]] == [[]] * JOBS[restorer][1]
+        assert [answer["wrong"] for answer in restored[seed, saver, kind, restorer]] == [[]] * JOBS[restorer][1]
 
 
 def test_all_savers_recorded_one_fingerprint(saved, kind):
@@ -96,7 +96,7 @@ def test_all_savers_recorded_one_fingerprint(saved, kind):
 
 @pytest.mark.parametrize("restorer", JOBS)
 def test_a_flipped_bit_would_have_been_noticed(flipped, restored, restorer):
-    assert {name for found in restored[0, "flipped", restorer] for name in found["wrong"]} == set(flipped[1])
+    assert {name for answer in restored[0, "flipped", restorer] for name in answer["wrong"]} == set(flipped[1])
 
 
 def test_every_element_of_every_tensor_was_compared_in_every_pair(rounds, kind, saved, restored, record_testsuite_property):
@@ -105,7 +105,7 @@ def test_every_element_of_every_tensor_was_compared_in_every_pair(rounds, kind, 
     cells = dict.fromkeys(product(JOBS, JOBS), 0)
     for seed, saver, restorer in product(rounds, JOBS, JOBS):
         answers = restored[seed, saver, kind, restorer]
-        assert all(sum(found["compared"][name] for found in answers) >= size for name, size in sizes.items())
+        assert all(sum(answer["compared"][name] for answer in answers) >= size for name, size in sizes.items())
         cells[saver, restorer] += len(sizes)
     assert cells == dict.fromkeys(cells, len(rounds) * TENSORS)
     record_testsuite_property("tensors compared", sum(cells.values()))

@@ -130,9 +130,9 @@ def layouts(draw, ndim):
     ids = draw(st.permutations(range(int(np.prod(shape)))))
     spec, free = [], list(names)
     for _ in range(ndim):
-        taken = draw(st.lists(st.sampled_from(free), unique=True, max_size=len(free))) if free else []
-        free = [n for n in free if n not in taken]
-        spec.append(tuple(taken) if taken else None)
+        axes = draw(st.lists(st.sampled_from(free), unique=True, max_size=len(free))) if free else []
+        free = [n for n in free if n not in axes]
+        spec.append(tuple(axes) if axes else None)
     return Sharding(Mesh(shape, names, ids), PartitionSpec(*spec))
 
 
@@ -223,9 +223,9 @@ def test_one_misspelt_pattern_of_several_is_an_error(tmp_path):
     shardckpt.save(tmp_path / "c", {"model": {"w": np.ones(3)}, "empty": {}, "step": 7})
     assert shardckpt.restore(tmp_path / "c", only=["model/**", "empty"])["empty"] == {}
     like = {"model": {"w": np.zeros(3)}, "lora": {"a": np.zeros(2)}, "empty": {}, "step": 0}
-    for wanted in (None, {**like}):
+    for target in (None, {**like}):
         with pytest.raises(errors.NamesMismatchError, match=r"/c: only=\['stpe', 'x'\] selects none of its names"):
-            shardckpt.restore(tmp_path / "c", wanted, only=["model/**", "stpe", "x"])
+            shardckpt.restore(tmp_path / "c", target, only=["model/**", "stpe", "x"])
     restored = shardckpt.restore(tmp_path / "c", like, only=["model/**", "lora/**"], strict=False)
     assert same(restored, {**like, "model": {"w": np.ones(3)}})
     with pytest.raises(errors.NamesMismatchError, match="selects none"):

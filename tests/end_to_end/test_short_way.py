@@ -17,9 +17,9 @@ SAVE, RESTORE = 34, 27
 def test_the_second_save_and_the_second_restore_of_one_tensor_enter_few_files(tmp_path, framework):
     command = [sys.executable, CHILDREN / "files_entered.py", tmp_path, framework]
     done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=True)
-    found = json.loads(done.stdout)
-    assert len(found["save"][1]) <= SAVE, found["save"][1]
-    assert len(found["restore"][1]) <= RESTORE, found["restore"][1]
+    files = json.loads(done.stdout)
+    assert len(files["save"][1]) <= SAVE, files["save"][1]
+    assert len(files["restore"][1]) <= RESTORE, files["restore"][1]
 
 
 def test_a_save_without_a_base_does_not_import_the_reading_of_checkpoints(tmp_path):

@@ -41,8 +41,8 @@ def run(tmp_path):
     env |= {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1", "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
 
     def run(command, kill_at=None):
-        lines, told = [], (tmp_path / "stderr").open("w+")
-        program = psutil.Popen(shlex.split(command), cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=told, text=True)
+        lines, errors = [], (tmp_path / "stderr").open("w+")
+        program = psutil.Popen(shlex.split(command), cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=errors, text=True)
         try:
             for line in program.stdout:
                 lines.append(line.rstrip("\n"))
@@ -54,7 +54,7 @@ def run(tmp_path):
         finally:
             kill(program)
             program.stdout.close()
-            told.close()
+            errors.close()
 
     return run
 
@@ -70,8 +70,8 @@ def kill(program):
 
 def losses(lines):
     """The losses that were printed, by step; the Trainer prints a part of an epoch instead."""
-    found = filter(None, map(LOSS.search, lines))
-    return {int(line["step"] or round(HF_EPOCH * float(line["epoch"]))): float(line["loss"] or line["of_hf"]) for line in found}
+    matches = filter(None, map(LOSS.search, lines))
+    return {int(line["step"] or round(HF_EPOCH * float(line["epoch"]))): float(line["loss"] or line["of_hf"]) for line in matches}
 
 
 def assert_goes_on(before, after, last, every):

@@ -35,7 +35,7 @@ ON_ONE_STORE = pytest.mark.parametrize("bucket", ["gs"], indirect=True)
 
 def on_each_store(names, *, gs, s3):
     """Run a test on both stores, on each with its own values of these parameters."""
-    cases = [(store, *(case if isinstance(case, tuple) else (case,))) for store, some in (("gs", gs), ("s3", s3)) for case in some]
+    cases = [(store, *(case if isinstance(case, tuple) else (case,))) for store, of_store in (("gs", gs), ("s3", s3)) for case in of_store]
     return pytest.mark.parametrize(("bucket", *names), cases, indirect=["bucket"])
 
 

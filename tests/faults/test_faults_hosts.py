@@ -43,8 +43,8 @@ class Job:
     def committed(self, url, *seeds, processes=2):
         """The one of these states that the checkpoint there holds, None if there is no checkpoint; it is complete."""
         states = [{**state(seed), "own": [own(process, seed) for process in range(processes)]} for seed in seeds]
-        found = self.cloud.committed(url, *states)
-        return None if found is None else found["step"]
+        state_there = self.cloud.committed(url, *states)
+        return None if state_there is None else state_there["step"]
 
 
 @pytest.fixture(scope="module", params=["gs", "s3"])
@@ -249,8 +249,8 @@ def test_a_checkpoint_is_whole_or_absent_whatever_fails_and_each_process_says_wh
         assert there == step or "saved" not in answers
     if there is not None:
         with cloud.breaking(*random_rules(3 * seed)):
-            found = job.run("restore", processes, url)
-        assert all(answer == there or hasattr(errors, answer["error"]) for answer in found), found
+            answers_of_restore = job.run("restore", processes, url)
+        assert all(answer == there or hasattr(errors, answer["error"]) for answer in answers_of_restore), answers_of_restore
 
 
 # --- races ----------------------------------------------------------------------------------------------------------

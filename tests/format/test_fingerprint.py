@@ -90,19 +90,19 @@ def test_columns_of_a_large_matrix_add_up():
 @given(st.data())
 def test_a_changed_bit_a_swap_another_dtype_and_another_shape_are_seen(data):
     array = np.random.default_rng(data.draw(st.integers(0, 9))).integers(0, 256, (64, 32), np.uint8)
-    found = {digest("uint8", array.shape, sums_of(array))}
+    digests = {digest("uint8", array.shape, sums_of(array))}
     flipped = array.copy()
     flipped.reshape(-1)[data.draw(st.integers(0, array.size - 1))] ^= 1 << data.draw(st.integers(0, 7))
-    found.add(digest("uint8", array.shape, sums_of(flipped)))
+    digests.add(digest("uint8", array.shape, sums_of(flipped)))
     size = data.draw(st.integers(1, 512))
     one, other = data.draw(st.integers(0, 512 - size)), data.draw(st.integers(512, 2048 - size))
     swapped = array.reshape(-1).copy()
     swapped[one : one + size], swapped[other : other + size] = swapped[other : other + size].copy(), swapped[one : one + size].copy()
     same = np.array_equal(swapped, array.reshape(-1))
-    found.add(digest("uint8", array.shape, sums_of(swapped.reshape(64, 32))))
-    found.add(digest("int8", array.shape, sums_of(array)))
-    found.add(digest("uint8", (32, 64), sums_of(array)))
-    assert len(found) == (4 if same else 5)
+    digests.add(digest("uint8", array.shape, sums_of(swapped.reshape(64, 32))))
+    digests.add(digest("int8", array.shape, sums_of(array)))
+    digests.add(digest("uint8", (32, 64), sums_of(array)))
+    assert len(digests) == (4 if same else 5)
 
 
 def test_two_whole_blocks_that_changed_places_are_seen():

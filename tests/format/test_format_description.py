@@ -73,10 +73,10 @@ def test_the_reader_of_the_description_follows_bases(checkpoint, described, tmp_
     options = shardckpt.SaveOptions(base=tmp_path / "ckpt", skip=["keys/*~1*", "keys/c"])
     for path in (tmp_path / "beside", tmp_path_factory.mktemp("else where") / "é"):
         shardckpt.save(path, state, options=options)
-        found = shardckpt.open(path)
-        assert [found.info(name).base is not None for name in ("keys/a~1b", "keys/c", "keys/more")] == [True, True, False]
-        for name in found.names():
-            assert equal(described["read"](str(path), name), found.read(name)), name
+        opened = shardckpt.open(path)
+        assert [opened.info(name).base is not None for name in ("keys/a~1b", "keys/c", "keys/more")] == [True, True, False]
+        for name in opened.names():
+            assert equal(described["read"](str(path), name), opened.read(name)), name
 
 
 def test_the_reader_of_the_description_applies_differences(described, tmp_path):
@@ -145,10 +145,10 @@ def test_small_tensors_lie_one_after_another_in_order_of_their_names(several_hos
     checkpoint = several_hosts["packed"]
     path = Path(str(checkpoint.location)) / checkpoint.record.attempt
     commit = json.loads((path.parent / "checkpoint.json").read_bytes())["record"]
-    found = described["places"](described["referred"](path, commit["small_table"]))
+    places = described["places"](described["referred"](path, commit["small_table"]))
     assert commit["small_table"]["key"] == "hosts/small/table"
-    assert {file for file, *_ in found.values()} == {"small"}
-    data = b"".join(checkpoint.read(name).tobytes() + crc.to_bytes(4, "little") for (name, _, _), (*_, crc) in sorted(found.items()))
+    assert {file for file, *_ in places.values()} == {"small"}
+    data = b"".join(checkpoint.read(name).tobytes() + crc.to_bytes(4, "little") for (name, _, _), (*_, crc) in sorted(places.items()))
     assert (path / "small").read_bytes() == data
 
 

@@ -69,8 +69,8 @@ def definition(path):
 
 def records(checkpoint):
     """All records of a checkpoint: what the schema calls them, and the documents."""
-    found = [(definition(path), path) for path in sorted(checkpoint.rglob("*")) if path.is_file() and definition(path)]
-    return [(name, json.loads(path.read_bytes())) for name, path in found]
+    paths = [(definition(path), path) for path in sorted(checkpoint.rglob("*")) if path.is_file() and definition(path)]
+    return [(name, json.loads(path.read_bytes())) for name, path in paths]
 
 
 @pytest.fixture(scope="module")
@@ -156,10 +156,10 @@ def test_a_fence_conforms(saved):
 
 
 def test_every_golden_checkpoint_conforms():
-    found = [record for path in (GOLDEN).glob("v*/*/*") if path.is_dir() for record in records(path)]
+    golden = [record for path in (GOLDEN).glob("v*/*/*") if path.is_dir() for record in records(path)]
 
-    assert len(found) >= 4 * 4
-    for kind, document in found:
+    assert len(golden) >= 4 * 4
+    for kind, document in golden:
         assert errors(document, kind) == []
 
 
@@ -180,10 +180,10 @@ NAMED = [("tensors",), ("small",), ("samples",), ("arrays",), ("digests",)]
 
 def one_of_each(saved):
     """A record of each kind, as hosts' differ little; with an empty tree, which takes long to look at."""
-    found = copy.deepcopy(dict(saved))
-    for document in (found["checkpointFile"]["record"], found["contentsFile"]["record"]["structure"]):
+    documents = copy.deepcopy(dict(saved))
+    for document in (documents["checkpointFile"]["record"], documents["contentsFile"]["record"]["structure"]):
         document["tree"] = {}
-    return found.items()
+    return documents.items()
 
 
 def members(document, path=()):

@@ -67,9 +67,9 @@ def test_records_come_back_as_they_were():
 
 def test_a_record_without_what_is_optional_comes_back_without():
     bare = replace(RECORD, table=None, small_table=None, fence=None)
-    found = parse_checkpoint(seal(bare.to_json()), "here")
-    assert found == bare
-    assert (found.table, found.small_table, found.fence) == (None, None, None)
+    parsed = parse_checkpoint(seal(bare.to_json()), "here")
+    assert parsed == bare
+    assert (parsed.table, parsed.small_table, parsed.fence) == (None, None, None)
 
 
 def test_a_fence_makes_another_version_of_the_same_record():
@@ -110,11 +110,11 @@ def test_every_bit_of_a_record_counts():
         damaged = bytearray(data)
         damaged[bit // 8] ^= 1 << (bit % 8)
         try:
-            found = parse_checkpoint(bytes(damaged), "here")
+            parsed = parse_checkpoint(bytes(damaged), "here")
         except FormatError:
             continue
         # The version outside the digest may claim another minor; nothing else may change unnoticed.
-        assert found == RECORD
+        assert parsed == RECORD
 
 
 @pytest.mark.parametrize("data", [b"", b"{}", b'{"format":"other"}', b"\x00" * 100, b"[" * 10_000])

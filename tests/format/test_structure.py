@@ -153,9 +153,9 @@ def test_processes_that_say_the_same_say_what_each_says():
 
 def test_the_union_has_every_tensor_of_any_process_in_the_order_of_its_tree():
     a, b, c = (tensor(name, (4,)) for name in "abc")
-    found = Structure.union([([0, 2], of(a, c, step=1)), ([1], of(b, c, step=1))])
-    assert found.tree == {"a": "$tensor", "c": "$tensor", "step": 1, "b": "$tensor"}
-    assert list(found.tensors.items()) == [("a", a), ("c", c), ("b", b)]
+    union = Structure.union([([0, 2], of(a, c, step=1)), ([1], of(b, c, step=1))])
+    assert union.tree == {"a": "$tensor", "c": "$tensor", "step": 1, "b": "$tensor"}
+    assert list(union.tensors.items()) == [("a", a), ("c", c), ("b", b)]
 
 
 def test_pieces_of_several_processes_make_a_tensor_in_one_order():
@@ -211,9 +211,9 @@ def test_tensors_in_bases_come_back_and_each_base_is_written_once():
 def test_processes_may_reach_one_base_by_different_urls_but_not_find_different_attempts_there():
     one, other = in_base("a", "file:///mnt/0"), in_base("a", "file:///data/0")
     assert Structure.union([([0], one), ([1], other)]).bases[0].url == "file:///mnt/0"
-    for found in (in_base("b", "file:///mnt/0"), in_base("a", "file:///mnt/0", "v"), of(tensor("w", (6, 2)))):
+    for another in (in_base("b", "file:///mnt/0"), in_base("a", "file:///mnt/0", "v"), of(tensor("w", (6, 2)))):
         with pytest.raises(CommitError, match=r"'w': its base is attempt a, 'w' on process 0 and .*; save with the same base= and skip="):
-            Structure.union([([0], one), ([1], found)])
+            Structure.union([([0], one), ([1], another)])
 
 
 @pytest.mark.parametrize("odd", [1.0, True, "1"])

@@ -28,12 +28,12 @@ def rows(*chunks, file=0):
 
 def test_a_table_comes_back_as_it_was():
     arrays = {"model/w": rows(0, 2, 5), "b": rows(0, file=OWN_OBJECT), "empty": rows()}
-    files, found = decode_table(encode_table(["hosts/00000/0/d/00000"], arrays), "here")
+    files, decoded = decode_table(encode_table(["hosts/00000/0/d/00000"], arrays), "here")
     assert files == ["hosts/00000/0/d/00000"]
-    assert list(found) == list(arrays)
+    assert list(decoded) == list(arrays)
     for path, expected in arrays.items():
         for column in ("chunk", "file", "offset", "length", "crc"):
-            np.testing.assert_array_equal(getattr(found[path], column), getattr(expected, column))
+            np.testing.assert_array_equal(getattr(decoded[path], column), getattr(expected, column))
 
 
 def test_chunks_are_found_by_position():
@@ -44,11 +44,11 @@ def test_chunks_are_found_by_position():
 
 @settings(deadline=None)
 @given(st.dictionaries(st.sampled_from("abc"), st.sets(st.integers(0, 9))), st.lists(st.tuples(st.integers(0, 2), st.integers(-1, 10))))
-def test_searched_rows_are_those_of_a_search_one_by_one(held, wanted):
+def test_searched_rows_are_those_of_a_search_one_by_one(held, searched):
     table = Table.of(["x"], {path: rows(*sorted(chunks)) for path, chunks in held.items()})
     places = {chunk: row for row, chunk in enumerate((path, chunk) for path in held for chunk in sorted(held[path]))}
-    array, chunks = np.array(wanted, np.int64).reshape(-1, 2).T
-    assert table.find("abc", array, chunks).tolist() == [places.get(("abc"[i], chunk), -1) for i, chunk in wanted]
+    array, chunks = np.array(searched, np.int64).reshape(-1, 2).T
+    assert table.find("abc", array, chunks).tolist() == [places.get(("abc"[i], chunk), -1) for i, chunk in searched]
 
 
 def test_tables_of_several_hosts_become_one():

@@ -103,9 +103,9 @@ def test_it_verifies(path):
 
 def arrays(checkpoint):
     """The tensors that are stored as one array each."""
-    found = [t.name for t in checkpoint.record.structure.tensors.values() if len(t.pieces) == 1]
-    assert len(found) < len(checkpoint.record.structure.tensors)
-    return found
+    names = [t.name for t in checkpoint.record.structure.tensors.values() if len(t.pieces) == 1]
+    assert len(names) < len(checkpoint.record.structure.tensors)
+    return names
 
 
 def test_zarr_python_reads_the_same(path):
@@ -167,9 +167,9 @@ def test_composite_tensors_are_restored_as_parts_and_into_places_of_their_class(
     context = {"block": {"$tuple": [1, 4]}, "dtype": {"$torch.dtype": "float32"}, "rounding": "Rounding.NEAREST", "none": None}
     parts = {"data": np.zeros((6, 4), np.int8), "scale": np.zeros((6, 1), np.float32)}
     like = CompositeTensor("golden.Scaled", (6, 4), context, parts, lambda values: values)
-    found = shardckpt.restore(path, {"w": like}, strict=False)["w"]
-    assert equal(found[0], whole["w"]["data"])
-    assert equal(found[1], whole["w"]["scale"])
+    parts_restored = shardckpt.restore(path, {"w": like}, strict=False)["w"]
+    assert equal(parts_restored[0], whole["w"]["data"])
+    assert equal(parts_restored[1], whole["w"]["scale"])
     assert shardckpt.open(path).verify().damage == []
 
 

@@ -95,10 +95,10 @@ def test_values_with_anything_in_them(forgeries, seed, which):
         restored = shardckpt.restore(forgery.url, only=lambda name: name != "own")
     assert not forgeries[1].opened()
     for name, array in tensors_of(which).items():
-        found = restored
+        node = restored
         for key in name.split("/"):
-            found = found[int(key) if isinstance(found, tuple | list) else key]
-        assert flip_bits.same(array, found)
+            node = node[int(key) if isinstance(node, tuple | list) else key]
+        assert flip_bits.same(array, node)
     if which[1] == 3:
         other = (n + 1) % 3
         like, coordinator = {"own": PerProcess(None)}, OneOfSeveral(other, 3)

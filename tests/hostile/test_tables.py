@@ -47,12 +47,12 @@ def test_a_reference_that_lies_about_a_table_is_refused_and_the_host_s_own_is_as
 def claiming(forgery, **counts):
     """The table of all, with other counts in its header and a digest, of blocks of zeros, for every block of them."""
     begin = 12 + struct.unpack("<I", forgery.table[8:12])[0]
-    said = json.loads(forgery.table[12:begin])
-    said["arrays"] = [[path, counts.get(path, n)] for path, n in said["arrays"]]
-    text = json.dumps(said).encode()
-    blocks = -(-sum(n for _, n in said["arrays"]) // said["block"])
-    zeros = hashlib.sha256(bytes(said["block"] * ROW.itemsize)).digest()[:16]
-    return forgery.table[:8] + struct.pack("<I", len(text)) + text + zeros * blocks, sum(n for _, n in said["arrays"])
+    header = json.loads(forgery.table[12:begin])
+    header["arrays"] = [[path, counts.get(path, n)] for path, n in header["arrays"]]
+    text = json.dumps(header).encode()
+    blocks = -(-sum(n for _, n in header["arrays"]) // header["block"])
+    zeros = hashlib.sha256(bytes(header["block"] * ROW.itemsize)).digest()[:16]
+    return forgery.table[:8] + struct.pack("<I", len(text)) + text + zeros * blocks, sum(n for _, n in header["arrays"])
 
 
 @pytest.mark.parametrize("holes", [False, True])
@@ -87,10 +87,10 @@ def test_chunks_that_share_bytes_or_lie_behind_the_end_are_refused(forgery):
 
 def test_an_array_twice_or_of_another_tensor_s_length_is_made_up_for_by_the_host_s_own(forgery):
     begin = 12 + struct.unpack("<I", forgery.table[8:12])[0]
-    said = json.loads(forgery.table[12:begin])
-    twice = {**said, "arrays": [*said["arrays"][:-1], said["arrays"][0]]}
-    (first, n), (second, m), *rest = said["arrays"]
-    shifted = {**said, "arrays": [[first, n + 1], [second, m - 1], *rest]}
+    document = json.loads(forgery.table[12:begin])
+    twice = {**document, "arrays": [*document["arrays"][:-1], document["arrays"][0]]}
+    (first, n), (second, m), *rest = document["arrays"]
+    shifted = {**document, "arrays": [[first, n + 1], [second, m - 1], *rest]}
     for header in (twice, shifted):
         text = json.dumps(header).encode()
         forgery.write(table=forgery.table[:8] + struct.pack("<I", len(text)) + text + forgery.table[begin:])

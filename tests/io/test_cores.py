@@ -123,7 +123,7 @@ def test_processes_on_a_host_share_its_free_memory(tmp_path, monkeypatch):
     assert free_memory(tmp_path) == 250 << 10
 
 
-def said(first):
+def cores_after(first):
     """The answer of a new process, which runs some code first."""
     program = f"import os; {first}; from shardckpt.io.cores import cores; print(cores())"
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=250)
@@ -131,7 +131,7 @@ def said(first):
 
 
 def test_a_process_that_is_bound_to_a_core_uses_one():
-    assert said(f"os.sched_setaffinity(0, {{{min(psutil.Process().cpu_affinity())}}})") == 1
+    assert cores_after(f"os.sched_setaffinity(0, {{{min(psutil.Process().cpu_affinity())}}})") == 1
 
 
 @pytest.mark.skipif(not (CPU / "cpu.cfs_quota_us").exists() and not os.access(CPU, os.W_OK), reason="needs control groups that may be made")
@@ -143,6 +143,6 @@ def test_a_process_in_a_group_with_a_quota_uses_as_many():
     except OSError as e:
         pytest.skip(f"control groups may not be made here: {e}")
     try:
-        assert said(f"open({str(group / 'cgroup.procs')!r}, 'w').write(str(os.getpid()))") == 1
+        assert cores_after(f"open({str(group / 'cgroup.procs')!r}, 'w').write(str(os.getpid()))") == 1
     finally:
         group.rmdir()

@@ -37,10 +37,10 @@ def test_many_parts_are_appended_in_their_order_however_few_the_kernel_takes(sto
 
 
 def test_a_disk_begins_with_a_file_while_it_is_appended_to_and_is_told_of_no_byte_twice(tmp_path, monkeypatch):
-    told = []
+    calls = []
 
     def begin(fd, offset, nbytes):
-        told.append((offset, nbytes, os.fstat(fd).st_size))
+        calls.append((offset, nbytes, os.fstat(fd).st_size))
         return begin_write_back(fd, offset, nbytes)
 
     monkeypatch.setattr(datafile, "begin_write_back", begin)
@@ -48,7 +48,7 @@ def test_a_disk_begins_with_a_file_while_it_is_appended_to_and_is_told_of_no_byt
     for _ in range(9):
         file.append(bytes(3 * MiB))
         file.append([memoryview(bytes(MiB))] * 2)
-    assert told == [(0, 8 * MiB, 8 * MiB), (8 * MiB, 10 * MiB, 18 * MiB), (18 * MiB, 10 * MiB, 28 * MiB), (28 * MiB, 10 * MiB, 38 * MiB)]
+    assert calls == [(0, 8 * MiB, 8 * MiB), (8 * MiB, 10 * MiB, 18 * MiB), (18 * MiB, 10 * MiB, 28 * MiB), (28 * MiB, 10 * MiB, 38 * MiB)]
     file.seal()
     file.wait()
     assert (tmp_path / "d/0").stat().st_size == 45 * MiB

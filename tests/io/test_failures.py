@@ -18,9 +18,9 @@ from shardckpt.io.failures import is_shutting_down, storage_errors
 
 
 def message(error, place="/data/c"):
-    with pytest.raises(StorageError) as found, storage_errors("write", place):
+    with pytest.raises(StorageError) as caught, storage_errors("write", place):
         raise error
-    return str(found.value)
+    return str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -77,10 +77,10 @@ CALLS = {
 
 @pytest.mark.parametrize(("call", "advice"), CALLS.values(), ids=CALLS)
 def test_only_calls_that_can_leave_a_tensor_out_say_how(damaged, tmp_path, call, advice):
-    with pytest.raises(CorruptionError, match=r"with a backup") as found:
+    with pytest.raises(CorruptionError, match=r"with a backup") as caught:
         call(damaged, tmp_path)
-    said = re.search(r"or leave the tensor out (.*)", str(found.value))
-    assert (said and said[1]) == advice
+    match = re.search(r"or leave the tensor out (.*)", str(caught.value))
+    assert (match and match[1]) == advice
 
 
 def test_a_report_of_damage_names_no_option(damaged):

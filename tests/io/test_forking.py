@@ -10,7 +10,7 @@ from paths import CHILDREN
 CHILD = CHILDREN / "forked.py"
 
 
-def said(tmp_path, when):
+def answers_of(tmp_path, when):
     done = subprocess.run([sys.executable, CHILD, when, tmp_path], capture_output=True, text=True, check=False, timeout=250)
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout)
@@ -18,7 +18,7 @@ def said(tmp_path, when):
 
 @pytest.mark.parametrize("when", ["after a save", "while a save is in flight"])
 def test_every_call_in_a_fork_that_came_too_late_is_refused_and_names_spawn(tmp_path, when):
-    answers = said(tmp_path, when)
+    answers = answers_of(tmp_path, when)
     assert len(answers) == 19
     for call, (kind, message) in answers.items():
         assert kind == "CoordinationError", call
@@ -27,4 +27,4 @@ def test_every_call_in_a_fork_that_came_too_late_is_refused_and_names_spawn(tmp_
 
 
 def test_a_fork_before_the_first_use_saves_and_restores(tmp_path):
-    assert set(said(tmp_path, "before").values()) == {"ok"}
+    assert set(answers_of(tmp_path, "before").values()) == {"ok"}

@@ -201,7 +201,7 @@ def through_os():
 def test_short_transfers_and_signals_are_gone_on_from(monkeypatch, seed):
     pwrite, preadv, calls = os.pwrite, os.preadv, iter(range(10**9))
 
-    def some(function):
+    def interrupted(function):
         def called(fd, data, offset):
             if next(calls) % 3 == 0:
                 raise InterruptedError(errno.EINTR, "a signal")
@@ -209,8 +209,8 @@ def test_short_transfers_and_signals_are_gone_on_from(monkeypatch, seed):
 
         return called
 
-    monkeypatch.setattr(os, "pwrite", some(lambda fd, data, offset: pwrite(fd, data[: max(1, len(data) // 2)], offset)))
-    monkeypatch.setattr(os, "preadv", some(lambda fd, into, offset: preadv(fd, [into[0][: max(1, len(into[0]) // 3)]], offset)))
+    monkeypatch.setattr(os, "pwrite", interrupted(lambda fd, data, offset: pwrite(fd, data[: max(1, len(data) // 2)], offset)))
+    monkeypatch.setattr(os, "preadv", interrupted(lambda fd, into, offset: preadv(fd, [into[0][: max(1, len(into[0]) // 3)]], offset)))
     check_out(extension.moving, seed)
     check_in(extension.moving, seed)
 
@@ -260,13 +260,13 @@ def test_both_engines_say_the_same_of_damage(tmp_path, monkeypatch, fault):
     if fault == "byte":
         content[3_000_000] ^= 1
     data.write_bytes(content[:3_500_000] if fault == "end" else content)
-    said = []
+    messages = []
     for engine in (moving, None):
         monkeypatch.setattr(extension, "moving", engine)
         with pytest.raises(CorruptionError) as error:
             shardckpt.restore(tmp_path / "c")
-        said.append((str(error.value), [(str(damage.box), damage.reason) for damage in shardckpt.open(tmp_path / "c").verify().damage]))
-    assert said[0] == said[1]
+        messages.append((str(error.value), [(str(damage.box), damage.reason) for damage in shardckpt.open(tmp_path / "c").verify().damage]))
+    assert messages[0] == messages[1]
 
 
 def test_no_operation_is_out_of_reach_of_the_proofs_that_let_it_fail(tmp_path, monkeypatch):

@@ -52,8 +52,8 @@ def test_tensorstore_reads_every_key_and_place(entries):
 
     root = ts.ocdbt.dump(base).result()["versions"][-1]["root"]
     assert root["statistics"]["num_keys"] == len(keys)
-    found = ts.ocdbt.dump(base, root["location"]).result()["entries"]
-    assert {e["key"]: e["indirect_value"] for e in found} == {k: f"value::{files[f]}:{o}:{n}" for k, (f, o, n) in entries.items()}
+    entries_read = ts.ocdbt.dump(base, root["location"]).result()["entries"]
+    assert {e["key"]: e["indirect_value"] for e in entries_read} == {k: f"value::{files[f]}:{o}:{n}" for k, (f, o, n) in entries.items()}
     assert ts.KvStore.open({"driver": "ocdbt", "base": "memory://"}, context=context).result().list().result() == keys
 
 
@@ -77,8 +77,8 @@ def test_tensorstore_reads_values_in_the_node_beside_those_in_files(entries):
     assert database.list().result() == keys
     for key, value in zip(keys, inside, strict=True):
         assert value is None or database.read(key).result().value == value
-    found = dict(ocdbt.read_node(node).values)
-    assert found == {key: (files[f], o, n) for key, (f, o, n), value in zip(keys, rows, inside, strict=True) if value is None}
+    values = dict(ocdbt.read_node(node).values)
+    assert values == {key: (files[f], o, n) for key, (f, o, n), value in zip(keys, rows, inside, strict=True) if value is None}
     root = ts.ocdbt.dump(base).result()["versions"][-1]["root"]
     for entry in ts.ocdbt.dump(base, root["location"]).result()["entries"]:
         assert ("indirect_value" in entry) == (entries[entry["key"]].__class__ is tuple)
@@ -101,9 +101,9 @@ def test_shared_prefixes_are_as_long_as_keys_agree(keys, at_a_time):
     ordered = sorted(keys)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ocdbt, "_COMPARED_BYTES", at_a_time)
-        found = ocdbt.shared_prefixes(ordered)
+        lengths = ocdbt.shared_prefixes(ordered)
     agree = [takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)) for a, b in pairwise(ordered)]
-    assert found.tolist() == [len([*pairs]) for pairs in agree]
+    assert lengths.tolist() == [len([*pairs]) for pairs in agree]
 
 
 @settings(max_examples=30, deadline=None)
@@ -119,10 +119,10 @@ def test_versions_are_what_tensorstore_says(commits, compression):
             for pending in [database.with_transaction(together).write(key, key) for key in keys]:
                 pending.result()
     encoded = database.base.read("manifest.ocdbt").result().value
-    told = [version["root"] for version in ts.ocdbt.dump(database.base).result()["versions"]]
+    roots = [version["root"] for version in ts.ocdbt.dump(database.base).result()["versions"]]
     versions = read_manifest(encoded)
-    assert [counted(version) for version in versions] == [root["statistics"] for root in told]
-    assert [located("btreenode", version.node) for version in versions] == [root.get("location") for root in told]
+    assert [counted(version) for version in versions] == [root["statistics"] for root in roots]
+    assert [located("btreenode", version.node) for version in versions] == [root.get("location") for root in roots]
 
 
 def counted(version):
@@ -149,16 +149,16 @@ def test_every_node_is_read_as_tensorstore_reads_it(values, compression, node_by
     nodes = [version.node]
     while nodes:
         place = nodes.pop()
-        told = ts.ocdbt.dump(database.base, located("btreenode", place)).result()
+        dumped = ts.ocdbt.dump(database.base, located("btreenode", place)).result()
         node = read_node(database.base.read(place[0]).result().value[place[1] : place[1] + place[2]])
         nodes += [child for _, child in node.children]
-        if told["height"]:
+        if dumped["height"]:
             assert [(key, located("btreenode", child)) for key, child in node.children] == [
-                (entry["subtree_common_prefix"], entry["location"]) for entry in told["entries"]
+                (entry["subtree_common_prefix"], entry["location"]) for entry in dumped["entries"]
             ]
         else:
             assert [(key, located("value", value)) for key, value in node.values] == [
-                (entry["key"], entry["indirect_value"]) for entry in told["entries"] if "indirect_value" in entry
+                (entry["key"], entry["indirect_value"]) for entry in dumped["entries"] if "indirect_value" in entry
             ]
 
 

@@ -42,8 +42,8 @@ def lent(batch, _alone):
 @pytest.mark.parametrize(("copies", "used"), [(False, 1.6), (True, 0.4)])
 def test_the_next_batches_are_read_while_one_is_placed(copies, used, ahead):
     reading, placed = Reading(), []
-    for batch, found in read_ahead(range(1, 8), lent, reading, ahead=ahead, copies=copies, now=clock_of(used)):
-        assert found == -batch
+    for batch, value in read_ahead(range(1, 8), lent, reading, ahead=ahead, copies=copies, now=clock_of(used)):
+        assert value == -batch
         assert reading.begins_with(min(batch + ahead, 7))
         placed.append(batch)
     assert placed == sorted(reading.begun) == list(range(1, 8))
@@ -68,8 +68,8 @@ def test_a_batch_without_room_waits_until_earlier_ones_are_placed():
         return batch
 
     placed = []
-    for batch, found in read_ahead([2, 3, 5, 1, 9, 1], lend, lambda _batch: None, ahead=2, copies=False):
-        placed.append(found)
+    for batch, value in read_ahead([2, 3, 5, 1, 9, 1], lend, lambda _batch: None, ahead=2, copies=False):
+        placed.append(value)
         held.remove(batch)
     assert placed == [2, 3, 5, 1, 9, 1]
     assert (3, False) in asked

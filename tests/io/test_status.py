@@ -36,8 +36,8 @@ def predicates(source):
 
 
 def test_the_package_looks_at_paths_by_its_own_functions_only():
-    found = [(str(path.relative_to(ROOT)), *call) for path in PACKAGE.rglob("*.py") for call in predicates(path.read_text())]
-    assert found == []
+    calls = [(str(path.relative_to(ROOT)), *call) for path in PACKAGE.rglob("*.py") for call in predicates(path.read_text())]
+    assert calls == []
 
 
 def test_the_rule_finds_what_it_looks_for():

@@ -154,7 +154,7 @@ def test_a_request_that_fails_for_good_is_an_error_with_the_url(proxied, fault):
 
 
 @pytest.mark.parametrize(
-    ("said", "advice"),
+    ("text", "advice"),
     [
         ("PERMISSION_DENIED: Failed to open: \"/x\": Permission denied [os_error_code='13']", "give this user permission"),
         ("RESOURCE_EXHAUSTED: No space left on device [os_error_code='28']", "make room"),
@@ -164,10 +164,10 @@ def test_a_request_that_fails_for_good_is_an_error_with_the_url(proxied, fault):
         ("something new", "storage's own message"),
     ],
 )
-def test_what_the_storage_says_is_kept_and_followed_by_advice(said, advice):
+def test_what_the_storage_says_is_kept_and_followed_by_advice(text, advice):
     with pytest.raises(StorageError, match=advice) as error, storage_errors("write", "/data/key"):
-        raise ValueError(said)
-    assert str(error.value).startswith(f"cannot write /data/key: {said}")
+        raise ValueError(text)
+    assert str(error.value).startswith(f"cannot write /data/key: {text}")
     assert isinstance(error.value, OSError)
 
 

@@ -55,9 +55,9 @@ def assert_named(raised, kind):
 
 
 def assert_holds(url, value):
-    found = shardckpt.restore(url)
-    assert found["small"].tolist() == value["small"].tolist()
-    assert all(np.array_equal(found[name], value[name]) for name in value)
+    restored = shardckpt.restore(url)
+    assert restored["small"].tolist() == value["small"].tolist()
+    assert all(np.array_equal(restored[name], value[name]) for name in value)
 
 
 @pytest.mark.parametrize("layout", ["packed", "zarr"])

@@ -92,7 +92,7 @@ def test_a_task_may_be_anything_and_a_single_one_is_done_by_the_calling_thread()
 
 
 def test_several_callers_have_their_own_tasks_and_errors():
-    workers, found = Workers(2, "test"), {}
+    workers, outcomes = Workers(2, "test"), {}
 
     def call(i):
         done = []
@@ -105,16 +105,16 @@ def test_several_callers_have_their_own_tasks_and_errors():
         try:
             workers.do(work, range(50))
         except ValueError as e:
-            found[i] = e.args
+            outcomes[i] = e.args
         else:
-            found[i] = sorted(done)
+            outcomes[i] = sorted(done)
 
     callers = [threading.Thread(target=call, args=(i,)) for i in range(8)]
     for caller in callers:
         caller.start()
     for caller in callers:
         caller.join(60)
-    assert found == {i: (i,) if i % 2 else list(range(50)) for i in range(8)}
+    assert outcomes == {i: (i,) if i % 2 else list(range(50)) for i in range(8)}
 
 
 def test_the_first_error_stops_the_rest_and_keeps_nothing_alive():

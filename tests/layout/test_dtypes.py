@@ -84,8 +84,8 @@ def test_a_name_and_its_numpy_dtype_mean_the_same(name):
 def test_names_are_those_of_torch():
     import torch
 
-    found = {name for name in DTYPES if isinstance(getattr(torch, name, None), torch.dtype)}
-    assert found >= {
+    names = {name for name in DTYPES if isinstance(getattr(torch, name, None), torch.dtype)}
+    assert names >= {
         "bool",
         "uint8",
         "int64",
@@ -97,7 +97,7 @@ def test_names_are_those_of_torch():
         "float8_e4m3fn",
         "float8_e8m0fnu",
     }
-    for name in found:
+    for name in names:
         assert dtypes.by_name(name).itemsize == getattr(torch, name).itemsize
 
 

@@ -31,8 +31,8 @@ def shardings():
 
 def holdings(sharding, shape):
     """The box of every device, as a dictionary: the meaning of a sharding."""
-    found = sharding.device_boxes(shape)
-    rows = zip(found.device_ids.tolist(), found.boxes.start.tolist(), found.boxes.stop.tolist(), strict=True)
+    tiles = sharding.device_boxes(shape)
+    rows = zip(tiles.device_ids.tolist(), tiles.boxes.start.tolist(), tiles.boxes.stop.tolist(), strict=True)
     return {device: (start, stop) for device, start, stop in rows}
 
 
@@ -285,19 +285,19 @@ def test_one_device_alone_is_maximal_and_replicated_at_once():
 def test_the_boxes_of_every_replica_tile_the_tensor_exactly_once(sharding, data):
     ndim = len(sharding.data_dims)
     shape = tuple(data.draw(st.lists(st.integers(0, 7), min_size=ndim, max_size=ndim)))
-    found = sharding.device_boxes(shape)
-    assert sorted(sharding.tiles.devices.tolist()) == found.device_ids.tolist()
-    assert (found.tile, found.parts) == (sharding.tile(shape), sharding.parts(ndim))
-    for replica in range(len(found.device_ids) // int(np.prod(found.parts))):
+    tiles = sharding.device_boxes(shape)
+    assert sorted(sharding.tiles.devices.tolist()) == tiles.device_ids.tolist()
+    assert (tiles.tile, tiles.parts) == (sharding.tile(shape), sharding.parts(ndim))
+    for replica in range(len(tiles.device_ids) // int(np.prod(tiles.parts))):
         painted = np.zeros(shape, int)
-        for i in np.flatnonzero(found.replica_id == replica).tolist():
-            painted[found.boxes[i].slices] += 1
+        for i in np.flatnonzero(tiles.replica_id == replica).tolist():
+            painted[tiles.boxes[i].slices] += 1
         assert (painted == 1).all()
 
 
 def test_replicas_are_numbered_by_device_id_in_their_group():
-    found = OpSharding.parse("{devices=[2,2,2]7,6,5,4,3,2,1,0 last_tile_dim_replicate}").device_boxes((4, 4))
-    assert found.replica_id.tolist() == [0, 1] * 4
+    tiles = OpSharding.parse("{devices=[2,2,2]7,6,5,4,3,2,1,0 last_tile_dim_replicate}").device_boxes((4, 4))
+    assert tiles.replica_id.tolist() == [0, 1] * 4
     assert OpSharding.replicated([30, 10, 20]).device_boxes((4,)).replica_id.tolist() == [0, 1, 2]
 
 
@@ -309,9 +309,9 @@ def test_replication_groups_are_the_devices_of_every_tile():
 
 
 def test_maximal_is_the_whole_tensor_on_one_device():
-    found = OpSharding.maximal(3).device_boxes((10, 7))
-    assert found.device_ids.tolist() == [3]
-    assert found.boxes[0].shape == found.tile == (10, 7)
+    tiles = OpSharding.maximal(3).device_boxes((10, 7))
+    assert tiles.device_ids.tolist() == [3]
+    assert tiles.boxes[0].shape == tiles.tile == (10, 7)
     assert OpSharding.maximal(3).num_devices == 1
 
 

@@ -16,11 +16,11 @@ MESH = Mesh((2, 2, 2), ("data", "fsdp", "tensor"))
 @st.composite
 def specs(draw):
     axes = draw(st.permutations(["data", "fsdp", "tensor", 3, 4, "ü/~"]))
-    parts, taken = [], 0
+    parts, begin = [], 0
     for _ in range(draw(st.integers(0, 4))):
         count = draw(st.integers(0, 2))
-        parts.append(tuple(axes[taken : taken + count]))
-        taken += count
+        parts.append(tuple(axes[begin : begin + count]))
+        begin += count
     return PartitionSpec(*parts)
 
 

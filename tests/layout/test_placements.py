@@ -43,10 +43,10 @@ def listed(boxes):
 
 
 def painted(boxes, shape):
-    found = np.zeros(shape, int)
+    counts = np.zeros(shape, int)
     for box in boxes:
-        found[box.slices] += 1
-    return found
+        counts[box.slices] += 1
+    return counts
 
 
 # Boxes
@@ -97,8 +97,8 @@ def test_the_sharding_gives_every_rank_its_box_and_is_missing_only_where_it_woul
     layout, shape = case
 
     def differing(sharding):
-        found = sharding.device_boxes(shape)
-        boxes = {rank: [found.boxes[i]] if found.boxes[i].size else [] for i, rank in enumerate(found.device_ids.tolist())}
+        tiles = sharding.device_boxes(shape)
+        boxes = {rank: [tiles.boxes[i]] if tiles.boxes[i].size else [] for i, rank in enumerate(tiles.device_ids.tolist())}
         return [rank for rank, mine in boxes.items() if mine != listed(layout.rank_boxes(shape, rank))]
 
     sharding = layout.as_sharding(shape)
@@ -241,9 +241,9 @@ def test_json_gives_back_the_same(case):
     assert Placements.from_json(json.loads(json.dumps(layout.to_json()))) == layout
     doc = json.loads(json.dumps(layout.to_json(mesh=1)))
     assert doc["mesh"] == 1
-    found = Placements.from_json(doc, [DP_TP, layout.mesh])
-    assert found == layout
-    assert hash(found) == hash(layout)
+    parsed = Placements.from_json(doc, [DP_TP, layout.mesh])
+    assert parsed == layout
+    assert hash(parsed) == hash(layout)
 
 
 def test_people_read_which_mesh_dimension_does_what():

@@ -39,33 +39,33 @@ def shardings(draw, max_dims=3):
 @given(shardings())
 def test_the_boxes_of_every_replica_tile_the_tensor_exactly_once(case):
     sharding, shape = case
-    found = sharding.device_boxes(shape)
-    assert found.device_ids.tolist() == sorted(sharding.mesh.device_ids.tolist())
-    assert (found.tile, found.parts) == (sharding.tile(shape), sharding.parts(len(shape)))
-    replicas = sharding.num_devices // int(np.prod(found.parts))
-    assert sorted(found.replica_id.tolist()) == sorted(list(range(replicas)) * int(np.prod(found.parts)))
+    tiles = sharding.device_boxes(shape)
+    assert tiles.device_ids.tolist() == sorted(sharding.mesh.device_ids.tolist())
+    assert (tiles.tile, tiles.parts) == (sharding.tile(shape), sharding.parts(len(shape)))
+    replicas = sharding.num_devices // int(np.prod(tiles.parts))
+    assert sorted(tiles.replica_id.tolist()) == sorted(list(range(replicas)) * int(np.prod(tiles.parts)))
     for replica in range(replicas):
         painted = np.zeros(shape, int)
-        for i in np.flatnonzero(found.replica_id == replica).tolist():
-            painted[found.boxes[i].slices] += 1
+        for i in np.flatnonzero(tiles.replica_id == replica).tolist():
+            painted[tiles.boxes[i].slices] += 1
         assert (painted == 1).all()
 
 
 @given(shardings())
 def test_a_box_fits_its_padded_tile(case):
     sharding, shape = case
-    found = sharding.device_boxes(shape)
-    extent = found.boxes.stop - found.boxes.start
-    assert ((extent >= 0) & (extent <= np.array(found.tile, int))).all()
+    tiles = sharding.device_boxes(shape)
+    extent = tiles.boxes.stop - tiles.boxes.start
+    assert ((extent >= 0) & (extent <= np.array(tiles.tile, int))).all()
 
 
 @given(shardings(), st.data())
 def test_some_devices_get_the_rows_they_have_among_all(case, data):
     sharding, shape = case
-    some = data.draw(st.lists(st.sampled_from(sharding.mesh.device_ids.tolist()), max_size=4))
-    every, few = sharding.device_boxes(shape), sharding.device_boxes(shape, some)
-    rows = np.searchsorted(every.device_ids, sorted(set(some)))
-    assert few.device_ids.tolist() == sorted(set(some))
+    devices = data.draw(st.lists(st.sampled_from(sharding.mesh.device_ids.tolist()), max_size=4))
+    every, few = sharding.device_boxes(shape), sharding.device_boxes(shape, devices)
+    rows = np.searchsorted(every.device_ids, sorted(set(devices)))
+    assert few.device_ids.tolist() == sorted(set(devices))
     assert few.boxes.start.tolist() == every.boxes.start[rows].tolist()
     assert few.boxes.stop.tolist() == every.boxes.stop[rows].tolist()
     assert few.replica_id.tolist() == every.replica_id[rows].tolist()
@@ -73,10 +73,10 @@ def test_some_devices_get_the_rows_they_have_among_all(case, data):
 
 def test_replicas_count_up_with_the_device_id_however_many_there_are():
     ids = np.random.default_rng(1).permutation(100_000) + 7
-    found = Sharding(Mesh((4, 1000, 25), ("x", "y", "z"), ids), P("z", "x")).device_boxes((50, 8))
-    tiles = found.boxes.start[:, 0] * 8 + found.boxes.start[:, 1]
+    every = Sharding(Mesh((4, 1000, 25), ("x", "y", "z"), ids), P("z", "x")).device_boxes((50, 8))
+    tiles = every.boxes.start[:, 0] * 8 + every.boxes.start[:, 1]
     for tile in np.unique(tiles).tolist():
-        assert found.replica_id[tiles == tile].tolist() == list(range(1000))
+        assert every.replica_id[tiles == tile].tolist() == list(range(1000))
 
 
 def test_ten_rows_over_four_are_three_three_three_one_and_over_eight_end_empty():
@@ -115,9 +115,9 @@ def test_what_is_no_shape_is_refused(shape):
 
 
 def test_results_shared_between_tensors_cannot_be_written_to():
-    found = Sharding(MESH, P("data")).device_boxes((8,))
+    tiles = Sharding(MESH, P("data")).device_boxes((8,))
     with pytest.raises(ValueError, match="read-only"):
-        found.replica_id[0] = 1
+        tiles.replica_id[0] = 1
 
 
 # Names

@@ -237,17 +237,17 @@ def sharding_of(case):
     return Sharding(mesh, PartitionSpec(*(tuple(p) if isinstance(p, list) else p for p in case["spec"])))
 
 
-def by_device(found):
-    rows = zip(found.device_ids.tolist(), found.boxes.start.tolist(), found.boxes.stop.tolist(), strict=True)
+def by_device(tiles):
+    rows = zip(tiles.device_ids.tolist(), tiles.boxes.start.tolist(), tiles.boxes.stop.tolist(), strict=True)
     return {str(device): [list(ends) for ends in zip(start, stop, strict=True)] for device, start, stop in rows}
 
 
-def assert_as_the_oracle_says(found, oracle, case, answer):
-    assert by_device(found) == oracle.boxes(case, answer), case
+def assert_as_the_oracle_says(tiles, oracle, case, answer):
+    assert by_device(tiles) == oracle.boxes(case, answer), case
     replicas = oracle.replicas(answer)
     if replicas is not None:
-        assert found.device_ids.tolist() == list(range(8))
-        assert found.replica_id.tolist() == replicas, case
+        assert tiles.device_ids.tolist() == list(range(8))
+        assert tiles.replica_id.tolist() == replicas, case
 
 
 def test_boxes_are_those_of_the_oracle(oracle):
@@ -304,8 +304,8 @@ def test_a_hybrid_mesh_has_the_device_ids_of_the_oracle(oracle):
 
 def test_boxes_of_a_text_are_those_of_a_gspmd_sharding(jax):
     for case, answer in jax.asked["gspmd"]:
-        found = OpSharding.parse(case["text"]).relabel(case["devices"]).device_boxes(case["shape"])
-        assert by_device(found) == answer["boxes"], case
+        tiles = OpSharding.parse(case["text"]).relabel(case["devices"]).device_boxes(case["shape"])
+        assert by_device(tiles) == answer["boxes"], case
 
 
 def test_the_normal_form_is_xlas(jax):

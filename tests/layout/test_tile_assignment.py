@@ -32,8 +32,8 @@ def test_the_iota_of_a_list_is_found_and_is_the_canonical_one(iota):
 
 @given(st.integers(1, 12).flatmap(lambda n: st.permutations(range(n))))
 def test_an_iota_is_found_only_where_it_expands_to_the_list(ids):
-    found = Iota.find(np.array(ids))
-    assert found is None or found.expand().tolist() == list(ids)
+    iota = Iota.find(np.array(ids))
+    assert iota is None or iota.expand().tolist() == list(ids)
 
 
 def test_a_list_that_is_no_iota_has_none():

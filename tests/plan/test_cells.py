@@ -53,8 +53,8 @@ def test_steps_read_every_element_once_and_fill_whole_chunks_within_the_room(pai
             now, begun = begun, {}
             reached = 0
             for piece in targets:
-                found = overlaps(piece, BoxArray.of([step.box], len(shape)))
-                for position, start, stop in zip(found.chunk.tolist(), found.in_chunk.start, found.in_chunk.stop, strict=True):
+                crossed = overlaps(piece, BoxArray.of([step.box], len(shape)))
+                for position, start, stop in zip(crossed.chunk.tolist(), crossed.in_chunk.start, crossed.in_chunk.stop, strict=True):
                     reached += prod(piece.chunks)
                     filled = now.pop((piece.path, position), 0) + prod((stop - start).tolist())
                     whole = (
@@ -93,9 +93,9 @@ def test_grids_without_a_common_border_are_walked_through_and_nothing_is_read_tw
     grid = plan_cells(target, source, 4)
     assert grid.grid == (1, 1)
     whole = Box((0, 0), (7000, 6000))
-    found = list(cut(whole, target, 4 << 20, Order.OPEN, sources=source))
-    assert len(found) > 5
-    assert sum(read_bytes(s.box, source, 4, 4) for s in found) == read_bytes(whole, source, 4, 4)
+    steps = list(cut(whole, target, 4 << 20, Order.OPEN, sources=source))
+    assert len(steps) > 5
+    assert sum(read_bytes(s.box, source, 4, 4) for s in steps) == read_bytes(whole, source, 4, 4)
 
 
 def test_a_cell_too_large_for_one_task_is_cut_where_that_reads_little_twice():

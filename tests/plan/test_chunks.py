@@ -172,10 +172,10 @@ HOSTILE = [1 << 56, 1 << 61, 1 << 62, (1 << 61) - 1, 4_294_967_311 * 1_073_741_8
 
 @pytest.mark.parametrize("n", HOSTILE)
 def test_numbers_of_any_size_have_few_divisors_that_are_compared(n):
-    found = divisors(n)
-    assert (found[-1], [d for d in found if n % d]) == (n, [])
-    assert len(found) <= 2048
-    assert list(found) == sorted(set(found))
+    numbers = divisors(n)
+    assert (numbers[-1], [d for d in numbers if n % d]) == (n, [])
+    assert len(numbers) <= 2048
+    assert list(numbers) == sorted(set(numbers))
 
 
 @pytest.mark.parametrize("n", HOSTILE)

@@ -213,14 +213,14 @@ def test_grids_hold_every_element_once_within_the_room_and_rows_are_in_order(dat
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("shardckpt.plan.grids.LEAST_RUN", 4)
         patch.setattr("shardckpt.plan.grids._LEAST_PART", 16)
-        found = cut_into_grids("w", shape, sources, 4, room, order)
-    blocks = [box for piece in found for box in chunk_boxes(piece, np.arange(piece.num_chunks))]
+        pieces = cut_into_grids("w", shape, sources, 4, room, order)
+    blocks = [box for piece in pieces for box in chunk_boxes(piece, np.arange(piece.num_chunks))]
     listed = [at for box in blocks for at in elements(numbered(shape), box)]
     assert sorted(listed) == list(range(prod(shape)))
     if order is Order.ROWS:
         assert listed == sorted(listed)
     assert all(4 * box.size <= max(4, room) for box in blocks)
-    assert len({piece.path for piece in found}) == len(found)
+    assert len({piece.path for piece in pieces}) == len(pieces)
 
 
 @given(shape=st.lists(st.integers(0, 3000), max_size=3).map(tuple), room=st.integers(4, 1 << 22))

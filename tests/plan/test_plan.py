@@ -50,15 +50,15 @@ def test_copying_the_overlaps_fills_each_box_with_its_own_elements_once(grid):
 
     pairs = overlaps(piece, BoxArray.of(boxes, len(piece.shape)))
     assert (np.diff(pairs.chunk) >= 0).all()
-    found = [np.full(b.shape, -1) for b in boxes]
+    copies = [np.full(b.shape, -1) for b in boxes]
     times = [np.zeros(b.shape, int) for b in boxes]
     origins = chunk_boxes(piece, pairs.chunk)
     for i in range(len(pairs.chunk)):
         chunk = tensor[origins[i].slices]
         b = int(pairs.box[i])
-        found[b][(*pairs.in_box[i].slices, ...)] = chunk[(*pairs.in_chunk[i].slices, ...)]
+        copies[b][(*pairs.in_box[i].slices, ...)] = chunk[(*pairs.in_chunk[i].slices, ...)]
         times[b][(*pairs.in_box[i].slices, ...)] += 1
-    for box, values, count in zip(boxes, found, times, strict=True):
+    for box, values, count in zip(boxes, copies, times, strict=True):
         np.testing.assert_array_equal(count, held[box.slices])
         np.testing.assert_array_equal(values, np.where(held[box.slices], tensor[box.slices], -1))
 
@@ -97,13 +97,15 @@ def test_a_run_of_the_chunks_inside_of_a_box_is_that_run_of_all_of_them(grid, da
 
 @given(st.lists(grids(), min_size=1, max_size=5), st.randoms(use_true_random=False))
 @settings(max_examples=100, deadline=None)
-def test_pieces_are_touched_by_boxes_with_which_their_chunks_overlap(found, random):
-    ndim = len(found[0][0].shape)
-    pieces = [piece for piece, _ in found if len(piece.shape) == ndim]
-    boxes = BoxArray.of([box for _, some in found for box in some if box.ndim == ndim and random.random() < 0.5], ndim)
-    wanted = [piece for piece in pieces if len(overlaps(piece, boxes).chunk)]
-    assert [piece for piece in touched(pieces, boxes) if len(overlaps(piece, boxes).chunk)] == wanted
-    assert len(pieces) == 1 or touched(pieces, boxes) == wanted
+def test_pieces_are_touched_by_boxes_with_which_their_chunks_overlap(grids_drawn, random):
+    ndim = len(grids_drawn[0][0].shape)
+    pieces = [piece for piece, _ in grids_drawn if len(piece.shape) == ndim]
+    boxes = BoxArray.of(
+        [box for _, boxes_of_piece in grids_drawn for box in boxes_of_piece if box.ndim == ndim and random.random() < 0.5], ndim
+    )
+    expected = [piece for piece in pieces if len(overlaps(piece, boxes).chunk)]
+    assert [piece for piece in touched(pieces, boxes) if len(overlaps(piece, boxes).chunk)] == expected
+    assert len(pieces) == 1 or touched(pieces, boxes) == expected
 
 
 def test_a_chunk_with_two_writers_is_refused():

@@ -79,8 +79,8 @@ def boxes_of(layout, shape, device):
         whole = BoxArray(np.zeros((1, 2), np.int64), np.array([shape]))
         return [whole[0]]
     if isinstance(layout, Placements):
-        found = layout.rank_boxes(shape, device)
-        return [found[i] for i in range(len(found))]
+        boxes = layout.rank_boxes(shape, device)
+        return [boxes[i] for i in range(len(boxes))]
     return [layout.device_boxes(shape, [device]).boxes[0]]
 
 

@@ -22,16 +22,16 @@ def pieces_of(draw):
     shape = tuple(draw(st.lists(st.integers(1, 12), max_size=3)))
     cut = draw(st.integers(0, shape[0])) if shape else 0
     stretches = [(a, b) for a, b in ((0, cut), (cut, shape[0])) if a < b] if shape else [(0, 0)]
-    found = []
+    pieces = []
     for i, (a, b) in enumerate(stretches):
         held = (b - a, *shape[1:]) if shape else ()
         chunks = tuple(draw(st.integers(1, n)) for n in held)
-        found.append(Piece(f"w.{i}", (a, *(0,) * (len(shape) - 1)) if shape else (), held, chunks))
-    return shape, found
+        pieces.append(Piece(f"w.{i}", (a, *(0,) * (len(shape) - 1)) if shape else (), held, chunks))
+    return shape, pieces
 
 
 @st.composite
-def wanted(draw):
+def shared_boxes(draw):
     """Boxes without common elements: the halves of some box."""
     shape, pieces = draw(pieces_of())
     start = tuple(draw(st.integers(0, n - 1)) for n in shape)
@@ -43,7 +43,7 @@ def wanted(draw):
     return SharedBoxes(pieces, BoxArray.of(boxes, len(shape)), draw(st.sampled_from([1, 2, 8])))
 
 
-@given(st.lists(wanted(), max_size=4), st.integers(1, 6), st.integers(1, 4000))
+@given(st.lists(shared_boxes(), max_size=4), st.integers(1, 6), st.integers(1, 4000))
 @settings(max_examples=150, deadline=None)
 def test_every_element_is_read_by_exactly_one_process_and_every_chunk_too(tensors, readers, limit):
     counts = [[np.zeros(one.boxes[b].shape, int) for b in range(len(one.boxes))] for one in tensors]
@@ -63,7 +63,7 @@ def test_every_element_is_read_by_exactly_one_process_and_every_chunk_too(tensor
     assert all(len(readers) == 1 for readers in touched.values())
 
 
-@given(st.lists(wanted(), min_size=1, max_size=4), st.integers(1, 6), st.integers(1, 4000))
+@given(st.lists(shared_boxes(), min_size=1, max_size=4), st.integers(1, 6), st.integers(1, 4000))
 @settings(max_examples=50, deadline=None)
 def test_a_round_holds_as_many_bytes_as_allowed_or_a_single_chunk(tensors, readers, limit):
     for shares in rounds(tensors, readers, limit):
@@ -88,10 +88,10 @@ def test_1_to_32_replicas_read_every_chunk_of_a_model_once_and_evenly(replicas):
         for reader, share in enumerate(planned):
             for region in share:
                 piece = tensors[region.tensor].pieces[0]
-                found = overlaps(piece, BoxArray.of([region.part], len(piece.shape))).chunk.tolist()
-                for chunk in found:
+                chunks = overlaps(piece, BoxArray.of([region.part], len(piece.shape))).chunk.tolist()
+                for chunk in chunks:
                     read[region.tensor, chunk] = read.get((region.tensor, chunk), 0) + 1
-                shares[reader] += len(found) * prod(piece.chunks) * 2
+                shares[reader] += len(chunks) * prod(piece.chunks) * 2
     assert len(read) == sum(tensor.pieces[0].num_chunks for tensor in tensors)
     assert set(read.values()) == {1}
     assert shares.max() <= shares.mean() * 1.1 + 4 * (2 << 20)

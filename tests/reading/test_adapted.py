@@ -33,11 +33,11 @@ def saved(tmp_path):
 
 
 def test_renamed_leaves_of_every_kind_come_back_at_their_new_places(saved):
-    found = shardckpt.restore(saved, rename=["s/^model/net/", r"s/layers\/(\d)\/w/layers.\1.weight/", "s/^step$/progress\\/step/"])
-    assert found.keys() == {"net", "progress", "rng"}
-    assert found["net"].keys() == {"embed", "layers.0.weight", "layers.1.weight", "empty"}
-    assert (found["net"]["layers.1.weight"] == 1).all()
-    assert (found["progress"], found["net"]["empty"], found["rng"]) == ({"step": 7}, {}, [{"seed": 3}])
+    restored = shardckpt.restore(saved, rename=["s/^model/net/", r"s/layers\/(\d)\/w/layers.\1.weight/", "s/^step$/progress\\/step/"])
+    assert restored.keys() == {"net", "progress", "rng"}
+    assert restored["net"].keys() == {"embed", "layers.0.weight", "layers.1.weight", "empty"}
+    assert (restored["net"]["layers.1.weight"] == 1).all()
+    assert (restored["progress"], restored["net"]["empty"], restored["rng"]) == ({"step": 7}, {}, [{"seed": 3}])
     like = {
         "net": {"embed": np.zeros((6, 2)), "layers.0.weight": np.zeros(3, np.int64), "layers.1.weight": np.ones(3, np.int64), "empty": {}},
         "progress": {"step": 0},
@@ -72,8 +72,8 @@ def test_a_leaf_that_is_not_restored_gives_way_to_one_that_takes_its_place(tmp_p
     place = tmp_path / "c"
     shardckpt.save(place, {"a": np.ones(3), "b": np.zeros(3), "c": {"d": np.full(2, 2.0), "e": 5}})
     like = {"b": np.full(3, 7.0), "c": {"e": 0}}
-    found = shardckpt.restore(place, like, only=["a", "c/e"], rename="s/^a$/b/")
-    assert (found["b"].tolist(), found["c"]) == ([1, 1, 1], {"e": 5})
+    restored = shardckpt.restore(place, like, only=["a", "c/e"], rename="s/^a$/b/")
+    assert (restored["b"].tolist(), restored["c"]) == ([1, 1, 1], {"e": 5})
     assert shardckpt.restore(place, only="b", rename="s/^a$/b/")["b"].tolist() == [0, 0, 0]
     assert shardckpt.restore(place, only="a", rename="s/^a$/c/")["c"].tolist() == [1, 1, 1]
     assert shardckpt.restore(place, only="a", rename="s,^a$,b/f,")["b"]["f"].tolist() == [1, 1, 1]
@@ -125,10 +125,10 @@ def leaf_of(kind, shape, dtype):
 
 
 def fitted(array, shape):
-    found = np.zeros(shape, array.dtype)
+    whole = np.zeros(shape, array.dtype)
     common = tuple(slice(0, min(a, b)) for a, b in zip(array.shape, shape, strict=True))
-    found[common] = array[common]
-    return found
+    whole[common] = array[common]
+    return whole
 
 
 SHAPES = st.integers(1, 3).flatmap(lambda rank: st.tuples(*[st.lists(st.integers(0, 9), min_size=rank, max_size=rank)] * 2))
@@ -292,11 +292,11 @@ def test_the_log_names_each_tensor_that_was_renamed_made_or_fitted(tmp_path, cap
     with caplog.at_level(logging.WARNING, "shardckpt"):
         shardckpt.restore(tmp_path / "c", like, rename="s/^a$/b/", mapping=tmp_path / "m.toml", fit={"b": "pad", "qk": "slice"})
     (record,) = caplog.records
-    said = record.getMessage()
-    assert said.startswith(f"{parse(tmp_path / 'c')}: ")
-    assert "'a': restored as 'b'; (6, 2) → (8, 2), pad" in said
-    assert "'qk': (4,) made of q, k; (4,) → (3,), slice" in said
-    assert "same" not in said
+    message = record.getMessage()
+    assert message.startswith(f"{parse(tmp_path / 'c')}: ")
+    assert "'a': restored as 'b'; (6, 2) → (8, 2), pad" in message
+    assert "'qk': (4,) made of q, k; (4,) → (3,), slice" in message
+    assert "same" not in message
 
 
 def test_a_restore_without_these_options_imports_none_of_their_modules(tmp_path):

@@ -15,7 +15,7 @@ from ranks import asked
 import shardckpt
 
 
-def said(program, folder, **env):
+def answer_of(program, folder, **env):
     done = subprocess.run(
         [sys.executable, CHILDREN / program, folder],
         env={**os.environ, "PYTHONWARNINGS": "ignore", **env},
@@ -32,18 +32,18 @@ def said(program, folder, **env):
 def test_arrays_of_jax_have_what_both_have_and_zeros_elsewhere_on_any_mesh(tmp_path):
     pytest.importorskip("jax")
     flags = "--xla_force_host_platform_device_count=8"
-    found = said("adapted_jax.py", tmp_path, JAX_PLATFORMS="cpu", XLA_FLAGS=flags)
-    assert found["examples"] >= 60
-    assert "shape (4,)" in found["keys"]
+    answer = answer_of("adapted_jax.py", tmp_path, JAX_PLATFORMS="cpu", XLA_FLAGS=flags)
+    assert answer["examples"] >= 60
+    assert "shape (4,)" in answer["keys"]
 
 
 @pytest.mark.xla
 @pytest.mark.timeout(400)
 def test_tensors_of_torch_xla_have_what_both_have_and_zeros_elsewhere_on_any_mesh(tmp_path):
-    found = said("adapted_xla.py", tmp_path, PJRT_DEVICE="CPU", CPU_NUM_DEVICES="8")
-    assert found["wrong"] == []
-    assert found["count"] == 19
-    assert "devices=[8,1]" in found["layout"]
+    answer = answer_of("adapted_xla.py", tmp_path, PJRT_DEVICE="CPU", CPU_NUM_DEVICES="8")
+    assert answer["wrong"] == []
+    assert answer["count"] == 19
+    assert "devices=[8,1]" in answer["layout"]
 
 
 def test_two_ranks_read_a_renamed_and_fitted_tensor_once_together(tmp_path):

@@ -33,9 +33,9 @@ def expected():
     }
 
 
-def assert_plain(found):
+def assert_plain(arrays):
     for name, value in expected().items():
-        assert found[name].view(np.uint8).tobytes() == np.ascontiguousarray(value).tobytes(), name
+        assert arrays[name].view(np.uint8).tobytes() == np.ascontiguousarray(value).tobytes(), name
 
 
 @pytest.fixture(params=["now", "earlier"])
@@ -54,8 +54,8 @@ def test_they_are_restored_as_0_and_1_wherever_they_go(saved):
     assert_plain(shardckpt.restore(path))
     like = {name: np.zeros(np.shape(leaf), np.asarray(leaf).dtype) for name, leaf in state().items()}
     assert_plain(shardckpt.restore(path, like))
-    found = shardckpt.restore(path, {"large": jax.ShapeDtypeStruct((400, 1000), "bool")}, strict="like")["large"]
-    assert int(found.sum()) == int(expected()["large"].sum())
+    array = shardckpt.restore(path, {"large": jax.ShapeDtypeStruct((400, 1000), "bool")}, strict="like")["large"]
+    assert int(array.sum()) == int(expected()["large"].sum())
     cast = shardckpt.restore(path, {"large": torch.zeros(400, 1000), "gaps": np.zeros((1000, 134), np.int8)}, strict="like", cast=True)
     assert (cast["large"].unique().tolist(), np.unique(cast["gaps"]).tolist()) == ([0, 1], [0, 1])
     part = shardckpt.open(path).read("large", shardckpt.Box((10, 5), (20, 9)))

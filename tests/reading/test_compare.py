@@ -222,21 +222,21 @@ def test_values_agree_with_numpy_for_any_shape_layouts_and_memory(tmp_path_facto
         shardckpt.save(place, {"t": array}, options=SaveOptions(shardings={"t": Sharding(MESH, spec)}))
         opened.append(shardckpt.open(place))
     one, other = opened
-    told = []
+    calls = []
     pair = Pair("t", one.tensor("t"), other.tensor("t"))
     limit = data.draw(st.integers(a.nbytes // 20 + 1, 4 * a.nbytes), label="limit")
-    found = list(compare_values(one.reader, other.reader, [pair], limit, lambda done, total: told.append((done, total))))
+    differences = list(compare_values(one.reader, other.reader, [pair], limit, lambda done, total: calls.append((done, total))))
     if (a == b).all():
-        assert found == []
+        assert differences == []
     else:
-        (value,) = found
+        (value,) = differences
         where = np.argwhere(a != b)
         assert value.differing == len(where)
         assert value.size == a.size
         assert value.largest == np.abs(a.astype(np.int64) - b).max()
         assert value.first == tuple(where[0])
-    assert told[-1] == (a.nbytes, a.nbytes)
-    assert told == sorted(told)
+    assert calls[-1] == (a.nbytes, a.nbytes)
+    assert calls == sorted(calls)
 
 
 def test_comparing_takes_no_more_memory_than_it_may(saved):

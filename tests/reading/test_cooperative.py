@@ -35,14 +35,14 @@ class Wanted(PlainSink):
 class Said(Coordinator):
     """One process of a job, told what all have said; or who only says it."""
 
-    def __init__(self, world, said=None):
-        self.world, self.said, self.own = world, said, None
+    def __init__(self, world, values=None):
+        self.world, self.values, self.own = world, values, None
 
     def share(self, key, value, *, timeout=None):
         self.own = value
-        if self.said is None:
+        if self.values is None:
             raise InterruptedError
-        return self.said
+        return self.values
 
     _set = _get = None
 
@@ -65,7 +65,7 @@ def checkpoint(tmp_path_factory):
 
 def layouts(rng, devices, wild):
     """A layout for every tensor, or none; `wild`: some processes have other ones."""
-    found = {}
+    drawn = {}
     for name, shape in SHAPES.items():
         factors = [n for n in (1, 2, 4, 8) if devices % n == 0]
         side = rng.choice(factors)
@@ -73,8 +73,8 @@ def layouts(rng, devices, wild):
         spec = [None] * len(shape)
         if shape and rng.random() < 0.8:
             spec[rng.randrange(len(shape))] = rng.choice(["x", "y", ("x", "y")])
-        found[name] = rng.choice([None, Sharding(mesh, PartitionSpec(*spec)), Sharding(mesh, PartitionSpec(*spec))])
-    return found
+        drawn[name] = rng.choice([None, Sharding(mesh, PartitionSpec(*spec)), Sharding(mesh, PartitionSpec(*spec))])
+    return drawn
 
 
 @given(st.integers(0, 10**9), st.sampled_from([(2, 1), (4, 1), (4, 2), (8, 4), (3, 4)]), st.booleans(), st.booleans())
@@ -88,24 +88,24 @@ def test_all_members_of_a_group_read_it_together_or_none_does(checkpoint, seed, 
     worlds = [World(p, processes, {"simulated": hosts.owners}) for p in range(processes)]
     jobs = []
     for world in worlds:
-        wanted = {name: (SHAPES[name], layout, "float32") for name, layout in common.items()}
+        requested = {name: (SHAPES[name], layout, "float32") for name, layout in common.items()}
         if odd and rng.random() < 0.3:  # a process that restores something else
-            wanted.pop(rng.choice(list(wanted)))
-            wanted |= {name: (SHAPES[name], layout) for name, layout in layouts(rng, processes * devices, wild).items() if name == "w"}
-        names = rng.sample(list(wanted), len(wanted))  # nor need they be in one order
-        sources = hosts.sources(world.process, {name: wanted[name] for name in names})
+            requested.pop(rng.choice(list(requested)))
+            requested |= {name: (SHAPES[name], layout) for name, layout in layouts(rng, processes * devices, wild).items() if name == "w"}
+        names = rng.sample(list(requested), len(requested))  # nor need they be in one order
+        sources = hosts.sources(world.process, {name: requested[name] for name in names})
         places = [(name, [(name, Wanted(source, world))]) for name, source in sources.items()]
         jobs.append(restore_jobs(checkpoint, places, cast=False))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cooperative, "interconnect_of", lambda _: Link())
-        said = []
+        shared = []
         for world, mine in zip(worlds, jobs, strict=True):
             coordinator = Said(world)
             with pytest.raises(InterruptedError):
                 divided(checkpoint, mine, choice, coordinator)
-            said.append({**coordinator.own, "call": str(world.process)})
-        outcomes = [divided(checkpoint, mine, choice, Said(world, said)) for world, mine in zip(worlds, jobs, strict=True)]
+            shared.append({**coordinator.own, "call": str(world.process)})
+        outcomes = [divided(checkpoint, mine, choice, Said(world, shared)) for world, mine in zip(worlds, jobs, strict=True)]
 
     together = [{r.key: (r.members, [job.tensor.name for job in r.jobs]) for r in readings} for _, readings in outcomes]
     for process, groups in enumerate(together):
@@ -134,7 +134,7 @@ def test_what_is_no_choice_is_refused(checkpoint, choice):
 
 def test_others_hear_of_a_process_that_made_no_choice(checkpoint, monkeypatch):
     monkeypatch.setattr(cooperative, "interconnect_of", lambda _: Link())
-    coordinator = Said(World(1, 2), said=[])
+    coordinator = Said(World(1, 2), values=[])
     with pytest.raises(OptionError, match="cooperative='yes'"):
         shardckpt.restore(checkpoint, cooperative="yes", coordinator=coordinator)
     assert coordinator.own["failure"]["code"] == "option"

@@ -111,11 +111,11 @@ def test_a_target_of_a_dtype_that_torch_lacks_is_refused_by_name(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("device", "said"), [("meta", "has no memory to restore to"), ("cuda:99", "no tensor can be made on cuda:99 here")]
+    ("device", "words"), [("meta", "has no memory to restore to"), ("cuda:99", "no tensor can be made on cuda:99 here")]
 )
-def test_a_device_that_is_not_there_is_refused_by_name(tmp_path, device, said):
+def test_a_device_that_is_not_there_is_refused_by_name(tmp_path, device, words):
     shardckpt.save(tmp_path / "c", {"w": np.zeros(3)})
-    with pytest.raises(errors.LeafError, match=f"'w': .*{said}"):
+    with pytest.raises(errors.LeafError, match=f"'w': .*{words}"):
         shardckpt.restore(tmp_path / "c", {"w": Target(torch.device(device))})
 
 

@@ -118,13 +118,13 @@ def test_other_formats_are_opened_and_compared_in_python(checkpoint, tmp_path):
     assert "(safetensors)" in repr(foreign)
     assert (foreign["layers.2.w"][...] == 2).all()
     assert shardckpt.diff(foreign, tmp_path / "a.safetensors").equal()
-    found = shardckpt.diff(tmp_path / "a.safetensors", tmp_path / "b.safetensors")
-    assert not found.equal()
-    assert str(found).splitlines() == [
+    comparison = shardckpt.diff(tmp_path / "a.safetensors", tmp_path / "b.safetensors")
+    assert not comparison.equal()
+    assert str(comparison).splitlines() == [
         "different: 5 tensors, 640 B compared bit by bit",
         "  layers.4.w: 32 of 32 elements differ, by up to 4",
     ]
-    assert "layers.4.w" in Tags(found._repr_html_()).text
+    assert "layers.4.w" in Tags(comparison._repr_html_()).text
     for refused in (foreign.zarr_store, lambda: foreign.stock_spec("layers.0.w")):
         with pytest.raises(shardckpt.ShardckptError, match="import it first"):
             refused()

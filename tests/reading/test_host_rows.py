@@ -198,10 +198,10 @@ def test_rows_that_two_threads_read_at_once_are_all_kept():
 
         @property
         def _known(self):
-            found = known[0]
+            value = known[0]
             with suppress(BrokenBarrierError):  # the other one has to wait, as it should
                 barrier.wait(timeout=0.2)
-            return found
+            return value
 
         @_known.setter
         def _known(self, now):
@@ -224,10 +224,10 @@ def test_a_table_on_a_disk_is_read_by_itself(tmp_path):
 
 @given(st.lists(st.tuples(st.integers(0, CHUNKS - 1), st.integers(1, CHUNKS), st.integers(1, 20)), min_size=1, max_size=5))
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
-def test_rows_read_in_any_order_are_those_of_the_common_table(wanted):
+def test_rows_read_in_any_order_are_those_of_the_common_table(reads):
     saved = Saved()
     blocks, stats = saved.opened()
-    for start, count, step in wanted:
+    for start, count, step in reads:
         saved.check(blocks, start, min(start + count, CHUNKS), PIECES[::step])
     assert stats.index_reads <= 1 + -(-len(saved.table.rows) // 4) + 2 * HOSTS
 

@@ -30,9 +30,9 @@ def test_any_basic_index_selects_what_numpy_selects(checkpoint, data):
     name = data.draw(st.sampled_from(sorted(state)))
     index = data.draw(hnp.basic_indices(state[name].shape))
     lazy_array.MOST_BOXES = data.draw(st.sampled_from([1, 4, 1 << 16]))
-    found, expected = opened[name][index], state[name][index]
-    assert type(found) is type(expected) or found.shape == expected.shape
-    assert np.array_equal(found, expected)
+    actual, expected = opened[name][index], state[name][index]
+    assert type(actual) is type(expected) or actual.shape == expected.shape
+    assert np.array_equal(actual, expected)
 
 
 def test_it_reads_that_and_no_more(tmp_path):

@@ -15,10 +15,10 @@ def definition(pattern: str) -> re.Pattern[str]:
     """The pattern as a regular expression: exact, and exponential in the number of wildcards."""
     seen: list[str] = []
 
-    def wildcard(found: re.Match[str]) -> str:
-        word = found[3] or f"n{sum(name[0] == 'n' for name in seen)}"
+    def wildcard(match: re.Match[str]) -> str:
+        word = match[3] or f"n{sum(name[0] == 'n' for name in seen)}"
         seen.append(word)
-        return f"(?P={word})" if seen.count(word) > 1 else f"(?P<{word}>{'.*' if found[1] else '[^./]+'})"
+        return f"(?P={word})" if seen.count(word) > 1 else f"(?P<{word}>{'.*' if match[1] else '[^./]+'})"
 
     pieces = re.split(r"(\*\*+|\*|\{[^{}]*\})", pattern)
     return re.compile(
@@ -34,11 +34,11 @@ def definition(pattern: str) -> re.Pattern[str]:
 @example("***", "")
 @example("**.*.**", "a.b.c.d")
 def test_a_pattern_matches_and_captures_what_its_definition_does(pattern, name):
-    found = definition(pattern).fullmatch(name)
+    match = definition(pattern).fullmatch(name)
     captures = NamePattern(pattern).match(name)
-    assert (captures is None) == (found is None)
-    if found is not None:
-        assert captures == {key.removeprefix("n") if key[0] == "n" else key: text for key, text in found.groupdict().items()}
+    assert (captures is None) == (match is None)
+    if match is not None:
+        assert captures == {key.removeprefix("n") if key[0] == "n" else key: text for key, text in match.groupdict().items()}
         assert NamePattern(pattern).fill(captures) == name
 
 

@@ -35,16 +35,16 @@ def test_a_number_of_any_form_is_restored_into_any_other_and_the_form_is_like_s(
     shardckpt.save(tmp_path / "c", {"step": FORMS[stored](7), "w": np.ones(3)})
     like = {"step": FORMS[form](0), "w": np.zeros(3)}
     both_arrays = stored in {"ndarray", "torch", "jax"} and form not in {"int", "float", "numpy scalar", "bfloat16 scalar"}
-    found = shardckpt.restore(tmp_path / "c", like, cast=both_arrays)["step"]
+    restored = shardckpt.restore(tmp_path / "c", like, cast=both_arrays)["step"]
     kinds = {"torch meta": torch.Tensor, "eval_shape": jax.Array, "target": np.ndarray, "jax": jax.Array}
     if not (stored in SCALARS and form in SCALARS):  # of two Python numbers, or two numpy scalars, the stored one stays as it is
-        assert isinstance(found, kinds.get(form, type(like["step"])))
-    assert isinstance(found, np.generic) == isinstance(like["step"], np.generic)
-    assert float(found) == 7
+        assert isinstance(restored, kinds.get(form, type(like["step"])))
+    assert isinstance(restored, np.generic) == isinstance(like["step"], np.generic)
+    assert float(restored) == 7
     if form in {"ndarray", "torch"}:
-        assert found is like["step"]
+        assert restored is like["step"]
     if hasattr(like["step"], "dtype") and form != "target" and form not in SCALARS:
-        assert str(found.dtype) == str(like["step"].dtype)
+        assert str(restored.dtype) == str(like["step"].dtype)
 
 
 @pytest.mark.parametrize(("number", "dtype"), [(2**40, np.int32), (-1, np.uint8), (0.5, np.int64), (1j, np.float32), (2**70, np.int64)])
@@ -59,8 +59,8 @@ def test_a_number_that_the_dtype_does_not_have_is_refused_by_name_before_anythin
 def test_a_float_is_rounded_and_a_value_that_the_form_lacks_keeps_its_own(tmp_path):
     shardckpt.save(tmp_path / "c", {"rate": 0.1, "scale": np.float32(0.5), "flag": np.array(True)})
     rate = torch.zeros(())
-    found = shardckpt.restore(tmp_path / "c", {"rate": rate, "scale": 1, "flag": False})
-    assert (found["rate"].item(), found["scale"], found["flag"]) == (np.float32(0.1).item(), 0.5, True)
+    restored = shardckpt.restore(tmp_path / "c", {"rate": rate, "scale": 1, "flag": False})
+    assert (restored["rate"].item(), restored["scale"], restored["flag"]) == (np.float32(0.1).item(), 0.5, True)
 
 
 def test_tensors_with_dimensions_and_other_leaves_do_not_match_numbers(tmp_path):

@@ -75,9 +75,9 @@ def test_groups_that_are_planned_together_are_read_when_their_calls_are_made_and
     groups = [
         [
             Request("w", np.dtype(np.uint8), [piece], BoxArray.of([Box((start, 0), (stop, 1000))], 2), [buffer])
-            for (start, stop), buffer in zip(part, some, strict=True)
+            for (start, stop), buffer in zip(part, group_buffers, strict=True)
         ]
-        for part, some in zip(parts, buffers, strict=True)
+        for part, group_buffers in zip(parts, buffers, strict=True)
     ]
     calls = reader.reads(groups)
     assert reader.stats.bytes_needed == reader.stats.bytes_read == 0
@@ -85,8 +85,8 @@ def test_groups_that_are_planned_together_are_read_when_their_calls_are_made_and
     for i in (3, 0, 2, 1):
         calls[i]()
         done[i] = True
-        for part, some, finished in zip(parts, buffers, done, strict=True):
-            for (start, stop), buffer in zip(part, some, strict=True):
+        for part, group_buffers, finished in zip(parts, buffers, done, strict=True):
+            for (start, stop), buffer in zip(part, group_buffers, strict=True):
                 assert np.array_equal(buffer, rows[start:stop] if finished else np.zeros_like(buffer))
     assert reader.stats.bytes_needed == 58 * 1000
     if threads == 1:
@@ -177,10 +177,10 @@ def test_every_damaged_chunk_is_found_and_no_other(cloud_store):
         data[1004 * i + 5] ^= 1
     cloud_store.write(FILES[0], data + b"more")
     reader = ChunkReader(ReadableChunks(cloud_store, WholeTable.of(FILES, {"w": table})))
-    found = []
+    rows_damaged = []
     request = Request("w", np.dtype(np.uint8), [piece], BoxArray.of([], 2), [])
-    groups = reader.check([request], lambda name, box, file, error: found.append(box.start[0]), most=9 * 1000)
-    assert [(done, sorted(found)) for done in groups] == [(9, [3]), (18, [3, 17]), (27, [3, 17]), (36, [3, 17]), (40, [3, 17])]
+    groups = reader.check([request], lambda name, box, file, error: rows_damaged.append(box.start[0]), most=9 * 1000)
+    assert [(done, sorted(rows_damaged)) for done in groups] == [(9, [3]), (18, [3, 17]), (27, [3, 17]), (36, [3, 17]), (40, [3, 17])]
     assert [file for file, _ in reader.longer_files()] == FILES
 
 

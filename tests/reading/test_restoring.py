@@ -78,19 +78,19 @@ CASTS = [
 ]
 
 
-@pytest.mark.parametrize(("stored", "wanted"), list(itertools.permutations(CASTS, 2)))
-def test_a_cast_is_numpy_s_or_refused_before_anything_is_read(stored, wanted):
+@pytest.mark.parametrize(("stored", "target"), list(itertools.permutations(CASTS, 2)))
+def test_a_cast_is_numpy_s_or_refused_before_anything_is_read(stored, target):
     value = np.array([[1, 2, 0], [1, 1, 2]]).astype(_dtype(stored))
     url = f"memory://casts/{stored}/{np.random.default_rng().integers(1 << 62)}"
     shardckpt.save(url, {"w": value})
     checkpoint = shardckpt.open(url)
-    like = np.zeros((2, 3), _dtype(wanted))
+    like = np.zeros((2, 3), _dtype(target))
     try:
-        expected = value.astype(_dtype(wanted)) if value.dtype.kind != "c" else None
+        expected = value.astype(_dtype(target)) if value.dtype.kind != "c" else None
     except TypeError:
         expected = None
     if expected is None:
-        with pytest.raises(errors.DtypeMismatchError, match=f"w: .* has dtype {stored}, which cannot be converted to {wanted}"):
+        with pytest.raises(errors.DtypeMismatchError, match=f"w: .* has dtype {stored}, which cannot be converted to {target}"):
             shardckpt.restore(checkpoint, {"w": like}, cast=True)
         assert checkpoint.stats.reads == 0
     else:

@@ -21,25 +21,25 @@ def tallied(*parts):
 
 def test_numbers_in_one_part_have_the_histogram_of_numpy():
     values = np.random.default_rng(0).standard_normal(200_000).astype(np.float32)
-    found = tallied(values)
+    tally = tallied(values)
     counts, edges = np.histogram(values.astype(np.float64), BINS)
-    assert found["histogram"] == pytest.approx(counts, abs=1)
-    assert found["edges"] == pytest.approx(edges, abs=1e-9)
+    assert tally["histogram"] == pytest.approx(counts, abs=1)
+    assert tally["edges"] == pytest.approx(edges, abs=1e-9)
 
 
 @given(st.lists(NUMBERS, min_size=1, max_size=6))
 def test_parts_count_as_their_union(parts):
-    found, every = tallied(*parts), np.concatenate(parts)
-    assert (found["min"], found["max"], found["read"]) == (every.min(), every.max(), len(every))
-    assert found["zeros"] == (every == 0).sum()
-    assert found["mean"] == pytest.approx(every.mean(), rel=1e-9, abs=1e-6)
-    assert found["std"] == pytest.approx(every.std(), rel=1e-6, abs=1e-6)
-    assert found["norm"] == pytest.approx(np.linalg.norm(every), rel=1e-9, abs=1e-9)
-    assert sum(found["histogram"]) == len(every)
-    assert len(found["histogram"]) <= BINS
-    assert len(found["edges"]) == len(found["histogram"]) + 1
-    assert found["edges"][0] <= every.min() + 1e-6 * (1 + abs(every.min()))
-    assert found["edges"][-1] >= every.max() - 1e-6 * (1 + abs(every.max()))
+    tally, every = tallied(*parts), np.concatenate(parts)
+    assert (tally["min"], tally["max"], tally["read"]) == (every.min(), every.max(), len(every))
+    assert tally["zeros"] == (every == 0).sum()
+    assert tally["mean"] == pytest.approx(every.mean(), rel=1e-9, abs=1e-6)
+    assert tally["std"] == pytest.approx(every.std(), rel=1e-6, abs=1e-6)
+    assert tally["norm"] == pytest.approx(np.linalg.norm(every), rel=1e-9, abs=1e-9)
+    assert sum(tally["histogram"]) == len(every)
+    assert len(tally["histogram"]) <= BINS
+    assert len(tally["edges"]) == len(tally["histogram"]) + 1
+    assert tally["edges"][0] <= every.min() + 1e-6 * (1 + abs(every.min()))
+    assert tally["edges"][-1] >= every.max() - 1e-6 * (1 + abs(every.max()))
 
 
 @given(st.lists(NUMBERS, min_size=1, max_size=4))
@@ -49,20 +49,20 @@ def test_merged_tallies_keep_every_number(parts):
         one = RunningStatistics()
         one.add(np.asarray(part))
         total.merge(one)
-    found, every = total.to_json(), np.concatenate(parts)
-    assert (found["min"], found["max"], sum(found["histogram"])) == (every.min(), every.max(), len(every))
-    assert found["mean"] == pytest.approx(every.mean(), rel=1e-9, abs=1e-6)
+    tally, every = total.to_json(), np.concatenate(parts)
+    assert (tally["min"], tally["max"], sum(tally["histogram"])) == (every.min(), every.max(), len(every))
+    assert tally["mean"] == pytest.approx(every.mean(), rel=1e-9, abs=1e-6)
 
 
 def test_what_is_not_finite_is_counted_and_left_out():
-    found = tallied([1.0, np.nan, np.inf], [-np.inf, 3.0, np.nan])
-    assert (found["nans"], found["infinities"], found["min"], found["max"], found["mean"]) == (2, 2, 1, 3, 2)
+    tally = tallied([1.0, np.nan, np.inf], [-np.inf, 3.0, np.nan])
+    assert (tally["nans"], tally["infinities"], tally["min"], tally["max"], tally["mean"]) == (2, 2, 1, 3, 2)
     assert tallied([np.nan])["min"] is None
     assert tallied(np.empty(0))["mean"] is None
 
 
 @pytest.mark.parametrize("values", [[-1.7e308, 1.7e308], [5e-324, 0.0], [1e300, 1e300], [2.0**60, 2.0**60 + 256], [True, False]])
 def test_numbers_at_the_ends_of_floats_break_nothing(values):
-    found = tallied(np.asarray(values), np.asarray(values))
-    assert sum(found["histogram"]) in (0, 4)
-    assert found["max"] == max(values)
+    tally = tallied(np.asarray(values), np.asarray(values))
+    assert sum(tally["histogram"]) in (0, 4)
+    assert tally["max"] == max(values)

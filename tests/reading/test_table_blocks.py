@@ -115,9 +115,9 @@ def test_restoring_everything_reads_the_table_once_and_in_few_requests(million, 
     checkpoint = shardckpt.open(million[0][place])
     pieces = [piece for tensor in checkpoint.record.structure.tensors.values() for piece in tensor.pieces]
     everything = BoxArray.of([Box((0,), (CHUNKS,))], 1)
-    for some in (pieces[:100], pieces[100:]):
-        lookup(checkpoint).prepare((piece, everything) for piece in some)
-        for piece in some:
+    for group in (pieces[:100], pieces[100:]):
+        lookup(checkpoint).prepare((piece, everything) for piece in group)
+        for piece in group:
             assert len(find(lookup(checkpoint), piece.path, np.arange(CHUNKS))[1]) == CHUNKS
     assert checkpoint.stats.index_bytes == checkpoint.record.table.size
     assert checkpoint.stats.index_reads <= requests + 3
@@ -163,7 +163,9 @@ def blocks_of_four(monkeypatch):
 
 def complete(**counts):
     rows = {path: [(i, i % 2, 7 * i, 9, n + i) for i in range(n)] for path, n in counts.items()}
-    return Table.of(["x", "y"], {path: ArrayChunks.of_rows(some) if some else ArrayChunks.none() for path, some in rows.items()})
+    return Table.of(
+        ["x", "y"], {path: ArrayChunks.of_rows(of_array) if of_array else ArrayChunks.none() for path, of_array in rows.items()}
+    )
 
 
 def opened(place, table, spare=None):
@@ -187,10 +189,10 @@ def test_every_chunk_is_found_wherever_blocks_and_arrays_begin(store, blocks_of_
     blocks, _ = opened(store, table)
     for path, expected in table.arrays().items():
         for chunks in (np.arange(len(expected)), np.arange(len(expected))[::3], np.arange(0)):
-            files, found = find(blocks, path, chunks)
+            files, rows = find(blocks, path, chunks)
             assert list(files) == ["x", "y"]
             for column in ("chunk", "file", "offset", "length", "crc"):
-                np.testing.assert_array_equal(getattr(found, column), getattr(expected, column)[chunks])
+                np.testing.assert_array_equal(getattr(rows, column), getattr(expected, column)[chunks])
         assert blocks.first_missing(path, len(expected)) is None
         assert blocks.first_missing(path, len(expected) + 5) == len(expected)
         with pytest.raises(KeyError):

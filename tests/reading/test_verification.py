@@ -57,7 +57,7 @@ def chunks_of(checkpoint):
     """Tensor and box of every chunk, sorted."""
     pieces = [(t, piece) for t in checkpoint.record.structure.tensors.values() for piece in t.pieces]
     boxes = [(t.name, chunk_boxes(piece, np.arange(piece.num_chunks))) for t, piece in pieces]
-    return sorted((name, str(some[i])) for name, some in boxes for i in range(len(some)))
+    return sorted((name, str(boxes_of_piece[i])) for name, boxes_of_piece in boxes for i in range(len(boxes_of_piece)))
 
 
 @pytest.fixture(scope="module", params=KINDS, ids=lambda kind: "-".join(map(str, kind)))
@@ -77,25 +77,25 @@ def damaged(request, tmp_path_factory):
 @given(st.lists(st.tuples(st.integers(1, 100_000), st.integers(0, 12)), max_size=6), st.integers(1, 1 << 20))
 def test_every_chunk_is_checked_exactly_once_wherever_a_verification_stops(damaged, stops, last):
     """All chunks are damaged, so that a check of each shows; damage is reported before the call of `progress` after it."""
-    found, after, shown = [], 0, []
+    damage, after, shown = [], 0, []
 
     def progress(done, total, bytes_read, calls=1000):
-        shown.append((done, total, bytes_read, len(found)))
+        shown.append((done, total, bytes_read, len(damage)))
         if len(shown) > calls:
             raise Stopped
 
     for group_bytes, calls in stops:
         shown.clear()
         with contextlib.suppress(Stopped):
-            check(damaged, progress=partial(progress, calls=calls), after=after, group_bytes=group_bytes, on_damage=found.append)
+            check(damaged, progress=partial(progress, calls=calls), after=after, group_bytes=group_bytes, on_damage=damage.append)
         after = shown[-1][0]
-        assert len(found) == after
+        assert len(damage) == after
     shown.clear()
-    report = check(damaged, progress=progress, after=after, group_bytes=last, on_damage=found.append)
-    assert sorted((d.tensor, str(d.box)) for d in found) == chunks_of(damaged)
-    assert report.damage == found[len(found) - report.chunks :]
+    report = check(damaged, progress=progress, after=after, group_bytes=last, on_damage=damage.append)
+    assert sorted((d.tensor, str(d.box)) for d in damage) == chunks_of(damaged)
+    assert report.damage == damage[len(damage) - report.chunks :]
     assert [done for done, *_ in shown] == [so_far for *_, so_far in shown]
-    assert shown[-1][0] == shown[-1][1] == len(found)
+    assert shown[-1][0] == shown[-1][1] == len(damage)
     assert [read for *_, read, _ in shown] == sorted(read for *_, read, _ in shown)
 
 
@@ -122,12 +122,14 @@ def test_a_flipped_bit_in_any_file_is_found_wherever_a_verification_is_resumed(t
         data = file.read_bytes()
         at = int(rng.integers(len(data)))
         file.write_bytes(data[:at] + bytes([data[at] ^ (1 << rng.integers(8))]) + data[at + 1 :])
-        found, positions = [], [0]
+        damage, positions = [], [0]
         for stop in rng.integers(0, total, 2).tolist():
             with contextlib.suppress(Stopped):
-                check(checkpoint, progress=partial(stop_at, stop, positions), after=positions[-1], group_bytes=3000, on_damage=found.append)
-        check(checkpoint, after=positions[-1], on_damage=found.append)
-        assert found, file
+                check(
+                    checkpoint, progress=partial(stop_at, stop, positions), after=positions[-1], group_bytes=3000, on_damage=damage.append
+                )
+        check(checkpoint, after=positions[-1], on_damage=damage.append)
+        assert damage, file
         file.write_bytes(data)
 
 
@@ -142,10 +144,10 @@ def test_a_base_that_is_gone_is_damage_to_each_of_its_tensors_wherever_a_verific
     checkpoint = shardckpt.open(save(tmp_path, "packed", None))
     total = check(checkpoint).chunks
     shutil.rmtree(tmp_path / "x")
-    found = []
-    check(checkpoint, progress=lambda done, _total, _read: found.append(done), group_bytes=1)
-    assert found[-1] == total
-    for after in found:
+    positions = []
+    check(checkpoint, progress=lambda done, _total, _read: positions.append(done), group_bytes=1)
+    assert positions[-1] == total
+    for after in positions:
         report = check(checkpoint, after=after)
         lost = [d.tensor for d in report.damage]
         assert lost == [f"b/{name}" for name in TENSORS if f"b/{name}" in lost]

@@ -57,8 +57,8 @@ def everything(store, method, *args):
 
 
 def get(store, key, byte_range=None):
-    found = asyncio.run(store.get(key, default_buffer_prototype(), byte_range))
-    return None if found is None else found.to_bytes()
+    content = asyncio.run(store.get(key, default_buffer_prototype(), byte_range))
+    return None if content is None else content.to_bytes()
 
 
 @pytest.mark.parametrize("compression", [None, "zstd"])

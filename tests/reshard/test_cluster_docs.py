@@ -21,13 +21,13 @@ SOURCE, TARGET = "runs/7b/step_1000", "serving/7b"
 
 
 def section(title):
-    (found,) = re.findall(rf"^## {title}\n(.*?)(?=^## |\Z)", DOCUMENT, re.MULTILINE | re.DOTALL)
-    return found
+    (text,) = re.findall(rf"^## {title}\n(.*?)(?=^## |\Z)", DOCUMENT, re.MULTILINE | re.DOTALL)
+    return text
 
 
 def block(title, language):
-    (found,) = re.findall(rf"^```{language}\n(.*?)^```", section(title), re.MULTILINE | re.DOTALL)
-    return found
+    (text,) = re.findall(rf"^```{language}\n(.*?)^```", section(title), re.MULTILINE | re.DOTALL)
+    return text
 
 
 def commands(title):

@@ -108,8 +108,8 @@ def test_the_plan_says_that_the_store_copies(cloud):
     source, made = cloud.saved(), cloud.place()
     checkpoint, options = shardckpt.open(source), ReshardOptions()
     plan = plan_reshard(checkpoint, options)
-    found = forecast(checkpoint, plan, Rates(), options=options, destination=made, places=known_places(checkpoint))
-    told = document(found)["reshard"]
-    assert told["taken_over"] == "copies"
-    assert (told["bytes_read"], told["bytes_written"]) == (0, 0)
-    assert told["bytes_read_back"] == shardckpt.reshard(source, made).read_bytes
+    prediction = forecast(checkpoint, plan, Rates(), options=options, destination=made, places=known_places(checkpoint))
+    figures = document(prediction)["reshard"]
+    assert figures["taken_over"] == "copies"
+    assert (figures["bytes_read"], figures["bytes_written"]) == (0, 0)
+    assert figures["bytes_read_back"] == shardckpt.reshard(source, made).read_bytes

@@ -76,8 +76,8 @@ def test_exports_follow_the_same_rule(source, tmp_path, to):
     report = shardckpt.export(source, place, to=to, dtype="bfloat16")
     assert counts(report) == BARE
     shardckpt.import_checkpoint(place, tmp_path / "b", trust_pickle=True, workers=1)
-    found = {name.replace(".", "/"): dtype for name, dtype in dtypes(tmp_path / "b").items()}
-    assert found == {**dtypes(source), "model/w": "bfloat16"}
+    exported = {name.replace(".", "/"): dtype for name, dtype in dtypes(tmp_path / "b").items()}
+    assert exported == {**dtypes(source), "model/w": "bfloat16"}
 
 
 def test_exports_by_new_names_still_know_an_optimizer(source, tmp_path):

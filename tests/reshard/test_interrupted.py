@@ -78,9 +78,9 @@ def test_a_job_that_is_killed_again_and_again_goes_on_where_it_was(source, tmp_p
         job.communicate(timeout=PATIENCE)
         if job.returncode == 0:
             break
-        found = records(target)
-        assert finished.items() <= found.items(), "what was finished is as it was"
-        finished = found
+        latest = records(target)
+        assert finished.items() <= latest.items(), "what was finished is as it was"
+        finished = latest
         with pytest.raises(errors.UncommittedError):
             shardckpt.open(target)
     assert finished

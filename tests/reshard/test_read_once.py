@@ -6,8 +6,8 @@ import reshard_amplification as tool
 
 @pytest.mark.parametrize("memory_limit", ["36MiB", "512MiB"])
 def test_a_whole_job_reads_a_twentieth_too_much_at_most_and_just_what_was_planned(tmp_path, memory_limit):
-    found = tool.measure(8, pairs=6, seed=0, memory_limit=memory_limit, really=1, directory=tmp_path)
+    figures = tool.measure(8, pairs=6, seed=0, memory_limit=memory_limit, really=1, directory=tmp_path)
 
-    assert found["job"]["worst"] <= 1.05
-    assert found["restore"]["worst"] <= 1.02
-    assert found["wrong"] == []
+    assert figures["job"]["worst"] <= 1.05
+    assert figures["restore"]["worst"] <= 1.02
+    assert figures["wrong"] == []

@@ -32,10 +32,10 @@ def begin(place, attempt="20260101T000000-00000000"):
 def test_checkpoints_are_listed_in_natural_order_with_what_they_hold(tmp_path):
     for name in ("step_10", "step_9", "best"):
         save(tmp_path / name, layout="zarr")
-    found = catalog(tmp_path)
-    assert [(entry.name, entry.step) for entry in found] == [("best", None), ("step_9", 9), ("step_10", 10)]
-    assert {(entry.state, entry.layout, entry.tensors, entry.nbytes) for entry in found} == {("committed", "zarr", 1, 48)}
-    assert str(found[0].location) == str(tmp_path / "best")
+    entries = catalog(tmp_path)
+    assert [(entry.name, entry.step) for entry in entries] == [("best", None), ("step_9", 9), ("step_10", 10)]
+    assert {(entry.state, entry.layout, entry.tensors, entry.nbytes) for entry in entries} == {("committed", "zarr", 1, 48)}
+    assert str(entries[0].location) == str(tmp_path / "best")
 
 
 def test_other_files_and_directories_are_none_of_its_business(tmp_path):
@@ -55,9 +55,9 @@ def test_unfinished_attempts_are_listed_on_request_also_beside_a_checkpoint(tmp_
     begin(tmp_path / "1")
     begin(tmp_path / "2")
     assert [entry.name for entry in catalog(tmp_path)] == ["1"]
-    found = catalog(tmp_path, everything=True)
-    assert [(entry.name, entry.state) for entry in found] == [("1", "committed"), ("1", "uncommitted"), ("2", "uncommitted")]
-    assert found[2].attempt == "20260101T000000-00000000"
+    entries = catalog(tmp_path, everything=True)
+    assert [(entry.name, entry.state) for entry in entries] == [("1", "committed"), ("1", "uncommitted"), ("2", "uncommitted")]
+    assert entries[2].attempt == "20260101T000000-00000000"
 
 
 def test_a_root_that_holds_an_attempt_or_a_tombstone_hides_no_checkpoint_below(tmp_path):
@@ -136,9 +136,9 @@ def test_a_record_that_cannot_be_read_is_listed_with_the_reason_and_hides_no_oth
     save(tmp_path / "1")
     (tmp_path / "2").mkdir()
     (tmp_path / "2" / "checkpoint.json").write_bytes(content)
-    found = catalog(tmp_path)
-    assert [(entry.name, entry.state) for entry in found] == [("1", "committed"), ("2", "unreadable")]
-    assert "2/checkpoint.json" in found[1].reason
+    entries = catalog(tmp_path)
+    assert [(entry.name, entry.state) for entry in entries] == [("1", "committed"), ("2", "unreadable")]
+    assert "2/checkpoint.json" in entries[1].reason
 
 
 def test_only_the_summary_of_a_record_is_read(tmp_path):

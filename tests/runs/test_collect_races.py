@@ -247,7 +247,7 @@ def test_an_overwrite_shows_the_old_or_the_new_after_every_operation_of_every_ho
 
 @pytest.mark.parametrize("who", range(HOSTS))
 def test_a_host_killed_at_any_operation_leaves_the_old_or_the_new_and_a_collection_what_is_whole(who):
-    found = set()
+    values = set()
     for k in count():
         with Stage.set() as stage:
             prepare(stage, "a checkpoint")
@@ -258,13 +258,13 @@ def test_a_host_killed_at_any_operation_leaves_the_old_or_the_new_and_a_collecti
                 break
             job[who].kill()
             finish(job)
-            found.add(read(stage)[0].finish())
+            values.add(read(stage)[0].finish())
             stage.pass_time()
             finish(commit(stage))
             finish(collect(stage))
-            found.add(read(stage)[0].finish())
+            values.add(read(stage)[0].finish())
             stage.check_end()
-    assert found == {1, 2}
+    assert values == {1, 2}
 
 
 # --- any order of any number ----------------------------------------------------------------------------------------

@@ -67,8 +67,8 @@ def directories_of(url):
     return directories(url) if url.exists() else []
 
 
-def outcomes(found):
-    return [(Path(one.location.path).name, one.attempt, one.outcome) for one in found]
+def outcomes(results):
+    return [(Path(one.location.path).name, one.attempt, one.outcome) for one in results]
 
 
 # --- a directory of checkpoints -------------------------------------------------------------------------------------
@@ -118,10 +118,10 @@ def test_one_place_that_cannot_be_collected_keeps_no_other_from_it(tmp_path):
     (tmp_path / "b").mkdir()
     os.mkfifo(tmp_path / "b" / "checkpoint.json")
     leave_behind(tmp_path / "b")
-    found = collect(tmp_path)
-    assert outcomes(found) == [("a", None, "kept"), ("b", None, "failed"), ("c", orphans["c"], "removed")]
-    assert "not a shardckpt record" in found[0].reason
-    assert "b/checkpoint.json" in found[1].reason
+    results = collect(tmp_path)
+    assert outcomes(results) == [("a", None, "kept"), ("b", None, "failed"), ("c", orphans["c"], "removed")]
+    assert "not a shardckpt record" in results[0].reason
+    assert "b/checkpoint.json" in results[1].reason
 
 
 def test_the_grace_period_is_a_day_unless_told_otherwise(tmp_path):
@@ -209,13 +209,13 @@ def test_a_deletion_killed_at_any_operation_leaves_the_checkpoint_or_none_and_th
     age(tmp_path / "base")
     died_before = kill_at_every_operation(tmp_path, "delete")
     assert {"rename", "unlink", "rmdir"} <= set(died_before)
-    found = []
+    values = []
     for k in range(len(died_before)):
         url = tmp_path / str(k)
         try:
-            found.append(value_of(url))
+            values.append(value_of(url))
         except NotFoundError:
-            found.append(None)
+            values.append(None)
         for orphan in directories_of(url):
             if not has_files(url / orphan):
                 age(url / orphan)
@@ -224,7 +224,7 @@ def test_a_deletion_killed_at_any_operation_leaves_the_checkpoint_or_none_and_th
         assert directories_of(url) == []
         save(url, 2)
         assert value_of(url) == 2
-    deleted = found.index(None)
-    assert found == [1] * deleted + [None] * (len(found) - deleted)
+    deleted = values.index(None)
+    assert values == [1] * deleted + [None] * (len(values) - deleted)
     assert died_before[deleted - 1] == "rename"
     assert not {"unlink", "rmdir"} & set(died_before[:deleted])

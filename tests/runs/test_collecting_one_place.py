@@ -60,8 +60,8 @@ def contents(path):
     return {p.relative_to(path): (p.is_symlink(), p.read_bytes() if p.is_file() else None) for p in path.rglob("*")}
 
 
-def outcomes(found):
-    return {one.attempt: one.outcome for one in found}
+def outcomes(results):
+    return {one.attempt: one.outcome for one in results}
 
 
 @pytest.fixture
@@ -274,9 +274,9 @@ def test_a_storage_that_refuses_to_delete_says_so_and_keeps_no_other_from_going(
         remove(path, **options)
 
     monkeypatch.setattr(shutil, "rmtree", refuse)
-    found = {one.attempt: one for one in collect(disk, grace=0)}
-    assert outcomes(found.values()) == {ORPHAN: "failed", OTHER: "removed"}
-    assert "Input/output error" in found[ORPHAN].reason
+    by_attempt = {one.attempt: one for one in collect(disk, grace=0)}
+    assert outcomes(by_attempt.values()) == {ORPHAN: "failed", OTHER: "removed"}
+    assert "Input/output error" in by_attempt[ORPHAN].reason
     monkeypatch.undo()
     assert outcomes(collect(disk, grace=0)) == {ORPHAN: "removed"}
 

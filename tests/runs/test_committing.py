@@ -304,9 +304,9 @@ def test_of_two_whole_attempts_the_newest_counts_and_the_other_is_overtaken(tmp_
     newest = save_without_commit(tmp_path / "c", 2)
     shutil.move(tmp_path / older, tmp_path / "c" / older)
     older, newest = sorted((older, newest), key=natural_key)  # where both began in one second, chance decides
-    found = {one.attempt: one for one in shardckpt.commit(tmp_path / "c")}
-    assert (found[newest].state, found[older].state) == ("committed", "overtaken")
-    assert found[older].reason == "a later attempt was committed"
+    by_attempt = {one.attempt: one for one in shardckpt.commit(tmp_path / "c")}
+    assert (by_attempt[newest].state, by_attempt[older].state) == ("committed", "overtaken")
+    assert by_attempt[older].reason == "a later attempt was committed"
     assert shardckpt.open(tmp_path / "c").record.attempt == newest
 
 

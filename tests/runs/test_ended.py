@@ -46,9 +46,9 @@ def test_a_mark_names_the_run_who_and_what_was_there(tmp_path):
     root = Store.open(tmp_path)
     assert ended(root) is None
     mark_ended(root, "ann")
-    found = ended(root)
-    assert (found.run, found.by) == (run, "ann")
-    assert found.checkpoints == {str(step): shardckpt.open(tmp_path / str(step)).record.attempt for step in (1, 2)}
+    mark = ended(root)
+    assert (mark.run, mark.by) == (run, "ann")
+    assert mark.checkpoints == {str(step): shardckpt.open(tmp_path / str(step)).record.attempt for step in (1, 2)}
     assert check_idle(root) == {"1", "2"}
     schema = json.loads((DOCS / "format.schema.json").read_text())
     document = json.loads((tmp_path / ENDED).read_text())

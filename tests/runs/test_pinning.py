@@ -110,10 +110,10 @@ def test_an_empty_marker_does_not_protect(url):
     assert collecting.delete(url) == []
 
 
-@pytest.mark.parametrize("said", [{"pinned": 1}, {"tags": "best"}, {"tags": ["a b"]}, {"tags": [1]}, {"tags": ["a"] * 33}, None])
-def test_a_damaged_marker_is_a_pin_until_it_is_replaced_or_unpinned(url, said):
+@pytest.mark.parametrize("fields", [{"pinned": 1}, {"tags": "best"}, {"tags": ["a b"]}, {"tags": [1]}, {"tags": ["a"] * 33}, None])
+def test_a_damaged_marker_is_a_pin_until_it_is_replaced_or_unpinned(url, fields):
     attempt = shardckpt.open(url).record.attempt
-    damaged = b"{" if said is None else seal({"attempt": attempt, **said})
+    damaged = b"{" if fields is None else seal({"attempt": attempt, **fields})
     (url / PINNED).write_bytes(damaged)
     assert not pinning.untag(url, "best"), "it may be a pin"
     with pytest.raises(OptionError, match="is pinned"):
@@ -211,9 +211,9 @@ def test_a_slow_pin_does_not_undo_that_of_the_checkpoint_which_took_the_place(or
             for _ in range(operations):
                 actors[i].step()
         finish(actors)
-        found = protection(stage.store, stage.named)
+        marks = protection(stage.store, stage.named)
         assert slow.outcome is None or isinstance(slow.outcome, NotFoundError)
-        assert ("new" in found.tags) == (other.outcome is None)
+        assert ("new" in marks.tags) == (other.outcome is None)
         assert other.outcome is None or isinstance(other.outcome, AlreadyExistsError | OptionError)
 
 

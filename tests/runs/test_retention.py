@@ -9,7 +9,7 @@ from shardckpt.runs.retention import Best, EveryKth, Latest, SavedStep, Younger,
 
 NAN = float("nan")
 STEPS = st.dictionaries(st.integers(0, 200), st.one_of(st.none(), st.floats())).map(
-    lambda found: [SavedStep(step, metrics={} if loss is None else {"loss": loss}) for step, loss in sorted(found.items())]
+    lambda losses: [SavedStep(step, metrics={} if loss is None else {"loss": loss}) for step, loss in sorted(losses.items())]
 )
 
 

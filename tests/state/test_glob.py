@@ -18,19 +18,19 @@ def definition(pattern: str) -> re.Pattern[str]:
     expression, at = "", 0
     while at < len(pattern):
         begins = at == 0 or pattern[at - 1] == "/"
-        if begins and (found := re.compile(r"(?:\*\*/)+").match(pattern, at)):
+        if begins and (match := re.compile(r"(?:\*\*/)+").match(pattern, at)):
             expression += meaning["**/"]
-        elif found := re.compile(r"\*\*+").match(pattern, at):
+        elif match := re.compile(r"\*\*+").match(pattern, at):
             expression += meaning["**"]
-        elif found := re.compile(r"[*?]").match(pattern, at):
-            expression += meaning[found[0]]
-        elif found := re.compile(r"\[(!?)(\][^\]]*|[^\]]+)\]").match(pattern, at):
-            members = re.sub(r"([][^&|~])", r"\\\1", found[2])
-            expression += f"(?!/)[{'^' if found[1] else ''}{members}]"
+        elif match := re.compile(r"[*?]").match(pattern, at):
+            expression += meaning[match[0]]
+        elif match := re.compile(r"\[(!?)(\][^\]]*|[^\]]+)\]").match(pattern, at):
+            members = re.sub(r"([][^&|~])", r"\\\1", match[2])
+            expression += f"(?!/)[{'^' if match[1] else ''}{members}]"
         else:
-            found = re.compile("(?s:.)").match(pattern, at)
-            expression += re.escape(found[0])
-        at = found.end()
+            match = re.compile("(?s:.)").match(pattern, at)
+            expression += re.escape(match[0])
+        at = match.end()
     return re.compile(expression, re.DOTALL)
 
 

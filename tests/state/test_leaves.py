@@ -154,8 +154,8 @@ def test_torch_leaves_come_back():
 def test_every_dtype_of_torch_comes_back():
     import torch
 
-    found = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
-    assert {through_json(value) for value in found} == found
+    dtypes = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+    assert {through_json(value) for value in dtypes} == dtypes
 
 
 TORCH_NODES = [{"$torch.dtype": "float32"}, {"$torch.device": "cuda:0"}, {"$torch.Size": [2, 3]}]

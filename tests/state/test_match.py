@@ -38,7 +38,7 @@ def T():
 def restored(like, state, **options):
     """The whole way: `state` saved, `like` filled from it. Restored tensors say which stored one they are."""
     matched = match(like, flatten(state, is_tensor, identity=id).tree, is_tensor, **options)
-    values = {name: Stored(stored) for stored, wanted in matched.tensors.items() for name, _ in wanted}
+    values = {name: Stored(stored) for stored, places in matched.tensors.items() for name, _ in places}
     return matched.build(values)
 
 
@@ -300,7 +300,7 @@ def test_a_leaf_where_a_tensor_is_stored_says_what_to_pass(value):
 
 
 @pytest.mark.parametrize(
-    ("like", "stored", "said"),
+    ("like", "stored", "words"),
     [
         (T(), 3, "'a' is a leaf of type int in the checkpoint, and in `like` a tensor (ndarray)"),
         (T(), {"x": 1}, "'a' is a dict of 1 items in the checkpoint, and in `like` a tensor"),
@@ -316,10 +316,10 @@ def test_a_leaf_where_a_tensor_is_stored_says_what_to_pass(value):
     ids=lambda value: repr(value)[:30],
 )
 @pytest.mark.parametrize("strict", [True, False])
-def test_another_kind_at_one_place_is_named_with_both_kinds(like, stored, said, strict):
+def test_another_kind_at_one_place_is_named_with_both_kinds(like, stored, words, strict):
     with pytest.raises(StructureMismatchError) as caught:
         restored({"a": like}, {"a": stored}, strict=strict)
-    assert str(caught.value).startswith(said)
+    assert str(caught.value).startswith(words)
 
 
 def test_a_value_in_like_that_no_state_can_have_is_a_leaf_error():

@@ -130,7 +130,7 @@ def test_a_state_as_its_own_like_comes_back_with_its_containers(state):
     flat = flatten(state, is_tensor)
     matched = match(state, json.loads(written(flat.tree)), is_tensor)
     assert list(matched.tensors) == list(flat.tensors)
-    values = {name: leaf for wanted in matched.tensors.values() for name, leaf in wanted}
+    values = {name: leaf for places in matched.tensors.values() for name, leaf in places}
     assert same(matched.build(values), state)
 
 
@@ -156,8 +156,8 @@ def test_tied_tensors_are_stored_once_and_come_back_as_one_object(state, shared)
     back = unflatten(json.loads(written(flat.tree)), flat.tensors)
     assert back["c"][0] is back["b"][0][0] is shared[0]
     matched = match(state, flat.tree, is_tensor)
-    wanted = [name for names in matched.tensors.values() for name, _ in names]
-    assert sorted(wanted) == sorted([*flat.tensors, *flat.aliases])
+    names_matched = [name for names in matched.tensors.values() for name, _ in names]
+    assert sorted(names_matched) == sorted([*flat.tensors, *flat.aliases])
 
 
 @settings(max_examples=200, deadline=None)
@@ -174,12 +174,12 @@ def test_a_choice_of_names_brings_back_these_leaves_and_no_others(state, data):
 
 def leaves_by_name(state):
     """A second opinion about names: each leaf has a document of its own to be told apart by, a counter in its place."""
-    found = []
+    leaves = []
 
     def count(value):
         if is_tensor(value) or not isinstance(value, dict | list | tuple | deque | Point):
-            found.append(value)
+            leaves.append(value)
             return True
         return False
 
-    return list(zip(flatten(state, count).tensors, found, strict=True))
+    return list(zip(flatten(state, count).tensors, leaves, strict=True))

@@ -27,10 +27,10 @@ def test_nothing_of_a_state_is_empty():
 def test_a_part_is_what_restore_makes_of_the_whole_with_the_same_names():
     whole = document(state())
     for only in ("model/**", ["list/2/*", "lr"], "list/[02]*", "model/head", "empty", "**/3", ["model/head", "model/3"]):
-        wanted = selector(only)
-        part, stored = select(whole, wanted)
+        selects = selector(only)
+        part, stored = select(whole, selects)
         values = {name: f"value of {name}" for name in tensor_names(whole)}
-        assert unflatten(part, {name: values[old] for name, old in stored.items()}) == unflatten(whole, values, wanted)
+        assert unflatten(part, {name: values[old] for name, old in stored.items()}) == unflatten(whole, values, selects)
         assert list(stored) == tensor_names(part)
 
 

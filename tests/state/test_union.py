@@ -240,7 +240,7 @@ def test_not_a_number_is_equal_to_itself():
 
 
 @pytest.mark.parametrize(
-    ("one", "other", "said"),
+    ("one", "other", "words"),
     [
         (T(), 3, "'a' is a tensor of its own on process 0 and 3 (int) on process 1; store things of one kind under one name"),
         (T(), {}, "'a' is a tensor of its own on process 0 and a dict of 0 items on process 1"),
@@ -252,8 +252,8 @@ def test_not_a_number_is_equal_to_itself():
     ],
     ids=lambda value: repr(value)[:20] if not isinstance(value, str) else "",
 )
-def test_things_of_another_kind_are_named_with_both_kinds(one, other, said):
-    assert said in refused([{"a": one}, {"a": other}])
+def test_things_of_another_kind_are_named_with_both_kinds(one, other, words):
+    assert words in refused([{"a": one}, {"a": other}])
     assert refused([{"a": other}, {"a": one}]).startswith("'a' is ")
 
 

@@ -53,14 +53,14 @@ def test_tensors_of_any_layout_come_as_they_are_in_any_blocks(data, dtype):
     checkpoint = saved(f"memory://{uuid.uuid4()}", {"w": w, "s": random((), dtype, 1)}, {"w": data.draw(layouts(len(shape)))})
     block = data.draw(st.tuples(*[st.integers(1, 12)] * len(shape)))
     outputs = [identity(checkpoint.tensor("w")), identity(checkpoint.tensor("s"), "t")]
-    found, _ = made(
+    arrays, _ = made(
         checkpoint,
         outputs,
         lambda output, *_: grid_of(output, block if output.name == "w" else ()),
         in_order=data.draw(st.booleans()),
     )
-    assert found["w"].tobytes() == w.tobytes()
-    assert found["t"].tobytes() == random((), dtype, 1).tobytes()
+    assert arrays["w"].tobytes() == w.tobytes()
+    assert arrays["t"].tobytes() == random((), dtype, 1).tobytes()
 
 
 @given(data=st.data())
@@ -86,16 +86,16 @@ def test_parts_that_are_transposed_and_joined_are_what_numpy_makes_of_them(data)
         ),
         OutputTensor("stacked", (2, 6, 20), f32, tuple(View("b", Box.full((20, 6)), (None, 1, 0), (i, 0, 0)) for i in range(2))),
     ]
-    found, _ = made(
+    arrays, _ = made(
         checkpoint, outputs, lambda output, *_: grid_of(output, (7, 5, 4)[: len(output.shape)]), in_order=data.draw(st.booleans())
     )
-    wanted = {
+    expected = {
         "transposed": a.transpose(order),
         "layer": a[4].T,
         "joined": np.concatenate([b, np.concatenate([a[2, :cut], a[3, cut:]])], axis=1),
         "stacked": np.stack([b.T, b.T]),
     }
-    assert all(np.array_equal(found[name].view(np.uint32), wanted[name].view(np.uint32)) for name in wanted)
+    assert all(np.array_equal(arrays[name].view(np.uint32), expected[name].view(np.uint32)) for name in expected)
 
 
 def test_each_stored_byte_is_read_once_though_tensors_are_larger_than_the_memory(tmp_path):
@@ -105,8 +105,8 @@ def test_each_stored_byte_is_read_once_though_tensors_are_larger_than_the_memory
     stored = stored_bytes(checkpoint)
     for how in (row_blocks, read_once_blocks):
         again = type(checkpoint)(tmp_path / "c")
-        found, _ = made(again, [identity(again.tensor(name)) for name in state], how, limit=26 * MiB)
-        assert all(found[name].tobytes() == state[name].tobytes() for name in state)
+        arrays, _ = made(again, [identity(again.tensor(name)) for name in state], how, limit=26 * MiB)
+        assert all(arrays[name].tobytes() == state[name].tobytes() for name in state)
         assert again.stats.bytes_read == stored
 
 
@@ -116,8 +116,8 @@ def test_tall_columns_are_read_once_in_blocks_and_again_for_each_slab_of_rows(tm
     stored, read = stored_bytes(checkpoint), {}
     for how, in_order in ((read_once_blocks, False), (row_blocks, False), (row_blocks, True)):
         again = type(checkpoint)(tmp_path / "c")
-        found, _ = made(again, [identity(again.tensor("w"))], how, limit=13 * MiB, in_order=in_order)
-        assert found["w"].tobytes() == w.tobytes()
+        arrays, _ = made(again, [identity(again.tensor("w"))], how, limit=13 * MiB, in_order=in_order)
+        assert arrays["w"].tobytes() == w.tobytes()
         read[how, in_order] = again.stats.bytes_read / stored
     assert read.pop((read_once_blocks, False)) == 1
     assert all(1.5 < times <= 4 for times in read.values()), read
@@ -128,9 +128,9 @@ def test_blocks_come_in_row_major_order_where_that_is_asked_for(tmp_path):
     checkpoint = saved(tmp_path / "c", state, {"w": sharded("b", "", "a"), "v": sharded("", "ab")})
     outputs = [identity(checkpoint.tensor(name)) for name in state]
     block = {"w": (1, 2, 400), "v": (7, 777)}
-    found, came = made(checkpoint, outputs, lambda output, *_: grid_of(output, block[output.name]), in_order=True)
+    arrays, came = made(checkpoint, outputs, lambda output, *_: grid_of(output, block[output.name]), in_order=True)
     assert came == sorted(came, key=lambda at: (list(state).index(at[0]), at[1].start))
-    assert all(found[name].tobytes() == state[name].tobytes() for name in state)
+    assert all(arrays[name].tobytes() == state[name].tobytes() for name in state)
 
 
 @given(skip=st.integers(0, 40), block=st.tuples(st.integers(5, 60), st.integers(5, 60)), in_order=st.booleans())
@@ -158,11 +158,11 @@ def test_elements_are_rounded_to_the_nearest_even_and_what_is_too_large_becomes_
     halves = np.array([1 + 2**-8, 1 + 3 * 2**-8, 1 + 2**-8 + 2**-20, -3.4e38, np.nan, 7e4], np.float32)
     checkpoint = saved(tmp_path / "c", {"w": halves})
     outputs = [identity(checkpoint.tensor("w"), name, by_name(name)) for name in ("bfloat16", "float16")]
-    found, _ = made(checkpoint, outputs)
+    arrays, _ = made(checkpoint, outputs)
     expected = [1, 1 + 2**-6, 1 + 2**-7, -np.inf, np.nan, 70144]
-    np.testing.assert_array_equal(found["bfloat16"].astype(np.float64), expected)
-    assert found["bfloat16"].dtype == ml_dtypes.bfloat16
-    assert np.isposinf(found["float16"][5])
+    np.testing.assert_array_equal(arrays["bfloat16"].astype(np.float64), expected)
+    assert arrays["bfloat16"].dtype == ml_dtypes.bfloat16
+    assert np.isposinf(arrays["float16"][5])
 
 
 def test_what_cannot_be_made_is_refused_by_name(tmp_path):

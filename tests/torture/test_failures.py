@@ -27,7 +27,7 @@ def begins(name, stride):
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_an_operation_on_a_disk_that_fails_loses_nothing(tmp_path, full, name, record_property):
-    scenario, found, stride = SCENARIOS[name], Counter(), 1 if full else STRIDE
+    scenario, outcomes, stride = SCENARIOS[name], Counter(), 1 if full else STRIDE
     base = tmp_path / "base"
     base.mkdir()
     scenario.prepare(str(base / "place"))
@@ -36,19 +36,19 @@ def test_an_operation_on_a_disk_that_fails_loses_nothing(tmp_path, full, name, r
         shutil.copytree(base, root)
         with failing(root, k) as fault:
             error = scenario.run(str(root / "place"))
-        found[scenario.check(str(root / "place"), fault, error)] += bool(fault.operation)
+        outcomes[scenario.check(str(root / "place"), fault, error)] += bool(fault.operation)
         shutil.rmtree(root)
         if not fault.operation:
             break
-    record_property("outcomes", dict(found))
-    assert sum(found.values()) > 30 / stride
+    record_property("outcomes", dict(outcomes))
+    assert sum(outcomes.values()) > 30 / stride
 
 
 @pytest.fixture(scope="module", params=["gs", "s3"])
 def cloud(request):
     server = request.getfixturevalue("gcs_server" if request.param == "gs" else "s3_server")
-    with faulty_cloud(server) as found:
-        yield found
+    with faulty_cloud(server) as faulty:
+        yield faulty
 
 
 @pytest.mark.timeout(600)
@@ -56,7 +56,7 @@ def cloud(request):
 @pytest.mark.parametrize("fault", ["refused", "lost answer"])
 def test_a_request_to_a_bucket_that_fails_loses_nothing(cloud, full, name, fault, record_property):
     """A refused request is not repeated; one whose answer is lost is, and has had its effect."""
-    scenario, found, stride = SCENARIOS[name], Counter(), 1 if full else STRIDE_OF_REQUESTS
+    scenario, outcomes, stride = SCENARIOS[name], Counter(), 1 if full else STRIDE_OF_REQUESTS
     breaking = {"fault": "status", "status": 403} if fault == "refused" else {"fault": "lost-answer"}
     bucket = cloud.place()
     for k in count(0 if full else begins(name, stride), stride):
@@ -65,8 +65,8 @@ def test_a_request_to_a_bucket_that_fails_loses_nothing(cloud, full, name, fault
         with cloud.breaking(Rule(**breaking, skip=k)):
             error = scenario.run(url)
             broken = cloud.injected()
-        found[scenario.check(url, Fault(), error)] += broken
+        outcomes[scenario.check(url, Fault(), error)] += broken
         if not broken:
             break
-    record_property("outcomes", dict(found))
-    assert sum(found.values()) > 10 / stride
+    record_property("outcomes", dict(outcomes))
+    assert sum(outcomes.values()) > 10 / stride

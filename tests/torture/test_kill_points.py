@@ -28,11 +28,11 @@ def test_a_process_killed_at_any_operation(tmp_path, jobs, full, case, record_pr
     points = [(k, {"process": victim, "act": "kill", "at": k}) for victim, count in enumerate(counts) for k in range(count)]
     if not full:
         points = points[CASES.index(case) * 5 % STRIDE :: STRIDE]
-    found = jobs.map(lambda job, *point: kill(job, tmp_path / "base", case, *point), *zip(*points, strict=True))
-    record_property("outcomes", dict(Counter(found)))
+    outcomes = jobs.map(lambda job, *point: kill(job, tmp_path / "base", case, *point), *zip(*points, strict=True))
+    record_property("outcomes", dict(Counter(outcomes)))
     # Which of two processes writes what both would write is decided by chance: there may be some operations fewer.
-    assert found.count("got through") <= max(2, len(points) // 10)
-    assert len(set(found)) > 2 or not full
+    assert outcomes.count("got through") <= max(2, len(points) // 10)
+    assert len(set(outcomes)) > 2 or not full
 
 
 @pytest.mark.parametrize("case", CASES, ids=CASE_IDS)
@@ -40,6 +40,6 @@ def test_a_process_killed_at_any_moment(tmp_path, jobs, full, case, record_prope
     operations_of(jobs, tmp_path / "base", case)
     chance = random.Random(str(case))
     points = [(i, {"process": chance.randrange(case[1]), "seconds": chance.uniform(0.001, 0.2)}) for i in range(MOMENTS if full else 1)]
-    found = jobs.map(lambda job, *point: kill(job, tmp_path / "base", case, *point), *zip(*points, strict=True))
-    record_property("outcomes", dict(Counter(found)))
-    assert set(found) != {"got through"} or not full
+    outcomes = jobs.map(lambda job, *point: kill(job, tmp_path / "base", case, *point), *zip(*points, strict=True))
+    record_property("outcomes", dict(Counter(outcomes)))
+    assert set(outcomes) != {"got through"} or not full

@@ -42,7 +42,7 @@ def saves(jobs, url, odd, values, timeouts, *, late=False):
 def test_a_process_that_comes_too_late_fails_and_takes_part_in_the_next_save(tmp_path, jobs, odd):
     url = tmp_path / "latest"
     first, *later = saves(jobs, url, odd, [1, 2, 3], [SHORT, LONG, LONG], late=True)
-    assert all(told.startswith("CommitError: ") for told in first)
+    assert all(message.startswith("CommitError: ") for message in first)
     assert f"gave up this save before process {odd} began it" in first[odd]
     assert later == [("saved",) * PROCESSES] * 2
     assert value_of(url) == 3
@@ -53,14 +53,14 @@ def test_a_process_that_has_missed_a_save_completes_none_of_the_others_and_takes
     url = tmp_path / "latest"
     first, *later = saves(jobs, url, odd, [1, 2, 3], [SHORT, SHORT, LONG])
     assert first[odd] == "absent"
-    assert all(said.startswith("CommitError: ") for said in later[0])
+    assert all(message.startswith("CommitError: ") for message in later[0])
     assert "must make the same saves" in later[0][odd]
     assert later[-1] == ("saved",) * PROCESSES
     assert value_of(url) == 3
     # Elsewhere, or when the job has started anew, all count from one again.
     for place in (tmp_path / "another", url):
-        (told,) = saves(jobs, place, None, [4], [LONG])
-        assert told == ("saved",) * PROCESSES
+        (outcomes,) = saves(jobs, place, None, [4], [LONG])
+        assert outcomes == ("saved",) * PROCESSES
         assert value_of(place) == 4
     collecting.collect(url, grace=0)
     assert attempts(url) == [shardckpt.open(url).record.attempt]

@@ -72,12 +72,12 @@ def sleep_and_wake(job, jobs, base, case, number, fate):
         before = value_of(url, PROCESSES)
         others = [sleeper.diary(f"outcome{p}") for p in range(PROCESSES) if p != fate["process"]]
         assert all(other == "saved" if before == 2 else other.startswith("CommitError: ") for other in others)
-        found = record_of(url)
+        earlier = record_of(url)
         act(jobs, url, layout, what)
         meanwhile, record, shown = value_of(url, PROCESSES), record_of(url), published(url)
         woken = sleeper.wake()[fate["process"]]
     after = value_of(url, PROCESSES)
-    undisturbed = record == found  # there was nothing to collect, to commit or to delete
+    undisturbed = record == earlier  # there was nothing to collect, to commit or to delete
     if undisturbed and fate["process"] == 0:
         assert (after == 2) == isinstance(woken, list)  # nobody minded that it was late
     else:
@@ -99,6 +99,6 @@ def test_a_process_that_sleeps_at_any_operation(tmp_path, jobs, full, case, reco
     points = [(k, {"process": sleeper, "at": k}) for sleeper, count in enumerate(counts) for k in range(count)]
     stride = STRIDE_IN_FULL if full else STRIDE
     points = [(i, fate) for i, (_, fate) in enumerate(points[CASES.index(case) * 17 % stride :: stride], CASES.index(case))]
-    found = jobs.map(lambda job, *point: sleep_and_wake(job, jobs, tmp_path / "base", case, *point), *zip(*points, strict=True))
-    record_property("outcomes", dict(Counter(found)))
-    assert found.count("did not sleep") <= max(1, len(points) // 10)
+    outcomes = jobs.map(lambda job, *point: sleep_and_wake(job, jobs, tmp_path / "base", case, *point), *zip(*points, strict=True))
+    record_property("outcomes", dict(Counter(outcomes)))
+    assert outcomes.count("did not sleep") <= max(1, len(points) // 10)

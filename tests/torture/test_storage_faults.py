@@ -31,15 +31,15 @@ def afflict(jobs, root, layout, values, afflicted, affliction):
         "save_afflicted", PROCESSES, root / "checkpoint", values, afflicted, {"layout": layout, **affliction}, options, timeout=90
     )
     assert all(isinstance(answer, list) for answer in answers), answers
-    return [list(told) for told in zip(*answers, strict=True)]
+    return [list(of_save) for of_save in zip(*answers, strict=True)]
 
 
-def assert_failed(told, afflicted, reason):
+def assert_failed(messages, afflicted, reason):
     """The one says what to do, the others name it and say the same; nobody has waited for a timeout."""
-    for process, said in enumerate(told):
-        assert said.startswith("StorageError: " if process == afflicted else "CommitError: "), told
-        assert reason in said
-        assert afflicted in (process, 0) or f"process {afflicted} could not write its share" in said
+    for process, message in enumerate(messages):
+        assert message.startswith("StorageError: " if process == afflicted else "CommitError: "), messages
+        assert reason in message
+        assert afflicted in (process, 0) or f"process {afflicted} could not write its share" in message
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -79,9 +79,9 @@ def disk(tmp_path):
 
 def collected(disk):
     """Whether a collection publishes a save that is complete; it removes all others, or says that there is no room."""
-    found = collecting.collect(disk, grace=0)
-    assert all(one.outcome in ("removed", "published") or "make room" in one.reason for one in found)
-    return any(one.outcome == "published" for one in found)
+    outcomes = collecting.collect(disk, grace=0)
+    assert all(one.outcome in ("removed", "published") or "make room" in one.reason for one in outcomes)
+    return any(one.outcome == "published" for one in outcomes)
 
 
 @needs_root
@@ -90,15 +90,15 @@ def test_however_much_room_is_left_for_all_a_save_is_whole_or_fails(disk, jobs, 
     """From none to enough: the chunks, their tables, the index or the record find no room; with some more all do."""
     prepare(jobs, disk, layout, PROCESSES, overwrite=True)
     earlier, url = contents(disk / "earlier"), disk / "checkpoint"
-    found, value = [], 1
+    outcomes, value = [], 1
     for room in range(0, 400, 8 if full else 40):
         with leaving(disk, room << 10):
             answers = jobs.run("save", PROCESSES, url, value + 1, {"layout": layout, "overwrite": True, "commit_timeout": 30})
             if all(isinstance(answer, list) for answer in answers):
-                found.append("saved")
+                outcomes.append("saved")
                 value += 1
             else:
-                found.append("failed")
+                outcomes.append("failed")
                 assert {answer["error"] for answer in answers} <= {"StorageError", "CommitError"}, answers
                 assert all("make room" in answer["message"] for answer in answers), (room, answers)
             assert value_of(url, PROCESSES) == value
@@ -107,12 +107,12 @@ def test_however_much_room_is_left_for_all_a_save_is_whole_or_fails(disk, jobs, 
         value += collected(disk)
         assert attempts(url) == [shardckpt.open(url).record.attempt]
         assert contents(disk / "earlier") == earlier
-    record_property("outcomes", dict(Counter(found)))
-    assert found[0] == "failed"
-    assert found[-1] == "saved"
+    record_property("outcomes", dict(Counter(outcomes)))
+    assert outcomes[0] == "failed"
+    assert outcomes[-1] == "saved"
     # At the limit it depends on the files that several processes happen to have at the same time.
-    last_failed = len(found) - 1 - found[::-1].index("failed")
-    assert last_failed <= found.index("saved") + 1, found
+    last_failed = len(outcomes) - 1 - outcomes[::-1].index("failed")
+    assert last_failed <= outcomes.index("saved") + 1, outcomes
 
 
 @contextmanager

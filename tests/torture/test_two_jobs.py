@@ -39,10 +39,10 @@ def run_both(jobs, root, steps, options):
         return dict(zip(steps, pool.map(run, *zip(*steps.items(), strict=True)), strict=True))
 
 
-def assert_lost(told, url):
-    for said in told:
-        assert said.startswith(LOSSES)
-        assert str(url) in said
+def assert_lost(messages, url):
+    for message in messages:
+        assert message.startswith(LOSSES)
+        assert str(url) in message
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -50,14 +50,14 @@ def test_of_two_jobs_that_save_a_step_at_once_one_wins(tmp_path, jobs, full, lay
     won = Counter()
     for i in range(40 if full else 3):
         root = tmp_path / str(i)
-        told = run_both(jobs, root, dict(JOBS.values()), {"layout": layout})
+        answers = run_both(jobs, root, dict(JOBS.values()), {"layout": layout})
         for step in ("10", "20", "30", "40"):
             url = root / "run" / f"step_{step}"
-            winners = [value for value in VALUES if told[value].get(step) == ("saved",) * PROCESSES]
+            winners = [value for value in VALUES if answers[value].get(step) == ("saved",) * PROCESSES]
             assert winners == [value_of(url, PROCESSES)]
             for value in VALUES:
-                if step in told[value] and value not in winners:
-                    assert_lost(told[value][step], url)
+                if step in answers[value] and value not in winners:
+                    assert_lost(answers[value][step], url)
                     won[f"job {winners[0]} won"] += 1
         collecting.collect(root / "run", grace=0)
         for step in ("10", "20", "30", "40"):
@@ -72,12 +72,12 @@ def test_two_jobs_that_replace_a_step_at_once_keep_the_last_save_and_the_loser_i
     outcomes = Counter()
     for i in range(40 if full else 3):
         root = tmp_path / str(i)
-        told = run_both(jobs, root, {1: ["5", "5", "5"], 2: ["5", "5", "5"]}, {"layout": layout, "overwrite": True})
+        answers = run_both(jobs, root, {1: ["5", "5", "5"], 2: ["5", "5", "5"]}, {"layout": layout, "overwrite": True})
         url = root / "run" / "step_5"
-        winners = [value for value in VALUES if told[value]["5"] == ("saved",) * PROCESSES]
+        winners = [value for value in VALUES if answers[value]["5"] == ("saved",) * PROCESSES]
         assert value_of(url, PROCESSES) in VALUES
         for value in set(VALUES) - set(winners):
-            assert_lost(told[value]["5"], url)
+            assert_lost(answers[value]["5"], url)
         outcomes[f"{len(winners)} of 2 won their last save"] += 1
         collecting.collect(url, grace=0)
         assert attempts(url) == [shardckpt.open(url).record.attempt]

@@ -36,10 +36,10 @@ STEPS = {3: 0, 6: 0, 9: 0}
 
 def links(count, most):
     """The number of differences to apply for each version of a chain, after folding."""
-    bases, found = bases_after_folding(count, most), [0]
+    bases, counts = bases_after_folding(count, most), [0]
     for number in range(1, count):
-        found.append(1 + found[bases.get(number, number - 1)])
-    return found
+        counts.append(1 + counts[bases.get(number, number - 1)])
+    return counts
 
 
 @pytest.mark.parametrize("most", [8, 9, 12, 40])

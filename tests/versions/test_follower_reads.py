@@ -94,9 +94,9 @@ def test_a_publisher_that_goes_back_says_how_many_versions_it_supersedes(tmp_pat
         for step in (1, 2, 3, 4, 2):
             publisher.publish(step, {"w": np.full(9, step, np.float32)})
             publisher.wait()
-    said = [record.getMessage() for record in caplog.records if "training went back" in record.getMessage()]
-    assert len(said) == 1
-    assert "version 2 is published, so training went back: 3 later versions are superseded, up to 4" in said[0]
+    messages = [record.getMessage() for record in caplog.records if "training went back" in record.getMessage()]
+    assert len(messages) == 1
+    assert "version 2 is published, so training went back: 3 later versions are superseded, up to 4" in messages[0]
 
 
 def test_followers_are_told_that_training_went_back_when_the_newest_versions_were_deleted(tmp_path):

@@ -172,8 +172,8 @@ def check_end(places):
     for entry in catalog(places.url):
         step = int(entry.name)
         if entry.state == "committed" and not entry.superseded:
-            found = shardckpt.restore(str(entry.location))
-            last[step] = next((more for more in places.published[step] if equal(found, step, more)), None)
+            restored = shardckpt.restore(str(entry.location))
+            last[step] = next((more for more in places.published[step] if equal(restored, step, more)), None)
             assert last[step] is not None, f"version {step} has another state"
             assert shardckpt.open(str(entry.location)).verify().ok
     return max(last), last[max(last)]

@@ -30,8 +30,8 @@ def digest(model):
 
 def published(url):
     """Step → whether it is stored as differences, of all that is published."""
-    found = [entry.location for entry in catalog(url)]
-    return {int(place.name): shardckpt.open(place.path).record.compression == "difference" for place in found}
+    locations = [entry.location for entry in catalog(url)]
+    return {int(place.name): shardckpt.open(place.path).record.compression == "difference" for place in locations}
 
 
 def check(url, steps):
@@ -92,8 +92,8 @@ def test_a_chunk_that_another_process_wrote_last_is_stored_whole(ranks, tmp_path
 
     ranks("publish_changing", 2, tmp_path / "p", 7)
     for step in range(7):
-        found = shardckpt.restore(tmp_path / "p" / str(step))
-        assert {name: array.tobytes() for name, array in found.items()} == {n: t.numpy().tobytes() for n, t in changing(step).items()}
+        restored = shardckpt.restore(tmp_path / "p" / str(step))
+        assert {name: array.tobytes() for name, array in restored.items()} == {n: t.numpy().tobytes() for n, t in changing(step).items()}
         assert shardckpt.open(tmp_path / "p" / str(step)).verify().ok
     assert published(tmp_path / "p") == published(tmp_path / "p-other") == {step: step > 0 for step in range(7)}
 

@@ -102,11 +102,11 @@ def test_shards_of_jax_arrays_are_compared_where_they_are_before_they_are_donate
             weights = {"w": step_of(weights["w"]), "f8": weights["f8"].at[step, 3].set(2.0)}
             publisher.wait()
     for step, array in enumerate(expected):
-        found = shardckpt.restore(tmp_path / str(step))
-        assert found["w"].tobytes() == array.tobytes()
+        restored = shardckpt.restore(tmp_path / str(step))
+        assert restored["w"].tobytes() == array.tobytes()
         f8 = np.ones((400, 400), ml_dtypes.float8_e5m2)
         f8[:step, 3] = 2
-        assert found["f8"].tobytes() == f8.tobytes()
+        assert restored["f8"].tobytes() == f8.tobytes()
         assert shardckpt.open(tmp_path / str(step)).verify().ok
         assert (shardckpt.open(tmp_path / str(step)).record.totals["stored_bytes"] < 20_000) == (step > 0)
 
@@ -212,8 +212,8 @@ def test_tensors_on_devices_with_streams_are_summed_there(tmp_path, monkeypatch,
             for step in range(3):
                 publisher.publish(step, {"w": w})
                 publisher.wait()
-                found = shardckpt.restore(tmp_path / str(step), {"w": torch.empty(300, 300)})["w"]
-                assert bits(found) == bits(w)
+                restored = shardckpt.restore(tmp_path / str(step), {"w": torch.empty(300, 300)})["w"]
+                assert bits(restored) == bits(w)
                 w[7, step] += 1
             if snapshot == "host":
                 copy = FakeCuda.copy

@@ -146,12 +146,12 @@ def test_tensors_are_published_in_another_dtype_rounded_as_torch_rounds(tmp_path
             model["w"].add_(1e-3 * torch.randn(300, 100).to(kind))
             publisher.publish(step, {"model": model})
             publisher.wait()
-            found = shardckpt.open(tmp_path / str(step))
-            assert found.names() == ["model/w", "model/tied"]
-            assert found.record.totals["tensors"] == 1
+            version = shardckpt.open(tmp_path / str(step))
+            assert version.names() == ["model/w", "model/tied"]
+            assert version.record.totals["tensors"] == 1
             expected = model["w"].to(torch.bfloat16)
-            assert torch.equal(torch.from_numpy(found.read("model/w").view(np.int16)), expected.view(torch.int16))
-            assert found.verify().ok
+            assert torch.equal(torch.from_numpy(version.read("model/w").view(np.int16)), expected.view(torch.int16))
+            assert version.verify().ok
 
 
 def test_tensors_that_come_go_or_change_their_form_are_stored_whole(tmp_path):
@@ -403,13 +403,13 @@ def test_a_follower_of_each_version_gets_those_from_after_a_rollback_and_hears_o
     def states(steps, add):
         return [(step, {"w": np.full(10, step + add)}) for step in steps]
 
-    found = []
+    seen = []
     with shardckpt.follow(tmp_path, None, mode="each") as follower:
         for steps, add in ((range(1, 5), 0.0), ((2, 3, 6), 100.0)):
             publish_all(tmp_path, states(steps, add))
             while (version := follower.poll()) is not None:
-                found.append((version.step, version.went_back, version.prepare().apply()["w"][0]))
-    assert found == [(step, False, step) for step in range(1, 5)] + [(2, True, 102), (3, False, 103), (6, False, 106)]
+                seen.append((version.step, version.went_back, version.prepare().apply()["w"][0]))
+    assert seen == [(step, False, step) for step in range(1, 5)] + [(2, True, 102), (3, False, 103), (6, False, 106)]
 
 
 def test_without_tensors_to_fill_each_version_gives_arrays_of_its_own(tmp_path):

@@ -133,8 +133,8 @@ def test_many_threads_read_one_view(large):
     draw = rnd.Random(0)
     ranges = [(draw.randrange(len(expected)), draw.randrange(1 << 20)) for _ in range(100)]
     with ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(lambda one: file.pread(*one), ranges))
-    assert found == [expected[a : a + n] for a, n in ranges]
+        parts = list(pool.map(lambda one: file.pread(*one), ranges))
+    assert parts == [expected[a : a + n] for a, n in ranges]
 
 
 def test_memory_is_the_cache_and_what_is_read_ahead(large):

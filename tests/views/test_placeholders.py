@@ -32,8 +32,8 @@ def url(tmp_path_factory):
 
 
 def recorder(url):
-    found = Recorder(ModelView(url))
-    return found, dict(found.placeholders())
+    made = Recorder(ModelView(url))
+    return made, dict(made.placeholders())
 
 
 VIEWS = {
@@ -103,24 +103,24 @@ def test_fused_parameters_of_one_rank_read_hardly_more_than_they_keep(url):
 
 def test_an_operation_on_elements_reads_them_and_is_counted(url):
     place, state = url
-    recorded, found = recorder(place)
-    assert torch.equal(found["w"][2:4] * 2, state["w"][2:4] * 2)
-    assert float(found["scalar"]) == 3.5
-    assert torch.equal(torch.cat([found["m"][:2], found["m"][4:6]]), torch.cat([state["m"][:2], state["m"][4:6]]))
+    recorded, placeholders = recorder(place)
+    assert torch.equal(placeholders["w"][2:4] * 2, state["w"][2:4] * 2)
+    assert float(placeholders["scalar"]) == 3.5
+    assert torch.equal(torch.cat([placeholders["m"][:2], placeholders["m"][4:6]]), torch.cat([state["m"][:2], state["m"][4:6]]))
     assert sum(recorded.read_at_once.values()) == 4
-    assert found["none"].sum() == 0
+    assert placeholders["none"].sum() == 0
     target = torch.zeros(0, 4)
-    target.copy_(found["none"])
+    target.copy_(placeholders["none"])
     recorded.fill()
 
 
 def test_of_two_copies_to_one_place_the_later_stays(url):
     place, state = url
-    recorded, found = recorder(place)
+    recorded, placeholders = recorder(place)
     target = torch.zeros(8, 6)
     for i in (3, 7, 5):
-        target.copy_(found["w"][i])
-    target[2:4].copy_(found["w"][0, 2:4])
+        target.copy_(placeholders["w"][i])
+    target[2:4].copy_(placeholders["w"][0, 2:4])
     recorded.fill()
     assert torch.equal(target[:2], state["w"][5, :2])
     assert torch.equal(target[2:4], state["w"][0, 2:4])
@@ -128,12 +128,12 @@ def test_of_two_copies_to_one_place_the_later_stays(url):
 
 def test_a_parameter_is_filled_as_a_module_loads_it(url):
     place, state = url
-    recorded, found = recorder(place)
+    recorded, placeholders = recorder(place)
     module = torch.nn.Linear(512, 1024, bias=False, dtype=torch.bfloat16)
-    module.weight.data.copy_(found["m"])
+    module.weight.data.copy_(placeholders["m"])
     other = torch.nn.Linear(512, 1024, bias=False, dtype=torch.bfloat16)
     with torch.no_grad():
-        other.load_state_dict({"weight": found["m"]})
+        other.load_state_dict({"weight": placeholders["m"]})
     recorded.fill()
     assert torch.equal(module.weight, state["m"])
     assert torch.equal(other.weight, state["m"])
@@ -145,12 +145,12 @@ def test_what_a_model_does_with_a_parameter_after_a_copy_sees_the_copy(url):
     one, other, norm = torch.zeros(1024, 512), torch.zeros(512, 512), torch.zeros(())
 
     def load_weights(weights):
-        found = dict(weights)
-        one.data.copy_(found["m"])
+        placeholders = dict(weights)
+        one.data.copy_(placeholders["m"])
         other.copy_(one[:512])  # reads what was copied
         one.data[:2].add_(1)  # changes it
         one[4:6].copy_(torch.ones(2, 512))  # replaces it
-        one[4].copy_(found["m"][9])
+        one[4].copy_(placeholders["m"][9])
         norm.copy_(one.norm())
         return {"one"}
 
@@ -209,19 +209,19 @@ def test_what_a_program_does_to_tensors_without_an_operation_changes_no_copy(url
     memory = q.data
 
     def load_weights(weights):
-        found = dict(weights)
-        q.data.copy_(found["w"][0])
+        placeholders = dict(weights)
+        q.data.copy_(placeholders["w"][0])
         q.data = torch.zeros(8, 6)
-        bits.copy_(found["m"].view(torch.int16))
-        thread = threading.Thread(target=lambda: other.copy_(found["w"][1]).mul_(2))
+        bits.copy_(placeholders["m"].view(torch.int16))
+        thread = threading.Thread(target=lambda: other.copy_(placeholders["w"][1]).mul_(2))
         thread.start()
         thread.join()
         with pytest.raises(RuntimeError, match="must match"):
-            torch.zeros(5).copy_(found["w"])
-        return found
+            torch.zeros(5).copy_(placeholders["w"])
+        return placeholders
 
-    found = recorded.run(load_weights)
-    late.copy_(found["w"][3])
+    placeholders = recorded.run(load_weights)
+    late.copy_(placeholders["w"][3])
     assert torch.equal(memory, state["w"][0])
     assert torch.equal(bits, state["m"].view(torch.int16))
     assert torch.equal(other, state["w"][1] * 2)

@@ -92,7 +92,7 @@ def test_of_two_processes_each_reads_what_it_keeps(trained, tmp_path):
     done = subprocess.run([*map(str, command), str(path), str(tmp_path)], capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     for rank in range(2):
-        said = json.loads((tmp_path / str(rank)).read_text())
-        assert torch.allclose(torch.tensor(said["logits"]), logits(model), atol=1e-5)
-        assert said["read"] <= 1.05 * said["kept"]
-        assert said["kept"] < 0.75 * said["all"]
+        answer = json.loads((tmp_path / str(rank)).read_text())
+        assert torch.allclose(torch.tensor(answer["logits"]), logits(model), atol=1e-5)
+        assert answer["read"] <= 1.05 * answer["kept"]
+        assert answer["kept"] < 0.75 * answer["all"]

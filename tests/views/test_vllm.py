@@ -90,9 +90,9 @@ def test_each_rank_has_what_vllm_reads_itself_and_reads_hardly_more_than_it_keep
     ]
     outputs = [process.communicate(timeout=800) for process in started]
     assert [process.returncode for process in started] == [0] * ranks, outputs[0][1][-3000:]
-    said = [[json.loads(line) for line in out.splitlines() if line.startswith("{")] for out, _ in outputs]
+    answers = [[json.loads(line) for line in out.splitlines() if line.startswith("{")] for out, _ in outputs]
     for i, name in enumerate(models()):
-        of_ranks = [one[i] for one in said]
+        of_ranks = [one[i] for one in answers]
         assert [(one["model"], one["differing"]) for one in of_ranks] == [(name, [])] * ranks
         assert {operation for one in of_ranks for operation in one["at_once"]} == AT_ONCE.get(name, set())
         read, kept = (sum(one[what] for one in of_ranks) for what in ("read", "kept"))

@@ -145,13 +145,13 @@ def test_ten_versions_in_a_row_give_the_tokens_that_transformers_gives(training,
             prepared = engine.ask("prepare")  # the engine serves with the version that it has
             assert prepared["prepared"] == [step] * ranks
             assert prepared["tokens"] == seen[-1]
-            said = engine.ask("next")
-            assert "error" not in said, said["error"] + "".join(engine.log[-60:])
-            assert (said["step"], said["weight_version"]) == (step, str(step))
-            assert said["tokens"] == expected, step
-            for proof in said["proofs"]:
+            answer = engine.ask("next")
+            assert "error" not in answer, answer["error"] + "".join(engine.log[-60:])
+            assert (answer["step"], answer["weight_version"]) == (step, str(step))
+            assert answer["tokens"] == expected, step
+            for proof in answer["proofs"]:
                 assert (proof["step"], len(proof["proved"]), proof["not_proved"]) == (step, 21, [])
-            seen.append(said["tokens"])
+            seen.append(answer["tokens"])
         assert len({json.dumps(tokens) for tokens in seen}) == len(seen), "each version has other tokens"
         assert engine.ask("next")["step"] is None
     finally:
@@ -176,8 +176,8 @@ def test_an_engine_that_is_killed_amid_a_version_leaves_the_next_one_what_it_nee
     expected = training.publish(502)
     engine = Engine(training, 1)
     try:
-        said = engine.ask("next")
-        assert (said["step"], said["tokens"]) == (502, expected)
+        answer = engine.ask("next")
+        assert (answer["step"], answer["tokens"]) == (502, expected)
     finally:
         engine.kill()
 
@@ -191,9 +191,9 @@ def test_what_cannot_be_followed_is_refused_and_leaves_the_engine_as_it_is(train
     engine = Engine(bare, 1)
     try:
         before = engine.ask("tokens")["tokens"]
-        said = engine.ask("next")
-        assert "qkv_proj" in said["error"] + "".join(engine.log), said
-        assert said["tokens"] == before
+        answer = engine.ask("next")
+        assert "qkv_proj" in answer["error"] + "".join(engine.log), answer
+        assert answer["tokens"] == before
     finally:
         engine.kill()
 

@@ -59,18 +59,18 @@ def test_a_number_of_threads_that_is_none_is_refused_by_name(asked):
 @settings(max_examples=25, deadline=None)
 def test_what_several_threads_write_is_what_was_saved_and_memory_stays_in_its_limit(tmp_path_factory, sizes, limit, threads, compression):
     """Some states fit, others stream through a few parts."""
-    place, told = tmp_path_factory.mktemp("saved") / "c", []
+    place, calls = tmp_path_factory.mktemp("saved") / "c", []
     arrays = {f"t{i}": np.random.default_rng(i).integers(0, 255, size, np.uint8) for i, size in enumerate(sizes)}
     arrays["big"] = np.random.default_rng(99).integers(0, 255, (40, MiB), np.uint8)
     options = SaveOptions(background_threads=threads, compression=compression, memory_limit=limit)
     saver = Saver(memory_limit=limit)
-    report = saver.begin(place, arrays, options, progress=lambda done, total: told.append((done, total))).wait()
-    found = shardckpt.restore(place)
-    assert all((found[name] == arrays[name]).all() for name in arrays)
+    report = saver.begin(place, arrays, options, progress=lambda done, total: calls.append((done, total))).wait()
+    restored = shardckpt.restore(place)
+    assert all((restored[name] == arrays[name]).all() for name in arrays)
     assert saver.pool.high_water <= limit
     assert report.streamed == (limit < 128 * MiB)
-    assert [done for done, _ in told] == sorted({done for done, _ in told}), "progress goes forward"
-    assert told[-1] == (report.nbytes, report.nbytes)
+    assert [done for done, _ in calls] == sorted({done for done, _ in calls}), "progress goes forward"
+    assert calls[-1] == (report.nbytes, report.nbytes)
     assert shardckpt.open(place).verify().ok
 
 

@@ -44,8 +44,8 @@ def filled(fake, mebibytes, tensors=4):
 
 
 def assert_saved(path, expected):
-    found = shardckpt.restore(path)
-    assert all(np.array_equal(found[name], value.numpy()) for name, value in expected.items())
+    restored = shardckpt.restore(path)
+    assert all(np.array_equal(restored[name], value.numpy()) for name, value in expected.items())
 
 
 @pytest.mark.parametrize("mode", ["wait", "overlap"])

@@ -50,10 +50,10 @@ def test_the_chunks_of_a_block_are_the_same_bytes_as_each_of_them_alone(grid, dt
 
 def arrays(rows):
     """Pieces of rows of 16 KiB, one row a chunk, with their elements."""
-    found = [
+    pieces = [
         (Piece(f"t{i}", (0, 0), (n, 4096), (1, 4096)), np.random.default_rng(i).random((n, 4096), np.float32)) for i, n in enumerate(rows)
     ]
-    return [(piece, piece.box, values) for piece, values in found]
+    return [(piece, piece.box, values) for piece, values in pieces]
 
 
 def writer(place: Path, threads, layout="packed", compression=None) -> HostWriter:

@@ -69,22 +69,22 @@ def test_large_tensors_of_several_blocks_and_threads(tmp_path):
 
 def test_numpy_torch_and_a_transposed_view_have_one_fingerprint_and_a_changed_bit_another():
     a = np.arange(12, dtype=np.float32).reshape(3, 4)
-    found = shardckpt.fingerprint({"w": a})
-    assert found == shardckpt.fingerprint({"w": torch.arange(12.0).reshape(3, 4)})
-    assert found == shardckpt.fingerprint({"w": torch.arange(12.0).reshape(3, 4).t().contiguous().t()})
-    assert found != shardckpt.fingerprint({"w": np.nextafter(a, 99)})
-    assert found != shardckpt.fingerprint({"v": a})
-    assert found != shardckpt.fingerprint({"w": a.reshape(4, 3)})
-    assert found != shardckpt.fingerprint({"w": a.view(np.int32)})
-    assert len(found.total) == 32
+    fingerprint = shardckpt.fingerprint({"w": a})
+    assert fingerprint == shardckpt.fingerprint({"w": torch.arange(12.0).reshape(3, 4)})
+    assert fingerprint == shardckpt.fingerprint({"w": torch.arange(12.0).reshape(3, 4).t().contiguous().t()})
+    assert fingerprint != shardckpt.fingerprint({"w": np.nextafter(a, 99)})
+    assert fingerprint != shardckpt.fingerprint({"v": a})
+    assert fingerprint != shardckpt.fingerprint({"w": a.reshape(4, 3)})
+    assert fingerprint != shardckpt.fingerprint({"w": a.view(np.int32)})
+    assert len(fingerprint.total) == 32
 
 
 def test_tied_tensors_count_once_and_small_leaves_do_not(tmp_path):
     weight = torch.randn(5, 5)
-    found = shardckpt.fingerprint({"a": weight, "b": weight, "step": 3})
-    assert [*found.tensors] == ["a"]
+    fingerprint = shardckpt.fingerprint({"a": weight, "b": weight, "step": 3})
+    assert [*fingerprint.tensors] == ["a"]
     shardckpt.save(tmp_path / "c", {"a": weight, "b": weight, "step": 4}, options=SaveOptions(fingerprint=True))
-    assert fingerprint_recorded(tmp_path / "c") == found
+    assert fingerprint_recorded(tmp_path / "c") == fingerprint
 
 
 def test_tensors_in_a_base_are_read(tmp_path):
@@ -102,9 +102,9 @@ def test_a_comparison_reads_no_tensor_whose_recorded_fingerprints_are_equal(tmp_
     for name, value in (("a", 0), ("b", 1)):
         shardckpt.save(tmp_path / name, state | {"other": state["other"] + value}, options=SaveOptions(fingerprint=True))
     a, b = shardckpt.open(tmp_path / "a"), shardckpt.open(tmp_path / "b")
-    found = compare(a, b)
-    assert [value.name for value in found.values] == ["other"]
-    assert found.tensors_compared == 2
+    comparison = compare(a, b)
+    assert [value.name for value in comparison.values] == ["other"]
+    assert comparison.tensors_compared == 2
     assert 40000 <= a.stats.bytes_read < 80000
 
 
@@ -144,12 +144,12 @@ def test_a_manager_proves_what_lies_in_memory(tmp_path, monkeypatch):
 def test_the_command_prints_it(tmp_path):
     state = {"a": np.arange(5.0), "b": np.ones((3, 3), ml_dtypes.bfloat16)}
     shardckpt.save(tmp_path / "c", state)
-    found = shardckpt.fingerprint(state)
+    fingerprint = shardckpt.fingerprint(state)
     command = [sys.executable, "-m", "shardckpt", "fingerprint", tmp_path / "c"]
     printed = subprocess.run(
         [*command, "--tensors"], capture_output=True, text=True, check=True, env=os.environ | {"COLUMNS": "200"}
     ).stdout
-    assert [line.split()[0] for line in printed.splitlines()] == [found.total, *found.tensors.values()]
-    said = json.loads(subprocess.run([*command, "--json", "--read"], capture_output=True, text=True, check=True).stdout)
-    assert (said["fingerprint"], said["tensors"]) == (found.total, found.tensors)
-    assert Fingerprint(said["tensors"]) == found
+    assert [line.split()[0] for line in printed.splitlines()] == [fingerprint.total, *fingerprint.tensors.values()]
+    document = json.loads(subprocess.run([*command, "--json", "--read"], capture_output=True, text=True, check=True).stdout)
+    assert (document["fingerprint"], document["tensors"]) == (fingerprint.total, fingerprint.tensors)
+    assert Fingerprint(document["tensors"]) == fingerprint

@@ -67,8 +67,8 @@ def test_stock_tensorstore_reads_what_several_hosts_wrote(tmp_path, job):
         job.run("save", 3, tmp_path / layout, {"layout": layout})
         opened = shardckpt.open(tmp_path / layout)
         for name in ("large", "small", "scalar"):
-            found = ts.open(opened.stock_spec(name)).result().read().result()
-            np.testing.assert_array_equal(found, state()[name])
+            elements = ts.open(opened.stock_spec(name)).result().read().result()
+            np.testing.assert_array_equal(elements, state()[name])
 
 
 def test_a_coordinator_keeps_no_more_keys_however_many_saves_there_are(tmp_path, job):
@@ -214,8 +214,8 @@ def test_options_that_differ_are_an_error(tmp_path, job):
 
 
 def test_every_process_gets_its_own_values_back(tmp_path, job):
-    found = job.run("save_per_process", 3, tmp_path / "c")
-    assert found == [[p, [p, p + 1, p + 2], list(range(10))] for p in range(3)]
+    answers = job.run("save_per_process", 3, tmp_path / "c")
+    assert answers == [[p, [p, p + 1, p + 2], list(range(10))] for p in range(3)]
     everything = shardckpt.restore(tmp_path / "c")["rng"]
     assert [value["seed"] for value in everything] == [0, 1, 2]
 
@@ -257,14 +257,14 @@ def test_of_several_committers_at_once_one_publishes_and_the_others_find_it_publ
         url = tmp_path / str(i)
         job.run("save_without_committing", 2, url, {"layout": LAYOUTS[i % 2]})
         states = job.run("commit_at_once", 4, url)
-        assert all(found in ([], ["committed"]) for found in states), states
+        assert all(outcomes in ([], ["committed"]) for outcomes in states), states
         assert ["committed"] in states
         assert_holds(url)
 
 
 def test_an_attempt_that_lacks_a_host_is_not_committed_and_names_it(tmp_path, job):
-    said = job.run("save_without_committing", 3, tmp_path / "c", {"commit_timeout": 10}, 0, [1])
-    assert "host 1 (of 3) did not finish within 10 s" in said[0]
+    messages = job.run("save_without_committing", 3, tmp_path / "c", {"commit_timeout": 10}, 0, [1])
+    assert "host 1 (of 3) did not finish within 10 s" in messages[0]
     (outcome,) = shardckpt.commit(tmp_path / "c")
     assert outcome.state == "incomplete"
     assert outcome.reason == "host 1 (of 3) did not finish"

@@ -22,9 +22,9 @@ def numbered(columns):
 @pytest.mark.parametrize("columns", [3, 5000])
 def test_tensors_that_describe_their_shards_are_saved_as_one_and_restored_in_place(tmp_path, job, columns):
     assert job.run("save_described", 2, tmp_path / "c", columns) == ["saved"] * 2
-    found = shardckpt.open(tmp_path / "c")
-    np.testing.assert_array_equal(found.read("w"), numbered(columns))
-    assert found.verify().damage == []
+    checkpoint = shardckpt.open(tmp_path / "c")
+    np.testing.assert_array_equal(checkpoint.read("w"), numbered(columns))
+    assert checkpoint.verify().damage == []
     assert job.run("restore_described", 2, tmp_path / "c", columns) == [[True] * 3] * 2
     assert job.run("restore_described", 4, tmp_path / "c", columns) == [[True] * 3] * 4
 
@@ -78,8 +78,8 @@ def test_only_holders_of_one_shard_are_compared(tmp_path, job):
     """Of four processes 1 and 3 hold the second half, and the halves differ."""
     same = {"kind": "HSDP", "size": 200_000, "drifted": [1, 3]}
     assert job.run("save_held", 4, tmp_path / "c", same) == ["saved"] * 4
-    found = shardckpt.restore(tmp_path / "c")["w"]
-    assert (set(found[:100_000]), set(found[100_000:])) == ({0}, {1})
+    restored = shardckpt.restore(tmp_path / "c")["w"]
+    assert (set(restored[:100_000]), set(restored[100_000:])) == ({0}, {1})
     assert refused(job.run("save_held", 4, tmp_path / "d", {**same, "drifted": [3]}), "replicated tensor", "process 1", "process 3")
 
 

@@ -50,8 +50,8 @@ def trained(tmp_path_factory):
         running[framework] = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
     def answer(framework):
-        out, said = running[framework].communicate(timeout=250)
-        assert running[framework].returncode == 0, said
+        out, errors_printed = running[framework].communicate(timeout=250)
+        assert running[framework].returncode == 0, errors_printed
         return json.loads(out.splitlines()[-1])
 
     try:
@@ -77,11 +77,11 @@ def assert_holds(url, mebibytes=1, shift=0):
 @pytest.mark.xla
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_tensors_may_be_overwritten_as_soon_as_the_call_returns(trained, framework):
-    found = trained(framework)
-    assert found["wrong"] == []
-    assert found["changed"]
-    assert len(set(found["written"])) == 1
-    assert not found["streamed"]
+    answer = trained(framework)
+    assert answer["wrong"] == []
+    assert answer["changed"]
+    assert len(set(answer["written"])) == 1
+    assert not answer["streamed"]
 
 
 @pytest.mark.parametrize("layout", ["packed", "zarr"])
@@ -105,10 +105,10 @@ def test_everything_in_a_state_may_change_as_soon_as_the_call_returns(tmp_path, 
     saved["nested"][0]["step"] = 8
     words[...], metadata["loss"][0] = 0, 2.5
     handle.wait()
-    found = shardckpt.restore(tmp_path / "c", only=["w", "strided", "transposed", "scalar", "empty", "nested/**"])
+    restored = shardckpt.restore(tmp_path / "c", only=["w", "strided", "transposed", "scalar", "empty", "nested/**"])
     for name, array in before.items():
-        np.testing.assert_array_equal(found[name], array)
-    assert found["nested"] == [{"step": 7}]
+        np.testing.assert_array_equal(restored[name], array)
+    assert restored["nested"] == [{"step": 7}]
     assert shardckpt.open(tmp_path / "c").metadata == {"loss": [1.5]}
     rng = shardckpt.restore(tmp_path / "c", like={"rng": shardckpt.PerProcess(None)}, only=["rng"])["rng"]
     assert rng.value["words"].tolist() == [0, 1, 2, 3]
@@ -258,10 +258,10 @@ def test_a_storage_that_refuses_stops_a_save_even_while_it_copies(tmp_path, mebi
 def test_a_full_disk_is_told_and_the_next_save_goes_well(tmp_path, job, mebibytes):
     (answer,) = job.run("into_a_full_place", 1, tmp_path / "c", mebibytes)
     begun, waited, local = answer
-    told = waited if begun is None else begun
+    error = waited if begun is None else begun
     assert (begun is None) == (mebibytes == 6)
-    assert told[0] == "StorageError"
-    assert "file too large" in told[1].lower()
+    assert error[0] == "StorageError"
+    assert "file too large" in error[1].lower()
     if begun is None:
         assert local == waited
     assert not list((tmp_path / "c").glob("*"))
@@ -313,9 +313,9 @@ def test_ctrl_c_while_copying_gives_the_save_up(tmp_path, job):
 @pytest.mark.parametrize("mebibytes", [1, 40])
 def test_a_signal_handler_that_saves_amid_another_save_never_waits_for_it(tmp_path, job, mebibytes):
     (error,) = job.run("interrupted_by_another_save", 1, tmp_path / "c", mebibytes)
-    kind, said = error
+    kind, message = error
     assert kind == "BudgetError"
-    assert "memory_limit=16 MiB is in use by a save that this thread is in the middle of" in said
+    assert "memory_limit=16 MiB is in use by a save that this thread is in the middle of" in message
     assert sorted(path.name for path in tmp_path.iterdir()) == ["c-later"]
     assert_holds(tmp_path / "c-later")
 
@@ -371,8 +371,8 @@ def test_a_failure_that_no_caller_was_told_is_reported_in_the_log_once(tmp_path,
     if dropped != "before it fails":
         del handle
     gc.collect()
-    told = [f"{tmp_path / 'c'}: the save failed in the background, and nothing waited for it: not fit to be published"]
-    assert caplog.messages == (told if dropped != "when it was waited for" else [])
+    messages = [f"{tmp_path / 'c'}: the save failed in the background, and nothing waited for it: not fit to be published"]
+    assert caplog.messages == (messages if dropped != "when it was waited for" else [])
 
 
 def test_a_save_that_fails_while_the_program_ends_is_reported_in_the_log(tmp_path):
@@ -481,8 +481,8 @@ def test_other_reads_are_refused_with_the_same_reason_once_python_ends(tmp_path)
 
 
 def test_a_fork_knows_of_no_save_in_flight(tmp_path, job):
-    (said,) = job.run("forked", 1, tmp_path)
-    assert "forked" in said
+    (message,) = job.run("forked", 1, tmp_path)
+    assert "forked" in message
     assert_holds(tmp_path / "parent")
 
 
@@ -519,10 +519,10 @@ def test_the_stall_is_measured_beside_a_copy_of_the_same_bytes():
     ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)["torch"]
-    assert (found["tensors"], found["bytes"]) == (16, 3 * 4 * 2 * (64 * 64 + 64) + 4 * 4)  # parameters, two moments, steps
-    assert min(found["memcpy_s"], found["planning_s"], found["step_s"]) > 0
-    assert found["stall_s"] > found["planning_s"]
+    figures = json.loads(done.stdout)["torch"]
+    assert (figures["tensors"], figures["bytes"]) == (16, 3 * 4 * 2 * (64 * 64 + 64) + 4 * 4)  # parameters, two moments, steps
+    assert min(figures["memcpy_s"], figures["planning_s"], figures["step_s"]) > 0
+    assert figures["stall_s"] > figures["planning_s"]
 
 
 @pytest.mark.parametrize("waits", [False, True])

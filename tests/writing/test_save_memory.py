@@ -37,10 +37,10 @@ def measured(to, *options):
 )
 def test_a_save_larger_than_its_memory_limit_stays_inside_it(tmp_path, to, layout):
     place = str(tmp_path) if to == "a disk" else to
-    found = measured(place, "--gibibytes", "0.25", "--memory-limit", "128MiB", "--layout", layout)
-    assert found["state"] == 256 * MiB
-    assert found["memory_limit"] == 128 * MiB
-    assert 0 < found["growth"] <= (32 * MiB if to == "a disk" else 128 * MiB)
+    figures = measured(place, "--gibibytes", "0.25", "--memory-limit", "128MiB", "--layout", layout)
+    assert figures["state"] == 256 * MiB
+    assert figures["memory_limit"] == 128 * MiB
+    assert 0 < figures["growth"] <= (32 * MiB if to == "a disk" else 128 * MiB)
 
 
 @pytest.mark.parametrize("compression", [None, "zstd"])
@@ -78,11 +78,11 @@ def test_what_the_system_gives_no_memory_for_is_an_error_of_ours(tmp_path):
     child = CHILDREN / "out_of_memory.py"
     run = subprocess.run([sys.executable, child, tmp_path], capture_output=True, text=True, check=False, timeout=250)
     assert run.returncode == 0, run.stderr
-    told = [line.split(" ", 2) for line in run.stdout.splitlines()]
-    assert [name for name, _, _ in told] == ["export_safetensors", "restore", "save_async", "manager"]
-    assert {kind for _, kind, _ in told} == {"BudgetError"}
-    assert told[0][2].startswith(f"{tmp_path}/large: the system gave this process no more memory")
-    assert told[1][2].startswith("w: there is no memory for an array")
+    failures = [line.split(" ", 2) for line in run.stdout.splitlines()]
+    assert [name for name, _, _ in failures] == ["export_safetensors", "restore", "save_async", "manager"]
+    assert {kind for _, kind, _ in failures} == {"BudgetError"}
+    assert failures[0][2].startswith(f"{tmp_path}/large: the system gave this process no more memory")
+    assert failures[1][2].startswith("w: there is no memory for an array")
 
 
 def test_memory_that_a_save_in_the_background_is_refused_is_an_error_of_ours():

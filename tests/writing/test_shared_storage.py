@@ -108,8 +108,8 @@ def test_processes_that_save_alone_look_for_nothing(tmp_path, job):
 
 def test_the_next_save_finds_a_storage_that_is_shared_by_then(tmp_path, job):
     roots = own_roots(tmp_path, 2)
-    said = job.run("save_again_when_shared", 2, [root / "1" for root in roots], tmp_path / "1")
-    assert all("is not shared" in message for message in said)
+    messages = job.run("save_again_when_shared", 2, [root / "1" for root in roots], tmp_path / "1")
+    assert all("is not shared" in message for message in messages)
     assert Store.open(tmp_path / "1").exists("checkpoint.json")
 
 

@@ -31,15 +31,15 @@ def model(step=0):
     return {"model": {"embed": EMBED, "w": EMBED[:50] + step}, "lora": np.full((40, 4), step, np.float32), "step": step}
 
 
-def equal(found, expected):
-    assert found.keys() == expected.keys()
+def equal(actual, expected):
+    assert actual.keys() == expected.keys()
     for key, value in expected.items():
         if isinstance(value, dict):
-            equal(found[key], value)
+            equal(actual[key], value)
         elif isinstance(value, np.ndarray):
-            assert (found[key].dtype, found[key].shape, found[key].tobytes()) == (value.dtype, value.shape, value.tobytes()), key
+            assert (actual[key].dtype, actual[key].shape, actual[key].tobytes()) == (value.dtype, value.shape, value.tobytes()), key
         else:
-            assert found[key] == value
+            assert actual[key] == value
     return True
 
 
@@ -86,8 +86,8 @@ def nested(leaves):
 
 
 def shardings(drawn, leaves):
-    found = {name: spec for name, spec in drawn.items() if name in leaves and spec is not None and len(spec) <= len(leaves[name][1])}
-    return {name: Sharding(MESH, spec) for name, spec in found.items()}
+    specs = {name: spec for name, spec in drawn.items() if name in leaves and spec is not None and len(spec) <= len(leaves[name][1])}
+    return {name: Sharding(MESH, spec) for name, spec in specs.items()}
 
 
 def tensors(state, prefix=""):
@@ -428,39 +428,39 @@ def job(hosts, tmp_path):
 
 def test_all_processes_leave_the_same_in_the_base_without_a_word(job, tmp_path):
     options = {"base": str(tmp_path / "0"), "skip": ["large", "small"]}
-    found = job.run("save", 2, tmp_path / "1", [options, options], 5)
+    answers = job.run("save", 2, tmp_path / "1", [options, options], 5)
 
-    assert [bases for _, bases in found] == [[str(tmp_path / "0")]] * 2
+    assert [bases for _, bases in answers] == [[str(tmp_path / "0")]] * 2
     expected = {**job_state(5), "large": job_state()["large"], "small": job_state()["small"]}
-    assert sum(nbytes for nbytes, _ in found) == expected["medium"].nbytes
+    assert sum(nbytes for nbytes, _ in answers) == expected["medium"].nbytes
     assert equal(shardckpt.restore(tmp_path / "1"), {**expected, "nested": [{"lr": 0.1}, ("a", None)]})
     assert shardckpt.open(tmp_path / "1").verify().damage == []
     assert len([*(tmp_path / "1").glob("*/contents/*")]) == 1  # both say the same
 
 
 def test_the_checkpoints_of_one_job_are_told_apart_as_bases(job, tmp_path):
-    found, _ = job.run("save_chain", 2, tmp_path)
+    attempts, _ = job.run("save_chain", 2, tmp_path)
 
-    assert len(set(found)) == 3
+    assert len(set(attempts)) == 3
     assert [base.url for base in shardckpt.open(tmp_path / "3").record.structure.bases] == ["../1", "../2"]
     assert equal(shardckpt.restore(tmp_path / "3"), {**job_state(), "nested": [{"lr": 0.1}, ("a", None)]})
 
 
 def test_processes_that_skip_different_tensors_are_refused(job, tmp_path):
     options = {"base": str(tmp_path / "0"), "skip": ["large"]}
-    found = job.run("save", 2, tmp_path / "1", [options, {**options, "skip": ["medium"]}])
+    answers = job.run("save", 2, tmp_path / "1", [options, {**options, "skip": ["medium"]}])
 
-    assert [answer["error"] for answer in found] == ["CommitError"] * 2
-    assert "'large': its base is attempt" in found[0]["message"]
+    assert [answer["error"] for answer in answers] == ["CommitError"] * 2
+    assert "'large': its base is attempt" in answers[0]["message"]
 
 
 def test_what_the_base_lacks_fails_on_all_processes(job, tmp_path):
     options = {"base": str(tmp_path / "0"), "skip": ["large"]}
     shardckpt.save(tmp_path / "0", {"other": 1}, options=SaveOptions(overwrite=True))
-    found = job.run("save", 2, tmp_path / "1", [options, options])
+    answers = job.run("save", 2, tmp_path / "1", [options, options])
 
-    assert {answer["error"] for answer in found} <= {"NamesMismatchError", "CommitError"}
-    assert found[0]["error"] == "NamesMismatchError"
+    assert {answer["error"] for answer in answers} <= {"NamesMismatchError", "CommitError"}
+    assert answers[0]["error"] == "NamesMismatchError"
 
 
 def test_a_save_whose_committer_died_is_committed_from_the_records_alone_unless_the_base_is_gone(job, tmp_path):

@@ -55,7 +55,7 @@ def test_blocks_hold_each_chunk_of_a_process_once_and_in_order_however_small_the
     ]
     for pieces in (blocks, [part for block in blocks for part in smaller(block, most)]):
         positions = ((block.piece.path, chunks_inside(block.piece, block.box)[0].tolist()) for block in pieces)
-        assert [(path, position) for path, some in positions for position in some] == written
+        assert [(path, position) for path, of_block in positions for position in of_block] == written
         assert sum(block.nbytes for block in pieces) == plan.nbytes
     largest = max((np.prod(block.piece.chunks) * 2 for block in blocks), default=0)
     assert all(part.nbytes <= max(most, largest) for block in blocks for part in smaller(block, most))
@@ -127,7 +127,7 @@ class Saved:
     """One pass of a state through a stage, with a thread that takes everything off."""
 
     def __init__(self, pool, state, *, die_after=None, fetching=0):
-        self.found = {name: np.empty_like(array) for name, array in state.items()}
+        self.arrays = {name: np.empty_like(array) for name, array in state.items()}
         self.addresses = set()
         self.errors = []
         self.stage = Stage(pool, self.start)
@@ -158,7 +158,7 @@ class Saved:
                     raise errors.StorageError("the disk is full")
                 for piece, box, elements in portion.blocks:
                     self.addresses.add(elements.ctypes.data)
-                    self.found[piece.path][box.slices] = elements
+                    self.arrays[piece.path][box.slices] = elements
                 portion.written()
         except errors.ShardckptError as e:
             self.stage.fail(e)
@@ -174,7 +174,7 @@ def test_what_fits_is_copied_into_one_buffer_and_written_afterwards():
     pool, state = BufferPool(16 * MiB), state_of(2)
     saved = Saved(pool, state)
     assert not saved.stage.streamed
-    assert all((saved.found[name] == state[name]).all() for name in state)
+    assert all((saved.arrays[name] == state[name]).all() for name in state)
     assert len(pool.kept) == 1
     assert pool.high_water == 4 * MiB
 
@@ -183,7 +183,7 @@ def test_what_does_not_fit_streams_through_the_buffers():
     pool, state = BufferPool(2 * MiB), state_of(4)
     saved = Saved(pool, state)
     assert saved.stage.streamed
-    assert all((saved.found[name] == state[name]).all() for name in state)
+    assert all((saved.arrays[name] == state[name]).all() for name in state)
     assert pool.high_water <= pool.limit
 
 
@@ -266,7 +266,7 @@ def test_stages_that_share_a_pool_all_come_to_their_end_within_its_limit(saves):
         state = {"a": np.full((mebibytes, 256, 1024), mebibytes, np.float32)}
         try:
             saved = Saved(pool, state, fetching=fetching * MiB, die_after=0 if dies else None)
-            assert (saved.found["a"] == mebibytes).all() or dies
+            assert (saved.arrays["a"] == mebibytes).all() or dies
         except errors.StorageError:
             assert dies
         peaks.append(fetching)

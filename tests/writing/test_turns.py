@@ -30,12 +30,12 @@ def test_a_process_that_misses_a_save_is_named_by_process_0_and_the_saves_after_
     for rank, answer in enumerate(answers):
         came = answer["came"]
         assert came[:2] == ["saved"] * 2, rank
-        assert all(said == "" or "Error" in said for said in came[2:first_good]), rank
+        assert all(message == "" or "Error" in message for message in came[2:first_good]), rank
         assert came[first_good:] == ["saved"] * (SAVES - first_good), rank
         assert answer["names"] == answers[0]["names"]
         assert len({*answer["names"]}) == len(answer["names"])
     words = "process 1 is out of step with process 0" if misses else "the other processes gave up this save before process 0 began it"
-    assert any(words in said for said in answers[0]["came"][3:first_good])
+    assert any(words in message for message in answers[0]["came"][3:first_good])
 
 
 def test_a_process_whose_own_part_fails_saves_again_with_the_others_at_once(job):

@@ -42,10 +42,10 @@ def test_its_numbers_are_those_of_the_document(chromium, planned):
                 expected = expected[int(part) if part.isdecimal() else part]
             assert value == ("" if expected is None else str(expected)), key
         names = column(page, 0)
-        told = {tensor["name"].replace("\u202e", "\\u202e"): tensor for tensor in doc["tensors"]}
-        assert names == list(told)
+        tensors = {tensor["name"].replace("\u202e", "\\u202e"): tensor for tensor in doc["tensors"]}
+        assert names == list(tensors)
         for key, number in NUMBERS.items():
-            assert exact(page, number) == [told[name][key] for name in names]
+            assert exact(page, number) == [tensors[name][key] for name in names]
         assert page.run("JSON.parse(document.getElementById('flow').textContent).bytes") == doc["flow"]["bytes"]
 
 

@@ -67,12 +67,12 @@ def test_a_function_is_found_by_keyboard(site, chromium):
         page.wait_for("document.querySelector('h2[id=\"shardckpt.save_async\"]')")
 
 
-@pytest.mark.parametrize(("words", "found"), [("fewer GPUs", "meshes"), ("resume", "training"), ("delete old checkpoints", "training")])
-def test_a_reader_finds_the_page_by_words_of_their_own(site, chromium, words, found):
+@pytest.mark.parametrize(("words", "result"), [("fewer GPUs", "meshes"), ("resume", "training"), ("delete old checkpoints", "training")])
+def test_a_reader_finds_the_page_by_words_of_their_own(site, chromium, words, result):
     root = "document.activeElement.shadowRoot"
     with chromium.page(f"{site}/index.html") as page:
         page.wait_for("document.readyState === 'complete'")
         page.press("/")
         page.wait_for(f"{root}?.activeElement?.tagName === 'INPUT'")
         page.type(words)
-        page.wait_for(f"[...{root}.querySelectorAll('a')].slice(0, 5).some((one) => one.pathname.endsWith('/{found}.html'))")
+        page.wait_for(f"[...{root}.querySelectorAll('a')].slice(0, 5).some((one) => one.pathname.endsWith('/{result}.html'))")

@@ -63,13 +63,13 @@ class Sidecar:
 def sidecar(tmp_path, monkeypatch):
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_PROFILE"):
         monkeypatch.delenv(name, raising=False)
-    found = Sidecar(tmp_path)
-    settings = {"AWS_SHARED_CREDENTIALS_FILE": str(found.file), "AWS_CONFIG_FILE": str(tmp_path / "none")}
-    with environment({**settings, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{found.server.port}", "AWS_REGION": "us-east-1"}):
-        found.rotate("AKIAFIRST")
+    running = Sidecar(tmp_path)
+    settings = {"AWS_SHARED_CREDENTIALS_FILE": str(running.file), "AWS_CONFIG_FILE": str(tmp_path / "none")}
+    with environment({**settings, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{running.server.port}", "AWS_REGION": "us-east-1"}):
+        running.rotate("AKIAFIRST")
         botocore.session.get_session().create_client("s3").create_bucket(Bucket="bucket")
-        yield found
-    found.server.shutdown()
+        yield running
+    running.server.shutdown()
 
 
 def test_saves_go_on_with_the_keys_that_are_in_the_file_now(sidecar):

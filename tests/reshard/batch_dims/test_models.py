@@ -16,12 +16,12 @@ def checked(program, arguments, **options):
     """Layouts found for a program, after a comparison with runs on parts of the batch."""
     if program.graph_signature.backward_signature is None:
         program = program.run_decompositions()
-    found = batch_dims(program, **options)
-    module = GraphModule(program.graph_module, found.program.graph)
-    wrong, claims = contradictions(found, module, exported_inputs(program, arguments), 2)
+    inferred = batch_dims(program, **options)
+    module = GraphModule(program.graph_module, inferred.program.graph)
+    wrong, claims = contradictions(inferred, module, exported_inputs(program, arguments), 2)
     assert not wrong
     assert claims > 10
-    return found
+    return inferred
 
 
 @pytest.fixture(scope="module")
@@ -33,17 +33,17 @@ def tokens():
 @pytest.mark.slow
 def test_every_gradient_of_a_transformer_is_the_mean_of_those_of_the_parts(tokens):
     model = Block()
-    found = checked(joint(model, tokens), tokens, even_counts=True)
-    gradients = {name: layout for name, layout in found.outputs.items() if name.endswith(".grad")}
+    inferred = checked(joint(model, tokens), tokens, even_counts=True)
+    gradients = {name: layout for name, layout in inferred.outputs.items() if name.endswith(".grad")}
     assert gradients == {f"{name}.grad": Partial("sum", -1) for name, _ in model.named_parameters()}
     assert set(map(str, gradients.values())) == {"Partial(mean)"}
-    assert not found.unknown_operators
+    assert not inferred.unknown_operators
 
 
 @pytest.mark.slow
 def test_a_loss_over_targets_some_of_which_are_ignored_is_no_mean_of_parts(tokens):
-    found = checked(exported(Block(), tokens), tokens)
-    (loss,) = found.outputs.values()
+    inferred = checked(exported(Block(), tokens), tokens)
+    (loss,) = inferred.outputs.values()
     assert isinstance(loss, Unknown)
     assert "quotient of sums" in loss.reason
 
@@ -61,8 +61,8 @@ def test_running_statistics_of_training_are_partial_and_nothing_after_them_is_cl
 
 def test_accumulators_are_sums_means_and_extremes():
     samples = torch.randn(8, 4)
-    found = checked(exported(Statistics(), (samples,)), (samples,))
-    assert {name: str(layout) for name, layout in found.states.items()} == {
+    inferred = checked(exported(Statistics(), (samples,)), (samples,))
+    assert {name: str(layout) for name, layout in inferred.states.items()} == {
         "total": "Partial(sum)",
         "average": "Partial(mean)",
         "largest": "Partial(max)",
@@ -80,27 +80,27 @@ def test_a_cache_is_cut_where_the_samples_are_that_are_written_into_it():
     whole, half = CachedAttention(8), CachedAttention(4)
     half.load_state_dict({name: v for name, v in whole.state_dict().items() if "cache" not in name}, strict=False)
     program, part = (torch.export.export(m, (step[0][: m.batch], step[1])).run_decompositions() for m in (whole, half))
-    found = batch_dims(program, {"x": 0})
-    assert found.states["cache_k"] == Shard(0)
-    assert found.states["cache_v"] == Shard(1)
-    assert {found.states[name] for name in ("project.weight", "project.bias")} == {Replicate()}
+    inferred = batch_dims(program, {"x": 0})
+    assert inferred.states["cache_k"] == Shard(0)
+    assert inferred.states["cache_v"] == Shard(1)
+    assert {inferred.states[name] for name in ("project.weight", "project.bias")} == {Replicate()}
     modules = [GraphModule(p.graph_module, batch_dims(p, {"x": 0}).program.graph) for p in (program, part)]
-    wrong, claims = contradictions(found, modules[0], exported_inputs(program, step), 2, modules[1])
+    wrong, claims = contradictions(inferred, modules[0], exported_inputs(program, step), 2, modules[1])
     assert not wrong
     assert claims > 20
 
 
 def test_gradients_of_a_mean_over_samples_follow_from_symbols_alone():
     samples = torch.randn(8, 4), torch.randn(8, 3)
-    found = checked(joint(AverageLoss(), samples), samples)
-    assert str(found["linear.weight.grad"]) == "Partial(mean)"
-    assert {type(found.nodes[name]) for name in found.nodes} <= {Replicate, Shard, Partial, Numbered, tuple}
+    inferred = checked(joint(AverageLoss(), samples), samples)
+    assert str(inferred["linear.weight.grad"]) == "Partial(mean)"
+    assert {type(inferred.nodes[name]) for name in inferred.nodes} <= {Replicate, Shard, Partial, Numbered, tuple}
 
 
 @pytest.mark.slow
 def test_explaining_a_tensor_goes_from_the_batch_to_it_node_by_node(tokens):
-    found = batch_dims(joint(Block(), tokens), even_counts=True)
-    lines = found.explain("embed.weight.grad").splitlines()
+    inferred = batch_dims(joint(Block(), tokens), even_counts=True)
+    lines = inferred.explain("embed.weight.grad").splitlines()
     assert lines[0].endswith("→ Shard(0)")
     assert lines[0].startswith("ids: input of shape [s")
     assert lines[-1] == "embed.weight.grad is Partial(mean)"
@@ -110,15 +110,15 @@ def test_explaining_a_tensor_goes_from_the_batch_to_it_node_by_node(tokens):
 def test_local_batch_normalisation_is_followed_where_the_caller_means_it():
     """It is another function than that of the whole batch, so that only the parts put together can be compared: nothing of it is run."""
     program = exported(ConvNet(), (torch.randn(8, 3, 6, 6),))
-    found = batch_dims(program, local_batch_norm=True)
-    assert list(found.outputs.values()) == [Shard(0)]
-    assert found.states["norm.running_mean"] == Partial("sum", -1)
-    assert isinstance(found.states["norm.running_var"], Unknown)
+    inferred = batch_dims(program, local_batch_norm=True)
+    assert list(inferred.outputs.values()) == [Shard(0)]
+    assert inferred.states["norm.running_mean"] == Partial("sum", -1)
+    assert isinstance(inferred.states["norm.running_var"], Unknown)
 
 
 def test_graphs_of_aot_autograd_are_read():
     """Their sizes are fixed, so that the gradient that comes in is named, too."""
     arguments = torch.randn(4, 3, requires_grad=True), torch.randn(8, 4)
     program = aot_export_joint_simple(lambda w, x: ((x @ w).tanh(),), arguments, trace_joint=True)
-    found = batch_dims(program, {"primals_2": 0, "tangents_1": 0})
-    assert list(map(str, found.outputs.values())) == ["Shard(0)", "Partial(sum)"]
+    inferred = batch_dims(program, {"primals_2": 0, "tangents_1": 0})
+    assert list(map(str, inferred.outputs.values())) == ["Shard(0)", "Partial(sum)"]

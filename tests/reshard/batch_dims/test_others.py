@@ -31,9 +31,9 @@ class Every(torch.nn.Module):
 @pytest.mark.slow
 def test_of_single_operators_dtensor_says_the_same():
     program = torch.export.export(Every(), (torch.randn(SAMPLES), torch.randn(CONSTANTS)), dynamic_shapes=({0: Dim("batch")}, None))
-    found = batch_dims(program)
-    (output,) = [node for node in found.program.graph.nodes if node.op == "output"]
-    ours = {name: str(found[node.name]) for name, node in zip(OPERATORS, output.args[0], strict=True)}
+    inferred = batch_dims(program)
+    (output,) = [node for node in inferred.program.graph.nodes if node.op == "output"]
+    ours = {name: str(inferred[node.name]) for name, node in zip(OPERATORS, output.args[0], strict=True)}
     assert ours == printed("batch_dims_dtensor")
 
 
@@ -41,11 +41,11 @@ def test_of_single_operators_dtensor_says_the_same():
 @pytest.mark.timeout(300)
 def test_logits_of_transformers_are_cut_and_gradients_are_means():
     models = printed("batch_dims_hf")
-    for name, found in models.items():
-        assert found["wrong"] == [], name
-        assert found["unknown"] == {}, name
-        assert list(found["states"]) == ["Replicate"], name
-        assert list(found["outputs"]) == (["Partial(mean)"] if "gradients" in name else ["Shard(0)"]), name
-        assert found["claims"] > 100, name
+    for name, model in models.items():
+        assert model["wrong"] == [], name
+        assert model["unknown"] == {}, name
+        assert list(model["states"]) == ["Replicate"], name
+        assert list(model["outputs"]) == (["Partial(mean)"] if "gradients" in name else ["Shard(0)"]), name
+        assert model["claims"] > 100, name
     tied = {"model.lm_head.weight", "model.model.embed_tokens.weight"}
     assert tied <= set(models["Llama, tied"]["names"])

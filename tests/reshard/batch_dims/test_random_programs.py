@@ -47,10 +47,10 @@ def literals(graph_module):
 @settings(max_examples=20, derandomize=True)
 def test_every_claim_holds_for_parts_of_any_size(steps):
     program = traced(steps, symbolic=True)
-    found = followed(program)
+    inferred = followed(program)
     for batch, parts in ((BATCH, 2), (BATCH, 3)):
         try:
-            wrong, claims = contradictions(found, program, inputs(batch, seed=1), parts)
+            wrong, claims = contradictions(inferred, program, inputs(batch, seed=1), parts)
         except IndexError:
             reject()  # it unrolls its batch
         assert not wrong, (steps, program.code)
@@ -66,8 +66,8 @@ def test_every_claim_holds_in_graphs_of_fixed_sizes(steps):
         return  # it unrolls its batch
     if any(a != b and a % BATCH for a, b in zip(literals(program), literals(part), strict=True)):
         return  # a size less one, which is a constant like any other in such a graph
-    found = followed(program)
-    wrong, claims = contradictions(found, program, inputs(seed=1), 2, part)
+    inferred = followed(program)
+    wrong, claims = contradictions(inferred, program, inputs(seed=1), 2, part)
     assert not wrong, (steps, program.code)
     assert claims >= 4
 
@@ -75,6 +75,6 @@ def test_every_claim_holds_in_graphs_of_fixed_sizes(steps):
 @pytest.mark.parametrize("batch", [BATCH, 6])
 def test_the_oracle_notices_a_wrong_claim(batch):
     program = traced([("sum", 3, 0, 0), ("tanh", 4, 0, 0)], symbolic=True)
-    found = batch_dims(program, named(program))
-    lies = type(found)(found.program, {**found.nodes, "tanh": found.nodes["sum_1"]}, {}, {}, {}, {})
+    inferred = batch_dims(program, named(program))
+    lies = type(inferred)(inferred.program, {**inferred.nodes, "tanh": inferred.nodes["sum_1"]}, {}, {}, {}, {})
     assert [name for name, _, _ in contradictions(lies, program, inputs(batch), 2)[0]] == ["tanh"]

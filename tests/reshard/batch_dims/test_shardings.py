@@ -55,8 +55,8 @@ def test_the_code_of_the_page_runs():
     code = "\n".join(re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL))
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stderr[-3000:]
-    said = re.findall(r"  # (.*)$", code, re.MULTILINE)
-    assert [line for line in said if line not in done.stdout] == []
+    outputs = re.findall(r"  # (.*)$", code, re.MULTILINE)
+    assert [line for line in outputs if line not in done.stdout] == []
 
 
 def test_nothing_imports_torch():

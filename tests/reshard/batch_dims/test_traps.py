@@ -133,14 +133,14 @@ def traced(functions):
 
 
 @pytest.fixture(scope="module")
-def found():
+def program_and_claims():
     """Of all of them at once: tracing costs more than the rest."""
     program = traced([f for f, _ in TRAPS.values()])
     return program, batch_dims(program, {"x_1": 0})
 
 
-def test_nothing_that_is_claimed_of_them_is_contradicted(found):
-    program, claims = found
+def test_nothing_that_is_claimed_of_them_is_contradicted(program_and_claims):
+    program, claims = program_and_claims
     for batch, parts in ((12, 2), (12, 3), (24, 2)):
         wrong, count = contradictions(claims, program, (torch.randn(batch, WIDTH), torch.randn(3, WIDTH)), parts)
         assert not wrong
@@ -148,8 +148,8 @@ def test_nothing_that_is_claimed_of_them_is_contradicted(found):
 
 
 @pytest.mark.parametrize("name", TRAPS)
-def test_what_is_said_of(name, found):
-    program, claims = found
+def test_what_is_said_of(name, program_and_claims):
+    program, claims = program_and_claims
     (output,) = [node for node in program.graph.nodes if node.op == "output"]
     result = output.args[0][list(TRAPS).index(name)]
     assert str(claims[result.name]).partition(":")[0] == TRAPS[name][1], claims.explain(result.name)
@@ -158,9 +158,9 @@ def test_what_is_said_of(name, found):
 def test_a_dynamic_size_is_no_number_of_runs():
     """Between the two, the batch is behind the other size, of which nothing is known."""
     program = traced([lambda x, w: x.t().reshape(-1).view(*x.t().shape)])
-    found = batch_dims(program, {"x_1": 0})
-    assert str(found["_unsafe_view"]) == "Unknown: _unsafe_view: dimension 0 has the batch behind another dynamic size"
-    assert str(found["view"]) == "Shard(1)"
+    inferred = batch_dims(program, {"x_1": 0})
+    assert str(inferred["_unsafe_view"]) == "Unknown: _unsafe_view: dimension 0 has the batch behind another dynamic size"
+    assert str(inferred["view"]) == "Shard(1)"
 
 
 FIXED = {
@@ -177,10 +177,10 @@ FIXED = {
 
 @pytest.mark.parametrize("name", FIXED)
 def test_in_a_graph_of_fixed_sizes_a_literal_is_no_evidence(name):
-    function, said = FIXED[name]
+    function, expected = FIXED[name]
     program = make_fx(function, tracing_mode="fake")(torch.randn(BATCH, WIDTH), torch.randn(BATCH, WIDTH))
-    found = batch_dims(program, {"x_1": 0})
-    assert [str(layout).partition(":")[0] for layout in found.outputs.values()] == [said]
+    inferred = batch_dims(program, {"x_1": 0})
+    assert [str(layout).partition(":")[0] for layout in inferred.outputs.values()] == [expected]
 
 
 def test_programs_that_change_tensors_in_place_or_call_modules_are_refused():

@@ -42,8 +42,8 @@ def forecast_of(place, options, **more):
 def test_a_reshard_reads_and_writes_what_was_forecast(tmp_path, compression, memory_limit):
     save(tmp_path / "a", compression=compression)
     options = ReshardOptions(mesh=TARGET, rules=RULES, memory_limit=memory_limit, workers=1, dtype={"embed": "bfloat16"})
-    found = forecast_of(tmp_path / "a", options)
-    doc = document(found)["reshard"]
+    prediction = forecast_of(tmp_path / "a", options)
+    doc = document(prediction)["reshard"]
 
     job = Job(str(tmp_path / "a"), str(tmp_path / "b"), options)
     reports = [run_task(job, number) for number in range(doc["tasks"])]
@@ -83,24 +83,24 @@ def test_files_in_which_nothing_changes_are_linked_and_only_read_back(tmp_path):
 def test_after_a_reshard_hosts_read_what_was_forecast(tmp_path):
     save(tmp_path / "a")
     options = ReshardOptions(mesh=TARGET, rules=RULES)
-    found = forecast_of(tmp_path / "a", options, devices_per_host=2)
+    prediction = forecast_of(tmp_path / "a", options, devices_per_host=2)
 
     shardckpt.reshard(tmp_path / "a", tmp_path / "b", mesh=TARGET, rules=RULES, workers=1)
 
-    layouts = {name: decision.layout for name, decision in found.plan.decisions.items()}
-    for url, expected in ((tmp_path / "a", found.before), (tmp_path / "b", found.after)):
-        counted = read_by_host(url, layouts, found.hosts)
+    layouts = {name: decision.layout for name, decision in prediction.plan.decisions.items()}
+    for url, expected in ((tmp_path / "a", prediction.before), (tmp_path / "b", prediction.after)):
+        counted = read_by_host(url, layouts, prediction.hosts)
         assert expected.read.tolist() == [host.bytes_read for host in counted]
         assert expected.needed.tolist() == [host.bytes_needed for host in counted]
 
 
 def test_a_reshard_pays_when_restores_have_saved_what_it_moves(tmp_path):
     save(tmp_path / "a")
-    found = forecast_of(tmp_path / "a", ReshardOptions(mesh=TARGET, rules=RULES), devices_per_host=1)
-    saved = int(found.before.read.sum() - found.after.read.sum())
-    moved = found.read_bytes + found.written_bytes
+    prediction = forecast_of(tmp_path / "a", ReshardOptions(mesh=TARGET, rules=RULES), devices_per_host=1)
+    saved = int(prediction.before.read.sum() - prediction.after.read.sum())
+    moved = prediction.read_bytes + prediction.written_bytes
 
-    assert saved * (found.pays_after - 1) < moved <= saved * found.pays_after
+    assert saved * (prediction.pays_after - 1) < moved <= saved * prediction.pays_after
     assert forecast_of(tmp_path / "a", ReshardOptions()).pays_after is None
 
 

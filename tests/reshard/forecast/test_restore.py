@@ -56,18 +56,18 @@ def test_every_host_reads_what_was_forecast_to_the_byte_and_to_the_request(saved
     layouts = dict.fromkeys(checkpoint.record.structure.tensors, TARGETS[target])
     hosts = Hosts.of(((layout, 2) for layout in layouts.values()), devices_per_host=devices_per_host)
 
-    found = forecast_restore(tensors, layouts, hosts, by_table(checkpoint), checkpoint.reader.limits)
+    prediction = forecast_restore(tensors, layouts, hosts, by_table(checkpoint), checkpoint.reader.limits)
 
     counted = read_by_host(saved, layouts, hosts)
-    assert found.read.tolist() == [host.bytes_read for host in counted]
-    assert found.needed.tolist() == [host.bytes_needed for host in counted]
-    assert found.requests == sum(host.reads for host in counted)
-    assert found.requests_counted == hosts.number
-    assert sum(one.read for one in found.tensors.values()) == found.read.sum()
-    assert found.flow.nbytes.sum(axis=0).tolist() == found.read.tolist()
-    assert found.amplification >= 1.0
+    assert prediction.read.tolist() == [host.bytes_read for host in counted]
+    assert prediction.needed.tolist() == [host.bytes_needed for host in counted]
+    assert prediction.requests == sum(host.reads for host in counted)
+    assert prediction.requests_counted == hosts.number
+    assert sum(one.read for one in prediction.tensors.values()) == prediction.read.sum()
+    assert prediction.flow.nbytes.sum(axis=0).tolist() == prediction.read.tolist()
+    assert prediction.amplification >= 1.0
     if checkpoint.record.compression is None:
-        assert found.amplification == pytest.approx(found.read.sum() / found.needed.sum(), rel=1e-3)
+        assert prediction.amplification == pytest.approx(prediction.read.sum() / prediction.needed.sum(), rel=1e-3)
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -119,12 +119,12 @@ def test_requests_to_an_object_store_are_those_that_are_made(gcs_server):
         layouts = dict.fromkeys(checkpoint.record.structure.tensors, TARGETS["uneven, permuted devices"])
         hosts = Hosts.of(((layout, 2) for layout in layouts.values()), devices_per_host=2)
 
-        found = forecast_restore(tensors, layouts, hosts, by_table(checkpoint), checkpoint.reader.limits)
+        prediction = forecast_restore(tensors, layouts, hosts, by_table(checkpoint), checkpoint.reader.limits)
 
         counted = read_by_host(url, layouts, hosts)
-        assert found.requests == sum(host.reads for host in counted)
+        assert prediction.requests == sum(host.reads for host in counted)
         # Small gaps are read along there.
-        assert all(told <= host.bytes_read for told, host in zip(found.read.tolist(), counted, strict=True))
+        assert all(predicted <= host.bytes_read for predicted, host in zip(prediction.read.tolist(), counted, strict=True))
 
 
 def test_hosts_beyond_the_devices_have_none():
