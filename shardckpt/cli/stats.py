@@ -89,7 +89,7 @@ def _all(screen: Screen, doc: dict[str, Any]) -> Iterator[str]:
 
 def _histogram(screen: Screen, one: dict[str, Any]) -> Iterator[str]:
     """A histogram with one bar in each line."""
-    counts, edges = _joined(one["histogram"], one["edges"], _ROWS)
+    counts, edges = _join_bins(one["histogram"], one["edges"], _ROWS)
     if len(counts) < 2:
         return
     yield ""
@@ -113,14 +113,14 @@ def _row(one: dict[str, Any]) -> list[Cell]:
 
 def _profile(one: dict[str, Any]) -> str:
     """A histogram in one line."""
-    counts, _ = _joined(one["histogram"], one["edges"], _PROFILE)
+    counts, _ = _join_bins(one["histogram"], one["edges"], _PROFILE)
     if len(counts) < 2:
         return ""
     most = max(counts)
     return "".join(BARS[0 if not n else max(1, round(n / most * (len(BARS) - 1)))] for n in counts)
 
 
-def _joined(counts: Sequence[int], edges: Sequence[float], most: int) -> tuple[list[int], list[float]]:
+def _join_bins(counts: Sequence[int], edges: Sequence[float], most: int) -> tuple[list[int], list[float]]:
     """A histogram with at most so many bins: neighbours are joined."""
     group = max(1, -(-len(counts) // most))
     joined = [sum(counts[i : i + group]) for i in range(0, len(counts), group)]

@@ -156,7 +156,7 @@ def _assemble(place: Store, known: Mapping[FileReference, Contents], written: Ma
     small, data = _small_chunks(contents, first.compression)
     small_table = _small_table(small, packed=first.layout == "packed")
     by_host = len(hosts) == 1 and first.layout == "packed" and index.is_by_host(place)
-    table = _merged(place, [*tables, small_table], parts, structure.tensors.values())
+    table = _merge_tables(place, [*tables, small_table], parts, structure.tensors.values())
     _check_coverage(place, parts, structure.tensors.values(), table)
     _check_counts(place, hosts, tables)
 
@@ -271,7 +271,7 @@ def _check_counts(place: Store, hosts: Sequence[HostRecord], tables: Sequence[Ta
             raise CommitError(f"{what} chunks in {few(sorted(lanes))}, but its record names {named}; nothing was published.")
 
 
-def _merged(place: Store, tables: Sequence[Table], parts: _Parts, tensors: Iterable[TensorRecord]) -> Table:
+def _merge_tables(place: Store, tables: Sequence[Table], parts: _Parts, tensors: Iterable[TensorRecord]) -> Table:
     """Merge all tables; CommitError names the tensor if two hosts wrote the same chunk."""
     merged = Table.merge(tables)
     doubled = merged.doubled()
@@ -301,7 +301,7 @@ def _merged(place: Store, tables: Sequence[Table], parts: _Parts, tensors: Itera
 
 
 def _check_coverage(place: Store, parts: _Parts, tensors: Iterable[TensorRecord], table: Table) -> None:
-    """Check that the table has every chunk of every tensor (`_merged` has refused duplicates), and no others."""
+    """Check that the table has every chunk of every tensor (`_merge_tables` has refused duplicates), and no others."""
     known, counts, last = set(), table.counts, table.last_chunks()
     for tensor in tensors:
         if tensor.base is not None:

@@ -98,7 +98,7 @@ def write_index(
     nodes, manifest = ocdbt.tree(name, keys, files, rows, [held[i] for i in order.tolist()], len(before))
     attempt.write(name, before + nodes)
     attempt.write(MANIFEST, manifest)
-    listed = sorted(attempt.with_new_keys(partial(_listed, attempt)))
+    listed = sorted(attempt.with_new_keys(partial(_list_keys, attempt)))
     if listed != keys:
         reader = "TensorStore finds" if attempt.has_driver else "reading it back finds"
         raise CommitError(f"{attempt}: {reader} {len(listed)} keys in the index where {len(keys)} were written.")
@@ -115,7 +115,7 @@ def is_by_host(attempt: Store) -> bool:
     return root is not None and root[0].startswith("hosts/")
 
 
-def _listed(attempt: Store) -> list[bytes]:
+def _list_keys(attempt: Store) -> list[bytes]:
     """The keys of an index as TensorStore lists them, or our own reader where TensorStore has no driver."""
     with storage_errors("read back the index of", attempt):
         return _database(attempt).list().result() if attempt.has_driver else [key.encode() for key, _ in index_values(attempt)]

@@ -109,7 +109,7 @@ class IndexCheck:
                     elif not isinstance(value, bytes):
                         chunks.append((key, (prefix + value[0], *value[1:])))
                 count += len(chunks)
-                for fault in self._misplaced(chunks):
+                for fault in self._find_misplaced(chunks):
                     yield prefix + index.MANIFEST, fault
         except ShardckptError as e:
             yield prefix + index.MANIFEST, str(e)
@@ -124,7 +124,7 @@ class IndexCheck:
             return _same_chunk(value, expected)
         return _same_json(value, self._document(expected) if expected in self._pieces else encode_document(group_json()))
 
-    def _misplaced(self, entries: Sequence[tuple[str, Place]]) -> Iterator[str]:
+    def _find_misplaced(self, entries: Sequence[tuple[str, Place]]) -> Iterator[str]:
         """The faults of entries of chunks."""
         chunks = [split_chunk_key(key, self._pieces) for key, _ in entries]
         paths = ["" if chunk is None else chunk[0].path for chunk in chunks]

@@ -99,7 +99,7 @@ def read_prior(store: Store, *, overwrite: bool) -> Prior:
     digest, record = record_digest(data), None
     try:
         known, published = _last_published[0]
-        record = published if digest == known else _parsed(store, data)
+        record = published if digest == known else _parse(store, data)
     except VersionError:
         raise
     except FormatError as e:
@@ -238,13 +238,13 @@ def publish(store: Store, record: CheckpointRecord, prior: Prior) -> bool:
         data = record.seal()
         _check_readable(store, record, data)
     try:
-        with _locked(place, fcntl.LOCK_SH):
+        with _lock(place, fcntl.LOCK_SH):
             gone = store.has_locks and not place.exists(record.hosts[0].key)
             published = not gone and store.replace(RECORD, data, prior.generation)
     except StorageError as e:
         if is_published(store, record.attempt):
             raise StorageError(f"{store}: the checkpoint is committed, but a crash of the machine now might undo that ({e})") from e
-        raise _unpublished(store, e) from e
+        raise _publication_error(store, e) from e
     if published:
         _last_published[0] = record_digest(data), record
         return True
@@ -255,7 +255,7 @@ def publish(store: Store, record: CheckpointRecord, prior: Prior) -> bool:
     if record_digest(there) == prior.digest:
         if gone:
             raise CommitError(f"{place}: another process has removed this save; save again.")
-        raise _unpublished(
+        raise _publication_error(
             store,
             f"cannot write {store.path_of(RECORD)}: the storage refused the write as if another save had come first, but shows none; "
             f"check that the bucket exists.",
@@ -266,7 +266,7 @@ def publish(store: Store, record: CheckpointRecord, prior: Prior) -> bool:
     )
 
 
-def _unpublished(store: Store, why: object) -> StorageError:
+def _publication_error(store: Store, why: object) -> StorageError:
     return StorageError(f"{why} The data of the save is complete and stays there: `shardckpt commit {store}` publishes it.")
 
 
@@ -280,7 +280,7 @@ def data_stays(store: Store) -> Iterator[None]:
     try:
         yield
     except StorageError as e:
-        raise _unpublished(store, e) from e
+        raise _publication_error(store, e) from e
 
 
 def is_published(store: Store, attempt: str) -> bool:
@@ -317,7 +317,7 @@ _last_published: list[tuple[str | None, CheckpointRecord | None]] = [(None, None
 """The digest of the last record that this process has published, and the record: the next save to the place need not parse it."""
 
 
-def _parsed(store: Store, data: bytes | None) -> CheckpointRecord | Tombstone | None:
+def _parse(store: Store, data: bytes | None) -> CheckpointRecord | Tombstone | None:
     if data is None:
         return None
     with collector_paused():
@@ -330,7 +330,7 @@ def published_attempt(store: Store) -> str | None:
 
 
 def _attempt(store: Store, data: bytes | None) -> str | None:
-    record = _parsed(store, data)
+    record = _parse(store, data)
     return record.attempt if isinstance(record, CheckpointRecord) else None
 
 
@@ -344,7 +344,7 @@ def discard(place: Store) -> None:
 
     On a local disk, an attempt that another process is publishing stays. On an object store that cannot be seen: the caller must know.
     """
-    with contextlib.suppress(StorageError, OSError), _locked(place, fcntl.LOCK_EX | fcntl.LOCK_NB) as locked:
+    with contextlib.suppress(StorageError, OSError), _lock(place, fcntl.LOCK_EX | fcntl.LOCK_NB) as locked:
         if locked or not place.list_children("records/"):
             place.delete_prefix("records/")  # first: a restarted reshard trusts a record that its data is there
             place.delete_prefix("")
@@ -369,7 +369,7 @@ def discard_unfit(store: Store, attempt: str, prior: Prior, *, complete: bool) -
 
 
 @contextlib.contextmanager
-def _locked(place: Store, how: int) -> Iterator[bool]:
+def _lock(place: Store, how: int) -> Iterator[bool]:
     """Hold a lock on an attempt's directory on a local disk; yield whether it was acquired, and always True on an object store.
 
     Raises:

@@ -159,7 +159,7 @@ def detect_below(location: Location, known: Collection[str] = ()) -> dict[str, D
     Raises:
         StorageError: the storage failed or refused.
     """
-    itself = _detected(location)
+    itself = _try_detect(location)
     here = {} if itself is None else {".": itself}
     if file_at(location) is not None or not (itself is None or itself.format in _LOOSE or itself.seen.startswith(_STEPS)):
         return here
@@ -167,13 +167,13 @@ def detect_below(location: Location, known: Collection[str] = ()) -> dict[str, D
     names = [name for name in store.list_children() if name.endswith(("/", *_FILES)) and not name.startswith(".")]
     names = sorted((name for name in names if name.removesuffix("/") not in known), key=natural_key)[:_MOST_BELOW]
     with reading_takes_threads(store):
-        below = map_on_threads(lambda name: _detected(location.join(name.removesuffix("/"))), names)
+        below = map_on_threads(lambda name: _try_detect(location.join(name.removesuffix("/"))), names)
     seen = {name: detected for name, detected in zip(names, below, strict=True) if detected is not None}
     parts = {name for name, detected in seen.items() if itself is not None and detected.format == itself.format and not name.endswith("/")}
     return here | {name.removesuffix("/"): detected for name, detected in seen.items() if name not in parts}
 
 
-def _detected(location: Location) -> Detected | None:
+def _try_detect(location: Location) -> Detected | None:
     """The format at a location; None if there is none, or it is not certain."""
     try:
         return detect(hub_snapshot(location) or location)

@@ -171,7 +171,7 @@ class ForeignChunks(ReadableChunks):
             try:
                 self._files[task.file].read_into(run.start, into)
             except CorruptionError as e:
-                raise _named(e, task, run.begin) from e
+                raise _name_error(e, task, run.begin) from e
 
     def verify(self, fetched: FetchedChunks) -> None:
         """Compare the checksum of each run that was read in one go; CorruptionError if one differs."""
@@ -184,7 +184,7 @@ class ForeignChunks(ReadableChunks):
             try:
                 run.entry.check(fetched.payloads[first:row])
             except CorruptionError as e:
-                raise _named(e, task, task.begin + first) from e
+                raise _name_error(e, task, task.begin + first) from e
 
     def _elements(self, task: ReadTask, read: ReadStored) -> Iterator[BandOfElements]:
         """The codec: chunks of runs are stored as their elements, the format decodes all others."""
@@ -199,7 +199,7 @@ class ForeignChunks(ReadableChunks):
         yield band, places_of([band])[0], np.ascontiguousarray(elements).reshape(1, -1).view(np.uint8)
 
 
-def _named(error: CorruptionError, task: ReadTask, row: int) -> CorruptionError:
+def _name_error(error: CorruptionError, task: ReadTask, row: int) -> CorruptionError:
     """The error with the tensor and the box of a chunk."""
     requested = task.chunks.wanted
     return type(error)(f"{shown(requested.part_of(row).request.name)}{requested.box(row)}: {error}")

@@ -37,7 +37,7 @@ def with_optimizers_as(
     """
     root = structure.nodes
     notes: list[str] = []
-    arranged = _arranged(root, root, form, notes)
+    arranged = _arrange(root, root, form, notes)
     if not notes:
         return structure, list(outputs), ()
     naming = _Naming(meanings(root))
@@ -47,7 +47,7 @@ def with_optimizers_as(
     return Structure(tree, tensors), [replace(output, name=new[output.name]) for output in outputs if output.name in new], tuple(notes)
 
 
-def _arranged(node: Node, root: Node, form: str, notes: list[str]) -> Node:
+def _arrange(node: Node, root: Node, form: str, notes: list[str]) -> Node:
     """Rewrite the optimizers below a node, and the schedulers that depend on their groups, in another form."""
     if not isinstance(node, Branch):
         return node
@@ -56,7 +56,7 @@ def _arranged(node: Node, root: Node, form: str, notes: list[str]) -> Node:
     for below in node.children:
         nodes = read_optimizer(below)
         if nodes is None:
-            children.append(_arranged(below, root, form, notes))
+            children.append(_arrange(below, root, form, notes))
         elif nodes.form == "numbered" or (nodes.form == "flat" and form != "flat") or (nodes.form == "listed" and form == "names"):
             children.append(below)  # kept: it has a fitting form, or cannot be rewritten
         else:

@@ -73,18 +73,18 @@ class Placed:
 
     def run(self, tensor: TensorRecord, piece: Piece) -> StoredRun | None:
         """The stored run of a piece; see `Foreign.run`."""
-        with _named(tensor):
+        with _naming(tensor):
             return self._places[tensor.name][piece.start].run(tensor.dtype)
 
     def read(self, tensor: TensorRecord, piece: Piece, box: Box) -> NDArray[Any]:
         """The elements of one chunk; see `Foreign.read`."""
         inside = Box(_less(box.start, piece.start), _less(box.stop, piece.start))
-        with _named(tensor):
+        with _naming(tensor):
             return self._places[tensor.name][piece.start].read(inside, tensor.dtype)
 
 
 @contextmanager
-def _named(tensor: TensorRecord) -> Iterator[None]:
+def _naming(tensor: TensorRecord) -> Iterator[None]:
     """Add the tensor's name to errors."""
     try:
         yield

@@ -63,7 +63,7 @@ def difference(old: Bytes, new: Bytes, itemsize: int) -> tuple[bytes, int]:
     Returns:
         The stored chunk, and the number of changed elements.
     """
-    changed, growth = _changed(old, new, itemsize)
+    changed, growth = _apply(old, new, itemsize)
     if not len(changed):
         return b"", 0
     stored = encode_changes(changed, growth, len(new), crc32c.crc32c(new.data))
@@ -143,7 +143,7 @@ def _number(itemsize: int) -> np.dtype[np.unsignedinteger[Any]]:
     return np.dtype(f"<u{min(_WORD, itemsize & -itemsize)}")
 
 
-def _changed(old: Bytes, new: Bytes, itemsize: int) -> tuple[NDArray[np.int64], Growth]:
+def _apply(old: Bytes, new: Bytes, itemsize: int) -> tuple[NDArray[np.int64], Growth]:
     """The positions of the elements that differ, ascending, and how they grow, as `changes`; `old` becomes `new`."""
     number = _number(itemsize)
     if itemsize != number.itemsize:

@@ -280,7 +280,7 @@ class Fields:
             self.fail(f"{key!r} is missing")
         return self.doc[key]
 
-    def _typed(self, key: str, kind: type, what: str) -> Any:
+    def _require(self, key: str, kind: type, what: str) -> Any:
         value = self.value(key)
         if not isinstance(value, kind) or isinstance(value, bool):
             self.fail(f"{key!r} is a {type(value).__name__}, {what} is expected")
@@ -288,18 +288,18 @@ class Fields:
 
     def string(self, key: str) -> str:
         """A string."""
-        return str(self._typed(key, str, "a string"))
+        return str(self._require(key, str, "a string"))
 
     def integer(self, key: str) -> int:
         """A whole number from 0 to 2**62."""
-        value = int(self._typed(key, int, "a whole number"))
+        value = int(self._require(key, int, "a whole number"))
         if not 0 <= value <= LARGEST_DIMENSION:
             self.fail(f"{key!r} is {shorten(value)}, which is out of range")
         return value
 
     def mapping(self, key: str) -> dict[str, Any]:
         """An object."""
-        return dict(self._typed(key, dict, "an object"))
+        return dict(self._require(key, dict, "an object"))
 
     def metadata(self) -> dict[str, Any]:
         """The user's metadata, as given to `SaveOptions(metadata=…)`."""
@@ -310,7 +310,7 @@ class Fields:
 
     def sequence(self, key: str) -> list[Any]:
         """A list."""
-        return list(self._typed(key, list, "a list"))
+        return list(self._require(key, list, "a list"))
 
     def one_of(self, key: str, allowed: Sequence[str | None]) -> Any:
         """One of a few values."""

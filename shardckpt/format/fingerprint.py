@@ -174,7 +174,7 @@ def add(sums: Sums, shape: Sequence[int], start: Sequence[int], elements: NDArra
         ends, crc = where[first : first + _SHIFTED], crcs[first : first + _SHIFTED]
         block = (ends - 1) // BLOCK_BYTES
         # The last block is as long as the others: to which end sums are shifted is a matter of definition.
-        np.bitwise_xor.at(sums, block, _shifted(crc, (block + 1) * BLOCK_BYTES - ends))
+        np.bitwise_xor.at(sums, block, _shift(crc, (block + 1) * BLOCK_BYTES - ends))
 
 
 def _pieces(shape: list[int], start: list[int], elements: NDArray[Any]) -> Iterator[tuple[NDArray[np.int64], NDArray[np.uint32]]]:
@@ -228,7 +228,7 @@ def _row_sums(data: memoryview, offsets: NDArray[np.int64], length: int) -> tupl
     return np.array(cut_ends, np.int64), np.array(crcs, np.uint32) ^ np.uint32(_ALL)
 
 
-def _shifted(sums: Sums, distance: NDArray[np.int64]) -> Sums:
+def _shift(sums: Sums, distance: NDArray[np.int64]) -> Sums:
     """Sums of the same pieces, each followed by so many zero bytes."""
     low, high = _tables()
     mask = (1 << _TABLE_BITS) - 1

@@ -328,7 +328,7 @@ class Contents:
         process_counts = {part.processes for _, part in parts}
         if len(process_counts) > 1:
             raise CommitError(f"The hosts disagree on how many processes saved the state: {process_counts}. Nothing was published.")
-        metadata = _agreed(
+        metadata = _agree(
             [(processes, part.metadata) for processes, part in parts],
             lambda key, one, other: (
                 f"SaveOptions(metadata=…): {shorten(key)} differs between {one} and {other}; give all the same, or one of "
@@ -337,7 +337,7 @@ class Contents:
         )
         # Before the elements: where shapes differ, elements do too.
         structure = Structure.union([(processes, part.structure) for processes, part in parts])
-        small = _agreed(
+        small = _agree(
             [(processes, part.small) for processes, part in parts],
             lambda name, one, other: (
                 f"{shown(name)}: this small plain tensor has other elements on {one} than on {other}; make them equal "
@@ -345,7 +345,7 @@ class Contents:
                 f"train_state(local=…)."
             ),
         )
-        samples = _agreed(
+        samples = _agree(
             [(processes, part.samples) for processes, part in parts],
             lambda name, one, other: (
                 f"{shown(name)}: this plain tensor has other elements on {one} than on {other}, and all write a part of "
@@ -384,7 +384,7 @@ class Contents:
         return cls(structure, small, read.metadata(), {name: samples.integer(name) for name in samples.doc}, processes)
 
 
-def _agreed(parts: Sequence[tuple[Sequence[int], Mapping[str, T]]], contradiction: Callable[[str, str, str], str]) -> dict[str, T]:
+def _agree(parts: Sequence[tuple[Sequence[int], Mapping[str, T]]], contradiction: Callable[[str, str, str], str]) -> dict[str, T]:
     """Merge the processes' mappings; `contradiction` makes the message for two different values from the name and both processes."""
     merged: dict[str, T] = {}
     holders: dict[str, Sequence[int]] = {}

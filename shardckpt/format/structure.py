@@ -243,7 +243,7 @@ class Structure:
                 if known is None:
                     tensors[name], said_by[name] = tensor, processes
                 elif known != tensor:
-                    tensors[name] = _joined(known, tensor, said_by[name], processes)
+                    tensors[name] = _join(known, tensor, said_by[name], processes)
         return cls(tree, {name: _complete(tensors[name]) for name in tensor_names(tree)}, parts[0][1].chain)
 
     @classmethod
@@ -298,7 +298,7 @@ def _tensors(read: Fields, where: str, *, allow_partial: bool) -> dict[str, Tens
     return tensors
 
 
-def _joined(one: TensorRecord, other: TensorRecord, processes: Sequence[int], others: Sequence[int]) -> TensorRecord:
+def _join(one: TensorRecord, other: TensorRecord, processes: Sequence[int], others: Sequence[int]) -> TensorRecord:
     """Merge two processes' records of one tensor; a record without pieces adds nothing."""
     if one.partial and other.partial and not (one.pieces and other.pieces):
         return one if one.pieces else other
@@ -355,19 +355,19 @@ def _layout_json(layout: StoredLayout, ndim: int, meshes: dict[Mesh, int]) -> di
 def _layouts(read: Fields) -> list[StoredLayout]:
     """The shardings that tensors refer to by position."""
     # A newer minor version may add members, so only the known ones are picked.
-    meshes = _believed(read, "meshes", lambda doc: Mesh.from_json(_picked(doc, ("shape", "axes", "devices"))))
+    meshes = _parse_devices(read, "meshes", lambda doc: Mesh.from_json(_pick(doc, ("shape", "axes", "devices"))))
 
     def layout(doc: dict[str, Any]) -> StoredLayout:
         if "placements" in doc:
-            return Placements.from_json(_picked(doc, ("mesh", "placements")), meshes)
+            return Placements.from_json(_pick(doc, ("mesh", "placements")), meshes)
         if "mesh" in doc:
-            return Sharding.from_json(_picked(doc, ("mesh", "spec")), meshes)
-        return OpSharding.from_json({"hlo": doc.get("op_sharding"), **_picked(doc, ("devices",))})
+            return Sharding.from_json(_pick(doc, ("mesh", "spec")), meshes)
+        return OpSharding.from_json({"hlo": doc.get("op_sharding"), **_pick(doc, ("devices",))})
 
-    return _believed(read, "shardings", layout)
+    return _parse_devices(read, "shardings", layout)
 
 
-def _believed(read: Fields, key: str, parse: Callable[[dict[str, Any]], _Devices]) -> list[_Devices]:
+def _parse_devices(read: Fields, key: str, parse: Callable[[dict[str, Any]], _Devices]) -> list[_Devices]:
     """Parse a list of meshes or shardings; refuse it if they have too many devices together."""
     parsed: list[_Devices] = []
     devices = 0
@@ -386,7 +386,7 @@ def _believed(read: Fields, key: str, parse: Callable[[dict[str, Any]], _Devices
     return parsed
 
 
-def _picked(doc: Mapping[str, Any], keys: Sequence[str]) -> dict[str, Any]:
+def _pick(doc: Mapping[str, Any], keys: Sequence[str]) -> dict[str, Any]:
     return {k: doc[k] for k in keys if k in doc}
 
 

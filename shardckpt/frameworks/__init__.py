@@ -190,7 +190,7 @@ def sources(
     """
     groups: dict[str, dict[str, object]] = {}
     for name, leaf in leaves.items():
-        groups.setdefault(framework_of(leaf) or _required(name, leaf, "saved"), {})[name] = leaf
+        groups.setdefault(framework_of(leaf) or _require_framework(name, leaf, "saved"), {})[name] = leaf
         if getattr(leaf, "is_meta", False) and name not in unread:
             raise LeafError(f"{shown(name)}: a meta tensor has no data to save; materialize it first, or leave it out of the state.")
     by_name: dict[str, Source] = {}
@@ -350,7 +350,7 @@ def target(name: str, leaf: object, shape: tuple[int, ...], dtype: DType) -> Sin
         ShardingError: a sharding does not fit the tensor or this process's devices.
     """
     known = _BY_CLASS.get(type(leaf))
-    adapter = known[2] if known is not None and known[1](leaf) else _module(_required(name, leaf, "restored"))
+    adapter = known[2] if known is not None and known[1](leaf) else _module(_require_framework(name, leaf, "restored"))
     return adapter.target(name, leaf, shape, dtype)
 
 
@@ -387,7 +387,7 @@ def _adapter(leaf: object) -> _Adapter | None:
     return None if framework is None else _module(framework)
 
 
-def _required(name: str, leaf: object, done: str) -> str:
+def _require_framework(name: str, leaf: object, done: str) -> str:
     if isinstance(leaf, Target):
         if done == "saved":
             raise LeafError(

@@ -85,7 +85,7 @@ def place(name: str, of: Composite, parts: Mapping[str, Any], beside: Any = None
 
     def rebuild_sharded(values: Sequence[Any]) -> Any:
         locals_ = {key: value._local_tensor for key, value in zip(parts, values, strict=True)}
-        return _sharded(kind.make(locals_, own, shape), beside, beside.placements, of.shape)
+        return _shard(kind.make(locals_, own, shape), beside, beside.placements, of.shape)
 
     sharded = {key: _place_part(name, key, part, beside, shared=key in kind.shared) for key, part in parts.items()}
     return CompositeTensor(of.type_name, of.shape, write(of.context), sharded, rebuild_sharded)
@@ -95,7 +95,7 @@ def _place_part(name: str, key: str, part: Any, beside: Any, *, shared: bool) ->
     """A meta DTensor for a part of a stored tensor that is laid out as another DTensor is."""
     split_dims = _split_dims(beside)
     if shared or not split_dims:
-        return _sharded(part, beside, _replicated(beside), tuple(part.shape))
+        return _shard(part, beside, _replicate(beside), tuple(part.shape))
     own, shape = tuple(beside._local_tensor.shape), tuple(beside.shape)
     if part.dim() < len(shape) and split_dims != {0}:
         raise ShardingError(f"{shown(name)}: {key} cannot be sharded as the parameter is; restore after one step of the optimizer.")
@@ -104,7 +104,7 @@ def _place_part(name: str, key: str, part: Any, beside: Any, *, shared: bool) ->
         if local[dim] * own[dim] % shape[dim]:
             raise ShardingError(f"{shown(name)}: {key} of shape {tuple(part.shape)} cannot be sharded as its parameter of {shape} is.")
         local[dim] = local[dim] * own[dim] // shape[dim]
-    return _sharded(part.new_empty(local), beside, beside.placements, tuple(part.shape))
+    return _shard(part.new_empty(local), beside, beside.placements, tuple(part.shape))
 
 
 def _with_shape(context: Any, shape: tuple[int, ...], local: tuple[int, ...]) -> Any:
@@ -122,7 +122,7 @@ def _split_dims(leaf: Any) -> set[int]:
     return {placement.dim for placement in leaf.placements if isinstance(placement, Shard)}
 
 
-def _replicated(leaf: Any) -> list[Any]:
+def _replicate(leaf: Any) -> list[Any]:
     from torch.distributed.tensor import Replicate
 
     return [Replicate()] * len(leaf.placements)
@@ -135,7 +135,7 @@ def _inner(name: str, tensor: Any) -> tuple[TensorType, dict[str, Any], Any] | N
     if known is None:
         if not hasattr(kind, "__tensor_flatten__") or kind.__module__.startswith(_EXCLUDED) or tensor.is_nested:
             return None
-        known = TensorType(kind, f"{kind.__module__}.{kind.__qualname__}", _flattened, _unflatten(kind))
+        known = TensorType(kind, f"{kind.__module__}.{kind.__qualname__}", _flatten, _unflatten(kind))
     parts, context = known.split(tensor)
     for key, part in parts.items():
         if not isinstance(part, torch.Tensor):
@@ -148,7 +148,7 @@ def _document(context: Any, where: str) -> JSON:
     return flatten(context, lambda _value: False, root=where).tree
 
 
-def _flattened(tensor: Any) -> tuple[dict[str, Any], Any]:
+def _flatten(tensor: Any) -> tuple[dict[str, Any], Any]:
     keys, context = tensor.__tensor_flatten__()
     return {key: getattr(tensor, key) for key in keys}, context
 
@@ -174,20 +174,20 @@ def _split_sharded(name: str, leaf: Any, local: Any) -> CompositeTensor | None:
         return None
     kind, inner, context = contents
     shape = tuple(leaf.shape)
-    parts = {key: _wrapped(name, key, part, leaf, shared=key in kind.shared) for key, part in inner.items()}
+    parts = {key: _wrap(name, key, part, leaf, shared=key in kind.shared) for key, part in inner.items()}
 
     def rebuild(values: Sequence[Any]) -> Any:
         if all(new is old for new, old in zip(values, parts.values(), strict=True)):
             return leaf
         new = {key: getattr(value, "_local_tensor", value) for key, value in zip(parts, values, strict=True)}
         new = {key: value.squeeze(0) if value.dim() > inner[key].dim() else value for key, value in new.items()}
-        return _as(leaf, _sharded(kind.make(new, context, tuple(local.shape)), leaf, leaf.placements, shape))
+        return _as(leaf, _shard(kind.make(new, context, tuple(local.shape)), leaf, leaf.placements, shape))
 
     document = _document(plain_context(context, name, local=tuple(local.shape), shape=shape), name)
     return CompositeTensor(kind.name, shape, document, parts, rebuild)
 
 
-def _wrapped(name: str, key: str, part: Any, leaf: Any, *, shared: bool) -> Any:
+def _wrap(name: str, key: str, part: Any, leaf: Any, *, shared: bool) -> Any:
     """A part of the local tensor as a DTensor."""
     from torch.distributed.tensor import Shard
 
@@ -198,14 +198,14 @@ def _wrapped(name: str, key: str, part: Any, leaf: Any, *, shared: bool) -> Any:
         raise LeafError(f"{shown(name)}: {key} of this sharded composite tensor is composite itself ({inner[0].name}); only one level is.")
     split_dims = _split_dims(leaf)
     if shared or not split_dims:
-        return _sharded(part, leaf, _replicated(leaf), tuple(part.shape))
+        return _shard(part, leaf, _replicate(leaf), tuple(part.shape))
     local, shape = tuple(leaf._local_tensor.shape), tuple(leaf.shape)
     if part.dim() == 0 or (part.dim() < len(shape) and split_dims != {0}):
         placements = [Shard(0) if isinstance(placement, Shard) else placement for placement in leaf.placements]
         shards = 1
         for placement, size in zip(leaf.placements, leaf.device_mesh.shape, strict=True):
             shards *= size if isinstance(placement, Shard) else 1
-        return _sharded(part.unsqueeze(0), leaf, placements, (shards, *part.shape))
+        return _shard(part.unsqueeze(0), leaf, placements, (shards, *part.shape))
     whole = [*part.shape]
     for dim in split_dims:
         whole[dim] = part.shape[dim] * shape[dim] // max(local[dim], 1)
@@ -214,10 +214,10 @@ def _wrapped(name: str, key: str, part: Any, leaf: Any, *, shared: bool) -> Any:
             f"{shown(name)}: {key} of shape {tuple(part.shape)} belongs to a shard of shape {local} of the tensor's {shape}, and no tensor "
             f"has such a shard under these placements; use sizes that the mesh divides, or train_state(local=…) for plain tensors."
         )
-    return _sharded(part, leaf, leaf.placements, tuple(whole))
+    return _shard(part, leaf, leaf.placements, tuple(whole))
 
 
-def _sharded(local: Any, like: Any, placements: Sequence[Any], shape: tuple[int, ...]) -> Any:
+def _shard(local: Any, like: Any, placements: Sequence[Any], shape: tuple[int, ...]) -> Any:
     """A DTensor of a local tensor on the mesh of another one; `from_local` alone would call operations of the local tensor's class."""
     from torch.distributed.tensor import DTensor
 
@@ -287,12 +287,12 @@ def of_modules(held: Mapping[str, Any]) -> tuple[dict[str, CompositeTensor], set
             inside.update({f"{prefix}SCB", f"{prefix}weight_format"} & held.keys())
             parts, context = _split_int8params(value, held.get(f"{prefix}SCB"))
             composites[key] = CompositeTensor(
-                kind, tuple(value.shape), _document(plain_context(context, key), key), parts, _kept(value, [*parts.values()])
+                kind, tuple(value.shape), _document(plain_context(context, key), key), parts, _keep(value, [*parts.values()])
             )
     return composites, inside
 
 
-def _kept(leaf: Any, parts: Sequence[Any]) -> Callable[[Sequence[Any]], Any]:
+def _keep(leaf: Any, parts: Sequence[Any]) -> Callable[[Sequence[Any]], Any]:
     def rebuild(values: Sequence[Any]) -> Any:
         return leaf if all(new is old for new, old in zip(values, parts, strict=True)) else _only_filled({}, None, ())
 
@@ -308,8 +308,8 @@ _MAP: frozenset[str] = frozenset({"qmap"})
 _LIBRARIES: dict[str, tuple[Callable[[Any], Any], Callable[..., Any] | None, frozenset[str]]] = {
     _PARAMS_4BIT: (_split_params4bit, _only_filled, frozenset()),
     _INT8_PARAMS: (_split_int8params, _only_filled, frozenset()),
-    "torchao.optim.subclass_8bit.OptimState8bit": (_flattened, None, _MAP),
-    "torchao.optim.subclass_4bit.OptimState4bit": (_flattened, None, _MAP),
-    "torchao.optim.subclass_fp8.OptimStateFp8": (_flattened, None, frozenset()),
+    "torchao.optim.subclass_8bit.OptimState8bit": (_flatten, None, _MAP),
+    "torchao.optim.subclass_4bit.OptimState4bit": (_flatten, None, _MAP),
+    "torchao.optim.subclass_fp8.OptimStateFp8": (_flatten, None, frozenset()),
 }
 """Classes without `__tensor_flatten__`, and classes of optimizer states, which a new optimizer has none of."""

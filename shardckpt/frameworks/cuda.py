@@ -163,7 +163,7 @@ class SideStreams:
             self._streams[device].wait_event(cuda_runtime.runtime.record(cuda_runtime.runtime.current_stream(device)))
 
     @contextmanager
-    def _queued(self) -> Iterator[tuple[Arrival, dict[Any, Any]]]:
+    def _queue(self) -> Iterator[tuple[Arrival, dict[Any, Any]]]:
         """A new arrival, and the streams of the copies that are queued in the block, by device."""
         arrival, used = Arrival(), dict[Any, Any]()
         self._arrivals.append(arrival)
@@ -236,7 +236,7 @@ class DeviceCopies(SideStreams):
         Raises:
             BudgetError: the device has no memory to make elements contiguous.
         """
-        with self._queued() as (arrival, used):
+        with self._queue() as (arrival, used):
             try:
                 for target, source in pairs:
                     device = cuda_runtime.runtime.device(source.tensor)

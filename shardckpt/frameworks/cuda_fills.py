@@ -80,7 +80,7 @@ class DeviceFills(SideStreams):
 
     def place(self, filled: Sequence[tuple[CudaSink, Sequence[Array]]]) -> tuple[list[object], Arrival]:
         """Queue copies of buffers, which are not to be changed, freed or reused before `Arrival.wait`."""
-        with self._queued() as (arrival, used):
+        with self._queue() as (arrival, used):
             small: dict[Any, list[tuple[NDArray[Any], Any]]] = {}
             for sink, buffers in filled:
                 for view, buffer in zip(sink.views, buffers, strict=True):

@@ -84,14 +84,14 @@ class CudaRuntime:
         if self._used.type != "cuda":
             return 0
         with torch.cuda.device(self._used):
-            return _cleared(int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 1)))  # 1: cudaHostRegisterPortable
+            return _clear(int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 1)))  # 1: cudaHostRegisterPortable
 
     def unpin(self, address: int) -> int:
         """Undo `pin`; return CUDA's error number, or 0."""
         if self._used.type != "cuda":
             return 0
         with torch.cuda.device(self._used):
-            return _cleared(int(torch.cuda.cudart().cudaHostUnregister(address)))
+            return _clear(int(torch.cuda.cudart().cudaHostUnregister(address)))
 
 
 def _of(device: Any) -> Any:
@@ -99,7 +99,7 @@ def _of(device: Any) -> Any:
     return torch.get_device_module(device.type)
 
 
-def _cleared(error: int) -> int:
+def _clear(error: int) -> int:
     """The error number, after a kernel that reports the error: CUDA keeps it for the thread's next launch, which would be the program's."""
     if error:
         try:

@@ -169,7 +169,7 @@ def target(name: str, leaf: Any, shape: tuple[int, ...], dtype: DType) -> Sink: 
 
 def _shards(name: str, leaf: Any) -> _Shards:
     """Query a leaf's shards."""
-    shape, shards = _listed(name, leaf) if _speaks(type(leaf)) else _described(name, leaf)
+    shape, shards = _shards_of_methods(name, leaf) if _speaks(type(leaf)) else _shards_of_attributes(name, leaf)
     held: dict[Box, Any] = {}
     for box, tensor in shards:
         if tensor.is_meta:
@@ -187,7 +187,7 @@ _Listed: TypeAlias = "tuple[tuple[int, ...], list[tuple[Box, Any]]]"
 """Shape of the complete tensor; each shard with elements as its box and a tensor."""
 
 
-def _listed(name: str, leaf: Any) -> _Listed:
+def _shards_of_methods(name: str, leaf: Any) -> _Listed:
     """The shards that the methods of a tensor's class return."""
     from torch.distributed.checkpoint.metadata import MetadataIndex  # a program with such tensors has imported it already
 
@@ -210,7 +210,7 @@ def _listed(name: str, leaf: Any) -> _Listed:
     return shape, shards
 
 
-def _described(name: str, leaf: Any) -> _Listed:
+def _shards_of_attributes(name: str, leaf: Any) -> _Listed:
     """The shards that a tensor's attributes describe."""
     check_kind(name, leaf)
     values = [getattr(leaf, attribute) for attribute in _DESCRIPTION]

@@ -10,7 +10,7 @@ Saving
    otherwise it is the `Placements` themselves.
 2. A rank is a process, so the holders of a box follow from the mesh. A rank outside the mesh holds nothing.
 3. FSDP2 places parameters that tensor parallelism leaves alone (norms) on each rank's own slice of the mesh, so that every
-   slice has the complete tensor: it is one tensor, replicated along the other dimensions of the larger mesh (`_widened`).
+   slice has the complete tensor: it is one tensor, replicated along the other dimensions of the larger mesh (`_widest_meshes`).
    As with `Replicate`, the slices must have equal data; `writing.replicas` compares them.
 4. Boxes are views of the local tensor on the CPU, and copies on any other device; CUDA tensors are copied by `cuda`.
 
@@ -154,7 +154,7 @@ class _Held:
 
 
 @lru_cache(maxsize=4096)
-def _held(placements: Placements, shape: tuple[int, ...], rank: int) -> _Held:
+def _held_boxes(placements: Placements, shape: tuple[int, ...], rank: int) -> _Held:
     boxes = placements.rank_boxes(shape, rank)
     return _Held(
         placements.as_sharding(shape) or placements,
@@ -169,7 +169,7 @@ def _held_of(name: str, mesh: DeviceMesh, placements: Sequence[Any], shape: tupl
     coordinate = mesh.get_coordinate()
     try:
         rank = -1 if coordinate is None else int(from_device_mesh(mesh).devices[tuple(coordinate)])
-        return _held(from_placements(mesh, placements, len(shape)), shape, rank)
+        return _held_boxes(from_placements(mesh, placements, len(shape)), shape, rank)
     except ShardingError as e:
         raise ShardingError(f"{shown(name)}: {e}") from e
 
@@ -179,7 +179,7 @@ def local_shape(name: str, mesh: DeviceMesh, placements: Sequence[Any], shape: t
     return _held_of(name, mesh, placements, shape).local_shape
 
 
-def _widened(meshes: Iterable[DeviceMesh]) -> dict[DeviceMesh, DeviceMesh]:
+def _widest_meshes(meshes: Iterable[DeviceMesh]) -> dict[DeviceMesh, DeviceMesh]:
     """For each mesh the largest mesh that it is a slice of, or itself.
 
     A slice means torch's `mesh["dp"]`: every rank has one, with its own ranks in it. A mesh of some ranks that was created
@@ -303,7 +303,7 @@ def sources(leaves: dict[str, Any], world: World) -> dict[str, Source]:
         ShardingError: placements do not determine where data is, or ranks differ from this job's process numbers, by name.
     """
     by_name: dict[str, Source] = {}
-    wide = _widened(leaf.device_mesh for leaf in leaves.values())
+    wide = _widest_meshes(leaf.device_mesh for leaf in leaves.values())
     for name, leaf in leaves.items():
         _check_world(name, world)
         local, held = _local(name, leaf, wide[leaf.device_mesh])
@@ -353,7 +353,7 @@ def target(name: str, leaf: Any, shape: tuple[int, ...], dtype: DType) -> Sink:
         leaf = _meta(name, leaf, shape, dtype)
     local, held = _local(name, leaf)
     if local.is_meta:
-        leaf = _materialized(name, leaf)
+        leaf = _materialize(name, leaf)
         local = leaf._local_tensor
         tie_key = ("dtensor", leaf.device_mesh, tuple(map(str, leaf.placements)), tuple(leaf.shape), str(leaf.dtype), leaf.requires_grad)
     check_fillable(name, local)
@@ -381,7 +381,7 @@ def _meta(name: str, leaf: Target, shape: tuple[int, ...], dtype: DType) -> Any:
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=whole.size(), stride=whole.stride())
 
 
-def _materialized(name: str, leaf: Any) -> Any:
+def _materialize(name: str, leaf: Any) -> Any:
     """A new DTensor like a meta one, with memory on the device of its mesh."""
     device = leaf.device_mesh.device_type
     with torch.no_grad(), device_memory(name, device):

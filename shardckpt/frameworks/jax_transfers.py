@@ -51,16 +51,16 @@ def separate(shard: Any) -> Any:
 def landed(shards: Sequence[Any]) -> list[Array]:
     """Copies of shards in pinned host memory; where XLA refuses so much, in ordinary memory, by way of a few pinned bytes or none."""
     try:
-        return _transferred(shards)
+        return _transfer(shards)
     except jax.errors.JaxRuntimeError as e:
         _check_refused(e)
-    return [array for batch in batches(shards, lambda shard: (shard.nbytes,), (_SMALL_BATCH,)) for array in _copied(batch)]
+    return [array for batch in batches(shards, lambda shard: (shard.nbytes,), (_SMALL_BATCH,)) for array in _copy(batch)]
 
 
-def _copied(shards: Sequence[Any]) -> list[Array]:
+def _copy(shards: Sequence[Any]) -> list[Array]:
     """Copies of shards in ordinary memory."""
     try:
-        return [array.copy() for array in _transferred(shards)]
+        return [array.copy() for array in _transfer(shards)]
     except jax.errors.JaxRuntimeError as e:
         _check_refused(e)
     arrays: list[Array] = jax.device_get([*map(separate, shards)])
@@ -73,7 +73,7 @@ def _check_refused(error: Exception) -> None:
         raise error
 
 
-def _transferred(shards: Sequence[Any]) -> list[Array]:
+def _transfer(shards: Sequence[Any]) -> list[Array]:
     """Copies of shards in pinned memory, all under way at once; complete at the return, so that the shards may be donated."""
     transfers = jax.device_put([*shards], [pinned(next(iter(shard.devices()))) for shard in shards])
     with jax.transfer_guard_device_to_host("allow"):  # the same memory; JAX 0.12 takes it for a transfer that nobody asked for

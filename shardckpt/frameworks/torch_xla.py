@@ -92,7 +92,7 @@ def settle(leaves: Iterable[Any]) -> None:
 
     A marked pending leaf has its sharding already; without SPMD there is none. Kinds that cannot be stored are skipped.
     """
-    tensors = [tensor for tensor in map(_unwrapped, leaves) if type(tensor) in _KINDS] if xr.is_spmd() else []
+    tensors = [tensor for tensor in map(_unwrap, leaves) if type(tensor) in _KINDS] if xr.is_spmd() else []
     marked = _XLAC._get_xla_sharding_specs(tensors)
     _compute([tensor for tensor, spec in zip(tensors, marked, strict=True) if not spec])
 
@@ -107,7 +107,7 @@ def _compute(tensors: Sequence[Any]) -> None:
 
 def identity(leaf: Any) -> Hashable | None:
     """A key that is equal for a parameter and its detached aliases, as in `state_dict()`; other views are separate tensors."""
-    tensor = _unwrapped(leaf)
+    tensor = _unwrap(leaf)
     return ("torch_xla", _XLAC._xla_get_tensor_id(tensor)) if type(tensor) in _KINDS else None
 
 
@@ -199,7 +199,7 @@ def sources(leaves: dict[str, Any], world: World) -> dict[str, Source]:
         DtypeError: elements cannot be stored, by name.
         ShardingError: a sharding does not determine where data is, or the owners of its devices are unknown, by name.
     """
-    tensors = {name: _checked(name, leaf) for name, leaf in leaves.items()}
+    tensors = {name: _check(name, leaf) for name, leaf in leaves.items()}
     dtypes = {name: dtype_of_tensor(name, tensor) for name, tensor in tensors.items()}
     for name, dtype in dtypes.items():
         if dtype.name == "complex128":
@@ -363,7 +363,7 @@ def target(name: str, leaf: Any, shape: tuple[int, ...], dtype: DType) -> Sink:
             return _ShardedSink(name, shape, dtype, layout, to_xla(layout, len(shape)), local_shards(layout, shape))
         except ShardingError as e:
             raise ShardingError(f"{shown(name)}: {e}") from e
-    tensor = _checked(name, leaf)
+    tensor = _check(name, leaf)
     shape, dtype = tuple(tensor.shape), dtype_of_tensor(name, tensor)
     if not xr.is_spmd():
         return _DeviceSink(shape, dtype, tensor.device)
@@ -385,17 +385,17 @@ def _padded_with_zeros(buffer: Array, inside: tuple[int, ...]) -> Array:
 # --- Leaves -------------------------------------------------------------------------------------------------------
 
 
-def _unwrapped(leaf: Any) -> Any:
+def _unwrap(leaf: Any) -> Any:
     return leaf.global_tensor if isinstance(leaf, xs.XLAShardedTensor) else leaf
 
 
-def _checked(name: str, leaf: Any) -> Any:
+def _check(name: str, leaf: Any) -> Any:
     """The plain tensor of a leaf.
 
     Raises:
         LeafError: the leaf is another kind of tensor.
     """
-    tensor = _unwrapped(leaf)
+    tensor = _unwrap(leaf)
     if type(tensor) not in _KINDS or tensor.layout is not torch.strided:
         raise LeafError(
             f"{shown(name)}: a {type(leaf).__qualname__} of layout {leaf.layout} on {leaf.device} is not supported; "

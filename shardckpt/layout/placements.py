@@ -119,7 +119,7 @@ class Placements:
             raise ShardingError(
                 f"Placements: {len(self.placements)} placements for a mesh of {self.mesh.ndim} dimensions; give one for each."
             )
-        splits = _ordered(self)
+        splits = _order_splits(self)
         if prod(split.parts for of_dimension in splits for split in of_dimension) > MOST_BOXES:
             raise ShardingError(f"{self.text}: a tensor would be in more than {MOST_BOXES} boxes.")
         object.__setattr__(self, "_splits", splits)
@@ -296,7 +296,7 @@ class Placements:
         return [start for start, _ in spans], [size for _, size in spans]
 
 
-def _ordered(layout: Placements) -> tuple[tuple[DimSplit, ...], ...]:
+def _order_splits(layout: Placements) -> tuple[tuple[DimSplit, ...], ...]:
     """Splits per tensor dimension, outermost first."""
     order: dict[int, list[DimSplit]] = {}
     for axis in reversed(range(layout.mesh.ndim)):

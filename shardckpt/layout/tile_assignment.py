@@ -135,7 +135,7 @@ class TileAssignment:
             iota = _checked_iota(iota, checked)
         object.__setattr__(self, "dims", checked)
         object.__setattr__(self, "_iota", iota)
-        object.__setattr__(self, "_devices", None if iota is not None else _listed(devices, checked))
+        object.__setattr__(self, "_devices", None if iota is not None else _id_array(devices, checked))
         object.__setattr__(self, "_hash", None)
 
     @property
@@ -209,7 +209,7 @@ def _checked_iota(iota: Iota, dims: tuple[int, ...]) -> Iota:
     return Iota.canonical(sizes, tuple(iota.perm))
 
 
-def _listed(devices: object, dims: tuple[int, ...]) -> Ids:
+def _id_array(devices: object, dims: tuple[int, ...]) -> Ids:
     ids = checked_ids(np.asarray(devices).reshape(-1), (prod(dims),), what="Tile assignment")
     ids.setflags(write=False)
     return ids

@@ -92,7 +92,7 @@ def plan_cells(targets: Sequence[Piece], sources: Sequence[Piece], itemsize: int
     every = [unbroken(targets, d) for d in range(len(targets[0].shape))]
     free = [undivided(borders, d, sources) for d, borders in enumerate(every)]
     while _largest(free) * itemsize > LARGEST_CELL:
-        halves = [_halved(e, f) for e, f in zip(every, free, strict=True)]
+        halves = [_halve(e, f) for e, f in zip(every, free, strict=True)]
         able = [d for d in range(len(free)) if len(halves[d]) > len(free[d])]
         if not able:
             break
@@ -101,7 +101,7 @@ def plan_cells(targets: Sequence[Piece], sources: Sequence[Piece], itemsize: int
         free[d] = halves[d]
     for d in reversed(range(len(free))):
         others = _largest([*free[:d], *free[d + 1 :]]) * itemsize
-        free[d] = _thinned(free[d], -(-min(joined, CELL_BYTES) // others))
+        free[d] = _thin(free[d], -(-min(joined, CELL_BYTES) // others))
     return Cells(tuple(free))
 
 
@@ -110,7 +110,7 @@ def _largest(borders: Sequence[Ints]) -> int:
     return prod(int(np.diff(b).max()) for b in borders)
 
 
-def _halved(every: Ints, borders: Ints) -> Ints:
+def _halve(every: Ints, borders: Ints) -> Ints:
     """The borders plus one more in each interval with the most candidates: the middle candidate."""
     at = np.searchsorted(every, borders)
     inside = np.diff(at)
@@ -119,7 +119,7 @@ def _halved(every: Ints, borders: Ints) -> Ints:
     return halves
 
 
-def _thinned(borders: Ints, least: int) -> Ints:
+def _thin(borders: Ints, least: int) -> Ints:
     """A subset of the borders with intervals of at least `least` elements where possible; the first and the last stay."""
     if len(borders) <= 2 or int(np.diff(borders).min()) >= least:
         return borders

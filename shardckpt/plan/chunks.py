@@ -196,7 +196,7 @@ def _best(
     shape: tuple[int, ...], itemsize: int, parts: tuple[int, ...], apart: tuple[bool, ...], smallest: Floor
 ) -> tuple[float, tuple[int, ...]]:
     """The lowest score and its chunk shape; `apart` marks the dimensions that are stored in pieces."""
-    axes = _thinned([_Axis.of(*args) for args in zip(shape, parts, apart, strict=True)])
+    axes = _thin([_Axis.of(*args) for args in zip(shape, parts, apart, strict=True)])
     sizes = np.full((1,) * len(shape), float(itemsize))
     scores = np.ones_like(sizes)
     for d, axis in enumerate(axes):
@@ -233,7 +233,7 @@ class _Axis:
         return cls(sides, scores * _worst(length, tuple(s * parts for s in _TILE_SPLITS), sides, array))
 
 
-def _thinned(axes: list[_Axis]) -> list[_Axis]:
+def _thin(axes: list[_Axis]) -> list[_Axis]:
     """Drop every other side of the dimension with the most sides, until there are not too many combinations."""
     while prod(len(axis.sides) for axis in axes) > _MOST_COMBINATIONS:
         d = max(range(len(axes)), key=lambda d: len(axes[d].sides))

@@ -185,7 +185,7 @@ def _rows(borders: Sequence[Sequence[int]], run: range, room: int, wished: Seque
             most = room if grid[along] > 1 or along == last else joined
             reached = bisect_right(ends, ends[first] + most // slab, first, min(grid[along], first + (end - at) // count) + 1) - 1
             if reached > first:
-                d, stop = along, reached if wished is None else _wished(ends, first, reached, wished[along], joined // slab)
+                d, stop = along, reached if wished is None else _best_border(ends, first, reached, wished[along], joined // slab)
                 break
         yield Box(
             tuple(borders[k][i if k <= d else 0] for k, i in enumerate(corner)),
@@ -194,7 +194,7 @@ def _rows(borders: Sequence[Sequence[int]], run: range, room: int, wished: Seque
         at += (stop - corner[d]) * cells[d] if corner else 1
 
 
-def _wished(ends: Sequence[int], first: int, reached: int, wished: Sequence[int], joined: int) -> int:
+def _best_border(ends: Sequence[int], first: int, reached: int, wished: Sequence[int], joined: int) -> int:
     """The border at which a part ends that begins at border `first` and can reach border `reached`."""
     begin = ends[first]
     near = bisect_right(wished, begin + joined) - 1

@@ -122,7 +122,7 @@ def _parts(path: str, shape: tuple[int, ...], stored: Sequence[Piece], itemsize:
 def _rows(shape: tuple[int, ...], stored: Sequence[Piece], itemsize: int, room: int) -> tuple[int, ...]:
     chunks, most = [1] * len(shape), max(1, min(BLOCK_BYTES, room // 4) // itemsize)
     for d in reversed(range(len(shape))):
-        chunks[d] = _suited(min(shape[d], most), shape[d], {piece.chunks[d] for piece in stored})
+        chunks[d] = _fit(min(shape[d], most), shape[d], {piece.chunks[d] for piece in stored})
         if chunks[d] < shape[d]:
             break
         most //= chunks[d]
@@ -155,7 +155,7 @@ def _blocks(whole: Piece, stored: Sequence[Piece], itemsize: int, room: int) -> 
     return grids
 
 
-def _suited(most: int, length: int, sides: set[int]) -> int:
+def _fit(most: int, length: int, sides: set[int]) -> int:
     """At most `most` indices of a dimension of that length, aligned with the ends of the source's chunks if possible."""
     side = max(sides)
     if most == length or len(sides) > 1:

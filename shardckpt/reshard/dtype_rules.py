@@ -170,10 +170,10 @@ def _subtree(name: str) -> str:
 def _rules(requested: DtypeOption) -> dict[str, DType]:
     """Pattern → dtype."""
     named = {_ALL: requested} if isinstance(requested, str) else requested or {}
-    return {pattern: _named(name) for pattern, name in named.items()}
+    return {pattern: _dtype_of(name) for pattern, name in named.items()}
 
 
-def _named(name: object) -> DType:
+def _dtype_of(name: object) -> DType:
     try:
         return by_name(SHORT_NAMES.get(name, name) if isinstance(name, str) else repr(name))
     except DtypeError as e:

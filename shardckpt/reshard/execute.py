@@ -281,7 +281,7 @@ def _run_on_engine(engine: Engine, job: Job, tasks: Sequence[Task], sharing: int
                 except BrokenExecutor as e:
                     losses[task.number] += e.times if isinstance(e, WorkerLostError) else 1
                     if losses[task.number] >= MOST_LOSSES:
-                        raise _lost(task, losses[task.number], e) from e
+                        raise _lost_error(task, losses[task.number], e) from e
                     waiting.append(task)
                 else:
                     yield report
@@ -290,7 +290,7 @@ def _run_on_engine(engine: Engine, job: Job, tasks: Sequence[Task], sharing: int
             future.cancel()
 
 
-def _lost(task: Task, times: int, error: BaseException) -> CommitError:
+def _lost_error(task: Task, times: int, error: BaseException) -> CommitError:
     names = [share.tensor for share in task.shares]
     what = f"{shown(names[0])}{f' to {shown(names[-1])}' if len(set(names)) > 1 else ''}" if names else "nothing but small values"
     return CommitError(

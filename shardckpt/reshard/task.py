@@ -65,7 +65,7 @@ def run_task(job: Job, number: int, at_once: int = 1) -> TaskReport:
         CommitError, NotFoundError, AlreadyExistsError: the source or the destination is no longer what the job began with.
         StorageError: the storage failed.
     """
-    opened = _opened(job)
+    opened = _open(job)
     task = opened.plan.tasks[number]
     if opened.place.exists(host_record_key(number)):
         return TaskReport(done_before=True, nbytes=task.nbytes)
@@ -90,7 +90,7 @@ def free_kept() -> None:
     _here.__dict__.clear()
 
 
-def _opened(job: Job) -> OpenJob:
+def _open(job: Job) -> OpenJob:
     if getattr(_here, "job", None) != job:
         free_kept()
         keep_open(job, OpenJob(job))

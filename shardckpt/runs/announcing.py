@@ -41,7 +41,7 @@ def server() -> str | None:
     return os.environ.get(VARIABLE, "").rstrip("/") or None
 
 
-def _opened(service: str, path: str, document: Any = None, *, timeout: float) -> HTTPResponse:
+def _request(service: str, path: str, document: Any = None, *, timeout: float) -> HTTPResponse:
     from shardckpt.io.buckets.cloud import web_headers
 
     origin = "/".join(service.split("/")[:3])
@@ -60,7 +60,7 @@ def ask(service: str, path: str, document: Any) -> Any:
         StorageError: the service does not answer, or refuses.
     """
     try:
-        with _opened(service, path, document, timeout=_SECONDS) as reply:
+        with _request(service, path, document, timeout=_SECONDS) as reply:
             return json.loads(reply.read())
     except (OSError, ValueError) as e:
         raise StorageError(f"{service}{path}: the service has not done it ({e}).") from e
@@ -127,7 +127,7 @@ class Listener:
         pause = _PAUSES[0]
         while not self._over.wait(pause if pause > _PAUSES[0] else 0):
             try:
-                with _opened(self._service, f"/v1/versions?url={quote(self._url, safe='')}", timeout=SILENCE) as reply:
+                with _request(self._service, f"/v1/versions?url={quote(self._url, safe='')}", timeout=SILENCE) as reply:
                     self.connected, pause = True, _PAUSES[0]
                     self._news.set()  # there may be a version since the last look
                     for line in reply:

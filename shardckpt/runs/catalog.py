@@ -185,7 +185,7 @@ def entries_at(place: Store, name: str, children: Sequence[str], *, everything: 
     if RECORD in children:
         with contextlib.suppress(MissingDataError):  # deleted since the listing
             data = place.read(RECORD)
-    entry = None if data is None else _committed(data, place, name)
+    entry = None if data is None else _committed_entry(data, place, name)
     if entry is not None and entry.state != "deleted":
         marks = protection(place, entry.attempt) if PINNED in children else Protection()
         superseded = SUPERSEDED in children and is_superseded(place, entry.attempt)
@@ -195,11 +195,13 @@ def entries_at(place: Store, name: str, children: Sequence[str], *, everything: 
     if everything:
         published = None if entry is None else entry.attempt
         digest = record_digest(data)
-        entries += [_unfinished(place, name, attempt, published, digest) for attempt in attempts(place, children) if attempt != published]
+        entries += [
+            _unfinished_entry(place, name, attempt, published, digest) for attempt in attempts(place, children) if attempt != published
+        ]
     return entries
 
 
-def _unfinished(place: Store, name: str, attempt: str, published: str | None, digest: str | None) -> CatalogEntry:
+def _unfinished_entry(place: Store, name: str, attempt: str, published: str | None, digest: str | None) -> CatalogEntry:
     """The state of an attempt. `published` is the attempt that the commit record names now; `digest` is the digest of that record."""
     inside = place.sub(attempt)
     last = last_written(place, f"{attempt}/")
@@ -211,7 +213,7 @@ def _unfinished(place: Store, name: str, attempt: str, published: str | None, di
             hosts = first.hosts
             if finished == list(range(hosts)) and first.prior == digest:
                 contents = first.files.contents
-                metadata = _typed(open_envelope(inside.read(contents.key), inside.path_of(contents.key)), "metadata", dict, name)
+                metadata = _require(open_envelope(inside.read(contents.key), inside.path_of(contents.key)), "metadata", dict, name)
                 check_leftover(place, attempt, metadata, published)
                 committable = True
     return CatalogEntry(
@@ -226,7 +228,7 @@ def _unfinished(place: Store, name: str, attempt: str, published: str | None, di
     )
 
 
-def _committed(data: bytes, place: Store, name: str) -> CatalogEntry:
+def _committed_entry(data: bytes, place: Store, name: str) -> CatalogEntry:
     """The entry of a commit record; "unreadable" if it cannot be parsed."""
     where = place.path_of(RECORD)
     try:
@@ -239,19 +241,19 @@ def _summary(doc: dict[str, Any], name: str, location: Location, where: str) -> 
     if doc.get("begun") is True:
         return CatalogEntry(name, location, "deleted")  # a placeholder: there has never been a checkpoint here
     if "tombstone" in doc:
-        return CatalogEntry(name, location, "deleted", reason=_typed(doc, "tombstone", str, where))
-    totals = _typed(doc, "totals", dict, where)
+        return CatalogEntry(name, location, "deleted", reason=_require(doc, "tombstone", str, where))
+    totals = _require(doc, "totals", dict, where)
     return CatalogEntry(
         name,
         location,
         "committed",
         attempt=_attempt(doc, where),
-        created=_time(_typed(doc, "created", str, where)),
-        layout=_typed(doc, "layout", str, where),
-        tensors=_typed(totals, "tensors", int, where),
-        nbytes=_typed(totals, "bytes", int, where),
-        stored_bytes=_typed(totals, "stored_bytes", int, where),
-        changed_bytes=_typed(totals, "changed_bytes", int, where) if "changed_bytes" in totals else None,
+        created=_time(_require(doc, "created", str, where)),
+        layout=_require(doc, "layout", str, where),
+        tensors=_require(totals, "tensors", int, where),
+        nbytes=_require(totals, "bytes", int, where),
+        stored_bytes=_require(totals, "stored_bytes", int, where),
+        changed_bytes=_require(totals, "changed_bytes", int, where) if "changed_bytes" in totals else None,
         metrics=_metrics(doc),
         bases=tuple(base.url for base in bases_of(doc, where)),
     )
@@ -278,7 +280,7 @@ def _as_float(value: float) -> float | str:
 
 
 def _attempt(doc: dict[str, Any], where: str) -> str:
-    attempt: str = _typed(doc, "attempt", str, where)
+    attempt: str = _require(doc, "attempt", str, where)
     if not is_attempt_name(attempt):
         raise FormatError(f"{where}: 'attempt' is {shorten(attempt)}, which no attempt is called; the record was not written by shardckpt.")
     return attempt
@@ -292,7 +294,7 @@ def _time(text: str) -> str | None:
         return None
 
 
-def _typed(doc: dict[str, Any], key: str, kind: type, where: str) -> Any:
+def _require(doc: dict[str, Any], key: str, kind: type, where: str) -> Any:
     value = doc.get(key)
     if type(value) is not kind or (isinstance(value, int) and not 0 <= value <= LARGEST_DIMENSION):
         raise FormatError(f"{where}: {key!r} is not a valid {kind.__name__}; the record was not written by shardckpt.")

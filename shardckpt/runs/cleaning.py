@@ -97,7 +97,7 @@ class Cleaner:
                 if steps is None:
                     steps = {info.step: info for info in list_steps(self._root)}
             except StorageError as e:
-                self._failed(e)
+                self._note_failure(e)
                 return
             steps[committed.step] = committed
             later = max((info.step for info in steps.values() if info.state == "committed"), default=committed.step)
@@ -111,16 +111,16 @@ class Cleaner:
                     later,
                 )
             if self._rule is not None:
-                named, due = self._named(steps), doomed(steps, self._rule, committed.step)
+                named, due = self._names_needed(steps), doomed(steps, self._rule, committed.step)
                 try:
                     held = leased_steps(self._root) if due else frozenset()
                 except StorageError as e:
-                    self._failed(e)
+                    self._note_failure(e)
                     due = []
                 if due:
                     self._miss_metrics(self._rule, steps.values())
                 for step in sorted(due, key=named.__contains__):
-                    if step not in self._named(steps) and step not in held:
+                    if step not in self._names_needed(steps) and step not in held:
                         self._delete(step, steps)
             with self._guard:
                 self._steps = steps
@@ -142,7 +142,7 @@ class Cleaner:
                 unknown[0],
             )
 
-    def _named(self, steps: dict[int, StepInfo]) -> frozenset[int]:
+    def _names_needed(self, steps: dict[int, StepInfo]) -> frozenset[int]:
         """The steps that hold tensors of other steps, existing or being saved."""
         return self._bases.union(*(info.bases for info in steps.values()))
 
@@ -159,15 +159,15 @@ class Cleaner:
             steps.pop(step, None)
             return
         except StorageError as e:
-            self._failed(e)
+            self._note_failure(e)
             return
         steps.pop(step, None)
         for one in left:
             if one.outcome == "failed":
-                self._failed(StorageError(f"{place}: deleted, but its data cannot be removed: {one.reason}"))
+                self._note_failure(StorageError(f"{place}: deleted, but its data cannot be removed: {one.reason}"))
         self._deleted(step)
 
-    def _failed(self, error: StorageError) -> None:
+    def _note_failure(self, error: StorageError) -> None:
         self.failure = error
         _log.warning("%s", error)
 

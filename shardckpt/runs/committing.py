@@ -117,7 +117,7 @@ def commit_place(name: str, store: Store, *, denied_raises: bool = False) -> lis
         elif any(outcome.state == "committed" for outcome in outcomes):
             outcomes.append(Outcome(name, store.location, attempt, "overtaken", "a later attempt was committed"))
         else:
-            outcomes.append(_attempted(name, store, attempt, prior, denied_raises=denied_raises))
+            outcomes.append(_try_commit(name, store, attempt, prior, denied_raises=denied_raises))
     return outcomes
 
 
@@ -170,7 +170,7 @@ def _complete(place: Store, prior: Prior) -> bool:
         return False
 
 
-def _attempted(name: str, store: Store, attempt: str, prior: Prior, *, denied_raises: bool) -> Outcome:
+def _try_commit(name: str, store: Store, attempt: str, prior: Prior, *, denied_raises: bool) -> Outcome:
     """Commit one attempt, if possible."""
 
     def outcome(state: Literal["committed", "incomplete", "overtaken", "refused"], reason: str = "") -> Outcome:

@@ -95,7 +95,7 @@ class ReaderLease:
                 if self._writes:
                     self._root.delete(f"{LEASES}{self._id}.json")
                 else:
-                    self._asked(None)
+                    self._ask(None)
 
     def _began(self) -> bool:
         """Write the lease; return whether that was possible."""
@@ -125,9 +125,9 @@ class ReaderLease:
         elif self._service is None:
             raise StorageError(f"{self._root.location} is read only, and {VARIABLE} names no service that could write a lease.")
         else:
-            self._asked(self._document)
+            self._ask(self._document)
 
-    def _asked(self, document: dict[str, Any] | None) -> None:
+    def _ask(self, document: dict[str, Any] | None) -> None:
         """Have the service write the lease; or remove it."""
         assert self._service is not None
         ask(self._service, "/v1/leases", {"url": str(self._root.location), "id": self._id, "lease": document})

@@ -156,12 +156,12 @@ def statistics(service: Service, ident: str, name: str, *, budget: int) -> bytes
 
 def diff(service: Service, *, a: str, b: str, values: bool, layouts: bool) -> bytes:
     """Compare two checkpoints, values bit by bit."""
-    return service.calculations.run("_compared", service.exactly(a), service.exactly(b), values=values, layouts=layouts)
+    return service.calculations.run("_compare", service.exactly(a), service.exactly(b), values=values, layouts=layouts)
 
 
 def plan(service: Service, ident: str, **asked: Any) -> bytes:
     """Forecast a reshard: what it would read and write, and what restores after it read."""
-    return service.calculations.run("_planned", ident, **asked)
+    return service.calculations.run("_plan", ident, **asked)
 
 
 def parse_box(text: str | None, shape: tuple[int, ...], name: str) -> Box:

@@ -138,7 +138,7 @@ def _statistics(opened: OpenCheckpoints, ident: str, name: str, *, budget: int) 
     return {"id": ident, "name": name, **tensor_statistics(opened.get(ident).checkpoint, name, budget)}
 
 
-def _compared(opened: OpenCheckpoints, a: str, b: str, *, values: bool, layouts: bool) -> dict[str, Any]:
+def _compare(opened: OpenCheckpoints, a: str, b: str, *, values: bool, layouts: bool) -> dict[str, Any]:
     first, second = (opened.get(ident).checkpoint for ident in (a, b))
     nbytes = first.record.totals["bytes"]
     if values and nbytes > LARGEST_DIFF:
@@ -147,7 +147,7 @@ def _compared(opened: OpenCheckpoints, a: str, b: str, *, values: bool, layouts:
     return {"a": a, "b": b, **documents.comparison_json(comparison, structure=not values, layout=layouts)}
 
 
-def _planned(opened: OpenCheckpoints, ident: str, **asked: Any) -> dict[str, Any]:
+def _plan(opened: OpenCheckpoints, ident: str, **asked: Any) -> dict[str, Any]:
     return {"id": ident, **forecast_document(_forecast(opened, ident, **asked))}
 
 
@@ -165,7 +165,7 @@ def _forecast(opened: OpenCheckpoints, ident: str, *, devices_per_host: int | No
     return forecast(checkpoint, planned, rates, options=options, devices_per_host=devices_per_host, places=known_places(checkpoint))
 
 
-_CALCULATED: dict[str, Callable[..., Any]] = {one.__name__: one for one in (described, _statistics, _compared, _planned, _plan_page)}
+_CALCULATED: dict[str, Callable[..., Any]] = {one.__name__: one for one in (described, _statistics, _compare, _plan, _plan_page)}
 
 
 def _calculate(sender: Connection, given: Any, limits: tuple[float, int], name: str, path: tuple[str, ...], asked: dict[str, Any]) -> None:

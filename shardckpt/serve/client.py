@@ -316,17 +316,17 @@ class Client:
     def _follow(self, number: int, end: float | None) -> Generator[JobEntry]:
         """The job after each change, until the stream of events ends or the time is nearly over; then the job once more."""
         path = f"/v1/jobs/{number}"
-        if _left(end, 2 * _SILENCE) > _SILENCE:
+        if _seconds_left(end, 2 * _SILENCE) > _SILENCE:
             try:
                 with self._http.stream("GET", f"{path}/events", timeout=_SILENCE) as reply:
                     for line in reply.iter_lines() if reply.status_code == 200 else ():
                         if line.startswith("data: "):
                             yield json.loads(line[6:])
-                        if _left(end, 2 * _SILENCE) <= _SILENCE:
+                        if _seconds_left(end, 2 * _SILENCE) <= _SILENCE:
                             break
             except (*self._failures, ValueError):  # it was cut off, perhaps in a line; the job itself says more
                 pass
-        yield self._entry("GET", path, timeout=_left(end, self._timeout))
+        yield self._entry("GET", path, timeout=_seconds_left(end, self._timeout))
 
     def _pages(self, path: str, what: str, asked: Mapping[str, Any], by: str = "cursor") -> Iterator[Any]:
         following = None
@@ -366,7 +366,7 @@ def _path(ident: str, *words: str) -> str:
     return "/".join(["/v1/checkpoints", *(quote(word, errors="surrogatepass") for word in (ident, *words))])
 
 
-def _left(end: float | None, most: float) -> float:
+def _seconds_left(end: float | None, most: float) -> float:
     """Seconds that a request may take until a time is over, at least a little, and at most `most`."""
     return most if end is None else min(most, max(0.1, end - time.monotonic()))
 
@@ -379,10 +379,10 @@ def _error(reply: httpx.Response, where: str) -> ShardckptError:
     except (ValueError, KeyError, TypeError):
         kind = _NoAnswerError if reply.status_code in (502, 503, 504) else StorageError  # a proxy answers for the service
         return kind(f"{where}: {reply.status_code} {reply.reason_phrase}")
-    return _typed(code, detail, f"{where}: {detail}")
+    return _error_of_code(code, detail, f"{where}: {detail}")
 
 
-def _typed(code: str, message: str, unknown: str) -> ShardckptError:
+def _error_of_code(code: str, message: str, unknown: str) -> ShardckptError:
     """The error with a code; StorageError with the message `unknown` if none has it."""
     kind = by_code(code)
     return kind(message) if kind.code == code else StorageError(unknown)
@@ -395,5 +395,5 @@ def _outcome(job: JobEntry) -> JobEntry:
         raise CommitError(f"{what} was cancelled.")
     if job["error"] is not None and job["state"] == "failed":
         message = f"{what}: {job['error']['message']}"
-        raise _typed(job["error"]["code"], message, message)
+        raise _error_of_code(job["error"]["code"], message, message)
     return job

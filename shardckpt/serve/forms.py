@@ -97,15 +97,15 @@ class PageSession:
 async def start(service: Service, request: Request) -> Response:
     """Start the job that a form asks for, and lead to its page."""
     body = await request.body()
-    return await on_thread(_started, service, request, body)
+    return await on_thread(_start, service, request, body)
 
 
 async def cancel(service: Service, request: Request) -> Response:
     """Cancel a job, and lead to its page."""
-    return await on_thread(_cancelled, service, request)
+    return await on_thread(_cancel, service, request)
 
 
-def _started(service: Service, request: Request, body: bytes) -> Response:
+def _start(service: Service, request: Request, body: bytes) -> Response:
     back = None
     try:
         upkeep, fields = upkeep_of(service), _fields(request, body)
@@ -124,7 +124,7 @@ def _started(service: Service, request: Request, body: bytes) -> Response:
     return RedirectResponse(f"/ui/job/{job.number}", 303)
 
 
-def _cancelled(service: Service, request: Request) -> Response:
+def _cancel(service: Service, request: Request) -> Response:
     back = None
     try:
         number = job_number(request.path_params["job"])

@@ -61,21 +61,21 @@ class DocumentResponse(JSONResponse):
     def render(self, content: object) -> bytes:
         """The document as bytes. A long list is encoded in parts: no other thread runs while `json` encodes one."""
         if not isinstance(content, dict) or all(len(one) <= _PART for one in content.values() if isinstance(one, list)):
-            return _encoded(content)
-        fields = (_encoded(str(name)) + b":" + b"".join(_list_parts(one)) for name, one in content.items())
+            return _encode(content)
+        fields = (_encode(str(name)) + b":" + b"".join(_list_parts(one)) for name, one in content.items())
         return b"{" + b",".join(fields) + b"}"
 
 
-def _encoded(content: object) -> bytes:
+def _encode(content: object) -> bytes:
     return json.dumps(content, allow_nan=False, separators=(",", ":")).encode("ascii")
 
 
 def _list_parts(content: object) -> Iterator[bytes]:
     if not isinstance(content, list) or len(content) <= _PART:
-        yield _encoded(content)
+        yield _encode(content)
         return
     for first in range(0, len(content), _PART):
-        yield (b"," if first else b"[") + _encoded(content[first : first + _PART])[1:-1]
+        yield (b"," if first else b"[") + _encode(content[first : first + _PART])[1:-1]
     yield b"]"
 
 

@@ -212,10 +212,10 @@ class Scanner(BackgroundWork):
             entries = entries_at(store, name, listed, everything=everything)
             if entries:
                 last = entries[0] if not everything else max(entries, key=lambda one: natural_key(one.attempt or ""))
-                return last if last.state != "uncommitted" else self._measured(ident, store, last)
+                return last if last.state != "uncommitted" else self._measure(ident, store, last)
         return None
 
-    def _measured(self, ident: str, store: Store, last: CatalogEntry) -> CatalogEntry:
+    def _measure(self, ident: str, store: Store, last: CatalogEntry) -> CatalogEntry:
         """An unfinished save with the bytes that it holds; in an object store, where that takes requests, once it is idle."""
         before = self._seen.get(ident, _Seen()).entry
         known = None if before is None or before.attempt != last.attempt else before.stored_bytes

@@ -77,11 +77,11 @@ def routes(service: Service) -> list[Route]:
         Route("/ui/logout", session.logout, methods=["POST"]),
         Route("/ui/jobs/{operation}", partial(forms.start, service), methods=["POST"]),
         Route("/ui/job/{job}/cancel", partial(forms.cancel, service), methods=["POST"]),
-        *(Route(path, partial(_rendered, page, service)) for path, page in pages.items()),
+        *(Route(path, partial(_render, page, service)) for path, page in pages.items()),
     ]
 
 
-async def _rendered(page: _Page, service: Service, request: Request) -> Response:
+async def _render(page: _Page, service: Service, request: Request) -> Response:
     try:
         return html(await on_thread(page, service, request, viewer_of(service, request), long=page in (_tensor, _diff, _plan)))
     except (ShardckptError, HTTPException) as e:

@@ -96,7 +96,7 @@ class OutputReader:
             StorageError: they cannot be read.
         """
         direct, parts = self._split(ranges)
-        blocks, new = self._kept(ranges, parts)
+        blocks, new = self._take_kept(ranges, parts)
         rows: list[tuple[tuple[int, Box, NDArray[Any]], int, memoryview]] = []
         for key, begin, part in parts:
             if key not in blocks and key not in new:
@@ -131,7 +131,7 @@ class OutputReader:
                 at, block = stop, block + 1
         return direct, parts
 
-    def _kept(
+    def _take_kept(
         self, ranges: Sequence[tuple[int, int, memoryview]], parts: Sequence[tuple[Key, int, memoryview]]
     ) -> tuple[dict[Key, Bytes], dict[Key, Bytes]]:
         """The blocks in the cache that parts are taken from, and memory for those that must be read, with blocks to read ahead."""

@@ -241,10 +241,10 @@ def _after(planned: Iterator[PlannedStep], skip: int) -> tuple[Iterator[PlannedS
             break
         skip -= finished
         held.clear()
-    return _chained(held, planned), skip
+    return _chain(held, planned), skip
 
 
-def _chained(first: list[PlannedStep], then: Iterator[PlannedStep]) -> Iterator[PlannedStep]:
+def _chain(first: list[PlannedStep], then: Iterator[PlannedStep]) -> Iterator[PlannedStep]:
     while first:
         yield first.pop(0)  # frees the plan of each step
     yield from then

@@ -192,7 +192,7 @@ class Background:
             self.lineage.replaced(step, leads=self._leads)
             self.emit(events.SaveCommitted, step, report=report)
         except BaseException as e:  # noqa: BLE001  (the training thread raises it)
-            self._failed(step, e)
+            self._note_failure(step, e)
             return
         finally:
             ended.set()  # the next save may begin, even while the deletions below still run
@@ -245,7 +245,7 @@ class Background:
                 return of_other_job(self._root, step, self._run_id, error)
         return None
 
-    def _failed(self, step: int, error: BaseException) -> None:
+    def _note_failure(self, step: int, error: BaseException) -> None:
         other = self._other_job(step, error)
         if other is not None:  # it explains all other failures
             other.__cause__ = error

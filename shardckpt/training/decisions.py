@@ -180,7 +180,7 @@ class Decisions:
         line, before = self._timeline, self._timeline
         runs_out = line.until < step + (lead + stride) // 2
         if source is None and runs_out and self._policy.notices:
-            source = self._noticed or self._heard()
+            source = self._noticed or self._hear()
         self._noticed = source
         planned = any(w.save and w.start > step for w in line.windows)
         busy = planned or self._in_flight() or (self._skips and self._will_save(line))
@@ -239,7 +239,7 @@ class Decisions:
             )
         self._timeline = line
 
-    def _heard(self) -> str | None:
+    def _hear(self) -> str | None:
         """The source of a notice that another process announced."""
         announcement: Any = None
         with suppress(SilentStoreError):  # read again at the next extension of the timeline

@@ -80,10 +80,10 @@ def inherited(states: Sequence[Mapping[str, Any]], process: int) -> dict[str, An
     """
     first, *others = ({name: per_process.encode_value(value, name) for name, value in state.items()} for state in states)
     shared = [name for name, state in first.items() if others and all(other.get(name) == state for other in others)]
-    return {**_derived(states[0], process, json.dumps(first)), **{name: states[0][name] for name in shared}}
+    return {**_derive(states[0], process, json.dumps(first)), **{name: states[0][name] for name in shared}}
 
 
-def _derived(state: Mapping[str, Any], process: int, document: str) -> dict[str, Any]:
+def _derive(state: Mapping[str, Any], process: int, document: str) -> dict[str, Any]:
     seed = int.from_bytes(hashlib.sha256(f"{process} {document}".encode()).digest()[:8])
     version, words, normal = random.Random(seed).getstate()  # noqa: S311  (not for secrets)
     runtime = imported_module("torch_xla.runtime")

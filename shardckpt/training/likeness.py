@@ -223,12 +223,12 @@ def set_apart(stored: StoredLeaves, node: Node, like: Any) -> Any:
             places.append(_Place(leaf, tensor, memory))
         return tensor
 
-    _mapped(node, like, note)
-    apart = _crowded(places)
-    return _mapped(node, like, lambda leaf, tensor: _new_like(tensor) if leaf.name in apart else tensor) if apart else like
+    _map(node, like, note)
+    apart = _crowded_names(places)
+    return _map(node, like, lambda leaf, tensor: _new_like(tensor) if leaf.name in apart else tensor) if apart else like
 
 
-def _mapped(node: Node, like: Any, change: Callable[[Tensor | Tied, Any], Any]) -> Any:
+def _map(node: Node, like: Any, change: Callable[[Tensor | Tied, Any], Any]) -> Any:
     """A restore target with its tensors changed; only containers in which one has changed are rebuilt."""
     if isinstance(node, Tensor | Tied):
         return change(node, like) if frameworks.is_tensor(like) and not isinstance(like, Target) else like
@@ -237,7 +237,7 @@ def _mapped(node: Node, like: Any, change: Callable[[Tensor | Tied, Any], Any]) 
         return like
     below = {(type(key), key): child for key, child in zip(node.keys, node.children, strict=True)}
     pairs = [(below.get((type(key), key)), item) for key, item in zip(container.keys, container.children, strict=True)]
-    items = [item if child is None else _mapped(child, item, change) for child, item in pairs]
+    items = [item if child is None else _map(child, item, change) for child, item in pairs]
     return like if all(map(operator.is_, items, container.children)) else container.rebuild(items)
 
 
@@ -254,7 +254,7 @@ def _memory(tensor: Any) -> Array | None:
     return addresses(local) if local.layout is torch.strided else None
 
 
-def _crowded(places: Sequence[_Place]) -> set[str]:
+def _crowded_names(places: Sequence[_Place]) -> set[str]:
     """Names of the tensors that cannot be filled where they are, if all others are; of two that share memory it is the smaller one."""
     apart = {place.node.name for place in places if not _is_fillable(place)}
     rest = sorted((place for place in places if place.node.name not in apart), key=lambda place: byte_bounds(place.memory))

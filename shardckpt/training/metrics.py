@@ -95,7 +95,7 @@ class Prometheus:
         """Count an event."""
         match event:
             case SaveCommitted():
-                self._committed(event)
+                self._count_commit(event)
             case SaveFailed():
                 self._saves.labels("failed").inc()
             case SaveSkipped():
@@ -114,7 +114,7 @@ class Prometheus:
             case _:
                 pass
 
-    def _committed(self, event: SaveCommitted) -> None:
+    def _count_commit(self, event: SaveCommitted) -> None:
         report = event.report
         self._saves.labels("committed").inc()
         self._bytes.inc(report.nbytes)

@@ -217,9 +217,9 @@ class NamedModule:
         own = _tensors(self.module)
         ids = {id(tensor): tensor for tensor in own.values()}
         with torch.inference_mode() if any(tensor.is_inference() for tensor in own.values()) else torch.no_grad():
-            self._load(self._given(restored, ids), own)
+            self._load(self._values_to_load(restored, ids), own)
 
-    def _given(self, restored: Mapping[str, Any], own: Mapping[int, Any]) -> dict[str, Any]:
+    def _values_to_load(self, restored: Mapping[str, Any], own: Mapping[int, Any]) -> dict[str, Any]:
         """The values for `load_state_dict`, with the module's own tensors where these are filled already, or are filled here.
 
         Args:

@@ -101,7 +101,7 @@ class OwnFormOptimizer:
 
     def collect(self) -> Any:
         """The optimizer's own form; its tensors are the optimizer's own."""
-        return _mapped(self.optimizer.state_dict(), _paired)
+        return _map(self.optimizer.state_dict(), _pair)
 
     def arranged(self, node: Node, _state: Node, _adaptation: Adaptation | None = None) -> Node:
         """The stored state, with ints for the keys that other formats write as text."""
@@ -124,21 +124,21 @@ class OwnFormOptimizer:
 
     def put_back(self, restored: Any) -> None:
         """Give the optimizer the state that was restored into `like`."""
-        self.optimizer.load_state_dict(_mapped(restored, _unpaired))
+        self.optimizer.load_state_dict(_map(restored, _unpair))
 
 
-def _mapped(value: Any, change: Callable[[dict[Any, Any]], Any]) -> Any:
+def _map(value: Any, change: Callable[[dict[Any, Any]], Any]) -> Any:
     """A state with all of its dicts changed, from the innermost ones outwards."""
     if type(value) in (list, tuple):
-        return type(value)(_mapped(item, change) for item in value)
-    return change({key: _mapped(item, change) for key, item in value.items()}) if type(value) is dict else value
+        return type(value)(_map(item, change) for item in value)
+    return change({key: _map(item, change) for key, item in value.items()}) if type(value) is dict else value
 
 
-def _paired(value: dict[Any, Any]) -> dict[Any, Any]:
+def _pair(value: dict[Any, Any]) -> dict[Any, Any]:
     return value if all(map(is_key, value)) else {_KEYS: [*value], _VALUES: [*value.values()]}
 
 
-def _unpaired(value: dict[Any, Any]) -> dict[Any, Any]:
+def _unpair(value: dict[Any, Any]) -> dict[Any, Any]:
     return dict(zip(value[_KEYS], value[_VALUES], strict=True)) if value.keys() == {_KEYS, _VALUES} else value
 
 

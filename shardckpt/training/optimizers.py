@@ -241,7 +241,7 @@ class NamedOptimizer:
             settings_of_group = self._settings(
                 number, [settings["param_groups"][source] for source in sources if source in settings["param_groups"]]
             )
-            moved = {name: _moved(value, group.get(name)) for name, value in settings_of_group.items()}
+            moved = {name: _move(value, group.get(name)) for name, value in settings_of_group.items()}
             groups.append({**moved, "params": [numbers[name] for name in self.groups[number]]})
         rest = {name: restored.get(name, own[name]) for name in own if name not in {"state", "param_groups", "group_of"}}
         lent = {number: {**part} if isinstance(part, dict) else part for number, part in state.items()}  # a class may change it
@@ -334,9 +334,9 @@ class NamedOptimizer:
             unpacked = tree_leaves([value for name, value in loaded.items() if name not in part]) if part.keys() - loaded else []
             for name, value in part.items():
                 if name in loaded:
-                    loaded[name] = _unconverted(value, loaded[name], parameter.device)
+                    loaded[name] = _as_stored_value(value, loaded[name], parameter.device)
                 elif all(any(_same(item, other) for other in unpacked) for item in tree_leaves(value)):
-                    loaded |= _unconverted(value, loaded, parameter.device) if isinstance(value, dict) else {}
+                    loaded |= _as_stored_value(value, loaded, parameter.device) if isinstance(value, dict) else {}
                 else:
                     lost.append(f"{parameter_name}/{name}")
         if lost:
@@ -365,16 +365,16 @@ def _same(value: Any, loaded: Any) -> bool:
     return bool(((one == other) | (one.isnan() & other.isnan())).all())
 
 
-def _unconverted(value: Any, loaded: Any, device: torch.device) -> Any:
+def _as_stored_value(value: Any, loaded: Any, device: torch.device) -> Any:
     """A value as it was stored, on the device that it was loaded to; torch converts whatever it finds to the parameter's dtype."""
     if isinstance(value, torch.Tensor) and isinstance(loaded, torch.Tensor):
         return loaded if loaded.dtype == value.dtype else value.to(device)
     if isinstance(value, str):
         return value  # torch takes it for a container
     if isinstance(value, dict) and isinstance(loaded, dict):
-        return loaded | {key: _unconverted(item, loaded[key], device) for key, item in value.items() if key in loaded}
+        return loaded | {key: _as_stored_value(item, loaded[key], device) for key, item in value.items() if key in loaded}
     if isinstance(value, list | tuple) and type(loaded) is type(value) and len(loaded) == len(value):
-        return type(value)(_unconverted(item, other, device) for item, other in zip(value, loaded, strict=True))
+        return type(value)(_as_stored_value(item, other, device) for item, other in zip(value, loaded, strict=True))
     return loaded
 
 
@@ -403,7 +403,7 @@ def _place(parameter: Any, record: TensorRecord, own: object) -> object:
     return new_tensor(record)
 
 
-def _moved(value: object, own: object) -> object:
+def _move(value: object, own: object) -> object:
     """A setting in the optimizer's own form and on its device; formats without tuples turn them into lists."""
     if isinstance(value, list) and isinstance(own, tuple):
         return tuple(value)

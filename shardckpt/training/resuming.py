@@ -110,12 +110,12 @@ def resume(
         if chosen["step"] is None:
             return None
         url = str(root.location.join(str(chosen["step"])))
-        checkpoint, failure = _tried(partial(_opened, url, chosen["attempt"]))
+        checkpoint, failure = _try(partial(_open, url, chosen["attempt"]))
         worst = _first_failure(coordinator, failure) if together else None
         restored = None
         if failure is None and worst is None:
             assert checkpoint is not None
-            restored, failure = _tried(partial(read, checkpoint))  # the state, and what changed on the way
+            restored, failure = _try(partial(read, checkpoint))  # the state, and what changed on the way
         worst = worst or _first_failure(coordinator, failure)
         if worst is None:
             assert checkpoint is not None
@@ -170,7 +170,7 @@ def check_restored(
         )
 
 
-def _tried(act: Callable[[], T]) -> tuple[T, None] | tuple[None, Exception]:
+def _try(act: Callable[[], T]) -> tuple[T, None] | tuple[None, Exception]:
     """The result or the exception of a call; the exception is raised later, when the other processes know of it."""
     try:
         return act(), None
@@ -178,7 +178,7 @@ def _tried(act: Callable[[], T]) -> tuple[T, None] | tuple[None, Exception]:
         return None, e
 
 
-def _opened(url: str, attempt: str | None) -> Checkpoint:
+def _open(url: str, attempt: str | None) -> Checkpoint:
     """The checkpoint that the processes agreed on."""
     checkpoint = Checkpoint(url)
     if checkpoint.record.attempt != attempt:

@@ -45,7 +45,7 @@ class NamedScheduler:
 
     def collect(self) -> dict[str, Any]:
         """The state, with per-group values by group name."""
-        return self._named(self.scheduler.state_dict())
+        return self._by_names(self.scheduler.state_dict())
 
     def arranged(self, node: Node, state: Node, adaptation: Adaptation | None = None) -> Node:
         """The stored state in the form that `collect` makes; `state` is the complete stored state, with the optimizer's groups."""
@@ -74,7 +74,7 @@ class NamedScheduler:
         Raises:
             StructureMismatchError: the parameters of a group had different values, or a group has no value.
         """
-        self.scheduler.load_state_dict(self._listed(restored))
+        self.scheduler.load_state_dict(self._as_list(restored))
 
     def _by_rate(self, stored: OptimizerNodes, scheduler: Branch, of_each: Branch) -> Branch:
         """A per-group list as a dict, where the optimizer is stored flat: groups are recognized by their initial rates.
@@ -101,17 +101,17 @@ class NamedScheduler:
             values[first] = fits[0]
         return Branch(of_each.name, "dict", list(values), list(values.values()))
 
-    def _named(self, state: Mapping[str, Any]) -> dict[str, Any]:
+    def _by_names(self, state: Mapping[str, Any]) -> dict[str, Any]:
         by_name = {name: value for name, value in state.items() if not callable(value)}
         firsts = self.optimizer.firsts()
         for name, value in state.items():
             if name in PER_GROUP and isinstance(value, list) and len(value) == len(firsts):
                 by_name[name] = dict(zip(firsts, value, strict=True))
             elif name == _INNER:
-                by_name[name] = [self._named(inner) for inner in value]
+                by_name[name] = [self._by_names(inner) for inner in value]
         return by_name
 
-    def _listed(self, state: Mapping[str, Any]) -> dict[str, Any]:
+    def _as_list(self, state: Mapping[str, Any]) -> dict[str, Any]:
         by_name = dict(state)
         for name, value in state.items():
             if name in PER_GROUP and isinstance(value, dict):
@@ -122,7 +122,7 @@ class NamedScheduler:
                     f"give it the groups that it had, or leave {self.key} out with only=."
                 )
             elif name == _INNER:
-                by_name[name] = [self._listed(inner) for inner in value]
+                by_name[name] = [self._as_list(inner) for inner in value]
         return by_name
 
     def _of_group(self, name: str, of_each: Mapping[str, Any], sources: list[str]) -> Any:

@@ -280,7 +280,7 @@ class TrainState(StateOwner):
             parts.update(of_torch(self._objects, self.is_local, self._left_out))
         for key, of in self._objects.items():
             if isinstance(of, PerProcess):
-                choose = _chosen(world) if isinstance(of.value, Generators) and self._derives and world else of.choose
+                choose = _choice(world) if isinstance(of.value, Generators) and self._derives and world else of.choose
                 axis = known_axis if key == "loader" and of.axis is None else of.axis
                 parts[key] = _Own(of.value, choose, last=isinstance(of.value, Generators), draws=key == "loader", axis=axis)
             elif key not in parts:
@@ -386,7 +386,7 @@ class _Own:
             self.of.state_dict()
 
 
-def _chosen(world: Callable[[], World]) -> Callable[[list[Any]], Any]:
+def _choice(world: Callable[[], World]) -> Callable[[list[Any]], Any]:
     """The function that chooses a process's generators, where other processes saved theirs."""
 
     def choose(states: list[Any]) -> Any:

@@ -176,7 +176,7 @@ class DeviceSource(SourceOf, HostSource):
     def fetch(cls, sources: Sequence[DeviceSource], positions: Sequence[Sequence[int]]) -> list[list[Array]]:
         """The host's copies, which do not have the elements yet."""
         return [
-            [source.box(k, elements) for k, elements in _chosen(source.of, boxes)] for source, boxes in zip(sources, positions, strict=True)
+            [source.box(k, elements) for k, elements in _choose(source.of, boxes)] for source, boxes in zip(sources, positions, strict=True)
         ]
 
     def box(self, k: int, elements: Any) -> Array:
@@ -187,7 +187,7 @@ class DeviceSource(SourceOf, HostSource):
         return self.share.take(self.version, self.name, k, (box.shape, self.dtype, comparer, box.start), elements)
 
 
-def _chosen(source: Source, boxes: Sequence[int]) -> list[tuple[int, Any]]:
+def _choose(source: Source, boxes: Sequence[int]) -> list[tuple[int, Any]]:
     elements = source.on_device() if boxes else []
     return [(k, elements[k]) for k in boxes]
 

@@ -216,7 +216,7 @@ class _Fold:
         """Write an attempt with the contents of the present one, as differences from the new base; return its record."""
         place = self.store.sub(folded_name(self.path[-1][1].attempt, secrets.token_hex(4)))
         try:
-            new = self._written(place)
+            new = self._write_folded(place)
             key = host_record_key(0)
             self.present.write(key, self.present.read(key))  # its grace begins now
         except BaseException:
@@ -224,7 +224,7 @@ class _Fold:
             raise
         return new
 
-    def _written(self, place: Store) -> CheckpointRecord:
+    def _write_folded(self, place: Store) -> CheckpointRecord:
         record = self.path[-1][1]
         tensor_of = {piece.path: tensor for tensor in record.structure.tensors.values() for piece in tensor.pieces}
         for host in range(len(record.hosts)):
@@ -232,7 +232,7 @@ class _Fold:
             writer = PackedWriter(place, host)
             columns: list[tuple[str, NDArray[np.int64], list[int]]] = []
             try:
-                for needed, stored in self._joined(tensor_of, read_table(self.present, old.files.table)):
+                for needed, stored in self._join(tensor_of, read_table(self.present, old.files.table)):
                     data, lengths, crcs = with_checksums(stored)
                     writer.append(chunk_object_keys(needed.piece, needed.positions), data, lengths)
                     columns.append((needed.piece.path, needed.positions, crcs))
@@ -245,7 +245,7 @@ class _Fold:
             raise CorruptionError(f"{self.present}: folding it gives other sums than it has; run `shardckpt verify {self.store}`.")
         return replace(new, created=record.created, writer=record.writer)
 
-    def _joined(self, tensor_of: Mapping[str, TensorRecord], table: Table) -> Iterator[tuple[Needed, list[bytes]]]:
+    def _join(self, tensor_of: Mapping[str, TensorRecord], table: Table) -> Iterator[tuple[Needed, list[bytes]]]:
         """The chunks of a table, part after part, as differences from the new base."""
         versions = [(open_reader(place, record, memory=_AT_A_TIME), record) for place, record in self.path]
         for group in batches(_parts(tensor_of, table), lambda part: (part.chunk_bytes * len(part.positions),), (_AT_A_TIME,)):

@@ -228,7 +228,7 @@ class PublishedVersion:
 
     def await_turn(self, place: Store, coordinator: Coordinator) -> None:
         """See `VersionToWrite`."""
-        self.base = self._decided(str(place), coordinator)
+        self.base = self._agree_on_base(str(place), coordinator)
         # Here an earlier version may still be at work that process 0 has given up, and would change the kept elements.
         before, self._before = self._before, None
         while before is not None:
@@ -269,10 +269,10 @@ class PublishedVersion:
 
     # --- the decision
 
-    def _decided(self, where: str, coordinator: Coordinator) -> Published | None:
+    def _agree_on_base(self, where: str, coordinator: Coordinator) -> Published | None:
         """The base, as process 0 decides it; it decides when the version before has ended."""
         if coordinator.world.process:
-            decision = self._heard(coordinator, where)
+            decision = self._hear(coordinator, where)
         else:
             try:
                 decision = self._decide_now()
@@ -307,7 +307,7 @@ class PublishedVersion:
         base = self._decide(self.step, before)
         return {"base": None if base is None else base.to_json(), "began": utc_now()}
 
-    def _heard(self, coordinator: Coordinator, where: str) -> dict[str, Any]:
+    def _hear(self, coordinator: Coordinator, where: str) -> dict[str, Any]:
         began, notice = time.monotonic(), WaitNotice(where)
         while (decision := coordinator.peek(self._key)) is None:
             notice.look(lambda: "process 0 to begin this version")

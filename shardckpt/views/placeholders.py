@@ -104,7 +104,7 @@ class Placeholder(torch.Tensor):  # type: ignore[misc]  # torch's types are not 
             one = args[0]
             places = func(one.place, *args[1:], **kwargs)
             return tree_map_only(torch.Tensor, lambda place: cls(one.recorder, one.number, place), places)
-        if any(isinstance(leaf, Placeholder) for leaf in tree_leaves(_written(func, args, kwargs))):
+        if any(isinstance(leaf, Placeholder) for leaf in tree_leaves(_written_arguments(func, args, kwargs))):
             raise _ChangedInPlaceError(str(packet))
         leaves, spec = tree_flatten((args, kwargs))
         args, kwargs = spec.unflatten([leaf.recorder.read(leaf, str(packet)) if isinstance(leaf, Placeholder) else leaf for leaf in leaves])
@@ -176,7 +176,7 @@ class Recorder:
         """Addresses of the storages into which copies are noted."""
         self.read_at_once: Counter[str] = Counter()
         """Operation → how often it needed elements while the model loaded."""
-        self._written: Counter[int] = Counter()
+        self._written_arguments: Counter[int] = Counter()
         """Address of a storage → elements that were copied or written to it."""
         self.boxes: set[tuple[int, Box]] = set()
         """Position in `view.arrays()` and box of all that was copied or read, also to tensors on the meta device."""
@@ -198,7 +198,7 @@ class Recorder:
             _log.warning("%s: %s changes a tensor in place; all tensors are read completely", self._view.checkpoint.location, changed)
             self._noted.clear()
             self._touched.clear()
-            self._written.clear()
+            self._written_arguments.clear()
             with _FillBeforeUse(self):
                 returned = load_weights((name, self.read(placeholder, str(changed))) for name, placeholder in self.placeholders())
         finally:
@@ -230,7 +230,7 @@ class Recorder:
     def count(self, tensor: torch.Tensor) -> None:
         """Count the elements of a tensor as written."""
         if tensor.layout == torch.strided:
-            self._written[_address(tensor)] += tensor.numel()
+            self._written_arguments[_address(tensor)] += tensor.numel()
 
     def filled_in_part(self, parameters: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
         """Names of the parameters of which only some elements were written, for example because a part of a fused weight is missing.
@@ -241,7 +241,7 @@ class Recorder:
 
     def _is_filled_in_part(self, tensor: torch.Tensor) -> bool:
         elements: int = tensor.numel()
-        return 0 < self._written[_address(tensor)] < elements
+        return 0 < self._written_arguments[_address(tensor)] < elements
 
     def is_noted(self, tensor: torch.Tensor) -> bool:
         """Whether a copy into the tensor's memory is noted, so that its elements are not there yet."""
@@ -307,7 +307,7 @@ class Recorder:
             map_on_threads(lambda one: seen(*one), boxes)
 
 
-def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
+def _written_arguments(func: Any, args: Any, kwargs: Any) -> list[Any]:
     """The arguments that an operation writes to."""
     writes = [(i, one.name) for i, one in enumerate(func._schema.arguments) if one.alias_info and one.alias_info.is_write]  # noqa: SLF001
     return [args[i] if i < len(args) else kwargs.get(name) for i, name in writes]
@@ -331,7 +331,7 @@ class _FillBeforeUse(TorchDispatchMode):  # type: ignore[misc]  # torch's types 
         if not _is_view(func) and not (packet is _aten.copy_ and isinstance(args[1], Placeholder)):
             if any(map(self._recorder.is_noted, _with_memory((args, kwargs)))):
                 self._recorder.fill()
-            for tensor in _with_memory(_written(func, args, kwargs)):
+            for tensor in _with_memory(_written_arguments(func, args, kwargs)):
                 self._recorder.count(tensor)
         return func(*args, **kwargs)
 

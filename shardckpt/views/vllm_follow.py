@@ -135,13 +135,13 @@ class FollowEngine(WeightTransferEngine[FollowInit, FollowUpdate]):  # type: ign
             NamesMismatchError: the model does not take its tensors, or needs others.
             StorageError: the place cannot be listed.
         """
-        follower = self._checked()
+        follower = self._check()
         chosen = self._choose(follower, step, newest=True)
         if chosen is not None:
             self._begin(follower, *chosen)
         return None if chosen is None else chosen[0]
 
-    def _checked(self) -> _ModelFollower:
+    def _check(self) -> _ModelFollower:
         if self._follower is None:
             raise OptionError(f'{NAME}: call init_weight_transfer_engine({{"init_info": {{"url": …}}}}) first.')
         if self._is_broken:
@@ -195,7 +195,7 @@ class FollowEngine(WeightTransferEngine[FollowInit, FollowUpdate]):  # type: ign
         if forms == follower.forms:
             return
         where, recorder = str(checkpoint.location), Recorder(view)
-        with set_current_vllm_config(self.vllm_config), _unpacked(self.model):
+        with set_current_vllm_config(self.vllm_config), _unpack(self.model):
             try:
                 loaded = recorder.run(self.model.load_weights)
             except ShardckptError:
@@ -234,7 +234,7 @@ class FollowEngine(WeightTransferEngine[FollowInit, FollowUpdate]):  # type: ign
 
     def start_weight_update(self) -> None:
         """Check that the engine can follow; the model stays as it is until all ranks have what they need."""
-        self._checked()
+        self._check()
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Load the prepared version, or prepare it first; all ranks call it."""
@@ -249,7 +249,7 @@ class FollowEngine(WeightTransferEngine[FollowInit, FollowUpdate]):  # type: ign
             OptionError: there is no version; or an earlier update failed while it changed the model.
             CorruptionError, MissingDataError, ReplacedError, StorageError: a rank could not prepare it; all keep what they have.
         """
-        follower = self._checked()
+        follower = self._check()
         failed: Exception | None = None
         chosen = self._choose(follower, update_info.step, newest=False)
         try:
@@ -309,7 +309,7 @@ class FollowEngine(WeightTransferEngine[FollowInit, FollowUpdate]):  # type: ign
 
 
 @contextmanager
-def _unpacked(model: nn.Module) -> Iterator[None]:
+def _unpack(model: nn.Module) -> Iterator[None]:
     """A context in which a model's parameters are those that its loader fills, on the meta device."""
     kept = [(layer, dict(vars(layer)), dict(layer._parameters), dict(layer._buffers)) for layer in model.modules()]  # noqa: SLF001
     unsaved = [{*layer._non_persistent_buffers_set} for layer, *_ in kept]  # noqa: SLF001

@@ -23,7 +23,7 @@ from shardckpt.writing.background import Saver
 ROOT = sys.argv[1]
 MiB = 1 << 20
 jax_transfers.ACCELERATORS.add("cpu")
-DEVICE_PUT, TRANSFERRED = jax.device_put, jax_transfers._transferred
+DEVICE_PUT, TRANSFERRED = jax.device_put, jax_transfers._transfer
 mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("x", "y"))
 
 
@@ -92,7 +92,7 @@ def distinct():
     """One shard per distinct box, all of them in one call."""
     array = numbers(4)
     state = {"cut": sharded(array, "x", "y"), "halves": sharded(array, "y"), "replicated": sharded(array)}
-    with mock.patch.object(jax_transfers, "_transferred", Transfers()) as transfers:
+    with mock.patch.object(jax_transfers, "_transfer", Transfers()) as transfers:
         shardckpt.save_async(f"{ROOT}/distinct", state).wait()
         return {"calls": [sorted(call) for call in transfers.calls], "wrong": wrong(f"{ROOT}/distinct", dict.fromkeys(state, array))}
 
@@ -119,7 +119,7 @@ def memory():
         saver, transfers = Saver(memory_limit=limit), Transfers()
         plain = {f"w{i}": numbers(6, i) for i in range(8)}
         state = {name: sharded(array, "x") for name, array in plain.items()}
-        with mock.patch.object(jax_transfers, "_transferred", transfers):
+        with mock.patch.object(jax_transfers, "_transfer", transfers):
             reports = [saver.begin(f"{ROOT}/memory{limit}{i}", state, SaveOptions()).wait() for i in range(3)]
         outcomes[limit] = {
             "streamed": [report.streamed for report in reports],
@@ -194,7 +194,7 @@ def kinds_without():
     jax_layout.local_shards.cache_clear()
     with (
         mock.patch.object(jax_layout, "pinned", return_value=None),
-        mock.patch.object(jax_transfers, "_transferred") as transferred,
+        mock.patch.object(jax_transfers, "_transfer") as transferred,
         mock.patch("jax.device_get", wraps=jax.device_get) as fetched,
     ):
         shardckpt.save_async(f"{ROOT}/without", state).wait()

@@ -381,7 +381,7 @@ def test_a_tree_that_readers_would_refuse_is_not_published_though_its_tensors_ar
 def test_a_record_that_this_process_has_published_is_not_parsed_by_its_next_save_there(tmp_path, monkeypatch):
     place, over = tmp_path / "c", SaveOptions(overwrite=True)
     store, parsed = Store.open(parse(str(place))), []
-    monkeypatch.setattr(commit, "_parsed", lambda store, data, parse=commit._parsed: (parsed.append(data is None), parse(store, data))[1])
+    monkeypatch.setattr(commit, "_parse", lambda store, data, parse=commit._parse: (parsed.append(data is None), parse(store, data))[1])
     shardckpt.save(place, {"w": np.zeros(3)})
     parsed.clear()
     first = commit.read_prior(store, overwrite=True)

@@ -45,7 +45,7 @@ def wrong(url):
     found = shardckpt.restore(url)
     return [name for name, array in plain.items() if found[name].tobytes() != array.tobytes()]
 
-with mock.patch.object(jax_transfers, "_transferred", wraps=jax_transfers._transferred) as transferred:
+with mock.patch.object(jax_transfers, "_transfer", wraps=jax_transfers._transfer) as transferred:
     saver = Saver(memory_limit="1GiB")
     handle = saver.begin(f"{root}/async", state, SaveOptions())
     donated = {name: state.pop(name) for name in [*state] if name.startswith("w")}

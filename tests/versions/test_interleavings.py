@@ -252,7 +252,7 @@ PLANTED = {
     "the follower applies differences to any base": ("shardckpt.versions.follower.path_between", _any_base),
     "the fold replaces whatever is there": ("shardckpt.versions.folding.publish", _unconditional),
     "the pruning asks for no leases": ("shardckpt.runs.cleaning.leased_steps", lambda root: frozenset()),
-    "the pruning takes bases away": ("shardckpt.runs.cleaning.Cleaner._named", lambda self, steps: frozenset()),
+    "the pruning takes bases away": ("shardckpt.runs.cleaning.Cleaner._names_needed", lambda self, steps: frozenset()),
     "a publisher that goes back marks nothing": ("shardckpt.versions.publisher.mark", lambda *a: None),
     "a version is a base though it was not published": (
         "shardckpt.versions.publisher.Publisher._decide",

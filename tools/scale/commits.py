@@ -45,7 +45,7 @@ PHASES = {
     "listing": ((assemble, "finished_hosts"),),
     "records": ((assemble, "_host_records"), (assemble, "_contents")),
     "tables": ((assemble, "_tables"),),
-    "coverage": ((assemble, "_merged"), (assemble, "_check_coverage"), (assemble, "_check_counts")),
+    "coverage": ((assemble, "_merge_tables"), (assemble, "_check_coverage"), (assemble, "_check_counts")),
     "documents": ((assemble, "encoded_documents"),),
     "index": ((index, "write_index"), (index, "write_plain_documents")),
     "table": ((assemble, "write_table"),),

@@ -51,7 +51,7 @@ def lines(screen: Screen, checkpoint: Checkpoint, node: Node, *, depth: int | No
 def _heading(screen: Screen, checkpoint: Checkpoint) -> Iterator[str]:
     record = checkpoint.record
     facts = [("checkpoint", visible(str(checkpoint.location))), *_origin(checkpoint)]
-    facts += [("holds", _holds(record)), *_stored(checkpoint), *_bases(checkpoint)]
+    facts += [("holds", _holds(record)), *_storage_form(checkpoint), *_bases(checkpoint)]
     meshes = _meshes(checkpoint)
     facts += [("mesh" if len(meshes) == 1 else f"mesh {i}", mesh_text(mesh)) for i, mesh in enumerate(meshes[:MOST_MESHES], 1)]
     if len(meshes) > MOST_MESHES:
@@ -76,7 +76,7 @@ def _origin(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
         yield "format", f"{checkpoint.format}, read in place"
 
 
-def _stored(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
+def _storage_form(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
     """The form in which a checkpoint of shardckpt is stored."""
     record, totals = checkpoint.record, checkpoint.record.totals
     if not checkpoint.native:

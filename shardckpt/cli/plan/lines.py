@@ -41,12 +41,12 @@ SHADES = " ░▒▓█"
 def lines(screen: Screen, forecast: Forecast, doc: dict[str, Any]) -> Iterator[str]:
     """All lines of the plan."""
     source, target = route(doc)
-    begins = [visible(doc["source"]["url"]), *_folded(source, screen.width - 10)]
-    ends = [*([visible(doc["target"]["url"])] if doc["target"]["url"] else []), *_folded(target, screen.width - 10)]
+    begins = [visible(doc["source"]["url"]), *_fold(source, screen.width - 10)]
+    ends = [*([visible(doc["target"]["url"])] if doc["target"]["url"] else []), *_fold(target, screen.width - 10)]
     for what, texts in (("from", begins), ("to", ends)):
         yield from screen.rows([[Cell("" if i else what, "dim"), Cell(text)] for i, text in enumerate(texts)], (8, 0))
     yield ""
-    yield from _wrapped(screen, verdict(doc), "bold")
+    yield from _wrap(screen, verdict(doc), "bold")
     yield ""
     yield from _costs(screen, doc)
     yield ""
@@ -56,22 +56,22 @@ def lines(screen: Screen, forecast: Forecast, doc: dict[str, Any]) -> Iterator[s
     yield from _balance(screen, forecast, doc)
     yield from _heat(screen, forecast, doc)
     for notice in doc["notices"][:MOST_NOTICES]:
-        yield from _wrapped(screen, f"note: {notice_text(notice)}", "yellow")
+        yield from _wrap(screen, f"note: {notice_text(notice)}", "yellow")
     if len(doc["notices"]) > MOST_NOTICES:
         yield f"… and {len(doc['notices']) - MOST_NOTICES:,} more notices"
     for sentence in assumptions(doc):
-        yield from _wrapped(screen, sentence, "dim")
+        yield from _wrap(screen, sentence, "dim")
 
 
-def _folded(text: str, width: int) -> list[str]:
+def _fold(text: str, width: int) -> list[str]:
     """Lines of at most `width` columns; a longer word has its own line."""
     from textwrap import wrap
 
     return wrap(text, max(20, width), break_on_hyphens=False, break_long_words=False)
 
 
-def _wrapped(screen: Screen, text: str, style: str) -> Iterator[str]:
-    yield from (screen.paint(line, style) for line in _folded(text, screen.width))
+def _wrap(screen: Screen, text: str, style: str) -> Iterator[str]:
+    yield from (screen.paint(line, style) for line in _fold(text, screen.width))
 
 
 def _costs(screen: Screen, doc: dict[str, Any]) -> Iterator[str]:
@@ -180,7 +180,7 @@ def _heat(screen: Screen, forecast: Forecast, doc: dict[str, Any]) -> Iterator[s
     margin = max(map(len, names))
     first, last = hosts_text(readers[0]), hosts_text(readers[-1])
     yield ""
-    yield from _wrapped(
+    yield from _wrap(
         screen, f"Bytes by the hosts that wrote them (down) and those that read them (across); █ is up to {file_size(most)}", ""
     )
     yield " " * (margin + 3) + (first if len(readers) == 1 else f"{first} … {last}")

@@ -97,7 +97,7 @@ class FileVersion:
             return self.read(0, self._known[0]).tobytes()
         data, version = self.store.read_versioned(self.key)
         if data is None or version != self._known:
-            raise self._replaced()
+            raise self._replacement_error()
         return data
 
     def require_length(self, nbytes: int) -> None:
@@ -127,13 +127,13 @@ class FileVersion:
                 # Without O_NONBLOCK, opening a pipe that has replaced the file would block.
                 file = OpenFile(str(self._path), os.O_RDONLY | os.O_NONBLOCK)
             except (FileNotFoundError, NotADirectoryError) as e:
-                raise self._replaced() from e
+                raise self._replacement_error() from e
             with file as fd:
                 if _version(os.fstat(fd)) != self._known:
-                    raise self._replaced()
-                ended = length > 0 and not _filled(fd, start, length, vectors)
+                    raise self._replacement_error()
+                ended = length > 0 and not _fill(fd, start, length, vectors)
                 if _version(os.fstat(fd)) != self._known:
-                    raise self._replaced()
+                    raise self._replacement_error()
         if ended:
             raise CorruptionError(f"{self} ends before byte {start + length}; get another copy.")
 
@@ -142,12 +142,12 @@ class FileVersion:
             version = self.store.read_into(self.key, start, vectors)
         except (CorruptionError, MissingDataError) as e:
             if isinstance(e, MissingDataError) or self.store.read_versioned(self.key, 0, 0)[1] != self._known:
-                raise self._replaced() from e
+                raise self._replacement_error() from e
             raise
         if version != self._known:
-            raise self._replaced()
+            raise self._replacement_error()
 
-    def _replaced(self) -> ReplacedError:
+    def _replacement_error(self) -> ReplacedError:
         return ReplacedError(f"{self} was changed, replaced or deleted while it was being read; try again when no process writes there.")
 
 
@@ -175,7 +175,7 @@ def _version(entry: os.stat_result) -> tuple[int, int]:
     return entry.st_size, entry.st_mtime_ns
 
 
-def _filled(fd: int, start: int, length: int, vectors: Sequence[memoryview]) -> bool:
+def _fill(fd: int, start: int, length: int, vectors: Sequence[memoryview]) -> bool:
     """Fill all vectors from a file; return whether it has enough bytes."""
     try:
         scatter_read(fd, start, length, vectors)

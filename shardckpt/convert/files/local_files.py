@@ -99,7 +99,7 @@ class LocalFiles:
             if not self._checks or any(_size(draft) != sizes[i] for i, draft in enumerate(self._drafts) if i not in self._renamed):
                 self._start_anew(self._notes)
             with storage_errors("look at", self._partial):
-                held = sum(512 * self._written(i).stat().st_blocks for i in range(len(sizes)))
+                held = sum(512 * self._written_file(i).stat().st_blocks for i in range(len(sizes)))
             check_export_space(Store.open(self._partial), self._directory, sum(sizes) - held)
         return self._noted
 
@@ -145,7 +145,7 @@ class LocalFiles:
             if verify:
                 read_back(
                     (
-                        WrittenBlock(name, self._written(file), runs, check)
+                        WrittenBlock(name, self._written_file(file), runs, check)
                         for (name, file, runs), check in zip(self._plan.blocks(), self._checks, strict=True)
                     ),
                     crc32c.crc32c,
@@ -182,7 +182,7 @@ class LocalFiles:
         with storage_errors("compare with its draft", path):
             return os.path.samestat(written, named) or (not self._overwrite and filecmp.cmp(draft, path, shallow=False))
 
-    def _written(self, number: int) -> Path:
+    def _written_file(self, number: int) -> Path:
         """The file that has the written bytes."""
         return (self._paths if number in self._renamed else self._drafts)[number]
 

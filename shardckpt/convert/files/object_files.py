@@ -276,7 +276,7 @@ class ObjectFiles:
         self._plan = plan
         if len(self._names) > 1:
             self._take_up()
-        at = (self._finished, self._opened(self._finished).resume_at if self._finished < len(self._names) else 0)
+        at = (self._finished, self._open_upload(self._finished).resume_at if self._finished < len(self._names) else 0)
         durable = 0
         for _, file, runs in plan.blocks():
             if any((file, offset + length) > at for offset, length in runs):
@@ -290,7 +290,7 @@ class ObjectFiles:
         for write in writes:
             if write.file < self._finished:
                 continue
-            target = self._opened(write.file)
+            target = self._open_upload(write.file)
             there = max(0, target.resume_at - write.offset)
             if there < write.data.nbytes:
                 target.write_at(write.offset + there, write.data[there:])
@@ -299,7 +299,7 @@ class ObjectFiles:
         """See `Destination`. The service verified every part on arrival."""
         del verify
         if self._finished < len(self._names):
-            self._opened(len(self._names) - 1)
+            self._open_upload(len(self._names) - 1)
             for name in self._obsolete:
                 self._store.delete(name)
             self._finish_one()
@@ -319,7 +319,7 @@ class ObjectFiles:
                 for name in [*self._names[: self._finished], self._note]:
                     self._store.delete(name)
 
-    def _opened(self, number: int) -> ObjectTarget:
+    def _open_upload(self, number: int) -> ObjectTarget:
         """Open the file of this number, after finishing those before it."""
         while self._finished < number:
             if self._target is None:

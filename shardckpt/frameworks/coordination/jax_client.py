@@ -42,7 +42,7 @@ class JaxClient(Coordinator):
         try:
             self._calls.make(lambda: self._client.key_value_set(key, value.decode("ascii"), allow_overwrite=True))
         except JaxRuntimeError as error:
-            raise _gone(error) from error
+            raise _is_gone(error) from error
 
     def _get(self, key: str) -> bytes | None:
         try:
@@ -50,11 +50,11 @@ class JaxClient(Coordinator):
         except JaxRuntimeError as error:
             if str(error).startswith("NOT_FOUND"):
                 return None
-            raise _gone(error) from error
+            raise _is_gone(error) from error
         return value.encode("ascii")
 
 
-def _gone(error: Exception) -> CoordinationError:
+def _is_gone(error: Exception) -> CoordinationError:
     reason = str(error).partition("\n")[0]
     return CoordinationError(
         f"jax.distributed's coordination service does not answer ({reason}); process 0, which holds it, has ended: start the job "

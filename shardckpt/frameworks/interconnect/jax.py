@@ -43,7 +43,7 @@ class JaxInterconnect:
         """See `Interconnect`."""
         rows = min(len(self._devices[member]) for member in members)
         own = self._devices[process][:rows]
-        length = _rounded(-(-max(part.size for part in parts) // rows))
+        length = _round_up(-(-max(part.size for part in parts) // rows))
         mesh = Mesh(np.array([self._devices[member][:rows] for member in members]), ("member", "row"))
         cut = NamedSharding(mesh, PartitionSpec("member", "row"))
         mine = np.zeros((1, rows, length), np.uint8)
@@ -73,10 +73,10 @@ def _identity(sharding: Any) -> Any:
     return jax.jit(lambda array: array, out_shardings=sharding)
 
 
-def _rounded(length: int) -> int:
+def _round_up(length: int) -> int:
     """The length, rounded up so that there are few different lengths.
 
-    >>> [_rounded(n) for n in (1, 1000, 1025, 1_000_000)]
+    >>> [_round_up(n) for n in (1, 1000, 1025, 1_000_000)]
     [256, 1024, 1280, 1048576]
     """
     step = max(256, (1 << max(length - 1, 1).bit_length()) // (2 * _STEPS))

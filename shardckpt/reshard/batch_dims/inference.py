@@ -118,7 +118,7 @@ def batch_dims(
     program = Program.of(exported)
     size, given = _batch_of(program, batch)
     inputs: dict[Any, Layout] = {**_with_symbol(program, size), **given}
-    settled = _settled(program, inputs, size, Assumptions(even_counts, local_batch_norm))
+    settled = _settle(program, inputs, size, Assumptions(even_counts, local_batch_norm))
     known = {node: _in_numbers(node, result, size) for node, result in settled.items()}
     return BatchDims(
         program,
@@ -208,7 +208,7 @@ def _with_symbol(program: Program, batch: BatchSize) -> dict[Any, Layout]:
 # --- State that the program changes -------------------------------------------------------------------------------
 
 
-def _settled(program: Program, inputs: dict[Any, Layout], batch: BatchSize, assume: Assumptions) -> dict[Any, Result]:
+def _settle(program: Program, inputs: dict[Any, Layout], batch: BatchSize, assume: Assumptions) -> dict[Any, Result]:
     """The layouts of all nodes, such that changed state keeps its layout from step to step."""
     changed = {program.placeholder(name): new for name, new in program.changed.items()}
     left = {node: _candidates(node, batch) for node in changed if node not in inputs}

@@ -32,7 +32,7 @@ class Replicate:
     """The tensor is the part times k to this power."""
 
     def __str__(self) -> str:
-        return f"Replicate{_scaled(self.power)}"
+        return f"Replicate{_scale_text(self.power)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Shard:
 
     def __str__(self) -> str:
         outer = f", outer={self.outer}" if self.outer > 1 else ""
-        return f"Shard({self.dim}{outer}){_scaled(self.power)}"
+        return f"Shard({self.dim}{outer}){_scale_text(self.power)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class Partial:
         return "mean" if (self.reduction, self.power) == ("sum", -1) else self.reduction
 
     def __str__(self) -> str:
-        return f"Partial({self.op}){_scaled(0 if self.op == 'mean' else self.power)}"
+        return f"Partial({self.op}){_scale_text(0 if self.op == 'mean' else self.power)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +115,7 @@ Layout: TypeAlias = Replicate | Shard | Partial | Numbered | Unknown
 """Relation between the parts of a tensor and the tensor."""
 
 
-def _scaled(power: int) -> str:
+def _scale_text(power: int) -> str:
     if not power:
         return ""
     return " × B" if power == 1 else f" × B^{power}"

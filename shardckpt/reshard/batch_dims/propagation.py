@@ -40,7 +40,7 @@ def propagate(graph: Any, inputs: Mapping[Any, Layout], batch: BatchSize, assume
         if node.op == "output":
             continue
         called = node.op == "call_function"
-        known[node] = _checked(node, _of_call(node, known, batch, assume) if called else inputs.get(node, Replicate()), batch)
+        known[node] = _check(node, _of_call(node, known, batch, assume) if called else inputs.get(node, Replicate()), batch)
     return known
 
 
@@ -95,16 +95,16 @@ def _of_number(node: Any, known: Mapping[Any, Result], batch: BatchSize) -> Layo
     return Replicate(batch.power(node.meta["val"]))
 
 
-def _checked(node: Any, result: Result, batch: BatchSize) -> Result:
+def _check(node: Any, result: Result, batch: BatchSize) -> Result:
     """The layout if the shape agrees with it, else Unknown."""
     value = node.meta.get("val")
     if isinstance(result, tuple):
         values = value if isinstance(value, tuple | list) else [value] * len(result)
-        return tuple(_compared(node, layout, v, batch) for layout, v in zip(result, values, strict=False))
-    return _compared(node, result, value, batch)
+        return tuple(_compare(node, layout, v, batch) for layout, v in zip(result, values, strict=False))
+    return _compare(node, result, value, batch)
 
 
-def _compared(node: Any, layout: Layout, value: Any, batch: BatchSize) -> Layout:
+def _compare(node: Any, layout: Layout, value: Any, batch: BatchSize) -> Layout:
     if isinstance(layout, Unknown) or not hasattr(value, "shape"):
         return layout
     try:

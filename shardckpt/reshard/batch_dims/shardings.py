@@ -61,12 +61,12 @@ def batch_shardings(
         else batch_dims(exported, batch, even_counts=even_counts, local_batch_norm=local_batch_norm)
     )
     inputs = {name: inferred.inputs[name] for name in inferred.program.changed if name in inferred.inputs}
-    layouts = {name: _stated(name, layout, replicated) for name, layout in {**inferred.states, **inputs}.items()}
+    layouts = {name: _check_savable(name, layout, replicated) for name, layout in {**inferred.states, **inputs}.items()}
     shapes = {name: tuple(inferred.program.placeholder(name).meta["val"].shape) for name in layouts}
     return {prefix + name: _over(mesh, axis, layout, len(shapes[name])) for name, layout in layouts.items()}
 
 
-def _stated(name: str, layout: Layout, replicated: Sequence[str]) -> Replicate | Shard:
+def _check_savable(name: str, layout: Layout, replicated: Sequence[str]) -> Replicate | Shard:
     """The layout, if it can be saved."""
     if isinstance(layout, Replicate | Shard) and not layout.power:
         return layout

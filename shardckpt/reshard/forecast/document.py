@@ -137,9 +137,9 @@ def _tensor(forecast: Forecast, name: str) -> dict[str, Any]:
         "source_layout": layout_json(source.layout),
         "target_layout": layout_json(decision.layout),
         "restore_bytes": before.read,
-        "restore_amplification": _rounded(before.amplification),
+        "restore_amplification": _round(before.amplification),
         "restore_after_bytes": after.read,
-        "restore_after_amplification": _rounded(after.amplification),
+        "restore_after_amplification": _round(after.amplification),
         "rule": decision.rule,
         "why": decision.why,
         "notices": list(decision.notices),
@@ -157,5 +157,5 @@ def layout_json(layout: StoredLayout | None) -> dict[str, Any] | None:
     return {"op_sharding": layout.to_hlo()[:200]}
 
 
-def _rounded(ratio: float | None) -> float | None:
+def _round(ratio: float | None) -> float | None:
     return None if ratio is None else round(ratio, 4)

@@ -46,7 +46,7 @@ def read_rules(path: str | os.PathLike[str]) -> dict[str, Any]:
     mesh = mesh_of(doc["mesh"], f"{file}, mesh") if doc.get("mesh") is not None else None
     rules = tuple(_rules(doc.get("rules"), file))
     try:
-        presets = tuple(Preset.parse(preset) for preset in _listed(doc.get("preset")))
+        presets = tuple(Preset.parse(preset) for preset in _as_list(doc.get("preset")))
     except OptionError as error:
         raise OptionError(f"{file}: {error}") from error
     return {"entries": (*rules, *presets), "unmatched": doc.get("unmatched", "replicate"), "mesh": mesh}
@@ -58,7 +58,7 @@ def _rules(value: Any, file: Path) -> Iterator[Rule]:
             origin = f"{file}, rule {number}"
             yield Rule(pattern, _spec(spec, f"{origin} ({clip(str(pattern))!r})"), origin)
         return
-    for number, text in enumerate(_listed(value), 1):
+    for number, text in enumerate(_as_list(value), 1):
         yield Rule.parse(text, f"{file}, rule {number}")
 
 
@@ -74,5 +74,5 @@ def _spec(value: Any, where: str) -> PartitionSpec:
     raise OptionError(f'{where}: {shorten(value)} is not a partition spec; write "replicated", "(None,model)" or a list of entries.')
 
 
-def _listed(value: Any) -> list[Any]:
+def _as_list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [] if value is None else [value]

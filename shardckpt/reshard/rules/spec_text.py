@@ -67,7 +67,7 @@ def parse_spec(text: str) -> PartitionSpec:
         raise OptionError(f"{shorten(text)} is not a partition spec; {_FORM}.")
     parts, end = _parts(text, head.end(), nested=False)
     if text[end:].strip():
-        raise _unexpected(text, end)
+        raise _syntax_error(text, end)
     try:
         return PartitionSpec(*parts)
     except ShardingError as error:
@@ -81,7 +81,7 @@ def _parts(text: str, at: int, *, nested: bool) -> tuple[list[SpecPart], int]:
     while True:
         token = _TOKEN.match(text, at)
         if token is None:
-            raise _unexpected(text, at)
+            raise _syntax_error(text, at)
         if token["mark"] == ")":
             return parts, token.end()
         if token["mark"] == "(" and not nested:
@@ -90,13 +90,13 @@ def _parts(text: str, at: int, *, nested: bool) -> tuple[list[SpecPart], int]:
                 raise OptionError(f"{shorten(text)}: None inside a tuple of axes, which cut one dimension together; leave it out.")
             parts.append(tuple(axis for axis in axes if isinstance(axis, str | int)))
         elif token["mark"]:
-            raise _unexpected(text, token.start("mark"))
+            raise _syntax_error(text, token.start("mark"))
         else:
             parts.append(_entry(text, token))
             at = token.end()
         after = _TOKEN.match(text, at)
         if after is None or after["mark"] not in {",", ")"}:
-            raise _unexpected(text, at)
+            raise _syntax_error(text, at)
         if after["mark"] == ",":
             at = after.end()
 
@@ -113,7 +113,7 @@ def _entry(text: str, token: re.Match[str]) -> Axis | None:
         raise OptionError(f"{shorten(text)}: {shorten(quoted)} is not a quoted name; escapes are those of JSON.") from None
 
 
-def _unexpected(text: str, at: int) -> OptionError:
+def _syntax_error(text: str, at: int) -> OptionError:
     rest = text[at:].lstrip()
     actual = f"found {shorten(rest[:12])}" if rest else "it ends"
     where = len(text) - len(rest) + 1

@@ -133,7 +133,7 @@ class Journal:
             return None
         job = jobs[0]
         text = self._all("SELECT asked FROM jobs WHERE number = ?", (job.number,))
-        if (job.operation, text) != (operation, [(_sorted(asked),)]):
+        if (job.operation, text) != (operation, [(_sorted_text(asked),)]):
             raise OptionError(f"the idempotency key belongs to job {job.number}, a different request; give each request a key of its own.")
         return job
 
@@ -173,7 +173,7 @@ class Journal:
             self._write(
                 "INSERT INTO jobs (number, operation, asked, arguments, subject, destination, who, key, state, created, roots) "
                 "VALUES (?,?,?,?,?,?,?,?,'queued',?,?)",
-                (number, operation, _sorted(asked), json.dumps(arguments), subject, destination, who, key, utc_now(), roots),
+                (number, operation, _sorted_text(asked), json.dumps(arguments), subject, destination, who, key, utc_now(), roots),
             )
             self._added += 1
             if self._added % _PRUNE_EVERY == 0:
@@ -459,7 +459,7 @@ def _readable() -> tuple[str, list[str]]:
     return f"{subject} AND {destination}", [*names, *others]
 
 
-def _sorted(asked: Mapping[str, Any]) -> str:
+def _sorted_text(asked: Mapping[str, Any]) -> str:
     return json.dumps(asked, sort_keys=True)
 
 

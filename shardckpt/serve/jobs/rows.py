@@ -97,7 +97,7 @@ def job_of(row: Sequence[Any]) -> JobRow:
     fields["cancelling"] = bool(fields["cancelling"])
     kinds = {"arguments": dict, "result": dict, "error": dict, "roots": list}
     for name, kind in kinds.items():
-        fields[name] = _parsed(fields[name], {} if name == "arguments" else None, kind)
+        fields[name] = _parse(fields[name], {} if name == "arguments" else None, kind)
         if fields[name] is _DAMAGED:
             damaged: dict[str, Any] = {"arguments": {}, "result": None, "error": DAMAGED_ROW, "roots": []}
             return JobRow(**fields | damaged)
@@ -114,7 +114,7 @@ def verification_of(row: Sequence[Any]) -> Verification:
     return Verification(**fields | {"damage": damage})
 
 
-def _parsed(text: str | None, nothing: Any, kind: type) -> Any:
+def _parse(text: str | None, nothing: Any, kind: type) -> Any:
     """A JSON object or array of a row; `_DAMAGED` if it is not one."""
     if text is None:
         return nothing

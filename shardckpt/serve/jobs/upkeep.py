@@ -51,7 +51,7 @@ class Upkeep:
         writing = {"memory_limit": options.memory_limit, "workers": options.workers, "engine": options.engine}
         settings = {"writing": writing, "keep": None if options.keep is None else str(options.keep)}
         self.runner = JobRunner(
-            self.journal, locks, roots, at_once=options.jobs, options=settings, on_end=self._ended, watch=scanner.watch, audit=audit
+            self.journal, locks, roots, at_once=options.jobs, options=settings, on_end=self._note_end, watch=scanner.watch, audit=audit
         )
         self.webhook = None if options.webhook is None else Webhook(self.journal, options.webhook)
         self.journal.keeps_notices = self.webhook is not None
@@ -138,7 +138,7 @@ class Upkeep:
             given = f"{root}={scope}"
             raise HTTPException(403, f"this needs the scope {scope} at {root}; `shardckpt token NAME --scope {given}` gives it.")
 
-    def _ended(self, job: JobRow) -> None:
+    def _note_end(self, job: JobRow) -> None:
         if OPERATIONS[job.operation].writes(job.arguments):
             self._audit.note(**audited(job), result=job.state)
         for ident in (job.subject, job.destination):

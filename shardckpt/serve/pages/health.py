@@ -34,7 +34,7 @@ def health_page(doc: Mapping[str, Any], viewer: Viewer) -> str:
     main = el(
         "main",
         el("h1", "Health"),
-        section("Damaged checkpoints", facts(shown), _damaged(doc)),
+        section("Damaged checkpoints", facts(shown), _damage_section(doc)),
         section("Scrub", *_scrub(doc["scrub"])),
         section("Latest verifications", latest),
         id="main",
@@ -98,7 +98,7 @@ def _by(job: int | None) -> Html:
     return el("span", "scrub") if job is None else el("a", f"job {job}", href=f"/ui/job/{job}")
 
 
-def _damaged(doc: Mapping[str, Any]) -> Html:
+def _damage_section(doc: Mapping[str, Any]) -> Html:
     rows: list[Sequence[Part]] = []
     for one in doc["damaged"]:
         verification = one["verification"]

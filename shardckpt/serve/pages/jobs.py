@@ -194,9 +194,9 @@ def _result(doc: Mapping[str, Any], checkpoints: Collection[str]) -> list[Html |
     parts.append(facts(shown) if shown else None)
     if operation == "retain":
         stay = [f"{name}: {why}" for name, why in result["left"].items()]
-        return [*parts, steps_table(result, "steps"), *_listed("Steps that stay all the same", stay)]
+        return [*parts, steps_table(result, "steps"), *_list("Steps that stay all the same", stay)]
     for name, title in (("files", "Files"), ("notes", "Notes"), ("notices", "Notices"), ("left", "Data that is left")):
-        parts += _listed(title, result.get(name))
+        parts += _list(title, result.get(name))
     return parts
 
 
@@ -207,7 +207,7 @@ def steps_table(result: Mapping[str, Any], ident: str) -> Html:
     return table((("Step", False), ("Stored", True)), rows, caption=caption, ident=ident) if rows else el("p", f"{caption}.")
 
 
-def _listed(title: str, items: Iterable[object] | None) -> list[Html]:
+def _list(title: str, items: Iterable[object] | None) -> list[Html]:
     texts = [str(one) for one in items or ()]
     return [el("h3", title), el("ul", [el("li", one) for one in texts[:100]])] if texts else []
 

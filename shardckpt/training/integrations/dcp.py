@@ -85,7 +85,7 @@ class StorageWriter(_StorageWriter):  # type: ignore[misc]  # torch is not follo
             OptionError, UrlError: an argument is invalid.
         """
         check_coordinator(coordinator)
-        self.url = _checked(url)
+        self.url = _check(url)
         self._options = checked_options(options)
         self._coordinator = coordinator
         self._together = True
@@ -93,11 +93,11 @@ class StorageWriter(_StorageWriter):  # type: ignore[misc]  # torch is not follo
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin a new checkpoint, at `checkpoint_id` if given."""
         if checkpoint_id is not None:
-            self.url = _checked(checkpoint_id)
+            self.url = _check(checkpoint_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: ARG002 - DCP's signature
         """Note whether the processes plan together (`use_collectives`)."""
-        _required(self.url)
+        _require_url(self.url)
         self._together = kwargs.get("use_collectives", True)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
@@ -128,7 +128,7 @@ class StorageWriter(_StorageWriter):  # type: ignore[misc]  # torch is not follo
             LeafError: a value that DCP would pickle, by name; or as in `shardckpt.save`.
             AlreadyExistsError, CommitError, StorageError: as in `shardckpt.save`.
         """
-        url, coordinator = _required(self.url), coordinator_of(self._coordinator, self._options.commit_timeout)
+        url, coordinator = _require_url(self.url), coordinator_of(self._coordinator, self._options.commit_timeout)
         try:
             state = _state_of(planner)
         except Exception as e:  # the others are saving already: report the failure to them, so that all processes count the attempt
@@ -186,19 +186,19 @@ class StorageReader(_StorageReader):  # type: ignore[misc]  # torch is not follo
             OptionError, UrlError: an argument is invalid.
         """
         check_coordinator(coordinator)
-        self.url = _checked(url)
+        self.url = _check(url)
         self._coordinator = coordinator
         self._contents: DcpContents | ShardckptError | None = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin to load another checkpoint, from `checkpoint_id` if given."""
         if checkpoint_id is not None:
-            self.url = _checked(checkpoint_id)
+            self.url = _check(checkpoint_id)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:  # noqa: ARG002 - DCP's signature
         """The contents under DCP's names. Errors are raised later, because DCP ignores exceptions of this method."""
         try:
-            self._contents = DcpContents(Checkpoint(_required(self.url)))
+            self._contents = DcpContents(Checkpoint(_require_url(self.url)))
             return self._contents.metadata()
         except ShardckptError as e:
             self._contents = e
@@ -212,11 +212,11 @@ class StorageReader(_StorageReader):  # type: ignore[misc]  # torch is not follo
             NamesMismatchError: DCP uses one name for two stored names.
             DtypeError: a dtype that torch lacks, by name.
         """
-        self._opened()
+        self._open_contents()
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Note in the plan which checkpoint this process has opened."""
-        record = self._opened().checkpoint.record
+        record = self._open_contents().checkpoint.record
         return replace(plan, storage_data=(record.attempt, record.hosts[0].sha256))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
@@ -239,7 +239,7 @@ class StorageReader(_StorageReader):  # type: ignore[misc]  # torch is not follo
             ReplacedError: the checkpoint was replaced or deleted while it was being read.
             CorruptionError: stored bytes are damaged or missing; tensors are then undefined.
         """
-        contents = self._opened()
+        contents = self._open_contents()
         values = [(item, self._value(contents, item, planner)) for item in plan.items if item.type is LoadItemType.BYTE_IO]
         places: dict[str, list[tuple[str, Sink]]] = {}
         filled = []
@@ -264,7 +264,7 @@ class StorageReader(_StorageReader):  # type: ignore[misc]  # torch is not follo
         """Whether the id is a place that shardckpt can read from."""
         return _is_url(checkpoint_id)
 
-    def _opened(self) -> DcpContents:
+    def _open_contents(self) -> DcpContents:
         if isinstance(self._contents, ShardckptError):
             raise self._contents
         assert self._contents is not None, "DCP reads the metadata first"
@@ -287,14 +287,14 @@ class StorageReader(_StorageReader):  # type: ignore[misc]  # torch is not follo
         return handed
 
 
-def _checked(url: str | os.PathLike[str] | None) -> str | os.PathLike[str] | None:
+def _check(url: str | os.PathLike[str] | None) -> str | os.PathLike[str] | None:
     """Check that a url is a valid place, before any process waits for another one."""
     if url is not None:
         parse(url)
     return url
 
 
-def _required(url: str | os.PathLike[str] | None) -> str | os.PathLike[str]:
+def _require_url(url: str | os.PathLike[str] | None) -> str | os.PathLike[str]:
     if url is None:
         raise OptionError("no url to save to or load from; give one to StorageWriter or StorageReader, or give checkpoint_id=….")
     return url

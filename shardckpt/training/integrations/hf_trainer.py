@@ -134,7 +134,7 @@ class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         if self._trainer is not trainer:
             self._trainer = trainer
             self._close_on_exceptions(trainer)
-        restored = self._managed(trainer).restore({"trainer": PerProcess(None, choose=_first)}, only="trainer")
+        restored = self._manager_of(trainer).restore({"trainer": PerProcess(None, choose=_first)}, only="trainer")
         if restored is None:
             return None
         self._resumed = restored.step
@@ -166,7 +166,7 @@ class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
             raise OptionError(
                 "export(trainer): the Trainer has begun, or uses FSDP or DeepSpeed; pass a new one that trains without these."
             )
-        manager = self._managed(trainer)
+        manager = self._manager_of(trainer)
         first = manager.restore({"trainer": PerProcess(None, choose=_first)}, step, only="trainer")
         if first is None:
             raise NotFoundError(f"{manager.url(0).rpartition('/')[0]}: no step was saved, so there is nothing to export.")
@@ -238,7 +238,7 @@ class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         if getattr(args, "deepspeed", None):
             raise OptionError("TrainingArguments(deepspeed=…): DeepSpeed needs the Trainer's own checkpoints; leave out one of the two.")
         self._running = self._trainer or _trainer_of(self)
-        manager = self._managed(self._running)
+        manager = self._manager_of(self._running)
         self._find_adapters(self._running)
         self._due, self._seen, self._best = False, self._resumed, state.best_metric
         if args.save_strategy == SaveStrategy.BEST:
@@ -302,7 +302,7 @@ class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
 
     # --- helpers
 
-    def _managed(self, trainer: Trainer) -> CheckpointManager:
+    def _manager_of(self, trainer: Trainer) -> CheckpointManager:
         if self._manager is None:
             args = trainer.args
             limit = args.save_total_limit if (args.save_total_limit or 0) > 0 else None
@@ -328,7 +328,7 @@ class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         return state
 
     def _find_adapters(self, trainer: Trainer) -> None:
-        self._adapters = adapters_of(_unwrapped(trainer))
+        self._adapters = adapters_of(_unwrap(trainer))
         self._base = None if self._adapters is None else self._adapters.fingerprint(self._options.get("coordinator"))
 
     def _restore(self, manager: CheckpointManager, kwargs: Mapping[str, Any], step: int) -> None:
@@ -441,7 +441,7 @@ def _model_files(trainer: Trainer) -> dict[str, Any]:
     """The files that the Trainer writes beside the weights for inference, as metadata."""
     collator = getattr(trainer, "data_collator", None)
     processing = getattr(trainer, "processing_class", None) or getattr(collator, "tokenizer", None)
-    model = _unwrapped(trainer)
+    model = _unwrap(trainer)
     adapters = adapters_of(model)
     sources = (getattr(model, "config", None), getattr(model, "generation_config", None), processing)
     with TemporaryDirectory(prefix="shardckpt-") as directory:
@@ -461,7 +461,7 @@ def _model_files(trainer: Trainer) -> dict[str, Any]:
     return {**documents, **own, **as_metadata({name: files[name] for name in BYTES if name in files})}
 
 
-def _unwrapped(trainer: Trainer) -> Any:
+def _unwrap(trainer: Trainer) -> Any:
     """The model without wrappers."""
     return trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
 

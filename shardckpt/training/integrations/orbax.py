@@ -234,7 +234,7 @@ class OrbaxCheckpointer(_Steps):
 
     def save(self, step: int, state: Any, **choices: Any) -> bool:
         """Save a state if the policy says so, and wait for it; see `save_async`."""
-        return _waited(self.save_async(step, state, **choices))
+        return _wait(self.save_async(step, state, **choices))
 
     def save_async(self, step: int, state: Any, *, checkpointable_name: str = "state", **choices: Any) -> _Response | None:
         """Save a state in the background, if the policy says so; see `save_checkpointables_async`."""
@@ -242,7 +242,7 @@ class OrbaxCheckpointer(_Steps):
 
     def save_checkpointables(self, step: int, checkpointables: Mapping[str, Any], **choices: Any) -> bool:
         """Save several states if the policy says so, and wait for them; see `save_checkpointables_async`."""
-        return _waited(self.save_checkpointables_async(step, checkpointables, **choices))
+        return _wait(self.save_checkpointables_async(step, checkpointables, **choices))
 
     def save_checkpointables_async(
         self,
@@ -340,7 +340,7 @@ class OrbaxCheckpointer(_Steps):
         raise _lacking(v1.training.Checkpointer, name)
 
 
-def _waited(response: _Response | None) -> bool:
+def _wait(response: _Response | None) -> bool:
     return response is not None and response.result()
 
 

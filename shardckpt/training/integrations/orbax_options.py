@@ -148,7 +148,7 @@ def items_of(args: Any) -> dict[str, Any]:
     return dict(args.items()) if isinstance(args, ocp.args.Composite) else {DEFAULT: args}
 
 
-def _refused(name: str, args: Any, verb: Literal["save", "restore"]) -> OptionError:
+def _refusal(name: str, args: Any, verb: Literal["save", "restore"]) -> OptionError:
     return OptionError(
         f"{verb}(args=…): {name!r} is a {type(args).__name__}, which is not supported; give Standard, PyTree, Array, Json or JaxRandomKey."
     )
@@ -157,7 +157,7 @@ def _refused(name: str, args: Any, verb: Literal["save", "restore"]) -> OptionEr
 def saved_value(name: str, args: Any) -> Any:
     """The value to save under a name."""
     if not isinstance(args, _SAVED):
-        raise _refused(name, args, "save")
+        raise _refusal(name, args, "save")
     if getattr(args, "save_args", None) is not None:
         raise OptionError(f"save(args=…): {name!r} has save_args, which are not supported; give save_options=shardckpt.SaveOptions(…).")
     if isinstance(args, ocp.args.JsonSave):
@@ -217,7 +217,7 @@ def below(items: Iterable[str]) -> Callable[[str], bool]:
 def restore_target(name: str, args: Any) -> Any:
     """The abstract value to restore under a name; None: as stored."""
     if not isinstance(args, _RESTORED):
-        raise _refused(name, args, "restore")
+        raise _refusal(name, args, "restore")
     odd = [key for key in ("transforms", "legacy_transform_fn", "partial_restore") if getattr(args, key, None)]
     if odd:
         raise OptionError(f"restore(args=…): {name!r} has {odd[0]}, which is not supported; see shardckpt.restore(rename=…, only=…).")

@@ -80,7 +80,7 @@ class _Following:
     def done(self) -> OptimizerNodes:
         members = {name: [self._short(self.adaptation.renamed(place))] for name, place in self.places.items()}
         state = {members[str(key)][0] if str(key) in members else key: node for key, node in self.nodes.state.items()}
-        by_tensor = {stored: name for name, place in reversed(self.places.items()) if (stored := self._stored(place)) is not None}
+        by_tensor = {stored: name for name, place in reversed(self.places.items()) if (stored := self._stored_name(place)) is not None}
         made: dict[str, list[str]] = {}
         joined: dict[PathKey, Node] = {}
         for name, tensor in list(self.adaptation.made.items()):
@@ -94,7 +94,7 @@ class _Following:
                 raise StructureMismatchError(
                     f"{shown(self.nodes.name)}: {new} is made of {few(sources, 3)}, which are not all in one of its groups; {_ADVICE}."
                 )
-            node = self._joined(new, tensor, {part: self.nodes.state.get(part) for part in parts})
+            node = self._join(new, tensor, {part: self.nodes.state.get(part) for part in parts})
             made.setdefault(parts[0], []).append(new)
             for moved in [moved for part in parts for moved in members[part]]:
                 state.pop(moved, None)
@@ -114,11 +114,11 @@ class _Following:
         key, _, rest = place.partition("/")
         return rest if key == "model" else f"{key}.{rest}"
 
-    def _stored(self, place: str) -> str | None:
+    def _stored_name(self, place: str) -> str | None:
         """The name under which the tensor of a place is stored."""
         return self.adaptation.stored.get(place)
 
-    def _joined(self, new: str, tensor: MadeTensor, parts: Mapping[str, Node | None]) -> Node | None:
+    def _join(self, new: str, tensor: MadeTensor, parts: Mapping[str, Node | None]) -> Node | None:
         """The state of a parameter that is made of others."""
         nodes = [node for node in parts.values() if node is not None]
         if not nodes:
@@ -146,10 +146,10 @@ class _Following:
         records = [self.adaptation.tensor(one) for one in stored]
         if len(stored) < len(nodes) or any(record.dtype != records[0].dtype for record in records):
             raise StructureMismatchError(f"{shown(name)}: {few([node.name for node in nodes], 3)} cannot be joined or split; {_ADVICE}.")
-        shapes = [self.adaptation.tensor(self._stored(self.places[part]) or "").shape for part in entries]
+        shapes = [self.adaptation.tensor(self._stored_name(self.places[part]) or "").shape for part in entries]
         follows = key not in _FACTORS and (key != _UNFACTORED or len(tensor.shape) == len(shapes[0]))
         if key not in _ONE_VALUE and follows and [record.shape for record in records] == shapes:
-            of_part = {self._stored(self.places[part]): record.name for part, record in zip(entries, records, strict=True)}
+            of_part = {self._stored_name(self.places[part]): record.name for part, record in zip(entries, records, strict=True)}
             views = tuple(replace(view, tensor=of_part[whole.name]) for view, whole in tensor.sources)
             return Tensor(self.adaptation.make(name, OutputTensor(name, tensor.shape, records[0].dtype, views)))
         if not follows or any(prod(record.shape) != 1 for record in records):

@@ -13,7 +13,7 @@ from shardckpt.reshard.job import Job
 from shardckpt.reshard.options import ReshardOptions
 from shardckpt.reshard.plan import plan_reshard
 from shardckpt.reshard.rules import Rules
-from shardckpt.reshard.task import _opened, run_task
+from shardckpt.reshard.task import _open, run_task
 
 MESH = Mesh((4, 2), ("data", "model"))
 TARGET = Mesh((2, 3), ("data", "model"))
@@ -49,7 +49,7 @@ def test_a_reshard_reads_and_writes_what_was_forecast(tmp_path, compression, mem
     reports = [run_task(job, number) for number in range(doc["tasks"])]
 
     assert doc["bytes_read"] == sum(report.read_bytes for report in reports)
-    assert doc["requests"] == _opened(job).checkpoint.stats.reads
+    assert doc["requests"] == _open(job).checkpoint.stats.reads
     assert doc["requests_counted_tasks"] == doc["tasks"]
     if compression is None:
         assert doc["bytes_written"] == sum(report.stored_bytes for report in reports)
@@ -65,7 +65,7 @@ def test_requests_are_counted_batch_by_batch_as_they_are_made(tmp_path):
     job = Job(str(tmp_path / "a"), str(tmp_path / "b"), options)
     for number in range(doc["tasks"]):
         run_task(job, number)
-    assert doc["requests"] == _opened(job).checkpoint.stats.reads
+    assert doc["requests"] == _open(job).checkpoint.stats.reads
 
 
 def test_files_in_which_nothing_changes_are_linked_and_only_read_back(tmp_path):

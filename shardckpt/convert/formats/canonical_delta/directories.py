@@ -105,7 +105,7 @@ class VersionDirectories:
         if [*complete] != [*range(len(complete))]:
             gap = next(i for i, number in enumerate(complete) if i != number)
             raise FormatError(f"{self._root}: version {gap} is missing before version {max(complete)}{ELSEWHERE}")
-        notes = map_on_threads(lambda number: self._checked(number, complete[number]), complete)
+        notes = map_on_threads(lambda number: self._check(number, complete[number]), complete)
         if len(notes) > 1:
             self._check_index(len(notes) - 1)
         return notes
@@ -165,7 +165,7 @@ class VersionDirectories:
             self.place(number).delete(INDEX)  # from now on it is not complete
             self.place(number).delete_prefix()
 
-    def _checked(self, number: int, there: Mapping[str, int]) -> dict[str, Any]:
+    def _check(self, number: int, there: Mapping[str, int]) -> dict[str, Any]:
         """The note of a version whose files have these sizes."""
         note, place = self.note(number), self.place(number)
         if number == 0:

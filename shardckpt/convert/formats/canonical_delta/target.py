@@ -131,7 +131,7 @@ def write_deltas(
             attempts = map_on_threads(lambda step: published_attempt(root.sub(str(step))), older)
             before = {str(step): unfolded(attempt) for step, attempt in zip(older, attempts, strict=True) if attempt}
             place = directories.prepare_first(overwrite=options.overwrite)
-            directories.write_note(place, **_noted(first, since), forms=_forms(outputs), before=before)
+            directories.write_note(place, **_notes_of_all(first, since), forms=_forms(outputs), before=before)
             report = full(first, place.location)
             directories.finish_first(place)
             place = directories.place(0)
@@ -201,7 +201,7 @@ class _Current:
             raise NotFoundError(f"{self._root}: version {last['step']} is gone, and {written} was written from it{ELSEWHERE}") from e
         if _contents(version.checkpoint) != last["contents"]:
             raise ReplacedError(f"{self._root}: version {last['step']} was replaced, and {written} was written from it{ELSEWHERE}")
-        outputs = self._checked(version.checkpoint)
+        outputs = self._check_outputs(version.checkpoint)
         self._sources.update(view.tensor for output in outputs for view in output.sources)
         version.prepare()
         held = {output.name: np.empty(output.nbytes, np.uint8) for output in outputs}
@@ -225,10 +225,10 @@ class _Current:
 
     def outputs(self, version: FollowedVersion) -> list[OutputTensor]:
         """The outputs of a version that may differ from those before."""
-        outputs = self._checked(version.checkpoint)
+        outputs = self._check_outputs(version.checkpoint)
         return [output for output in outputs if any(view.tensor in version.changed for view in output.sources)]
 
-    def _checked(self, checkpoint: Checkpoint) -> tuple[OutputTensor, ...]:
+    def _check_outputs(self, checkpoint: Checkpoint) -> tuple[OutputTensor, ...]:
         outputs = _outputs(checkpoint, self._options)
         if _forms(outputs) != self._begun["forms"]:
             raise StructureMismatchError(
@@ -247,7 +247,7 @@ def _read(checkpoint: Checkpoint, outputs: Iterable[tuple[OutputTensor, Bytes]])
     )
 
 
-def _noted(checkpoint: Checkpoint, step: int) -> dict[str, Any]:
+def _notes_of_all(checkpoint: Checkpoint, step: int) -> dict[str, Any]:
     """Fields of the notes of all versions."""
     attempt = unfolded(checkpoint.record.attempt)
     return {"step": step, "attempt": attempt, "contents": _contents(checkpoint), "source": str(checkpoint.location)}
@@ -280,7 +280,7 @@ class _Writer:
             new = {output.name: np.empty(output.nbytes, np.uint8) for output in batch}
             with version.reading():
                 _read(version.checkpoint, [(output, new[output.name]) for output in batch])
-            encoded = map_on_threads(lambda output: self._encoded(output, new[output.name], held[output.name]), batch)  # noqa: B023
+            encoded = map_on_threads(lambda output: self._encode(output, new[output.name], held[output.name]), batch)  # noqa: B023
             for output, entry in zip(batch, encoded, strict=True):
                 if entry is not None:
                     files.add(output.name, *entry)
@@ -299,12 +299,12 @@ class _Writer:
         }
         data = json.dumps(index, indent=1).encode()
         sizes = files.sizes | {INDEX: len(data)}
-        note_bytes = self._directories.write_note(place, **_noted(version.checkpoint, version.step), files=sizes)
+        note_bytes = self._directories.write_note(place, **_notes_of_all(version.checkpoint, version.step), files=sizes)
         if not place.create(INDEX, data):
             raise AlreadyExistsError(f"{place}: another process has written it meanwhile; let one process write there.")
         return WrittenVersion(str(place), number, version.step, len(files.weight_map), nbytes, note_bytes + sum(sizes.values()), read_bytes)
 
-    def _encoded(self, output: OutputTensor, new: Bytes, old: Bytes) -> tuple[bytes, str] | None:
+    def _encode(self, output: OutputTensor, new: Bytes, old: Bytes) -> tuple[bytes, str] | None:
         """The entry of a tensor and the digest of its new bytes; None if nothing differs."""
         difference = new ^ old
         if not difference.any():

@@ -153,7 +153,7 @@ def read_state(store: Store, *, trust_pickle: bool) -> DcpState:
     notes = [f"{where} is a pickle; it was interpreted, and nothing in it was run."]
     opened = lru_cache(REMEMBERED)(lambda item: open_torch_file(Span(files[item.file], item.offset, item.offset + item.length)))
     nbytes = ROWS_BYTES if store.near else REQUEST_BYTES
-    tensors = map_on_threads(lambda named: _placed(*named, opened, nbytes), metadata.tensors.items())
+    tensors = map_on_threads(lambda named: _place(*named, opened, nbytes), metadata.tensors.items())
     values = map_on_threads(lambda named: _value(*named, opened), metadata.bytes.items())
     leaves: dict[str, Any] = dict(zip(metadata.tensors, tensors, strict=True))
     for name, (value, left) in zip(metadata.bytes, values, strict=True):
@@ -193,13 +193,13 @@ def _files(items: Iterable[DcpItem], store: Store) -> dict[str, FileVersion]:
 
 def _value(name: str, item: DcpItem, opened: Callable[[DcpItem], TorchFile]) -> tuple[Any, list[str]]:
     """The value of an item that is not a tensor."""
-    with _named(name):
+    with _naming(name):
         return plain(opened(item), name)
 
 
-def _placed(name: str, tensor: DcpTensor, opened: Callable[[DcpItem], TorchFile], nbytes: int) -> PlacedTensor:
+def _place(name: str, tensor: DcpTensor, opened: Callable[[DcpItem], TorchFile], nbytes: int) -> PlacedTensor:
     """A tensor with the places of its elements."""
-    with _named(name):
+    with _naming(name):
         dtype = by_name(tensor.dtype)
         places = [_Item(chunk.item, chunk.shape, opened) for chunk in tensor.chunks]
         strides = places[0].tensor(dtype)[1].strides if places else ()
@@ -212,7 +212,7 @@ def _placed(name: str, tensor: DcpTensor, opened: Callable[[DcpItem], TorchFile]
 
 
 @contextmanager
-def _named(name: str) -> Iterator[None]:
+def _naming(name: str) -> Iterator[None]:
     """Add the name of the tensor or leaf to errors."""
     try:
         yield

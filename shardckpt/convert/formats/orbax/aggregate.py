@@ -48,12 +48,12 @@ def read_aggregate(data: bytes, where: str) -> object:
         return array[()] if code == _SCALAR else array
 
     try:
-        return _unpacked(msgpack.unpackb(data, ext_hook=extension, strict_map_key=False))
+        return _unpack(msgpack.unpackb(data, ext_hook=extension, strict_map_key=False))
     except (LookupError, RecursionError, TypeError, ValueError, msgpack.UnpackException) as e:
         raise FormatError(f"{where} is not a tree in msgpack ({shorten(str(e))}); replace it with a backup.") from e
 
 
-def _unpacked(node: Any) -> object:
+def _unpack(node: Any) -> object:
     """The tree with `Leaf`s in place of placeholders, and with the parts of large arrays joined."""
     if isinstance(node, dict):
         if _CHUNKED in node:
@@ -62,9 +62,9 @@ def _unpacked(node: Any) -> object:
             if flat.size != prod(shape):
                 raise ValueError(f"an array of shape {shorten(shape)} has {flat.size} elements")
             return flat.reshape(shape)
-        return {key: _unpacked(child) for key, child in node.items()}
+        return {key: _unpack(child) for key, child in node.items()}
     if isinstance(node, list):
-        return [_unpacked(child) for child in node]
+        return [_unpack(child) for child in node]
     if isinstance(node, str) and node.startswith(_PLACEHOLDERS):
         return Leaf(node.partition("://")[2], "Unknown")
     return node

@@ -146,13 +146,13 @@ def _entries(
 
 def left_by_orbax(tree: Node) -> dict[str, str]:
     """The leaves that Orbax cannot store, by name, with the reason."""
-    left = find_unsupported(tree, _refused)
+    left = find_unsupported(tree, _refusal)
     texts = (leaf for leaf in leaves_of(tree) if isinstance(leaf, Small) and leaf.name not in left and _NO_POINTER.search(leaf.name))
     reason = "Orbax finds no text below a key with a lone surrogate, or a ~ that is not followed by 0 or 1"
     return left | {leaf.name: reason for leaf in texts if isinstance(decode_leaf(leaf), str)}
 
 
-def _refused(value: object) -> str | None:
+def _refusal(value: object) -> str | None:
     """The reason why Orbax cannot store a small leaf; None: it can."""
     if isinstance(value, str):
         return None if value.isascii() or not _SURROGATE.search(value) else "Orbax stores no text with lone surrogates"

@@ -89,7 +89,7 @@ def read_tree(place: Store, names: list[str], sources: Sources, notes: list[str]
         UncommittedError: the save was not finished.
     """
     version = FileVersion(place, METADATA if METADATA in names else MSGPACK)
-    tree, zarr3, stores_all = _described(place, names)
+    tree, zarr3, stores_all = _describe(place, names)
     leaves = list(_leaves(tree))
     stored = [leaf.name for leaf in leaves if leaf.kind not in {*_EMPTY, "string"}]
     others = {name.rstrip("/") for name in names} - set(stored)
@@ -125,10 +125,10 @@ def read_tree(place: Store, names: list[str], sources: Sources, notes: list[str]
         sources[tensor] = _Stored(array, version)
         return tensor
 
-    return _mapped(tree, value)
+    return _map(tree, value)
 
 
-def _described(place: Store, names: list[str]) -> tuple[object, bool, bool]:
+def _describe(place: Store, names: list[str]) -> tuple[object, bool, bool]:
     """The tree of `Leaf`s or values of the msgpack file; whether arrays are zarr v3; whether all chunks were stored."""
     aggregate = read_aggregate(place.read(MSGPACK), place.path_of(MSGPACK)) if MSGPACK in names else None
     if METADATA not in names:
@@ -146,7 +146,7 @@ def _described(place: Store, names: list[str]) -> tuple[object, bool, bool]:
                 return leaf
         return leaf if isinstance(node, (Leaf, dict, list, tuple)) else node
 
-    return (metadata.tree if aggregate is None else _mapped(metadata.tree, filled)), metadata.zarr3, metadata.stores_all
+    return (metadata.tree if aggregate is None else _map(metadata.tree, filled)), metadata.zarr3, metadata.stores_all
 
 
 def _tensor(
@@ -207,10 +207,10 @@ def _leaves(node: object) -> Iterator[Leaf]:
             yield from _leaves(child)
 
 
-def _mapped(node: object, value: Callable[[object], object]) -> object:
+def _map(node: object, value: Callable[[object], object]) -> object:
     """The same containers with each leaf replaced by `value(leaf)`."""
     if isinstance(node, dict):
-        return {key: _mapped(child, value) for key, child in node.items()}
+        return {key: _map(child, value) for key, child in node.items()}
     if isinstance(node, (list, tuple)):
-        return type(node)(_mapped(child, value) for child in node)
+        return type(node)(_map(child, value) for child in node)
     return value(node)

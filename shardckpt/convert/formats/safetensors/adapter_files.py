@@ -53,7 +53,7 @@ def plan_adapter_files(checkpoint: Checkpoint, options: PeftOptions) -> ModelFil
         NamesMismatchError, DtypeError, DtypeMismatchError: as in `export_safetensors`.
     """
     metadata, structure, where = checkpoint.metadata, checkpoint.record.structure, str(checkpoint.location)
-    described = _described(metadata, where)
+    described = _description(metadata, where)
     names = [name for name in structure.tensors if name.startswith(_MODEL)]
     included, excluded = selector(options.include), selector(options.exclude or ())
     selected: dict[str, dict[str, str]] = {}
@@ -83,7 +83,7 @@ def plan_adapter_files(checkpoint: Checkpoint, options: PeftOptions) -> ModelFil
     return ModelFiles(outputs, {_WEIGHTS: lay_out(outputs.tensors, {"format": "pt"})}, None, configs, outputs.notes)
 
 
-def _described(metadata: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _description(metadata: Mapping[str, Any], where: str) -> dict[str, Any]:
     """The entry of the adapters in the metadata."""
     described = metadata.get(ADAPTERS)
     if described is None:

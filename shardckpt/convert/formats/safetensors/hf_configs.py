@@ -44,7 +44,7 @@ def config_files(metadata: Mapping[str, Any], config: str | os.PathLike[str] | N
         OptionError: a file of the directory cannot be read.
     """
     documents = {name: metadata[name] for name in CONFIGS if isinstance(metadata.get(name), dict)}
-    kept = _kept(metadata, where)
+    kept = _files_in_metadata(metadata, where)
     if config is not None:
         file, documents["config.json"] = read_config(config)
         if is_directory(Path(config)):
@@ -74,7 +74,7 @@ def with_dtype(config: bytes | None, tensors: Iterable[OutputTensor]) -> bytes |
     return None if changed == document else (json.dumps(changed, indent=2) + "\n").encode()
 
 
-def _kept(metadata: Mapping[str, Any], where: str) -> dict[str, bytes]:
+def _files_in_metadata(metadata: Mapping[str, Any], where: str) -> dict[str, bytes]:
     packed = metadata.get(ENTRY)
     if not isinstance(packed, dict):
         return {}

@@ -75,18 +75,18 @@ def open_foreign(location: Location, *, trust_pickle: bool = False) -> Foreign:
         names = store.list_children()
         file = next((FileVersion(store, name) for name in (_BIN, _BIN.removesuffix(".bin") + _INDEX_SUFFIX) if name in names), None)
         if file is None and (parts := _parts(names)):
-            return _split(location, [FileVersion(store, name) for name in parts_of(parts[0], names, store)])
+            return _join_parts(location, [FileVersion(store, name) for name in parts_of(parts[0], names, store)])
         if file is None:
             refuse_directory(store, names)
             raise NotFoundError(f"{location}: there is no {_BIN} in this directory, and no index of split files; give the path of a file.")
     if not file.key.endswith(_INDEX_SUFFIX):
         notes = note_of_part(file.key) or note_of_file(str(file))
-        state, left = state_in(_opened(file))
+        state, left = state_in(_open(file))
         return place_tensors(state, "torch", location, identity_of(location, [file]), (*notes, *left))
     weight_map = _weight_map(file)
     versions = [FileVersion(file.store, name) for name in sorted(set(weight_map.values()))]
     states, left = _states(versions)
-    state = {name: _named(states[key], name, key, file) for name, key in weight_map.items()}
+    state = {name: _pick(states[key], name, key, file) for name, key in weight_map.items()}
     unnamed = next((f"{shown(name)} in {key}" for key, part in states.items() for name in part if weight_map.get(name) != key), None)
     if unnamed is not None:
         raise FormatError(f"{file} does not name {unnamed}; get new copies of all files.")
@@ -96,7 +96,7 @@ def open_foreign(location: Location, *, trust_pickle: bool = False) -> Foreign:
 
 def _states(versions: Sequence[FileVersion]) -> tuple[dict[str, Any], list[str]]:
     """File → its state; and the notes on all files."""
-    states = map_on_threads(lambda version: state_in(_opened(version)), versions)
+    states = map_on_threads(lambda version: state_in(_open(version)), versions)
     notes = [f"{version.key}: {line}" for version, (_, left) in zip(versions, states, strict=True) for line in left]
     return {version.key: state for version, (state, _) in zip(versions, states, strict=True)}, notes
 
@@ -106,7 +106,7 @@ def _parts(names: Sequence[str]) -> list[str]:
     return sorted(name for name in names if name.startswith("pytorch_model-") and name.endswith(".bin") and note_of_part(name))
 
 
-def _split(location: Location, versions: Sequence[FileVersion]) -> Foreign:
+def _join_parts(location: Location, versions: Sequence[FileVersion]) -> Foreign:
     """All files of a split model without an index, as one dict of their tensors."""
     state: dict[str, Any] = {}
     states, left = _states(versions)
@@ -131,7 +131,7 @@ def beginning(file: FileVersion) -> bytes:
     return bytes(span.read(0, min(_BEGINNING, len(span))))
 
 
-def _opened(file: FileVersion) -> TorchFile:
+def _open(file: FileVersion) -> TorchFile:
     if _is_old(beginning(file)):
         raise FormatError(
             f"{file} is in the format of torch before 1.6, whose tensors cannot be found without running its pickle. Load it with "
@@ -158,7 +158,7 @@ def _weight_map(index: FileVersion) -> Mapping[str, str]:
     return weight_map
 
 
-def _named(state: Any, name: str, key: str, index: FileVersion) -> Any:
+def _pick(state: Any, name: str, key: str, index: FileVersion) -> Any:
     if not isinstance(state, dict) or name not in state:
         raise FormatError(f"{index}: {shown(name)} should be in {key}, which does not have it; get new copies of both files.")
     return state[name]

@@ -103,7 +103,7 @@ class TorchFileWriter(StateWriter):
         """
         tree = structure.nodes
         dtypes = torch_dtypes(structure)
-        left = find_unsupported(tree, _refused)
+        left = find_unsupported(tree, _refusal)
         self.notes: list[str] = describe_losses(tree, left)
         """Parts of the state that are left out or changed, a line each."""
         self._tensors = structure.tensors
@@ -175,7 +175,7 @@ def torch_dtypes(structure: Structure) -> dict[str, Any]:
     return dtypes
 
 
-def _refused(value: object) -> str | None:
+def _refusal(value: object) -> str | None:
     """The reason why torch.load(weights_only=True) would not read a small leaf; None: it reads the leaf."""
     if value == b"" and isinstance(value, bytes):
         return "torch.load(weights_only=True) reads no empty bytes"

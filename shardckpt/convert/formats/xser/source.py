@@ -66,13 +66,13 @@ def open_foreign(location: Location, *, trust_pickle: bool = False) -> Foreign:
     tensors = {version.key: one for version, one in zip(versions, opened, strict=True)}
 
     def tensor(reference: Instance) -> object:
-        return _referred(reference, tensors, file, folder)
+        return _dereference(reference, tensors, file, folder)
 
     state, left = state_in(open_state_file(span_of(file)), {_REFERENCE: tensor})
     return place_tensors(state, "xser", location, identity_of(location, [file, *versions]), (f"{len(tensors)} tensors in {folder}", *left))
 
 
-def _referred(reference: Instance, tensors: dict[str, TorchFile], file: FileVersion, folder: str) -> object:
+def _dereference(reference: Instance, tensors: dict[str, TorchFile], file: FileVersion, folder: str) -> object:
     """The tensor of a reference."""
     number = reference.state.get("tid") if isinstance(reference.state, dict) else None
     if type(number) is not int or number < 0:

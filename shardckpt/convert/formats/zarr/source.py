@@ -174,14 +174,14 @@ def open_foreign(location: Location, *, trust_pickle: bool = False) -> Foreign: 
             arrays[""] = open_arrays(Store.open(location.parent), [location.name], driver, ocdbt=False, fill_missing=True)[location.name]
         else:
             arrays |= open_arrays(members.place, names, driver, ocdbt=False, fill_missing=True)
-    state = _nested(arrays, str(location))
+    state = _nest(arrays, str(location))
     by_tensor = {name: arrays[tensor.identity] for name, tensor in tensors_of(state).items() if isinstance(tensor.identity, str)}
     metadata = {"attributes": members.attributes} if members.attributes else {}
     identity = identity_of(location, members.files)
     return ForeignArrays("zarr", location, structure_of(state, str(location)), identity, metadata, tuple(members.notes), by_tensor)
 
 
-def _nested(arrays: Mapping[str, ForeignArray], where: str) -> object:
+def _nest(arrays: Mapping[str, ForeignArray], where: str) -> object:
     """The state: a dict for each group; FormatError if an array lies in an array."""
     root: dict[str, Any] = {}
     for path in sorted(arrays, key=natural_key):

@@ -52,7 +52,7 @@ def added(terms: Sequence[Known], zero: Sequence[bool] = ()) -> Known:
         return _with_partial(partial, counted, place)
     powers = {term.power for term in counted}
     if len(powers) > 1:
-        raise Undecided(f"{_listed(counted)} are combined, which scale differently with the size of the part")
+        raise Undecided(f"{_list_text(counted)} are combined, which scale differently with the size of the part")
     power = powers.pop() if powers else 0
     return Replicate(power) if place is None else Shard(*place, power)
 
@@ -60,7 +60,7 @@ def added(terms: Sequence[Known], zero: Sequence[bool] = ()) -> Known:
 def _with_partial(partial: Partial, terms: Sequence[Known], place: tuple[int, int] | None) -> Partial:
     neutral: Replicate = Replicate(partial.power + 1 if partial.reduction == "sum" else partial.power)
     if place is not None or any(term not in (partial, neutral) for term in terms):
-        raise Undecided(f"{_listed(terms)} are combined: what is partial must be reduced before")
+        raise Undecided(f"{_list_text(terms)} are combined: what is partial must be reduced before")
     if partial.reduction != "sum" and sum(isinstance(term, Partial) for term in terms) > 1:
         raise Undecided(f"the sum of two {partial} is not a {partial}: reduce them before")
     return partial
@@ -75,10 +75,10 @@ def extreme(terms: Sequence[Known], reduction: str) -> Known:
     if any(isinstance(term, Partial) for term in terms):
         same = Partial(reduction)
         if any(term not in (same, Replicate()) for term in terms):
-            raise Undecided(f"{_listed(terms)} are compared: what is partial must be reduced before")
+            raise Undecided(f"{_list_text(terms)} are compared: what is partial must be reduced before")
         return same
     if any(term.power for term in terms):
-        raise Undecided(f"{_listed(terms)} are compared, which scale with the size of the part")
+        raise Undecided(f"{_list_text(terms)} are compared, which scale with the size of the part")
     return added(terms)
 
 
@@ -93,10 +93,10 @@ def multiplied(factors: Sequence[Known]) -> Known:
     place = position(factors)
     if partial:
         if len(partial) > 1 or place is not None or partial[0].reduction != "sum":
-            raise Undecided(f"{_listed(factors)} are multiplied: what is partial must be reduced before")
+            raise Undecided(f"{_list_text(factors)} are multiplied: what is partial must be reduced before")
         return Partial("sum", power)
     return Replicate(power) if place is None else Shard(*place, power)
 
 
-def _listed(layouts: Iterable[Known]) -> str:
+def _list_text(layouts: Iterable[Known]) -> str:
     return " and ".join(dict.fromkeys(map(str, layouts)))

@@ -92,7 +92,7 @@ def _index_layout(call: Call, index: Any) -> Known:
 def _index_block(call: Call, indices: list[Any]) -> tuple[Known, int, int]:
     """The layout of the broadcast indices, their first dimension in the result, and their number of dimensions."""
     given = [index for index in indices if index is not None]
-    block = tuple(max(sizes) for sizes in zip(*(_padded(call.shape(i), given, call) for i in given), strict=True))
+    block = tuple(max(sizes) for sizes in zip(*(_pad(call.shape(i), given, call) for i in given), strict=True))
     layouts = [_index_layout(call, index) for index in given]
     cut = frozenset(
         layout.dim + len(block) - len(call.shape(index)) for index, layout in zip(given, layouts, strict=True) if isinstance(layout, Shard)
@@ -103,7 +103,7 @@ def _index_block(call: Call, indices: list[Any]) -> tuple[Known, int, int]:
     return of_block, places[0] if together else 0, len(block)
 
 
-def _padded(shape: tuple[int, ...], given: list[Any], call: Call) -> tuple[int, ...]:
+def _pad(shape: tuple[int, ...], given: list[Any], call: Call) -> tuple[int, ...]:
     most = max(len(call.shape(index)) for index in given)
     return (1,) * (most - len(shape)) + shape
 

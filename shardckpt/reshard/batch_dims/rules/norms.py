@@ -75,7 +75,7 @@ def _batch_norm(call: Call) -> Result:
         call.replicated(call[name])
     functional = len(call.outs) > 3  # it returns the running statistics too
     if not isinstance(layout, Shard):
-        return (layout,) * 3 + (tuple(_moved(call, name, layout) for name in ("running_mean", "running_var")) if functional else ())
+        return (layout,) * 3 + (tuple(_after_update(call, name, layout) for name in ("running_mean", "running_var")) if functional else ())
     _refuse_image(layout)
     coupled = Unknown(
         "batch normalisation couples samples: every process normalises by the mean and variance of its own part", call.node.name
@@ -83,12 +83,12 @@ def _batch_norm(call: Call) -> Result:
     mean = Partial("sum", -1)
     layouts: list[Layout] = [layout if call.assume.local_batch_norm else coupled, mean, coupled]
     if functional:
-        layouts.append(_moved(call, "running_mean", mean))
+        layouts.append(_after_update(call, "running_mean", mean))
         layouts.append(Unknown("the variances of the parts do not make the variance of the batch", call.node.name))
     return tuple(layouts)
 
 
-def _moved(call: Call, name: str, towards: Replicate | Partial) -> Layout:
+def _after_update(call: Call, name: str, towards: Replicate | Partial) -> Layout:
     """The layout of running statistics after an update with the statistics of this call."""
     layout = call.known(call[name])
     return layout if isinstance(layout, Unknown) else added([towards, call.layout(call[name])])

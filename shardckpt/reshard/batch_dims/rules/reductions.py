@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from shardckpt.reshard.batch_dims.call import Call, Result
 
 
-def _kept(layout: Shard, dims: tuple[int, ...], keepdim: bool) -> Shard:
+def _after_reduction(layout: Shard, dims: tuple[int, ...], keepdim: bool) -> Shard:
     """The layout after other dimensions have been reduced."""
     gone = 0 if keepdim else sum(d < layout.dim for d in dims)
     return Shard(layout.dim - gone, layout.outer, layout.power)
@@ -37,7 +37,7 @@ def _total(power: int) -> Any:
         layout, dims = call.layout(call["self"]), _reduced_dims(call)
         if isinstance(layout, Shard):
             if layout.dim not in dims:
-                return _kept(layout, dims, bool(call["keepdim"]))
+                return _after_reduction(layout, dims, bool(call["keepdim"]))
             if call.assume.even_counts and not power and _counts(call):
                 return Replicate(1)
             return Partial("sum", layout.power + power)
@@ -69,7 +69,7 @@ def _extreme(reduction: str) -> Any:
             if single:
                 return where
             raise Undecided("it finds the position of an extreme across samples")
-        kept = _kept(layout, dims, bool(call["keepdim"]))
+        kept = _after_reduction(layout, dims, bool(call["keepdim"]))
         return call.each_result(kept)
 
     return rule
@@ -79,7 +79,7 @@ def _within(call: Call) -> Result:
     """The rule of a reduction that is supported only within a sample."""
     layout, dims = call.steady(call["self"]), _reduced_dims(call)
     untouched(layout, dims, "it reduces")
-    kept = _kept(layout, dims, bool(call["keepdim"])) if isinstance(layout, Shard) else layout
+    kept = _after_reduction(layout, dims, bool(call["keepdim"])) if isinstance(layout, Shard) else layout
     return call.each_result(kept)
 
 
