@@ -59,8 +59,8 @@ class CheckpointManager(RunSteps):
     """Saves the steps of a training run, and resumes the run from its latest step. Each step is a checkpoint at `<root>/<step>`.
 
         with shardckpt.CheckpointManager("gs://bucket/run", every=500, keep=3) as mgr:
-            found = mgr.restore(state)
-            for step in range(found.step + 1 if found else 0, steps):
+            restored = mgr.restore(state)
+            for step in range(restored.step + 1 if restored else 0, steps):
                 state = train(state)
                 mgr.save(step, state)
 

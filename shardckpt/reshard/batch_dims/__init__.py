@@ -1,7 +1,7 @@
 """The batch dimension of each tensor of a program, and the layout that data parallelism gives the tensor.
 
-    found = shardckpt.reshard.batch_dims.batch_dims(torch.export.export(model, inputs, dynamic_shapes=…))
-    found.states["cache.k"]        # Shard(0), Replicate, Partial(sum) or Unknown, and found.explain("cache.k") says why
+    inferred = shardckpt.reshard.batch_dims.batch_dims(torch.export.export(model, inputs, dynamic_shapes=…))
+    inferred.states["cache.k"]        # Shard(0), Replicate, Partial(sum) or Unknown, and inferred.explain("cache.k") says why
 
 `inference` has the public functions. `shardings` turns their result into layouts for saving and resharding. `rules` has one table
 per family of operators. Nothing here imports torch: a graph carries all the necessary data. Begin with `inference`.

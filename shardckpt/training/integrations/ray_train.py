@@ -2,8 +2,8 @@
 
     def train(config):  # for ray.train.torch.TorchTrainer
         with RayTrainManager("gs://bucket/run", every=500, keep=3) as mgr:
-            found = mgr.restore(state)
-            for step in range(found.step + 1 if found else 0, steps):
+            restored = mgr.restore(state)
+            for step in range(restored.step + 1 if restored else 0, steps):
                 state, loss = train_step(state)
                 mgr.save(step, state, {"loss": loss})
 
