@@ -302,8 +302,8 @@ class _Copies(_Cached):
             due = [(path, position) in self._only for position in positions.tolist()]
             edges = np.flatnonzero(np.diff([False, *due, False])).tolist()
             for begin, end in zip(edges[::2], edges[1::2], strict=True):
-                some = Band(band.chunks, band.begin + begin, band.begin + end)
-                self._copies += some.copies(elements[begin:end], places_of([some])[0])
+                stretch = Band(band.chunks, band.begin + begin, band.begin + end)
+                self._copies += stretch.copies(elements[begin:end], places_of([stretch])[0])
         yield from ()
 
 
