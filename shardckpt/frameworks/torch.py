@@ -85,10 +85,8 @@ class TensorSource(HostSource):
     @classmethod
     def fetch(cls, sources: Sequence[TensorSource], positions: Sequence[Sequence[int]]) -> list[list[Array]]:
         """Views of tensors on the CPU, copies of all others."""
-        return [
-            [(array_of if s.on_host else host_array)(s.tensor, s.dtype)] if boxes else []
-            for s, boxes in zip(sources, positions, strict=True)
-        ]
+        pairs = zip(sources, positions, strict=True)
+        return [[(array_of if s.on_host else host_array)(s.tensor, s.dtype)] if boxes else [] for s, boxes in pairs]
 
 
 @dataclass(slots=True)
