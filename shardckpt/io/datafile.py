@@ -69,6 +69,14 @@ class BlocksOut:
         """Stored bytes of the chunks to write."""
         return (self.last - self.first) * self.chunk_bytes
 
+    def lay_out(self, memory: NDArray[np.uint8]) -> None:
+        """Write the chunks, one after another, to memory of `nbytes`."""
+        stored, first, last = self.chunk_bytes, self.first, self.last
+        while first < last:
+            place, crcs = memory[(first - self.first) * stored :], self.crcs[first:last]
+            _, done, _ = extension.moving.write_chunks(-1, 0, 0, self.blocks, self.chunks, first, last, crcs, place, extension.LONGEST_S)
+            first += done
+
     def write(self, fd: int, offset: int, begun: int) -> int:
         """Write the chunks, one after another, at an offset of a file.
 
@@ -236,19 +244,20 @@ class _ObjectDataFile:
         return self._buffer[self._size : end] if end <= self._buffer.nbytes else None
 
     def append(self, data: Output) -> None:
-        assert not isinstance(data, BlocksOut), "the extension moves blocks to local disks alone"
         if isinstance(data, list):
             for part in data:
                 self.append(part)
             return
-        view = np.frombuffer(data, np.uint8)
+        view = data if isinstance(data, BlocksOut) else np.frombuffer(data, np.uint8)
         end = self._size + view.nbytes
         if self._buffer.nbytes < end:
             larger = np.empty(end, np.uint8)
             larger[: self._size] = self._buffer[: self._size]
             self._buffer = larger
         place = self._buffer[self._size : end]
-        if place.ctypes.data != view.ctypes.data:
+        if isinstance(view, BlocksOut):
+            view.lay_out(place)
+        elif place.ctypes.data != view.ctypes.data:
             place[:] = view
         self._size = end
 

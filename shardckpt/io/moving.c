@@ -290,7 +290,7 @@ static int again(struct progress *p, int *how) {
 }
 
 static int write_all(int fd, const char *data, int64_t n, int64_t offset, struct progress *p) {
-    while (n) {
+    while (n && fd >= 0) {
         const ssize_t wrote = moving_calls.pwrite(fd, data, (size_t)n, (off_t)offset);
         int how;
         if (wrote < 0 && again(p, &how))
@@ -339,7 +339,7 @@ struct block {
 
 /* Blocks of one shape, each cut into chunks of one shape: chunks `first` to `last` of all of them go to a file one after another. */
 struct writing {
-    int fd, ndim;
+    int fd, ndim; /* fd < 0: no file; the scratch has room for all chunks, which stay there */
     int64_t offset, itemsize;
     int64_t begun; /* offset up to which the disk has begun to write the file */
     int64_t shape[MOST_DIMS], chunk[MOST_DIMS];
@@ -403,7 +403,7 @@ static int move_out(const struct writing *w, struct progress *p) {
     if ((how = write_all(w->fd, w->scratch, filled, offset, p)) != MOVED)
         return how;
     p->done = number - w->first;
-    if (offset + filled - w->begun >= WRITE_BACK_BYTES) /* its answer tells nothing: `fsync` reports errors */
+    if (w->fd >= 0 && offset + filled - w->begun >= WRITE_BACK_BYTES) /* its answer tells nothing: `fsync` reports errors */
         moving_calls.sync_file_range(w->fd, (off_t)w->begun, (off_t)(offset + filled - w->begun), SYNC_FILE_RANGE_WRITE);
     return MOVED;
 }

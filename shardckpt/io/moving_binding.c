@@ -163,7 +163,8 @@ static PyObject *write_chunks(PyObject *self, PyObject *arguments) {
     if (nbytes < 0 || (!(0 <= first && first < last && last <= total) && !refuse("no such chunks")) || !fits(offset, last - first, nbytes) ||
         ((begun < 0 || begun > offset) && !refuse("a file begins to be written where there is nothing")) ||
         (sums->len != (last - first) * CHECKSUM_BYTES && !refuse("another number of checksums")) ||
-        ((memory->len < w.itemsize || memory->len < CHECKSUM_BYTES) && !refuse("too little scratch")))
+        ((memory->len < w.itemsize || memory->len < CHECKSUM_BYTES) && !refuse("too little scratch")) ||
+        (w.fd < 0 && memory->len / (last - first) < nbytes + CHECKSUM_BYTES && !refuse("too little memory")))
         return leave(&c, NULL);
     w.offset = offset;
     w.begun = begun;
@@ -307,7 +308,7 @@ static PyObject *find_changes(PyObject *self, PyObject *arguments) {
 }
 
 static PyMethodDef functions[] = {
-    {"write_chunks", write_chunks, METH_VARARGS, "Write chunks of blocks to a file; return how the call ended, chunks written, errno."},
+    {"write_chunks", write_chunks, METH_VARARGS, "Write chunks of blocks to a file, or without one to the scratch; return how the call ended, chunks written, errno."},
     {"read_chunks", read_chunks, METH_VARARGS, "Read chunks from a file; return how the call ended, chunks read, errno."},
     {"find_changes", find_changes, METH_VARARGS, "Compare chunks with earlier ones, which become these; return how many had room."},
     {NULL, NULL, 0, NULL},

@@ -364,14 +364,8 @@ class Encoder:
         self._compression = compression
         self._room = np.empty(0, np.uint8)
         """Reused memory in which blocks are laid out, unless the writer has memory for them; or the extension's scratch."""
-        self.moves_blocks = (
-            extension.moving is not None
-            and compression is None
-            and kept is None
-            and isinstance(writer, PackedWriter)
-            and writer.takes_blocks
-        )
-        """Whether the extension moves elements to the file."""
+        self.moves_blocks = extension.moving is not None and compression is None and kept is None and isinstance(writer, PackedWriter)
+        """Whether the extension moves elements to the file, or to the memory of an object."""
         self._paths: dict[str, int] = {}
         self._path = array("I")
         self._chunk = array("Q")

@@ -177,14 +177,9 @@ class PackedWriter:
         """OCDBT databases, relative to the attempt."""
         return self._lanes.names
 
-    @property
-    def takes_blocks(self) -> bool:
-        """Whether `append` takes blocks that the extension moves."""
-        return self._store.appends
-
     def room(self, nbytes: int) -> NDArray[np.uint8] | None:
         """Memory in which the next chunks may be laid out, so that `append` need not copy them; None if there is none for so many."""
-        return None if self.takes_blocks else self._files[0].room(nbytes)
+        return None if self._store.appends else self._files[0].room(nbytes)
 
     def append(self, keys: Sequence[str], data: Output, lengths: Sequence[int] | None = None, *, thread: int = 0) -> None:
         """Append encoded chunks; the caller may reuse the buffers when this returns.

@@ -65,11 +65,6 @@ class PlainWriter:
     def room(self, _nbytes: int) -> None:
         """None: each chunk is an object of its own."""
 
-    @property
-    def takes_blocks(self) -> bool:
-        """Whether `append` takes blocks that the extension moves: each chunk is an object of its own."""
-        return False
-
     def append(self, keys: Sequence[str], data: Output, lengths: Sequence[int] | None = None, *, thread: int = 0) -> None:
         """Write encoded chunks, each to an object; like `PackedWriter.append`."""
         assert thread == 0, "this writer is for one thread"

@@ -112,6 +112,15 @@ def test_a_write_that_cannot_be_right_is_refused_before_a_byte_moves(tmp_path, c
     assert (tmp_path / "file").stat().st_size == 0
 
 
+@with_extension
+def test_chunks_that_the_memory_has_no_room_for_are_refused():
+    crcs, (block,) = np.zeros(2, "u4"), blocks(8)
+    memory = np.zeros(2 * (4 * block.itemsize + 4), "u1")
+    assert moving.write_chunks(-1, 0, 0, (block,), (4,), 0, 2, crcs, memory, FOREVER) == (0, 2, 0)
+    with pytest.raises(ValueError, match="too little memory"):
+        moving.write_chunks(-1, 0, 0, (block,), (4,), 0, 2, crcs, memory[:-1], FOREVER)
+
+
 CHUNK, ROOM = np.zeros(64, "u1"), np.zeros(1000, "u1")
 WRONG_COMPARISONS = {
     "another number of chunks": ((CHUNK,), (), 2, np.zeros(3, "i8"), ROOM),

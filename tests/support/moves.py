@@ -82,6 +82,14 @@ def check_out(moving, seed):
             assert done == (1 if seconds == 0 else last - at)
             at += done
         assert os.pread(file.fileno(), 1 << 30, offset) == b"".join(expected[first:last])
+    memory, at, written = np.zeros((last - first) * size + chance.randrange(9), np.uint8), first, crcs.copy()
+    while at < last:
+        begin = (at - first) * size
+        how, done, _ = moving.write_chunks(-1, 0, 0, blocks, chunk, at, last, crcs[at - first :], memory[begin:], seconds)
+        assert how == MOVED
+        at += done
+    assert memory[: (last - first) * size].tobytes() == b"".join(expected[first:last])
+    assert crcs.tobytes() == written.tobytes()
     assert [crc.tobytes() for crc in crcs] == [each[-4:] for each in expected[first:last]]
 
 

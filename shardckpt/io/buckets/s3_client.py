@@ -20,6 +20,7 @@ import secrets
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
+import urllib3
 from botocore.exceptions import BotoCoreError, ClientError, HTTPClientError, IncompleteReadError
 from botocore.exceptions import ConnectionError as NoConnection
 from botocore.parsers import ResponseParserError
@@ -30,6 +31,7 @@ from shardckpt.io.buckets import cloud
 from shardckpt.io.buckets.bucket import ABSENT, Body, Bucket, Listed, Page, pieces, range_header
 from shardckpt.io.buckets.listing import PROBE
 from shardckpt.io.buckets.retry import NoBucketError, PassingError, Retry, note_answer
+from shardckpt.io.buckets.web import close_response, reader_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -133,6 +135,9 @@ class S3Bucket(Bucket):
             raise
         body, nbytes = answer["Body"], int(answer["ContentLength"])
         size = int(answer["ContentRange"].rpartition("/")[2]) if "ContentRange" in answer else nbytes
+        stream = getattr(body, "_raw_stream", None)
+        if isinstance(stream, urllib3.HTTPResponse):  # botocore's own `readinto` copies what urllib3 has copied
+            return Body(reader_of(stream), lambda: close_response(stream), nbytes, size, answer["ETag"].encode())
         return Body(body.readinto, body.close, nbytes, size, answer["ETag"].encode())
 
     def _stat(self, name: str) -> tuple[int | None, bytes]:

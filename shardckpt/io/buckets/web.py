@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import http.client
 import os
 import re
 import ssl
@@ -22,7 +23,7 @@ from shardckpt.io.buckets.bucket import ABSENT, Body, Bucket, range_header
 from shardckpt.io.buckets.retry import PassingError, note_answer
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     Response = urllib3.BaseHTTPResponse
     Headers = Mapping[str, str]
@@ -201,4 +202,24 @@ def send(pool: urllib3.PoolManager, method: str, url: str, headers: Headers, sta
 def body_of(answer: Response, generation: bytes) -> Body:
     """The bytes of a streamed response: an object, or a range of it."""
     nbytes, found = int(answer.headers["Content-Length"]), _range_of(answer)
-    return Body(answer.readinto, lambda: close_response(answer), nbytes, nbytes if found is None else int(found[1]), generation)
+    return Body(reader_of(answer), lambda: close_response(answer), nbytes, nbytes if found is None else int(found[1]), generation)
+
+
+def reader_of(answer: Response) -> Callable[[memoryview], int]:
+    """A function that fills the beginning of a buffer with the next bytes of a streamed response: from the connection, without a copy.
+
+    urllib3's own `readinto` (2.8) reads into new memory, and copies that.
+    """
+    source = getattr(answer, "_fp", None)
+    if not isinstance(source, http.client.HTTPResponse) or answer.length_remaining is None:
+        return answer.readinto
+
+    def readinto(into: memoryview) -> int:
+        try:
+            got = source.readinto(into)
+        except (OSError, http.client.HTTPException) as e:
+            raise PassingError(f"{type(e).__name__}: {e}") from e
+        answer.length_remaining = (answer.length_remaining or 0) - got  # by which `close_response` goes
+        return got
+
+    return readinto

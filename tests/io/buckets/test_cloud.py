@@ -7,6 +7,7 @@ import itertools
 import os
 import subprocess
 import sys
+import tracemalloc
 import uuid
 from pathlib import Path
 
@@ -21,8 +22,12 @@ from s3fs import S3FileSystem
 
 import shardckpt
 from shardckpt.errors import MissingExtraError, OptionError, StorageError
+from shardckpt.io import extension
 from shardckpt.io.buckets import cloud as settings
 from shardckpt.io.store import Store
+from shardckpt.writing import host
+
+MiB = 1 << 20
 
 STATE = {
     "w": np.random.default_rng(0).standard_normal((300, 500), np.float32),
@@ -63,6 +68,30 @@ def test_a_checkpoint_is_replaced_and_nothing_of_it_is_left(saved, layout):
     shardckpt.save(saved, state, options=shardckpt.SaveOptions(layout=layout, overwrite=True))
     assert same(shardckpt.restore(saved), state)
     assert Store.open(saved).list(f"{before}/") == []
+
+
+def test_bytes_go_from_the_connection_to_their_place_without_a_copy(cloud):
+    store, data = Store.open(cloud.url(uuid.uuid4().hex)), np.random.default_rng(0).integers(0, 256, 8 * MiB, np.uint8)
+    store.write("object", data)
+    into = np.zeros_like(data[: 7 * MiB])
+    store.read_into("object", 5, [memoryview(into[:100])])  # what the client keeps is there now
+    tracemalloc.start()
+    try:
+        store.read_into("object", 5, [memoryview(into[: 3 * MiB]), memoryview(into[3 * MiB :])])
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < MiB // 2
+    assert np.array_equal(into, data[5 : 7 * MiB + 5])
+
+
+@pytest.mark.skipif(extension.moving is None, reason="the extension is off, or was not built")
+def test_the_extension_lays_matrices_out_where_they_are_sent_from(cloud, monkeypatch):
+    monkeypatch.setattr(host, "lay_out_all", lambda *_: pytest.fail("numpy laid chunks out"))
+    state, url = {"w": np.arange(3_000_000, dtype=np.float32).reshape(1500, 2000), "b": np.arange(7)}, cloud.url(uuid.uuid4().hex)
+    shardckpt.save(url, state)
+    assert same(shardckpt.restore(url), state)
+    assert shardckpt.open(url).verify().ok
 
 
 def test_stock_tensorstore_reads_it(saved):
