@@ -74,7 +74,11 @@ class BlocksOut:
         stored, first, last = self.chunk_bytes, self.first, self.last
         while first < last:
             place, crcs = memory[(first - self.first) * stored :], self.crcs[first:last]
-            _, done, _ = extension.moving.write_chunks(-1, 0, 0, self.blocks, self.chunks, first, last, crcs, place, extension.LONGEST_S)
+            how, done, error = extension.moving.write_chunks(
+                -1, 0, 0, self.blocks, self.chunks, first, last, crcs, place, extension.LONGEST_S
+            )
+            if how == extension.SYSTEM_ERROR:  # an extension that was built before it laid chunks out in memory
+                raise OSError(error, f"{os.strerror(error)}: build the extension again with `python tools/build_extension.py`")
             first += done
 
     def write(self, fd: int, offset: int, begun: int) -> int:
