@@ -139,7 +139,7 @@ class HostWriter:
             memory_limit: bytes of encoded chunks that may wait for the storage.
             run: a suffix that separates this writer's files from other writers' files, if several writers may work as the same
                 host. In the plain layout each chunk has only one name, and the last writer's chunk stays.
-            threads: threads that `append` may use for data files on a local disk; each thread writes files of its own.
+            threads: threads that `append` may use on a local disk, and for differences; each writes data files of its own.
             summed: tensors whose sums are written beside the chunks, for a fingerprint; None: no sums.
             kept: the elements of all chunks written here are kept there, and differences are from those that it has.
         """
@@ -150,7 +150,7 @@ class HostWriter:
         """Folder of the host's own files, relative to the attempt."""
         self._layout = layout
         self._compression = compression
-        several = threads if layout == "packed" and place.appends else 1
+        several = threads if layout == "packed" and (place.appends or compression == "difference") else 1
         self._writer: PackedWriter | PlainWriter
         if layout == "packed":
             self._writer = PackedWriter(place, host, folder=self.folder, memory_limit=memory_limit, threads=several)

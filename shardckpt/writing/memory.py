@@ -52,7 +52,7 @@ class SaveMemory:
     in_flight: int
     """Bytes of chunks that may be on their way to the storage."""
     threads: int
-    """Number of threads that write: on a local disk half of the cores, or as many as the caller allows."""
+    """Number of threads that write: on a local disk, and for differences, half of the cores, or as many as the caller allows."""
     sizes: dict[str, Any]
     """The arguments of `Stage.fit`."""
 
@@ -76,6 +76,7 @@ class SaveMemory:
         in_flight, threads, each = limit // 4, 1, thread_bytes(plan, compression, AT_A_TIME)
         if store.appends:
             in_flight = 0
+        if store.appends or compression == "difference":
             threads = writing_threads(plan, options.background_threads or max(1, cores() // 2), limit // 4 // each)
 
         def fetching(names: Iterable[str]) -> int:

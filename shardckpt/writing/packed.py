@@ -159,15 +159,15 @@ class PackedWriter:
             data_file_bytes: most bytes of a data file, unless one chunk has more; by default
                 `DATA_FILE_BYTES` or `OBJECT_BYTES`.
             lane_keys: chunks per lane, at most 2**20.
-            threads: threads that may append at a time; one, unless the place is a local disk.
+            threads: threads that may append at a time. Elsewhere than on a local disk they share the memory.
         """
         self._store = store
         if store.appends:
             data_file_bytes, most_waiting = data_file_bytes or DATA_FILE_BYTES, 1
         else:
-            assert threads == 1, "buffers of one thread take all of the memory"
+            memory_limit //= threads
             data_file_bytes = max(1, min(data_file_bytes or OBJECT_BYTES, memory_limit // _LEAST_BUFFERS))
-            most_waiting = max(1, min(MOST_UPLOADS, memory_limit // data_file_bytes - 1))
+            most_waiting = max(1, min(MOST_UPLOADS // threads, memory_limit // data_file_bytes - 1))
         self._lanes = _Lanes(store, folder or f"hosts/{host:05d}", lane_keys)
         self._files = [_DataFiles(store, self._lanes, data_file_bytes, most_waiting) for _ in range(threads)]
         self._failed = False
@@ -179,7 +179,7 @@ class PackedWriter:
 
     def room(self, nbytes: int) -> NDArray[np.uint8] | None:
         """Memory in which the next chunks may be laid out, so that `append` need not copy them; None if there is none for so many."""
-        return None if self._store.appends else self._files[0].room(nbytes)
+        return self._files[0].room(nbytes) if not self._store.appends and len(self._files) == 1 else None
 
     def append(self, keys: Sequence[str], data: Output, lengths: Sequence[int] | None = None, *, thread: int = 0) -> None:
         """Append encoded chunks; the caller may reuse the buffers when this returns.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import threading
 
 import ml_dtypes
 import numpy as np
@@ -13,6 +14,7 @@ from numcodecs import Zstd
 import shardckpt
 from shardckpt.errors import CorruptionError, OptionError, ShapeMismatchError
 from shardckpt.runs.collecting import delete
+from shardckpt.writing.host import Encoder
 
 SHAPES = [(512, 512)] * 8 + [(1376, 512)] * 4 + [(4096, 512)]
 
@@ -66,6 +68,28 @@ def test_a_follower_of_an_eighth_of_a_tensor_reads_an_eighth_of_the_differences(
         follower.poll().prepare().apply()
         assert 0.9 * stored / 8 <= follower.cache.read_bytes - whole <= 1.1 * stored / 8
     assert like["w"].tobytes() == second[: shape[0], : shape[1]].tobytes()
+
+
+@pytest.mark.parametrize("store", ["file", "memory", "gs"], indirect=True)
+def test_differences_are_made_on_half_of_the_cores_wherever_they_go(store, monkeypatch):
+    rng = np.random.default_rng(0)
+    first = {name: rng.integers(0, 1 << 16, (4096, 4608), np.uint16) for name in ("v", "w")}
+    second = {name: some_changed(array, 0.01, rng) for name, array in first.items()}
+    both, met = threading.Barrier(2, timeout=60), set()
+
+    def append(encoder, blocks):
+        if encoder._compression == "difference" and encoder._thread not in met:
+            met.add(encoder._thread)
+            both.wait()
+        real(encoder, blocks)
+
+    real = Encoder.append
+    monkeypatch.setattr(Encoder, "append", append)
+    monkeypatch.setattr("shardckpt.writing.memory.cores", lambda: 4)
+    publish(store.location, [first, second])
+    assert met == {0, 1}
+    assert all(shardckpt.open(store.location.join("1")).read(name).tobytes() == array.tobytes() for name, array in second.items())
+    assert shardckpt.open(store.location.join("1")).verify().ok
 
 
 def test_a_part_that_was_not_prepared_is_refused_by_name(tmp_path):
