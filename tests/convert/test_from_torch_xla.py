@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 
+import forks
 import ml_dtypes
 import numpy as np
 import pytest
@@ -34,7 +34,7 @@ SHAPES = {
 def base(tmp_path_factory):
     """Steps 10 and 20 of one state."""
     directory = tmp_path_factory.mktemp("xla") / "base"
-    subprocess.run([sys.executable, CHILD], input=json.dumps(str(directory)), text=True, check=True, capture_output=True, timeout=250)
+    forks.run([sys.executable, CHILD], input=json.dumps(str(directory)), text=True, check=True, capture_output=True, timeout=250)
     return directory
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 import sys
 
+import forks
 import pytest
 from foreign_contents import contents
 from foreign_states import described
@@ -31,7 +31,7 @@ def saved(tmp_path_factory):
     root = tmp_path_factory.mktemp("torch_xla")
     environ = {**os.environ, "PJRT_DEVICE": "CPU"}
     command = [sys.executable, CHILDREN / "xla_saved.py", root]
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=250, check=False)
+    done = forks.run(command, env=environ, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stderr[-4000:]
     return root, json.loads(done.stdout.splitlines()[-1])
 

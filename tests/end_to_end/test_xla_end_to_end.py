@@ -2,9 +2,9 @@
 
 import json
 import os
-import subprocess
 import sys
 
+import forks
 import pytest
 from paths import CHILDREN
 
@@ -17,7 +17,7 @@ PAIRS = 80
 def seen(tmp_path_factory):
     env = {**os.environ, "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "8"}
     command = [sys.executable, str(CHILD), str(tmp_path_factory.mktemp("xla")), str(PAIRS)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=250, check=False)
+    done = forks.run(command, env=env, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
 

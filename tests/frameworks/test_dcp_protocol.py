@@ -1,10 +1,10 @@
 """Tensors that speak the protocol of torch.distributed.checkpoint, against that package itself."""
 
 import json
-import subprocess
 import sys
 from dataclasses import replace
 
+import forks
 import numpy as np
 import pytest
 import torch
@@ -61,7 +61,7 @@ def boxes_of(adapter):
 def ranks(tmp_path_factory):
     """Descriptions by two ranks of one DTensor around shards of its own."""
     jobs = [{"ranks": 2, "topics": {"protocol": str(tmp_path_factory.mktemp("dcp"))}}]
-    child = subprocess.run([sys.executable, CHILD], input=json.dumps(jobs), capture_output=True, text=True, check=False, timeout=250)
+    child = forks.run([sys.executable, CHILD], input=json.dumps(jobs), capture_output=True, text=True, timeout=250)
     assert child.returncode == 0, child.stderr[-4000:]
     return [rank["protocol"] for rank in json.loads(child.stdout.splitlines()[-1])[0]]
 

@@ -5,11 +5,11 @@ holds is put together here.
 """
 
 import json
-import subprocess
 import sys
 from itertools import product
 from math import prod
 
+import forks
 import numpy as np
 import pytest
 from paths import CHILDREN
@@ -89,7 +89,7 @@ JOBS = [
 def answers():
     """By the number of ranks and topic: what each rank answered."""
     command = [sys.executable, CHILD]
-    child = subprocess.run(command, input=json.dumps(JOBS), capture_output=True, text=True, check=False, timeout=250)
+    child = forks.run(command, input=json.dumps(JOBS), capture_output=True, text=True, timeout=250)
     assert child.returncode == 0, child.stderr[-4000:]
     by_job = json.loads(child.stdout.splitlines()[-1])
     return {

@@ -5,10 +5,10 @@ One process does everything that is asked: `tests/children/xla_adapter.py`.
 
 import json
 import os
-import subprocess
 import sys
 from math import ceil, prod
 
+import forks
 import pytest
 from paths import CHILDREN
 
@@ -87,7 +87,7 @@ CASES = {
 def ask(script, cases, devices=8):
     env = {**os.environ, "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(devices)}
     command = [sys.executable, CHILDREN / script]
-    child = subprocess.run(command, input=json.dumps(cases), capture_output=True, text=True, env=env, check=False, timeout=280)
+    child = forks.run(command, input=json.dumps(cases), capture_output=True, text=True, env=env, timeout=280)
     assert child.returncode == 0, child.stderr[-4000:]
     return json.loads(child.stdout.splitlines()[-1])
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 
+import forks
 import numpy as np
 import pytest
 from paths import CHILDREN
@@ -165,9 +165,7 @@ def xla_hybrid_cases():
 def ask(program, cases, **environment):
     """Each case with the answer of a program that runs the oracle."""
     env = {**os.environ, **environment}
-    child = subprocess.run(
-        [sys.executable, CHILDREN / program], input=json.dumps(cases), capture_output=True, text=True, env=env, check=False, timeout=240
-    )
+    child = forks.run([sys.executable, CHILDREN / program], input=json.dumps(cases), capture_output=True, text=True, env=env, timeout=240)
     assert child.returncode == 0, child.stderr[-4000:]
     answers = json.loads(child.stdout.splitlines()[-1])
     return {kind: list(zip(cases[kind], answers[kind], strict=True)) for kind in cases}

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 
+import forks
 import numpy as np
 import pytest
 from paths import CHILDREN
@@ -16,13 +16,12 @@ import shardckpt
 
 
 def answer_of(program, folder, **env):
-    done = subprocess.run(
+    done = forks.run(
         [sys.executable, CHILDREN / program, folder],
         env={**os.environ, "PYTHONWARNINGS": "ignore", **env},
         capture_output=True,
         text=True,
         timeout=300,
-        check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])

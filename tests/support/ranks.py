@@ -7,6 +7,7 @@ import subprocess
 import sys
 from contextlib import contextmanager
 
+from forks import Forked
 from paths import CHILDREN
 from processes import Processes
 
@@ -30,7 +31,7 @@ def run_ranks(child, server, count, *arguments):
     started = []
     for rank in range(count):
         command = [sys.executable, "-W", "ignore", CHILDREN / child, server.port, rank, count, *arguments]
-        started.append(subprocess.Popen([*map(str, command)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+        started.append(Forked([*map(str, command)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
     answers = []
     for process in started:
         out, err = process.communicate(timeout=250)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 
+import forks
 import pytest
 from paths import CHILDREN
 
@@ -18,7 +18,7 @@ CHILD = CHILDREN / "training_xla.py"
 def seen(tmp_path_factory):
     env = {**os.environ, "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "8", "PYTHONWARNINGS": "ignore"}
     command = [sys.executable, str(CHILD), str(tmp_path_factory.mktemp("xla") / "c")]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=250, check=False)
+    done = forks.run(command, env=env, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 
+import forks
 import pytest
 import torch
 from paths import CHILDREN
@@ -18,7 +18,7 @@ import shardckpt
 def test_torch_xla_tensors_are_published_in_bfloat16_and_followed_on_other_meshes(tmp_path):
     env = {**os.environ, "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "8", "PYTHONWARNINGS": "ignore"}
     command = [sys.executable, str(CHILDREN / "versions_xla.py"), str(tmp_path / "policy")]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=250, check=False)
+    done = forks.run(command, env=env, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stderr[-3000:]
     names = ["0.bias", "0.weight", "1.bias", "1.weight"]
     expected = [{"step": step, "base": step > 0, "equal": True, "proved": names, "compiles": 0, "layout": True} for step in range(4)]

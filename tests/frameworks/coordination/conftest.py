@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+from forks import Forked
 from paths import CHILDREN
 
 SECONDS = 250
@@ -20,7 +21,7 @@ def run_job():
 
     def run(script, arguments, **environment):
         job = [
-            subprocess.Popen(
+            Forked(
                 [sys.executable, "-W", "ignore", str(CHILDREN / script), *map(str, own)],
                 env={**os.environ, **environment},
                 stdout=subprocess.PIPE,

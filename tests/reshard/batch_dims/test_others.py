@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 
+import forks
 import pytest
 import torch
 from operators import CONSTANTS, OPERATORS, SAMPLES
@@ -16,7 +16,7 @@ from shardckpt.reshard.batch_dims import batch_dims
 
 
 def printed(child):
-    done = subprocess.run([sys.executable, CHILDREN / f"{child}.py"], capture_output=True, text=True, timeout=240)
+    done = forks.run([sys.executable, CHILDREN / f"{child}.py"], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
 

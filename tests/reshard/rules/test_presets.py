@@ -3,9 +3,9 @@
 import json
 import os
 import re
-import subprocess
 import sys
 
+import forks
 import pytest
 from paths import CHILDREN
 
@@ -26,7 +26,7 @@ def transformers():
     """Names, shapes and plans that transformers gives for its models; asked in a process of its own, without torch_xla."""
     environment = {**os.environ, "USE_TORCH_XLA": "0", "TRANSFORMERS_VERBOSITY": "error"}
     command = [sys.executable, CHILD, *MODEL_TYPES]
-    return json.loads(subprocess.run(command, env=environment, check=True, capture_output=True, text=True, timeout=240).stdout)
+    return json.loads(forks.run(command, env=environment, check=True, capture_output=True, text=True, timeout=240).stdout)
 
 
 def shapes(described):

@@ -6,6 +6,7 @@ import sys
 from datetime import timedelta
 
 import torch.distributed as dist
+from forks import Forked
 from paths import CHILDREN
 
 
@@ -13,7 +14,7 @@ def test_a_manager_joins_processes_that_meet_before_its_first_save_and_says_it_i
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
     command = [sys.executable, "-W", "ignore", CHILDREN / "manager_before_job.py", str(server.port)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    ranks = [subprocess.Popen([*command, str(rank), tmp_path], **pipes, text=True) for rank in range(2)]
+    ranks = [Forked([*command, str(rank), tmp_path], **pipes, text=True) for rank in range(2)]
     for rank in ranks:
         out, err = rank.communicate(timeout=250)
         assert rank.returncode == 0, err
