@@ -491,9 +491,9 @@ def test_records_of_versions_with_differences_are_refused_by_name_by_earlier_rel
     versions = {}
     for step in range(2):
         for path in (tmp_path / str(step)).rglob("*.json"):
-            versions[step, "contents" if path.parent.name == "contents" else path.name] = json.loads(path.read_text())["version"]
+            versions[step, path.name] = json.loads(path.read_text())["version"]
     later = {key for key, version in versions.items() if version == [6, 0]}
-    assert later == {(1, "checkpoint.json"), (1, "00000.json"), (1, "contents")}
+    assert later == {(1, "checkpoint.json"), (1, "00000.json"), (1, "contents.json")}
     assert {version[0] for key, version in versions.items() if key not in later} == {1}
 
 
