@@ -176,7 +176,7 @@ class ForeignChunks(ReadableChunks):
     def verify(self, fetched: FetchedChunks) -> None:
         """Compare the checksum of each run that was read in one go; CorruptionError if one differs."""
         task = fetched.task
-        requested, row = task.chunks.wanted, 0
+        requested, row = task.chunks.requested, 0
         for part, rows in groupby(requested.part[task.begin : task.end].tolist()):
             first, row = row, row + sum(1 for _ in rows)
             run = self._runs[requested.parts[part].piece.path]
@@ -192,7 +192,7 @@ class ForeignChunks(ReadableChunks):
         if not chunks.is_own_object(row):
             yield from raw(task, read)
             return
-        part, box, (band,) = chunks.wanted.part_of(row), chunks.wanted.box(row), task.runs[0].bands
+        part, box, (band,) = chunks.requested.part_of(row), chunks.requested.box(row), task.runs[0].bands
         elements = self._foreign.read(self._tensors[part.request.name], part.piece, box)
         assert (elements.dtype, elements.shape) == (part.request.dtype, box.shape)
         self._stats.count(reads=1, read=elements.nbytes)
@@ -201,5 +201,5 @@ class ForeignChunks(ReadableChunks):
 
 def _name_error(error: CorruptionError, task: ReadTask, row: int) -> CorruptionError:
     """The error with the tensor and the box of a chunk."""
-    requested = task.chunks.wanted
+    requested = task.chunks.requested
     return type(error)(f"{shown(requested.part_of(row).request.name)}{requested.box(row)}: {error}")

@@ -218,27 +218,27 @@ class BufferPool:
         with self._changed.lock:
             return sorted(buffer.ctypes.data for buffer in self._kept)
 
-    def _fits(self, wanted: int) -> bool:
-        return not self._leased or self._leased + wanted <= self.limit
+    def _fits(self, nbytes: int) -> bool:
+        return not self._leased or self._leased + nbytes <= self.limit
 
     def _lend(self, nbytes: int, beside: int) -> Lease:
-        wanted = _size(nbytes)
-        buffer = self._reuse(wanted, self.limit - self._leased - beside)
-        total = beside + (wanted if buffer is None else buffer.nbytes)
+        size = _size(nbytes)
+        buffer = self._reuse(size, self.limit - self._leased - beside)
+        total = beside + (size if buffer is None else buffer.nbytes)
         while self._kept and self._allocated() + total > self.limit:
             self._free(self._kept.pop(0))
         if buffer is None:
-            buffer = _aligned(wanted, ALIGNMENT if self.pin is None else _LARGE_PAGE)
+            buffer = _aligned(size, ALIGNMENT if self.pin is None else _LARGE_PAGE)
             if self.pin is not None:
                 self._unpin[buffer.ctypes.data] = self.pin(buffer, partial(touched, buffer))
         self._leased += total
         self.high_water = max(self.high_water, self._allocated())
         return Lease(self, buffer, nbytes, beside)
 
-    def _reuse(self, wanted: int, room: int) -> NDArray[np.uint8] | None:
+    def _reuse(self, size: int, room: int) -> NDArray[np.uint8] | None:
         """The smallest kept buffer that is large enough and not wastefully larger; None if there is none."""
-        most = max(wanted, min(2 * wanted + (1 << 20), room))
-        fitting = [i for i, b in enumerate(self._kept) if wanted <= b.nbytes <= most]
+        most = max(size, min(2 * size + (1 << 20), room))
+        fitting = [i for i, b in enumerate(self._kept) if size <= b.nbytes <= most]
         return self._kept.pop(min(fitting, key=lambda i: self._kept[i].nbytes)) if fitting else None
 
     def _free(self, buffer: NDArray[np.uint8]) -> None:

@@ -66,12 +66,12 @@ def _toml(text: str, where: str) -> Any:
 
 def _json(text: str, where: str) -> Any:
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+        members: dict[str, Any] = {}
         for key, value in pairs:
-            if key in found:
+            if key in members:
                 raise ValueError(f"the key {key!r} appears twice")
-            found[key] = value
-        return found
+            members[key] = value
+        return members
 
     try:
         return json.loads(text, object_pairs_hook=once)

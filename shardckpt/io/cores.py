@@ -56,9 +56,9 @@ def _local_processes() -> int:
     if _known_processes is not None:
         return _known_processes
     for variable in _LOCAL_PROCESSES:
-        said = os.environ.get(variable, "")
-        if said.isdecimal() and int(said):
-            return int(said)
+        text = os.environ.get(variable, "")
+        if text.isdecimal() and int(text):
+            return int(text)
     return 1
 
 
@@ -100,8 +100,8 @@ def free_memory(root: Path = Path("/")) -> int | None:
 
     This is the least of what the host has available, and what its control groups leave. Files that are cached there count as free.
     """
-    found = re.search(r"^MemAvailable:\s+(\d+) kB", _text(root / "proc/meminfo"), re.MULTILINE)
-    left = [] if found is None else [int(found[1]) << 10]
+    available = re.search(r"^MemAvailable:\s+(\d+) kB", _text(root / "proc/meminfo"), re.MULTILINE)
+    left = [] if available is None else [int(available[1]) << 10]
     for folder in _groups(root, "memory"):
         most = _text(folder / "memory.max") or _text(folder / "memory.limit_in_bytes")
         used = _text(folder / "memory.current") or _text(folder / "memory.usage_in_bytes")

@@ -185,12 +185,12 @@ class _LocalDataFile:
             self._size += data.nbytes
         elif isinstance(data, list):
             for first in range(0, len(data), MOST_VECTORS):
-                some = [*map(byte_view, data[first : first + MOST_VECTORS])]
+                views = [*map(byte_view, data[first : first + MOST_VECTORS])]
                 with storage_errors("write", self._path):
                     self._go_to_end()
-                    written = os.writev(self._fd, some)
+                    written = os.writev(self._fd, views)
                 self._appended(written)
-                for part in after(some, written):
+                for part in after(views, written):
                     self.append(part)
         else:
             rest = byte_view(data)
@@ -288,7 +288,7 @@ class _ObjectDataFile:
 _SYNC_FILE_RANGE_WRITE = 2
 
 
-def _found() -> Any:
+def _find_function() -> Any:
     """The C library's function; None if there is none (everywhere except on Linux)."""
     call = getattr(ctypes.CDLL(None), "sync_file_range", None)
     if call is not None:
@@ -296,7 +296,7 @@ def _found() -> Any:
     return call
 
 
-_sync_file_range = _found()
+_sync_file_range = _find_function()
 
 
 def begin_write_back(fd: int, offset: int, nbytes: int) -> bool:
@@ -345,10 +345,10 @@ def free_bytes(store: Store) -> int | None:
         return None
     for existing in (path, *path.parents):
         try:
-            found = os.statvfs(existing)
+            status = os.statvfs(existing)
         except FileNotFoundError:  # the save creates this directory, on the disk of the nearest existing parent
             continue
         except OSError:  # the save itself reports this error better
             return None
-        return found.f_bavail * found.f_frsize if found.f_blocks else None
+        return status.f_bavail * status.f_frsize if status.f_blocks else None
     return None

@@ -85,11 +85,11 @@ def storage_errors(action: str, place: object) -> Iterator[None]:
 
 def failure_at(place: object, error: Exception) -> str:
     """The end of a message about an error of TensorStore or the system: the place, the error's own text, and what to do."""
-    said = _said(error, place)
-    return f"{clip(str(place), _LONGEST)}: {clip(said, _LONGEST)}; {_advice(said, error, place)}."
+    text = _text_of(error, place)
+    return f"{clip(str(place), _LONGEST)}: {clip(text, _LONGEST)}; {_advice(text, error, place)}."
 
 
-def _said(error: Exception, place: object) -> str:
+def _text_of(error: Exception, place: object) -> str:
     """The text of a storage's error, without its path if that equals `place`."""
     if isinstance(error, OSError) and error.strerror and str(error.filename) == str(place):
         return error.strerror
@@ -98,13 +98,13 @@ def _said(error: Exception, place: object) -> str:
     return str(error).replace("\0", "/") or type(error).__name__
 
 
-def _advice(said: str, error: Exception, place: object) -> str:
+def _advice(text: str, error: Exception, place: object) -> str:
     """The advice for a storage's message."""
-    if _FULL in said.lower() and _lacks_inodes(getattr(error, "filename", None) or str(place)):
+    if _FULL in text.lower() and _lacks_inodes(getattr(error, "filename", None) or str(place)):
         return "the file system has no inodes left for new files, though bytes may be free; delete files, or choose another place"
     if isinstance(error, LookupError):
         return "its service does not follow the protocol; check the endpoint"
-    return next((what for part, what in _ADVICE.items() if part in said.lower()), "see the storage's own message")
+    return next((what for part, what in _ADVICE.items() if part in text.lower()), "see the storage's own message")
 
 
 def _lacks_inodes(place: str | bytes | int) -> bool:
@@ -113,15 +113,15 @@ def _lacks_inodes(place: str | bytes | int) -> bool:
         return False
     for path in (Path(place), *Path(place).parents):
         with suppress(OSError):
-            found = os.statvfs(path)
-            return found.f_files > 0 and found.f_favail == 0  # some file systems have no fixed number, and say 0
+            status = os.statvfs(path)
+            return status.f_files > 0 and status.f_favail == 0  # some file systems have no fixed number, and say 0
     return False
 
 
 def is_denied(error: StorageError) -> bool:
     """Whether the storage refused an operation for lack of permission, so that a retry is useless."""
-    said = str(error.__cause__ or error).lower()
-    return any(part in said for part in _DENIED)
+    text = str(error.__cause__ or error).lower()
+    return any(part in text for part in _DENIED)
 
 
 # --- threads

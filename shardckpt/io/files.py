@@ -218,8 +218,8 @@ def below(top: Path, prefix: str = "") -> Iterator[tuple[str, os.DirEntry[str]]]
     """
     above = prefix.rpartition("/")[0]
     try:
-        with os.scandir(top / above) as found:
-            entries = list(found)
+        with os.scandir(top / above) as listing:
+            entries = list(listing)
     except FileNotFoundError:
         return
     for entry in entries:

@@ -102,10 +102,10 @@ def open_arrays(
     """
     database = _database(place) if ocdbt else None
     under_way: deque[tuple[str, str, Any]] = deque()
-    found: dict[str, ForeignArray] = {}
+    arrays: dict[str, ForeignArray] = {}
     for name in names:
         if len(under_way) >= _AT_ONCE:
-            _finish(found, *under_way.popleft())
+            _finish(arrays, *under_way.popleft())
         where = f"{place}/{name}"
         with _typed_errors("open", where):
             check_key(name, place)
@@ -113,8 +113,8 @@ def open_arrays(
             spec = {"driver": driver, "fill_missing_data_reads": fill_missing, "recheck_cached_metadata": False}
             under_way.append((name, where, ts.open(spec, kvstore=values, open=True, read=True, context=place.context())))
     while under_way:
-        _finish(found, *under_way.popleft())
-    return found
+        _finish(arrays, *under_way.popleft())
+    return arrays
 
 
 def _database(place: Store) -> Any:
@@ -125,7 +125,7 @@ def _database(place: Store) -> Any:
         return ts.KvStore.open(spec, context=place.context()).result()
 
 
-def _finish(found: dict[str, ForeignArray], name: str, where: str, opening: Any) -> None:
+def _finish(arrays: dict[str, ForeignArray], name: str, where: str, opening: Any) -> None:
     """Add an array that has been opened."""
     with _typed_errors("open", where):
         array = opening.result()
@@ -144,7 +144,7 @@ def _finish(found: dict[str, ForeignArray], name: str, where: str, opening: Any)
             f"{where}: an array of shape {shape} has chunks of shape {inner}, which no library writes; replace it with a backup."
         )
     at_once = shape if prod(shape) * dtype.itemsize <= _SMALL_ARRAY else whole if prod(whole) * dtype.itemsize <= _SMALL_OBJECT else inner
-    found[name] = ForeignArray(where, shape, dtype, tuple(max(1, min(c, n)) for c, n in zip(at_once, shape, strict=True)), array)
+    arrays[name] = ForeignArray(where, shape, dtype, tuple(max(1, min(c, n)) for c, n in zip(at_once, shape, strict=True)), array)
 
 
 @contextmanager
@@ -154,9 +154,9 @@ def _typed_errors(action: str, place: object) -> Iterator[None]:
         try:
             yield
         except ValueError as e:
-            said = str(e)
-            if "NOT_FOUND" in said:
-                raise MissingDataError(f"{place}: {said}; replace it with a backup.") from e
-            if any(part in said for part in _UNREADABLE):
-                raise CorruptionError(f"{place}: stored bytes cannot be read: {said}; replace the files with a backup.") from e
+            text = str(e)
+            if "NOT_FOUND" in text:
+                raise MissingDataError(f"{place}: {text}; replace it with a backup.") from e
+            if any(part in text for part in _UNREADABLE):
+                raise CorruptionError(f"{place}: stored bytes cannot be read: {text}; replace the files with a backup.") from e
             raise

@@ -365,8 +365,8 @@ class _Reader:
         self._at += nbytes
         nth = np.arange(nbytes) - np.repeat(starts, ends - starts)
         groups = (coded[:nbytes] & 127).astype(np.uint64) << (7 * nth).astype(np.uint64)
-        found: NDArray[np.uint64] = np.add.reduceat(groups, starts) if count else groups
-        return found
+        numbers: NDArray[np.uint64] = np.add.reduceat(groups, starts) if count else groups
+        return numbers
 
     def varint(self) -> int:
         """An integer."""
@@ -383,12 +383,12 @@ class _Reader:
     def places(self, files: list[str], count: int) -> list[Place | None]:
         """A column of places of nodes; None for a tree without keys."""
         rows = zip(*(self.varints(count).tolist() for _ in range(3)), strict=True)
-        found: list[Place | None] = []
+        places: list[Place | None] = []
         for file, offset, length in rows:
             if length != _MISSING and file >= len(files):
                 raise ValueError(_NO_FILE)
-            found.append(None if length == _MISSING else (files[file], offset, length))
-        return found
+            places.append(None if length == _MISSING else (files[file], offset, length))
+        return places
 
 
 def _unframed(magic: int, encoded: bytes) -> bytes:

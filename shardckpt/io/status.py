@@ -46,17 +46,17 @@ def exists(path: Path | None, *, follow: bool = True) -> bool:
 
 def is_directory(path: Path | None) -> bool:
     """Whether there is a directory at a path, or a link to one. Raises as `status` does."""
-    found = status(path)
-    return found is not None and stat.S_ISDIR(found.st_mode)
+    entry = status(path)
+    return entry is not None and stat.S_ISDIR(entry.st_mode)
 
 
 def is_file(path: Path | None) -> bool:
     """Whether there is a regular file at a path, or a link to one. Raises as `status` does."""
-    found = status(path)
-    return found is not None and stat.S_ISREG(found.st_mode)
+    entry = status(path)
+    return entry is not None and stat.S_ISREG(entry.st_mode)
 
 
 def is_link(path: Path | None) -> bool:
     """Whether there is a symbolic link at a path. Raises as `status` does."""
-    found = status(path, follow=False)
-    return found is not None and stat.S_ISLNK(found.st_mode)
+    entry = status(path, follow=False)
+    return entry is not None and stat.S_ISLNK(entry.st_mode)

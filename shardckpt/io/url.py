@@ -230,10 +230,12 @@ def parse(url: str | os.PathLike[str] | Location) -> Location:
         return _of_url(_ALIASES.get(scheme, scheme), match[2], text)
     scheme = text.partition(":")[0].lower()
     if ":" in text and scheme in SCHEMES:
-        found = f"{text!r}: a {scheme} url starts with {scheme}://"
+        problem = f"{text!r}: a {scheme} url starts with {scheme}://"
         if isinstance(url, str):
-            raise UrlError(f"{found}; for a file of that name write ./{text}.")
-        raise UrlError(f"{found}, and pathlib joins its slashes; give the url as text. For a directory of that name give an absolute path.")
+            raise UrlError(f"{problem}; for a file of that name write ./{text}.")
+        raise UrlError(
+            f"{problem}, and pathlib joins its slashes; give the url as text. For a directory of that name give an absolute path."
+        )
     path = os.path.expanduser(text)  # noqa: PTH111  (Path.expanduser raises where it knows no such home)
     if path.partition("/")[0] == "~":
         raise UrlError(f"{text!r}: this user has no home directory; set HOME, or give an absolute path (./~ is a directory of that name).")

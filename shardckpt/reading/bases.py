@@ -63,7 +63,7 @@ class Bases:
 
     def resolve(self, requests: Sequence[Request]) -> list[Request]:
         """The requests with the attempts that hold their tensors, and the arrays there; these attempts are opened."""
-        found = []
+        resolved = []
         for request in requests:
             tensor = self._record.structure.tensors[request.name]
             source, held = self._holder(tensor)
@@ -71,8 +71,8 @@ class Bases:
             if held is not tensor:
                 whole = pieces is tensor.pieces
                 pieces = held.pieces if whole else [held.pieces[tensor.pieces.index(piece)] for piece in pieces]
-            found.append(replace(request, pieces=pieces, source=source))
-        return found
+            resolved.append(replace(request, pieces=pieces, source=source))
+        return resolved
 
     def check_places(self, requests: Sequence[Request]) -> None:
         """See `Resolver`."""
@@ -128,16 +128,16 @@ class Differences:
 
     def __call__(self, task: ReadTask, read: ReadStored) -> Iterator[BandOfElements]:
         """See `Codec`."""
-        wanted, stored = task.chunks.wanted, _payloads(task, read)
+        requested, stored = task.chunks.requested, _payloads(task, read)
         rows = zip(range(task.begin, task.end), stored, strict=True)
-        for some in batches(rows, lambda row: (wanted.part_of(row[0]).chunk_bytes,), (AT_A_TIME,)):
+        for group in batches(rows, lambda row: (requested.part_of(row[0]).chunk_bytes,), (AT_A_TIME,)):
             chunks = []
-            for row, payload in some:
-                array = wanted.part_of(row)
+            for row, payload in group:
+                array = requested.part_of(row)
                 elements = np.zeros(array.chunk_bytes, np.uint8)
-                chunks.append((_Chunk(array.request, array.piece, int(wanted.position[row]), elements), payload))
+                chunks.append((_Chunk(array.request, array.piece, int(requested.position[row]), elements), payload))
             self.fill(chunks, read)
-            for (row, _), (chunk, _) in zip(some, chunks, strict=True):
+            for (row, _), (chunk, _) in zip(group, chunks, strict=True):
                 alone = Band(task.chunks, row, row + 1)
                 yield alone, places_of([alone])[0], chunk.elements[np.newaxis]
 
@@ -154,8 +154,8 @@ class Differences:
         """Read the elements that chunks differ from, each into its memory."""
         older: dict[tuple[int, int], _Chunk] = {}
         requests = []
-        for (_, path), some in groupby(chunks, key=lambda chunk: (id(chunk.request), chunk.piece.path)):
-            of_array = [*some]
+        for (_, path), group in groupby(chunks, key=lambda chunk: (id(chunk.request), chunk.piece.path)):
+            of_array = [*group]
             source, piece = self._opened(path)
             dtype = of_array[0].request.dtype
             boxes = chunk_boxes(piece, np.array([chunk.position for chunk in of_array]))
@@ -174,9 +174,9 @@ class Differences:
                 for band, places, elements in source.codec(task, read):
                     band.scatter(elements, places)
                 continue
-            wanted = task.chunks.wanted
+            requested = task.chunks.requested
             for row, payload in zip(range(task.begin, task.end), _payloads(task, read), strict=True):
-                stored.append((older[id(wanted.part_of(row).request), int(wanted.position[row])], payload))
+                stored.append((older[id(requested.part_of(row).request), int(requested.position[row])], payload))
         if isinstance(source.codec, Differences):
             source.codec.fill(sorted(stored, key=lambda one: id(one[0].request)), read)
 

@@ -128,12 +128,12 @@ class Checkpoint:
         try:
             data = self._store.read(RECORD)
             with collector_paused():
-                found = parse_checkpoint(data, f"{self._store}/{RECORD}")
+                record = parse_checkpoint(data, f"{self._store}/{RECORD}")
         except MissingDataError:
-            found = None
-        if isinstance(found, CheckpointRecord):
-            return found
-        raise no_checkpoint(self._store, found)
+            record = None
+        if isinstance(record, CheckpointRecord):
+            return record
+        raise no_checkpoint(self._store, record)
 
     def _describe(self, location: Location, record: CheckpointRecord) -> None:
         """Set the description of the contents: all that names, shapes and the tree are taken from."""

@@ -187,8 +187,10 @@ class _Structure:
                 self.composite(name, node_a.composite, node_b.composite)
             elif isinstance(node_a, Tensor | Tied) and isinstance(node_b, Tensor | Tied):
                 self.tensor(name, node_a, node_b)
-            elif isinstance(node_a, Owned) and (said := [of.get(name, []) for of in self.owned])[0] != said[1]:
-                self.changes.append(Change(name, "per process", *(f"{len(values)} value{'s'[: len(values) != 1]}" for values in said)))
+            elif isinstance(node_a, Owned) and (values_of_both := [of.get(name, []) for of in self.owned])[0] != values_of_both[1]:
+                self.changes.append(
+                    Change(name, "per process", *(f"{len(values)} value{'s'[: len(values) != 1]}" for values in values_of_both))
+                )
 
     def leaf(self, name: str, a: Small | Custom, b: Small | Custom) -> None:
         """Compare two small leaves, including their types."""
@@ -256,12 +258,12 @@ def _nodes(checkpoint: Checkpoint) -> dict[str, Node]:
 
 def _owned(checkpoint: Checkpoint) -> dict[str, list[Any]]:
     """Processes' own values, not decoded: name → the values of the processes that have one."""
-    found: dict[str, list[Any]] = {}
+    by_name: dict[str, list[Any]] = {}
     if any(isinstance(node, Owned) for node in leaves_of(checkpoint.parsed_tree)):
         for process in range(checkpoint.record.processes):
             for name, value in checkpoint.process_values(process).items():
-                found.setdefault(name, []).append(value)
-    return found
+                by_name.setdefault(name, []).append(value)
+    return by_name
 
 
 def _counts(node: Node) -> bool:

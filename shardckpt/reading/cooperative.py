@@ -103,9 +103,9 @@ class Meeting:
             reading.give_up(error)
         if not self._met and isinstance(error, Exception) and not isinstance(error, CoordinationError):
             try:
-                found = self._connection()
-                if not isinstance(found, str):
-                    found[0].share("cooperative", {"failure": error_document(error)})
+                connection = self._connection()
+                if not isinstance(connection, str):
+                    connection[0].share("cooperative", {"failure": error_document(error)})
             except ShardckptError as e:
                 _log.debug("%s: the others have not heard of the failure: %s", self.location, e)
 
@@ -124,12 +124,12 @@ class Meeting:
             CoordinationError: not all processes called it in time.
             ShardckptError: the error of another process that failed before.
         """
-        found = self._connection()
-        if isinstance(found, str):
+        connection = self._connection()
+        if isinstance(connection, str):
             if self._choice is not False:
-                _say(checkpoint, found)
+                _say(checkpoint, connection)
             return list(jobs), []
-        coordinator, link = found
+        coordinator, link = connection
         groups = _groups(checkpoint, jobs, coordinator.world, limit)
         if self._choice is not True:
             rates = self._choice if isinstance(self._choice, Bandwidths) else Bandwidths()
@@ -139,14 +139,14 @@ class Meeting:
                 group.estimate = rates.estimate(rounds=-(-group.nbytes // max(exchange_bytes(limit), 1)), **counts)
         proposed = [group for group in groups if group.estimate is None or group.estimate.together]
         self._met = True
-        said = coordinator.share("cooperative", {"call": secrets.token_hex(8), "groups": [group.digest for group in proposed]})
-        for process, one in enumerate(said):
+        answers = coordinator.share("cooperative", {"call": secrets.token_hex(8), "groups": [group.digest for group in proposed]})
+        for process, one in enumerate(answers):
             if "failure" in one:
                 raise errors.by_code(one["failure"]["code"])(f"process {process} could not restore: {one['failure']['message']}")
-        agreed = [group for group in proposed if all(group.digest in said[member]["groups"] for member in group.members)]
+        agreed = [group for group in proposed if all(group.digest in answers[member]["groups"] for member in group.members)]
         _tell(checkpoint, groups, proposed, agreed)
         for group in agreed:
-            key = f"{said[0]['call']}/{group.digest}"
+            key = f"{answers[0]['call']}/{group.digest}"
             self._readings.append(SharedReading(checkpoint, coordinator, link, group.members, group.jobs, key, exchange_bytes(limit)))
         shared = {id(job) for group in agreed for job in group.jobs}
         return [job for job in jobs if id(job) not in shared], self._readings
@@ -180,20 +180,20 @@ class _Group:
 
 def _groups(checkpoint: Checkpoint, jobs: Sequence[RestoreJob], world: World, limit: int) -> list[_Group]:
     """The tensors that this process needs together with others, grouped by those processes; in the same order on all of them."""
-    found: dict[tuple[int, ...], list[RestoreJob]] = {}
+    by_members: dict[tuple[int, ...], list[RestoreJob]] = {}
     for job in jobs:
         alone = len(job.landings) > 1 or not job.nbytes or isinstance(job.tensor, MadeTensor)
         sharers = None if alone else job.landings[0].sink.sharers(world)
         if sharers is not None and len(sharers) > 1 and world.process in sharers:
-            found.setdefault(peers_sharing_reads(sharers, world.process), []).append(job)
-    groups = [_Group(members, sorted(found[members], key=lambda job: job.tensor.name)) for members in sorted(found)]
+            by_members.setdefault(peers_sharing_reads(sharers, world.process), []).append(job)
+    groups = [_Group(members, sorted(by_members[members], key=lambda job: job.tensor.name)) for members in sorted(by_members)]
     for group in groups:
-        said = [checkpoint.record.attempt, limit, group.members, [_said_of(job) for job in group.jobs]]
-        group.digest = document_digest(said)[:32]
+        description = [checkpoint.record.attempt, limit, group.members, [_description_of(job) for job in group.jobs]]
+        group.digest = document_digest(description)[:32]
     return groups
 
 
-def _said_of(job: RestoreJob) -> list[Any]:
+def _description_of(job: RestoreJob) -> list[Any]:
     """Everything that must be equal on all members of a group: what is read, what is sent, and how batches are formed."""
     (landing,) = job.landings
     kinds = [array.dtype.str for array in landing.destinations or ()]

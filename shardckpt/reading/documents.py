@@ -47,13 +47,15 @@ def find_node(checkpoint: Checkpoint, name: str | None) -> Node:
     )
 
 
-def choose_nodes(node: Node, wanted: Callable[[str], bool]) -> Node | None:
+def choose_nodes(node: Node, selects: Callable[[str], bool]) -> Node | None:
     """The node without its unselected leaves, and without containers that held only those; None if nothing is left."""
     if not isinstance(node, Branch):
-        return node if wanted(node.name) else None
+        return node if selects(node.name) else None
     if not node.children:
-        return node if wanted(node.name) else None
-    kept = [(key, found) for key, child in zip(node.keys, node.children, strict=True) if (found := choose_nodes(child, wanted)) is not None]
+        return node if selects(node.name) else None
+    kept = [
+        (key, chosen) for key, child in zip(node.keys, node.children, strict=True) if (chosen := choose_nodes(child, selects)) is not None
+    ]
     return replace(node, keys=[key for key, _ in kept], children=[child for _, child in kept]) if kept else None
 
 

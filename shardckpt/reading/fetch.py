@@ -67,8 +67,8 @@ class FetchedChunks:
     def checksums(self) -> NDArray[np.uint32]:
         """For each chunk the checksum at its end."""
         last = self.at + self.task.chunks.length[self.task.begin : self.task.end] - CHECKSUM_BYTES
-        found: NDArray[np.uint32] = self.data[last[:, np.newaxis] + np.arange(CHECKSUM_BYTES)].view("<u4")[:, 0]
-        return found
+        checksums: NDArray[np.uint32] = self.data[last[:, np.newaxis] + np.arange(CHECKSUM_BYTES)].view("<u4")[:, 0]
+        return checksums
 
     def stored(self, band: Band) -> NDArray[np.uint8]:
         """(chunks, bytes) stored bytes of a band's chunks, which have equal lengths, without their checksums."""
@@ -95,9 +95,9 @@ def zstd(task: ReadTask, read: ReadStored) -> Iterator[BandOfElements]:
     """The codec of compressed chunks; memory has room for the elements of one at a time."""
     fetched = read(task, direct=False)
     for band, places in fetched.bands:
-        part = band.chunks.wanted.part_of(band.begin)
+        part = band.chunks.requested.part_of(band.begin)
         for row in range(band.begin, band.end if places else band.begin):
-            where, alone = f"{band.chunks.wanted.where(row)}, {task.file}", Band(band.chunks, row, row + 1)
+            where, alone = f"{band.chunks.requested.where(row)}, {task.file}", Band(band.chunks, row, row + 1)
             stored = np.asarray(fetched.payloads[row - task.begin])
             yield alone, places_of([alone])[0], decompress(stored, part.chunk_bytes, where)[np.newaxis]
 
@@ -165,14 +165,14 @@ class ReadableChunks:
                 for run, into in zip(task.runs, vectors, strict=True):
                     scatter_read(fd, run.start, run.nbytes, into)
         except (OSError, EOFError, MissingDataError, CorruptionError) as e:
-            raise _said(e, task, run) from e
+            raise _typed_error(e, task, run) from e
 
     def verify(self, fetched: FetchedChunks) -> None:
         """Compare each chunk with the table and with its own checksum; CorruptionError if one differs."""
         task = fetched.task
         expected = task.chunks.crc[task.begin : task.end]
-        found = np.fromiter(map(crc32c.crc32c, fetched.payloads), np.uint32, len(expected))
-        wrong = (found != expected) | (fetched.checksums() != expected)
+        actual = np.fromiter(map(crc32c.crc32c, fetched.payloads), np.uint32, len(expected))
+        wrong = (actual != expected) | (fetched.checksums() != expected)
         if wrong.any():
             raise damaged_chunk(task, task.begin + int(np.argmax(wrong)))
 
@@ -189,7 +189,7 @@ def damaged_chunk(task: ReadTask, row: int) -> ShardckptError:
     place = f"{task.source.place}/{task.file}, bytes {chunks.offset[row]} to {chunks.stop(row)}"
     return of_one_tensor(
         CorruptionError(
-            f"{chunks.wanted.where(row)} is damaged: {place}, do not have the checksum that was written. Replace the file with a backup."
+            f"{chunks.requested.where(row)} is damaged: {place}, do not have the checksum that was written. Replace the file with a backup."
         )
     )
 
@@ -235,7 +235,7 @@ class Fetch:
             error = e
         if error is not None:
             run = next(run for run in task.runs if row < run.end)
-            raise _said(error, task, run) from error
+            raise _typed_error(error, task, run) from error
         return row if row < task.end else None
 
 
@@ -269,10 +269,10 @@ def _read_bands(
 def _described(bands: Sequence[Band]) -> tuple[BandOfChunks, ...]:
     """Consecutive bands of the same chunks as the extension takes them."""
     chunks, rows = bands[0].chunks, slice(bands[0].begin, bands[-1].end)
-    part, offset = chunks.wanted.part[rows].tolist(), chunks.offset[rows].tolist()
+    part, offset = chunks.requested.part[rows].tolist(), chunks.offset[rows].tolist()
     described: list[BandOfChunks] = []
     for band, places in zip(bands, places_of(bands), strict=True):
-        row, array = band.begin - rows.start, chunks.wanted.parts[part[band.begin - rows.start]]
+        row, array = band.begin - rows.start, chunks.requested.parts[part[band.begin - rows.start]]
         itemsize, sides = array.request.dtype.itemsize, array.piece.chunks
         kind = extension.KINDS[itemsize]
         to = tuple([(memory.view(kind), _corner(in_chunk, sides), along) for memory, in_chunk, along in places])
@@ -308,10 +308,10 @@ def _lay_out(task: ReadTask, data: NDArray[np.uint8], *, direct: bool) -> tuple[
             each, nbytes = length[row], length[row] - checksum_bytes
             free += offset[row] - reached
             reached = offset[row] + n * each
-            wanted = next(places)
-            place = band.destination(wanted, nbytes) if direct else None
+            destinations = next(places)
+            place = band.destination(destinations, nbytes) if direct else None
             if place is None:
-                bands.append((band, wanted))
+                bands.append((band, destinations))
                 begins = range(free, free := free + n * each, each)
                 at += begins
                 payloads += [stored[begin : begin + nbytes] for begin in begins]
@@ -354,18 +354,18 @@ def scatter_read(fd: int, offset: int, length: int, vectors: Sequence[memoryview
             vectors = after(vectors, got)
 
 
-def _said(error: Exception, task: ReadTask, run: ChunkRun) -> ShardckptError:
+def _typed_error(error: Exception, task: ReadTask, run: ChunkRun) -> ShardckptError:
     """The typed error for a failed run, with the tensor and the file."""
     chunks, place = task.chunks, task.source.place
-    first = f"{chunks.wanted.where(run.begin)}: {place}/{task.file}"
+    first = f"{chunks.requested.where(run.begin)}: {place}/{task.file}"
     if isinstance(error, (FileNotFoundError, MissingDataError)):
         return of_one_tensor(MissingDataError(f"{first} is missing; put it back from a backup."))
     if isinstance(error, (EOFError, CorruptionError)):
         # Chunks are in order of offset; the error names the first one that reaches beyond the end of the file.
         row = bisect_left(range(run.begin, run.end - 1), True, key=lambda row: not place.is_longer(task.file, chunks.stop(row) - 1))
         row += run.begin
-        where = f"{chunks.wanted.where(row)}: {place}/{task.file}"
+        where = f"{chunks.requested.where(row)}: {place}/{task.file}"
         return of_one_tensor(CorruptionError(f"{where} is cut off before byte {chunks.stop(row)}; replace it with a backup."))
     if not isinstance(error, ShardckptError):
-        return StorageError(f"{chunks.wanted.where(run.begin)}: cannot read {failure_at(f'{place}/{task.file}', error)}")
+        return StorageError(f"{chunks.requested.where(run.begin)}: cannot read {failure_at(f'{place}/{task.file}', error)}")
     return StorageError(f"{first} cannot be read ({error}).")

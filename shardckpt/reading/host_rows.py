@@ -87,7 +87,7 @@ class HostRows:
         """Hosts that wrote some of those files of the table of all hosts and have not been read, the one with the most rows first."""
         number, times = np.unique(files, return_counts=True)
         names = (self._header.files[i] for i in number[np.argsort(-times, kind="stable")].tolist() if i < len(self._header.files))
-        hosts = dict.fromkeys(int(found[1]) for found in map(_FOLDER.match, names) if found)
+        hosts = dict.fromkeys(int(match[1]) for match in map(_FOLDER.match, names) if match)
         return [host for host in hosts if host < len(self._records) and host not in self._asked]
 
     def take(self, numbers: NDArray[np.int64]) -> tuple[NDArray[np.void], NDArray[np.bool_]]:
@@ -98,39 +98,43 @@ class HostRows:
         at = np.minimum(np.searchsorted(known, numbers), len(known) - 1)
         return rows[at], known[at] == numbers
 
-    def read(self, hosts: Sequence[int], most: float, wanted: NDArray[np.int64]) -> float:
+    def read(self, hosts: Sequence[int], most: float, needed: NDArray[np.int64]) -> float:
         """Read the rows of some hosts, unless their tables turn out to cost more than `most`.
 
         Args:
             hosts: numbers of the hosts.
             most: in the unit of `cost`.
-            wanted: numbers of rows that stay known when other rows are dropped to make room.
+            needed: numbers of rows that stay known when other rows are dropped to make room.
 
         Returns:
             The cost of what was read; infinity if there was no room for all rows of these hosts.
         """
         with self._lock:
             self._asked.update(hosts)
-        records = {host: found for host, found in zip(hosts, map_on_threads(self._record, hosts), strict=True) if found is not None}
+        records = {
+            host: host_record
+            for host, host_record in zip(hosts, map_on_threads(self._record, hosts), strict=True)
+            if host_record is not None
+        }
         spent = cost(len(hosts), sum(self._records[host].size for host in hosts))
         costs = cost(len(records), nbytes := sum(record.table.size for record in records.values()))
         if spent + costs > most:
             return spent
-        room = self._make_room(nbytes, hosts, wanted)
+        room = self._make_room(nbytes, hosts, needed)
         ends = accumulate(record.table.size for record in records.values())
         left_out = {host for host, end in zip(records, ends, strict=True) if end > room}
         tables = map_on_threads(self._table, [record for host, record in records.items() if host not in left_out])
         with self._lock:
             self._asked -= left_out
-            self._add([found for found in tables if found is not None])
+            self._add([table for table in tables if table is not None])
         return inf if left_out else spent + costs
 
-    def _make_room(self, nbytes: int, hosts: Sequence[int], wanted: NDArray[np.int64]) -> int:
+    def _make_room(self, nbytes: int, hosts: Sequence[int], needed: NDArray[np.int64]) -> int:
         """Drop rows that are not needed if `nbytes` more bytes do not fit; return how many bytes fit then."""
         with self._lock:
             numbers, rows = self._known
             if rows.nbytes + nbytes > MOST_BYTES:
-                kept = np.isin(numbers, wanted)
+                kept = np.isin(numbers, needed)
                 numbers, rows = self._known = numbers[kept], rows[kept]
                 self._asked = set(hosts)  # rows of other hosts may be dropped, so those hosts may be read again
             return MOST_BYTES - rows.nbytes
@@ -161,13 +165,13 @@ class HostRows:
         rows = table.rows
         if (files < 0).any() or (rows.file >= len(files)).any() or (rows.chunk >= end.astype(np.uint64)).any():
             return None
-        found = np.empty(len(rows), ROW)
+        renumbered = np.empty(len(rows), ROW)
         for name in ROW.names or ():
-            found[name] = files[rows.file] if name == "file" else getattr(rows, name)
-        return first + rows.chunk.astype(np.int64), found
+            renumbered[name] = files[rows.file] if name == "file" else getattr(rows, name)
+        return first + rows.chunk.astype(np.int64), renumbered
 
-    def _add(self, some: Sequence[tuple[NDArray[np.int64], NDArray[np.void]]]) -> None:
-        numbers, rows = zip(self._known, *some, strict=True)
+    def _add(self, parts: Sequence[tuple[NDArray[np.int64], NDArray[np.void]]]) -> None:
+        numbers, rows = zip(self._known, *parts, strict=True)
         every = np.concatenate(numbers)
         order = np.argsort(every, kind="stable")
         self._known = every[order], np.concatenate(rows)[order]

@@ -149,7 +149,7 @@ class RestoreJob:
         start, stop = np.concatenate([b.start for b in boxes]).min(axis=0), np.concatenate([b.stop for b in boxes]).max(axis=0)
         around = Box(tuple(start.tolist()), tuple(stop.tolist()))
         parts = cut(around, self.tensor.pieces, room, Order.HALVES, size=self._needs)
-        inside = ([found for landing in self.landings if (found := landing.within(part.box)) is not None] for part in parts)
+        inside = ([inner for landing in self.landings if (inner := landing.within(part.box)) is not None] for part in parts)
         return [RestoreJob(self.tensor, landings) for landings in inside if landings]
 
     def _needs(self, part: Box) -> int:
@@ -289,10 +289,10 @@ def sinks_of(
     leaves: Mapping[str, Sequence[tuple[str, object]]], record: Callable[[str], TensorRecord]
 ) -> Iterator[tuple[str, list[tuple[str, Sink]]]]:
     """Per stored name, the sinks of the leaves that get the tensor, with their names in `like`."""
-    frameworks.settle(leaf for wanted in leaves.values() for _, leaf in wanted)
-    for stored, wanted in leaves.items():
+    frameworks.settle(leaf for targets in leaves.values() for _, leaf in targets)
+    for stored, targets in leaves.items():
         tensor = record(stored)
-        yield stored, [(name, frameworks.target(name, leaf, tensor.shape, tensor.dtype)) for name, leaf in wanted]
+        yield stored, [(name, frameworks.target(name, leaf, tensor.shape, tensor.dtype)) for name, leaf in targets]
 
 
 def sink_of_number(name: str, leaf: object, number: object) -> tuple[Sink, Array]:
@@ -320,10 +320,10 @@ def restore_jobs(
     """
     jobs = []
     record = checkpoint.tensor if adaptation is None else adaptation.tensor
-    for stored, wanted in places:
+    for stored, sinks in places:
         tensor = record(stored)
         landings: dict[Hashable, Landing] = {}
-        for name, sink in wanted:
+        for name, sink in sinks:
             if sink.shape != tensor.shape and not (adaptation is not None and adaptation.fits(name, tensor, sink)):
                 words = getattr(sink, "word_dims", 0)  # of JAX keys, whose own shape has no dimensions of words
                 stored_shape, own_shape = (shape[: len(shape) - words] for shape in (tensor.shape, sink.shape))

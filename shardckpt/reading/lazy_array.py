@@ -88,7 +88,7 @@ class LazyArray:
         chosen = [_chosen(entry, n, self.name) for entry, n in zip(self._entries(index), self.shape, strict=True)]
         out = np.empty([len(indices) for indices, _ in chosen], self.dtype)
         runs = [_runs(indices) for indices, _ in chosen]
-        if out.size and np.prod([len(some) for some in runs], dtype=float) <= MOST_BOXES:
+        if out.size and np.prod([len(runs_of_dimension) for runs_of_dimension in runs], dtype=float) <= MOST_BOXES:
             boxes, places = [], []
             for run in product(*runs):
                 boxes.append(Box(tuple(first for first, _, _ in run), tuple(last for _, last, _ in run)))
@@ -107,8 +107,8 @@ class LazyArray:
         """All elements."""
         if copy is False:
             raise ValueError(f"{self.name}: its elements are in a storage, so numpy must copy them; leave out copy=False")
-        found: NDArray[Any] = np.asarray(self[...])
-        return found if dtype is None else found.astype(dtype, copy=False)
+        elements: NDArray[Any] = np.asarray(self[...])
+        return elements if dtype is None else elements.astype(dtype, copy=False)
 
     def __dlpack__(self, **options: Any) -> Any:
         """All elements, for `from_dlpack` of any framework."""
@@ -116,8 +116,8 @@ class LazyArray:
 
     def __dlpack_device__(self) -> tuple[int, int]:
         """The CPU."""
-        found: tuple[int, int] = np.empty(0).__dlpack_device__()
-        return found
+        device: tuple[int, int] = np.empty(0).__dlpack_device__()
+        return device
 
     def __repr__(self) -> str:
         """Name, shape and dtype."""

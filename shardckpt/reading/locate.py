@@ -236,11 +236,11 @@ class RequestedChunks:
         return cls(parts, part[first], pairs.chunk[first], targets)
 
     @classmethod
-    def of_positions(cls, wanted: Sequence[tuple[Request, Piece, Ints]]) -> RequestedChunks:
+    def of_positions(cls, places: Sequence[tuple[Request, Piece, Ints]]) -> RequestedChunks:
         """Chunks given by their positions in arrays, in that order; their elements go nowhere."""
-        part = np.repeat(np.arange(len(wanted)), [len(positions) for _, _, positions in wanted])
-        position = np.concatenate([*(positions for _, _, positions in wanted), np.empty(0, np.int64)])
-        return cls([RequestedArray(request, piece) for request, piece, _ in wanted], part, position, CopyTargets.none(len(part)))
+        part = np.repeat(np.arange(len(places)), [len(positions) for _, _, positions in places])
+        position = np.concatenate([*(positions for _, _, positions in places), np.empty(0, np.int64)])
+        return cls([RequestedArray(request, piece) for request, piece, _ in places], part, position, CopyTargets.none(len(part)))
 
     def __len__(self) -> int:
         """Number of chunks."""
@@ -252,11 +252,11 @@ class RequestedChunks:
 
     def between(self, begin: int, end: int) -> RequestedChunks:
         """Consecutive chunks, with no other parts than theirs."""
-        some = self.take(np.arange(begin, min(end, len(self))))
-        if len(some) == len(self):
+        part = self.take(np.arange(begin, min(end, len(self))))
+        if len(part) == len(self):
             return self
-        first, last = int(some.part.min()), int(some.part.max())
-        return RequestedChunks(self.parts[first : last + 1], some.part - first, some.position, some.targets)
+        first, last = int(part.part.min()), int(part.part.max())
+        return RequestedChunks(self.parts[first : last + 1], part.part - first, part.position, part.targets)
 
     def part_of(self, row: int) -> RequestedArray:
         """The request and array that a chunk belongs to."""
@@ -278,15 +278,15 @@ class RequestedChunks:
 
 def _together(boxes: Sequence[BoxArray]) -> BoxArray:
     """Concatenate boxes; tensors with fewer dimensions than others get leading dimensions of one element."""
-    own = [some.start.shape[1] for some in boxes]
+    own = [array.start.shape[1] for array in boxes]
     ndim = max(own, default=0)
     if own.count(ndim) == len(own):
         return BoxArray.concatenate([BoxArray.of([], ndim), *boxes])
     start, stop = (np.full((sum(map(len, boxes)), ndim), fill, np.int64) for fill in (0, 1))
     row = 0
-    for some in boxes:
-        at = slice(row, row := row + len(some)), slice(ndim - some.start.shape[1], None)
-        start[at], stop[at] = some.start, some.stop
+    for array in boxes:
+        at = slice(row, row := row + len(array)), slice(ndim - array.start.shape[1], None)
+        start[at], stop[at] = array.start, array.stop
     return BoxArray(start, stop)
 
 
@@ -294,7 +294,7 @@ def _together(boxes: Sequence[BoxArray]) -> BoxArray:
 class Located:
     """Chunks that requests need, with their places; one row each."""
 
-    wanted: RequestedChunks
+    requested: RequestedChunks
     files: Sequence[str]
     """Files of the chunk tables; each file of each attempt has a number."""
     file: Ints
@@ -315,11 +315,11 @@ class Located:
     def take(self, rows: Ints) -> Located:
         """The chunks in `rows`, in that order."""
         columns = (self.file[rows], self.offset[rows], self.length[rows], self.crc[rows])
-        return Located(self.wanted.take(rows), self.files, *columns, self.own)
+        return Located(self.requested.take(rows), self.files, *columns, self.own)
 
     def source_of(self, row: int) -> ChunkSource:
         """The attempt that holds a chunk."""
-        source = self.wanted.part_of(row).request.source or self.own
+        source = self.requested.part_of(row).request.source or self.own
         assert source is not None
         return source
 
@@ -331,7 +331,7 @@ class Located:
         """A chunk's file, relative to the attempt."""
         if not self.is_own_object(row):
             return self.files[int(self.file[row])]
-        return plain_key(chunk_object_key(self.wanted.part_of(row).piece, int(self.wanted.position[row])))
+        return plain_key(chunk_object_key(self.requested.part_of(row).piece, int(self.requested.position[row])))
 
     def stop(self, row: int) -> int:
         """Offset one past a chunk's last byte."""
@@ -375,16 +375,16 @@ class ChunkFinder:
     def prepare(self, requests: Sequence[Request]) -> None:
         """Read the tables' rows for the chunks of all requests together, then call `check_table` for each request."""
         for source in dict.fromkeys([request.source for request in requests]):
-            some = [request for request in requests if request.source is source]
-            self.source(some[0]).table.prepare([(piece, r.boxes) for r in some for piece in touched(r.pieces, r.boxes)])
+            of_source = [request for request in requests if request.source is source]
+            self.source(of_source[0]).table.prepare([(piece, r.boxes) for r in of_source for piece in touched(r.pieces, r.boxes)])
         for request in requests:
             self.check_table(request)
 
     def needed(self, requests: Sequence[Request]) -> Iterator[Located]:
         """Yield batches of the chunks that the requests' boxes touch; each chunk comes once even if several boxes share it."""
-        wanted = RequestedChunks.of_boxes(requests)
-        for i in range(0, len(wanted), MOST_CHUNKS):
-            yield self.located(wanted.between(i, i + MOST_CHUNKS))
+        requested = RequestedChunks.of_boxes(requests)
+        for i in range(0, len(requested), MOST_CHUNKS):
+            yield self.located(requested.between(i, i + MOST_CHUNKS))
 
     def every(self, requests: Sequence[Request], damaged: Damaged, *, after: int, most: int) -> Iterator[tuple[int, Located]]:
         """Yield groups of all chunks of the requests' pieces that the table has, each with the number of chunks up to its end.
@@ -404,22 +404,22 @@ class ChunkFinder:
         def groups() -> Iterator[tuple[int, Located]]:
             array, left = None, 0
             for group in batches(ranges(), lambda r: (len(r.held) * r.array.chunk_bytes, len(r.held)), (most, MOST_CHUNKS)):
-                for some in group:
-                    array, left = some.array, left if array is some.array else MOST_REPORTED
-                    left -= self._report_missing(some, left, damaged)
+                for stretch in group:
+                    array, left = stretch.array, left if array is stretch.array else MOST_REPORTED
+                    left -= self._report_missing(stretch, left, damaged)
                 yield group[-1].end, self.located(RequestedChunks.of_positions([(r.array.request, r.array.piece, r.held) for r in group]))
 
         return groups()
 
-    def _report_missing(self, some: _Range, most: int, damaged: Damaged) -> int:
+    def _report_missing(self, stretch: _Range, most: int, damaged: Damaged) -> int:
         """Call `damaged` for the chunks that a range lacks, one by one for the first `most`; return the number of those."""
-        request, piece, chunks = some.array.request, some.array.piece, some.chunks
-        missing = chunks.stop - chunks.start - len(some.held)
+        request, piece, chunks = stretch.array.request, stretch.array.piece, stretch.chunks
+        missing = chunks.stop - chunks.start - len(stretch.held)
         if not missing:
             return 0
         # The first missing chunks lie within this range, even if the rest of the grid is missing too.
-        positions = np.arange(chunks.start, min(chunks.stop, chunks.start + len(some.held) + most))
-        first = np.setdiff1d(positions, some.held)[:most]
+        positions = np.arange(chunks.start, min(chunks.stop, chunks.start + len(stretch.held) + most))
+        first = np.setdiff1d(positions, stretch.held)[:most]
         boxes = chunk_boxes(piece, first)
         for i in range(len(boxes)):
             damaged(request.name, boxes[i], piece.path, self._lost(request, boxes[i]))
@@ -428,11 +428,11 @@ class ChunkFinder:
             damaged(request.name, piece.box, piece.path, error)
         return len(first)
 
-    def some(self, wanted: Iterable[tuple[Request, Piece, Ints]]) -> Iterator[Located]:
+    def at_positions(self, places: Iterable[tuple[Request, Piece, Ints]]) -> Iterator[Located]:
         """Yield batches of chunks given by their positions; the chunks of a batch are read together."""
         batch: list[tuple[Request, Piece, Ints]] = []
         room = MOST_CHUNKS
-        for request, piece, positions in wanted:
+        for request, piece, positions in places:
             at = 0
             while at < len(positions):
                 part = positions[at : at + room]
@@ -444,41 +444,41 @@ class ChunkFinder:
         if batch:
             yield self.located(RequestedChunks.of_positions(batch))
 
-    def located(self, wanted: RequestedChunks) -> Located:
+    def located(self, requested: RequestedChunks) -> Located:
         """Look up the places of chunks; MissingDataError if a table lacks one."""
-        sources = list(map(self.source, (part.request for part in wanted.parts)))
-        paths = [part.piece.path for part in wanted.parts]
-        columns = np.zeros((4, len(wanted)), np.int64)
+        sources = list(map(self.source, (part.request for part in requested.parts)))
+        paths = [part.piece.path for part in requested.parts]
+        columns = np.zeros((4, len(requested)), np.int64)
         files: list[str] = []
         distinct = {source: i for i, source in enumerate(dict.fromkeys(sources))}
-        number = np.array([distinct[source] for source in sources], np.int64)[wanted.part]
+        number = np.array([distinct[source] for source in sources], np.int64)[requested.part]
         for source, i in distinct.items():
             rows = np.flatnonzero(number == i)
             try:
-                named, found = source.table.find(paths, wanted.part[rows], wanted.position[rows])
+                named, places = source.table.find(paths, requested.part[rows], requested.position[rows])
             except KeyError as e:
                 row = int(rows[e.args[0]])
-                raise self._lost(wanted.part_of(row).request, wanted.box(row)) from None
-            file = found.file.astype(np.int64)
+                raise self._lost(requested.part_of(row).request, requested.box(row)) from None
+            file = places.file.astype(np.int64)
             file[file != OWN_OBJECT] += len(files)
             files += named
-            columns[:, rows] = file, np.minimum(found.offset, _FARTHEST), found.length, found.crc
+            columns[:, rows] = file, np.minimum(places.offset, _FARTHEST), places.length, places.crc
         file, offset, length, crc = columns
-        return Located(wanted, files, file, offset, length, crc.astype(np.uint32), self._own)
+        return Located(requested, files, file, offset, length, crc.astype(np.uint32), self._own)
 
     def impossible(self, chunks: Located) -> Ints:
         """Rows of the chunks whose length is impossible for that chunk."""
-        forms = [(array.request.source, array.chunk_bytes) for array in chunks.wanted.parts]
-        known = {form: self._lengths(array) for form, array in dict(zip(forms, chunks.wanted.parts, strict=True)).items()}
+        forms = [(array.request.source, array.chunk_bytes) for array in chunks.requested.parts]
+        known = {form: self._lengths(array) for form, array in dict(zip(forms, chunks.requested.parts, strict=True)).items()}
         least, most = np.array([known[form] for form in forms], np.int64).reshape(-1, 2).T
-        part = chunks.wanted.part
+        part = chunks.requested.part
         return np.flatnonzero((chunks.length < least[part]) | (chunks.length > most[part]))
 
     def refusal(self, chunks: Located, row: int) -> FormatError:
         """The error for a chunk with an impossible length."""
-        least, most = self._lengths(chunks.wanted.part_of(row))
+        least, most = self._lengths(chunks.requested.part_of(row))
         return FormatError(
-            f"{chunks.wanted.where(row)}: the chunk table says {chunks.length[row]} bytes in "
+            f"{chunks.requested.where(row)}: the chunk table says {chunks.length[row]} bytes in "
             f"{chunks.source_of(row).place}/{chunks.file_of(row)}, not {least}{f' to {most}' if most > least else ''}; the "
             f"checkpoint was not written by shardckpt, or by a faulty version."
         )

@@ -29,7 +29,7 @@ class Lookup(Protocol):
     def first_missing(self, path: str, num_chunks: int) -> int | None:
         """The first chunk of a grid that an array lacks, None if it has all; cheap however large the grid claims to be."""
 
-    def prepare(self, wanted: Iterable[tuple[Piece, BoxArray]]) -> None:
+    def prepare(self, boxes: Iterable[tuple[Piece, BoxArray]]) -> None:
         """Prepare `find` for all chunks of the pieces that the boxes touch; reads what is missing together."""
 
     def find(self, paths: Sequence[str], array: NDArray[np.int64], chunks: NDArray[np.int64]) -> tuple[Sequence[str], ArrayChunks]:
@@ -87,7 +87,7 @@ class WholeTable:
         """See `Lookup`."""
         return self.table.array(path).first_missing(num_chunks)
 
-    def prepare(self, wanted: Iterable[tuple[Piece, BoxArray]]) -> None:
+    def prepare(self, boxes: Iterable[tuple[Piece, BoxArray]]) -> None:
         """See `Lookup`; nothing to do."""
 
     def find(self, paths: Sequence[str], array: NDArray[np.int64], chunks: NDArray[np.int64]) -> tuple[Sequence[str], ArrayChunks]:

@@ -38,7 +38,7 @@ _MOST_LOOKS = 16
 """Most directories that are looked at for them."""
 
 
-def no_checkpoint(store: Store, found: Tombstone | None) -> ShardckptError:
+def no_checkpoint(store: Store, tombstone: Tombstone | None) -> ShardckptError:
     """The error that says what is at a place without a commit record, or with a tombstone.
 
     NotFoundError names the nearest checkpoints; UncommittedError says that a save began there and did not finish.
@@ -51,8 +51,8 @@ def no_checkpoint(store: Store, found: Tombstone | None) -> ShardckptError:
             raise
         return _foreign(store, other)
     children = [child.removesuffix("/") for child in names if child.endswith("/")]
-    if found is not None and not found.begun:
-        return NotFoundError(f"{store}: the checkpoint was deleted ({found.reason}).")
+    if tombstone is not None and not tombstone.begun:
+        return NotFoundError(f"{store}: the checkpoint was deleted ({tombstone.reason}).")
     if any(is_attempt(store, child) for child in children):
         return UncommittedError(
             f"{store}: a save was begun there and never committed; if its data is complete, `shardckpt commit` commits it."
@@ -78,8 +78,8 @@ def _steps_beside(store: Store) -> list[str]:
         root = Store.open(parent)
         there = [other for child in root.list_children() if (other := step_of(child.removesuffix("/"))) is not None]
         nearest = sorted(there, key=lambda other: abs(other - step))[:_MOST_LOOKS]
-        found = islice((other for other in nearest if published_attempt(root.sub(str(other))) is not None), _NEAREST)
-        return [str(other) for other in sorted(found)]
+        published = islice((other for other in nearest if published_attempt(root.sub(str(other))) is not None), _NEAREST)
+        return [str(other) for other in sorted(published)]
     return []
 
 

@@ -66,8 +66,8 @@ class Places:
         Raises:
             MissingDataError: the table lacks some of its chunks.
         """
-        found = [self._of_piece(name, piece) for piece in pieces]
-        file, offset, length, host = (np.concatenate(columns) for columns in zip(*found, strict=True))
+        of_pieces = [self._of_piece(name, piece) for piece in pieces]
+        file, offset, length, host = (np.concatenate(columns) for columns in zip(*of_pieces, strict=True))
         own = file == OWN_OBJECT
         file[own] = len(self.host_of_file) + np.arange(int(own.sum()))
         return ChunkPlaces(file, offset, length, host)

@@ -156,8 +156,8 @@ class ChunkReader:
         """The argument of that name."""
         self._own = source if isinstance(source, ReadableChunks) else None
         self._finder = ChunkFinder(self._own)
-        found, threads = reading_limits(local=source.place.near, threads=threads, memory=memory)
-        self._limits = limits or found
+        default, threads = reading_limits(local=source.place.near, threads=threads, memory=memory)
+        self._limits = limits or default
         # One pool for all reads, because its threads keep scratch buffers, and fresh memory is slow.
         self._workers = workers or Workers(threads, "shardckpt-read")
         self._fetch = Fetch(scratch=self._limits.nbytes, of_thread=self._workers.local)
@@ -202,17 +202,17 @@ class ChunkReader:
         group_of = {id(request): i for i, group in enumerate(groups) for request in group}
         with self._may_be_gone(requests):
             self._finder.prepare(requests)
-        found: list[list[ReadTask]] = [[] for _ in groups]
+        tasks_of: list[list[ReadTask]] = [[] for _ in groups]
         for chunks in self._finder.needed(requests):
-            of_part = np.array([group_of[id(part.request)] for part in chunks.wanted.parts])
-            for task in self._tasks(chunks, of_part[chunks.wanted.part]):
-                found[of_part[task.chunks.wanted.part[task.begin]]].append(task)
-        return [partial(self._read_planned, group, some) for group, some in zip(groups, found, strict=True)]
+            of_part = np.array([group_of[id(part.request)] for part in chunks.requested.parts])
+            for task in self._tasks(chunks, of_part[chunks.requested.part]):
+                tasks_of[of_part[task.chunks.requested.part[task.begin]]].append(task)
+        return [partial(self._read_planned, group, of_group) for group, of_group in zip(groups, tasks_of, strict=True)]
 
-    def _read_planned(self, group: Sequence[Request], some: Sequence[ReadTask]) -> None:
+    def _read_planned(self, group: Sequence[Request], planned: Sequence[ReadTask]) -> None:
         self.stats.count(needed=_needed(group))
         with self._may_be_gone(group):
-            self._workers.do(self._read_task, some)
+            self._workers.do(self._read_task, planned)
         _make_bools_plain(group)
 
     def check(self, requests: Sequence[Request], damaged: Damaged, *, after: int = 0, most: int = CHECKED_BYTES) -> Iterator[int]:
@@ -231,7 +231,7 @@ class ChunkReader:
         """
 
         def report(chunks: Located, row: int, error: ShardckptError) -> None:
-            damaged(chunks.wanted.part_of(row).request.name, chunks.wanted.box(row), chunks.file_of(row), error)
+            damaged(chunks.requested.part_of(row).request.name, chunks.requested.box(row), chunks.file_of(row), error)
 
         def check_task(task: ReadTask) -> None:
             try:
@@ -245,7 +245,7 @@ class ChunkReader:
             chunks, row = task.chunks, task.begin  # a chunk that is an object of its own is a task of its own
             place = task.source.place
             if chunks.is_own_object(row) and place.is_longer(task.file, chunks.stop(row)):
-                longer = f"{chunks.wanted.where(row)}: {place}/{task.file} is longer than what was written."
+                longer = f"{chunks.requested.where(row)}: {place}/{task.file} is longer than what was written."
                 report(chunks, row, CorruptionError(longer))
 
         def check_groups(groups: Iterator[tuple[int, Located]]) -> Iterator[int]:
@@ -259,16 +259,16 @@ class ChunkReader:
 
         return check_groups(self._finder.every(self.source.resolve(requests), damaged, after=after, most=most))
 
-    def confirm(self, wanted: Iterable[tuple[Request, Piece, NDArray[np.int64]]]) -> None:
+    def confirm(self, places: Iterable[tuple[Request, Piece, NDArray[np.int64]]]) -> None:
         """Read some chunks and compare them with the table.
 
         Args:
-            wanted: requests, whose boxes and buffers are not used, each with an array and positions of chunks in it.
+            places: requests, whose boxes and buffers are not used, each with an array and positions of chunks in it.
 
         Raises:
             MissingDataError, CorruptionError: a chunk is missing or damaged.
         """
-        self._read_all(self._finder.some(wanted))
+        self._read_all(self._finder.at_positions(places))
 
     def read_stored(self, requests: Sequence[Request], take: Callable[[Request, int, NDArray[np.uint8]], None]) -> None:
         """Read the chunks that the requests' boxes touch, in their stored form; buffers are not used.
@@ -281,9 +281,9 @@ class ChunkReader:
         requests = self.source.resolve(requests)
 
         def read(task: ReadTask) -> None:
-            wanted = task.chunks.wanted
+            requested = task.chunks.requested
             for row, stored in zip(range(task.begin, task.end), self._read_stored(task, direct=False).payloads, strict=True):
-                take(wanted.part_of(row).request, int(wanted.position[row]), np.frombuffer(stored, np.uint8))
+                take(requested.part_of(row).request, int(requested.position[row]), np.frombuffer(stored, np.uint8))
 
         with self._may_be_gone(requests):
             self._finder.prepare(requests)
@@ -330,9 +330,9 @@ class ChunkReader:
         fetched = self._read_stored(task, direct=False)
         return bytes(fetched.payloads[0]) + fetched.checksums().astype("<u4").tobytes()
 
-    def _read_all(self, some: Iterable[Located], at_once: int = 1) -> None:
+    def _read_all(self, located: Iterable[Located], at_once: int = 1) -> None:
         """Read chunks, verify them, and copy them to their destinations; threads go on with the next batch before all of one is read."""
-        self._workers.do(self._read_task, chain.from_iterable(map(partial(self._tasks, at_once=at_once), some)))
+        self._workers.do(self._read_task, chain.from_iterable(map(partial(self._tasks, at_once=at_once), located)))
 
     def _tasks(self, chunks: Located, group: NDArray[np.int64] | None = None, *, at_once: int = 1) -> Iterator[ReadTask]:
         """The tasks that read a batch of chunks; FormatError for an impossible length, before memory is allocated for it."""
@@ -342,8 +342,8 @@ class ChunkReader:
 
     def _read_task(self, task: ReadTask) -> None:
         """Read chunks of one file, verify each and copy it to its destinations."""
-        wanted = task.chunks.wanted
-        if self._moves(wanted.parts[i] for i in {*wanted.part[task.begin : task.end].tolist()}):
+        requested = task.chunks.requested
+        if self._moves(requested.parts[i] for i in {*requested.part[task.begin : task.end].tolist()}):
             damaged = self._fetch.move(task)
             self.stats.count(reads=len(task.runs), read=task.nbytes)
             if damaged is not None:
@@ -375,7 +375,7 @@ class ChunkReader:
 
     def _joining(self, chunks: Located, at_once: int = 1) -> RunLimits:
         """Limits for chunks: a task has more bytes where the extension moves them, and enough tasks are left for all threads."""
-        if not self._moves(chunks.wanted.parts):
+        if not self._moves(chunks.requested.parts):
             return self._limits
         share = at_once * int(chunks.length.sum()) // (2 * self._workers.at_once)
         return replace(self._limits, task=max(self._limits.nbytes, min(2 * CALL_BYTES, share)))

@@ -264,28 +264,28 @@ def restoring(
         cast: see `restore`.
         coordinator: see `restore`.
     """
-    wanted = None if only is None else selector(only)
+    selects = None if only is None else selector(only)
     record = checkpoint.tensor if adaptation is None else adaptation.tensor
     if adaptation is not None and not isinstance(like, StateOwner) and not adaptation.places:
         tree = tree if like is None else _own_tree(checkpoint, tree, only, coordinator)
         tree = adaptation.settle(adaptation.rearranged(tree), only, each=strict is not False)
     if like is None:
-        stored = stored_names(tree, wanted)
+        stored = stored_names(tree, selects)
         leaves: dict[str, list[tuple[str, object]]] = {
             name: [(name, empty(name, t.shape, t.dtype.numpy))] for name, t in ((name, record(name)) for name in stored)
         }
-        own = _all_values(checkpoint, per_process_names(tree, wanted))
+        own = _all_values(checkpoint, per_process_names(tree, selects))
         read = yield restore_jobs(checkpoint, sinks_of(leaves, record), cast=False, adaptation=adaptation), False
         if adaptation is not None:
             adaptation.restored(read)
-        return unflatten(tree, {**read, **own}, wanted)
+        return unflatten(tree, {**read, **own}, selects)
     tree = _own_tree(checkpoint, tree, only, coordinator)
     if isinstance(like, StateOwner):
-        wanted = selector(only)
-        tree = like.arranged(tree, wanted, adaptation)
+        selects = selector(only)
+        tree = like.arranged(tree, selects, adaptation)
         if adaptation is not None:
             adaptation.settle(tree, only, each=strict is not False)
-        into = [like.like(tree, record, wanted, lambda: (coordinator or Coordinator.current()).world, adaptation)]
+        into = [like.like(tree, record, selects, lambda: (coordinator or Coordinator.current()).world, adaptation)]
         restored = yield from restoring(
             checkpoint, tree, into.pop(), adaptation, only=only, strict=strict, cast=cast, coordinator=coordinator
         )
@@ -294,7 +294,7 @@ def restoring(
     try:
         with collector_paused():
             matched = match(
-                like, tree, frameworks.is_tensor, only=wanted, strict=strict, meaning=frameworks.meaning, composite=frameworks.composite
+                like, tree, frameworks.is_tensor, only=selects, strict=strict, meaning=frameworks.meaning, composite=frameworks.composite
             )
         chosen = chosen_values(checkpoint, matched.per_process, coordinator)
     except MismatchError as e:
@@ -303,7 +303,7 @@ def restoring(
         _log.warning("%s: restore(strict=False): %s", checkpoint.location, matched.skipped())
     numbers = _numbers(checkpoint, matched, record)
     filled = {name: sink_of_number(name, leaf, number) for name, (leaf, number) in matched.filled.items()}
-    places = {**matched.tensors, **{stored: [*matched.tensors.get(stored, ()), *some] for stored, some in numbers.items()}}
+    places = {**matched.tensors, **{stored: [*matched.tensors.get(stored, ()), *arrays] for stored, arrays in numbers.items()}}
     restored = yield restore_jobs(checkpoint, sinks_of(places, record), cast=cast, adaptation=adaptation), True
     if adaptation is not None:
         adaptation.restored(restored)
@@ -315,7 +315,7 @@ def restoring(
 
 def _numbers(checkpoint: Checkpoint, matched: Matched, record: Callable[[str], TensorRecord]) -> dict[str, list[tuple[str, object]]]:
     """Arrays to read stored tensors into where `like` has numbers."""
-    found: dict[str, list[tuple[str, object]]] = {}
+    arrays: dict[str, list[tuple[str, object]]] = {}
     for stored, names in matched.numbers.items():
         tensor = record(stored)
         for name, number in names:
@@ -324,8 +324,8 @@ def _numbers(checkpoint: Checkpoint, matched: Matched, record: Callable[[str], T
                     f"{checkpoint.location}: {shown(name)} is a tensor of shape {tensor.shape} in the checkpoint, and in `like` a number "
                     f"({type(number).__qualname__}); pass a tensor, an ndarray or a shardckpt.Target there."
                 )
-            found.setdefault(stored, []).append((name, empty(name, (), tensor.dtype.numpy)))
-    return found
+            arrays.setdefault(stored, []).append((name, empty(name, (), tensor.dtype.numpy)))
+    return arrays
 
 
 def _own_tree(checkpoint: Checkpoint, tree: Node, only: Only | None, coordinator: Coordinator | None) -> Node:
@@ -338,8 +338,8 @@ def _own_tree(checkpoint: Checkpoint, tree: Node, only: Only | None, coordinator
     if not local:
         return tree
     world = (Coordinator.current() if coordinator is None else coordinator).world
-    saved, wanted = checkpoint.record.processes, selector(only)
-    asked = next((node.name for node in local if any(wanted(leaf.name) for leaf in leaves_of(node))), None)
+    saved, selects = checkpoint.record.processes, selector(only)
+    asked = next((node.name for node in local if any(selects(leaf.name) for leaf in leaves_of(node))), None)
     if asked is not None and saved != world.processes:
         raise MismatchError(
             f"{checkpoint.location}: {shown(asked)} belongs to each process alone; {saved} process{'es' if saved > 1 else ''} saved it, "
@@ -370,16 +370,16 @@ def _all_values(checkpoint: Checkpoint, names: Sequence[str]) -> dict[str, objec
     return {name: [decode_value(values[name], name) for values in stored if name in values] for name in names}
 
 
-def chosen_values(checkpoint: Checkpoint, wanted: Mapping[str, PerProcess], coordinator: Coordinator | None) -> dict[str, object]:
+def chosen_values(checkpoint: Checkpoint, leaves: Mapping[str, PerProcess], coordinator: Coordinator | None) -> dict[str, object]:
     """This process's value for each per-process name."""
-    if not wanted:
+    if not leaves:
         return {}
     world = (Coordinator.current() if coordinator is None else coordinator).world
     saved = checkpoint.record.processes
     same = saved == world.processes
     stored = {p: checkpoint.process_values(p) for p in ([world.process] if same else range(saved))}
     chosen = {}
-    for name, leaf in wanted.items():
+    for name, leaf in leaves.items():
         own = stored.get(world.process, {}).get(name)
         by_axis = leaf.axis is not None or (own is not None and recorded_axis(own, name) is not None)
         if len(stored) < saved and (by_axis or (leaf.choose is not None and own is None)):
@@ -482,13 +482,13 @@ def _read_and_place(
     restored: dict[str, object] = {}
     staging = Staging(pool, placers or {}, min(staged, sum(job.staged_bytes for job in jobs)), placed)
     if pool is None:
-        some = batches(jobs, lambda job: (job.nbytes,), (largest,))
+        groups = batches(jobs, lambda job: (job.nbytes,), (largest,))
     else:  # batches have at most half of the limit each: one batch is placed while the next one is read
         limits = (pool.limit // 2, largest, staged)
-        some = batches(jobs, lambda job: (job.staged_bytes + job.placing_bytes, job.nbytes, job.staged_bytes), limits)
+        groups = batches(jobs, lambda job: (job.staged_bytes + job.placing_bytes, job.nbytes, job.staged_bytes), limits)
     copies = any(job.placing_bytes for job in jobs)
     try:
-        with closing(read_ahead(some, staging.lend, fetch, ahead=ahead, copies=copies)) as coming:
+        with closing(read_ahead(groups, staging.lend, fetch, ahead=ahead, copies=copies)) as coming:
             for batch, leases in coming:
                 restored |= staging.place(batch, leases)
         staging.finish()

@@ -47,19 +47,19 @@ EVERYTHING: Index = (...,)
 
 def continues(chunks: Located) -> NDArray[np.bool_]:
     """(n,) whether each chunk continues the band of the chunk before it; chunks are in order of their place."""
-    wanted, targets = chunks.wanted, chunks.wanted.targets
-    found = np.zeros(len(chunks), bool)
-    found[1:] = (
+    requested, targets = chunks.requested, chunks.requested.targets
+    follows = np.zeros(len(chunks), bool)
+    follows[1:] = (
         (chunks.file[1:] == chunks.file[:-1])
-        & (wanted.part[1:] == wanted.part[:-1])
-        & (wanted.position[1:] == wanted.position[:-1] + 1)
+        & (requested.part[1:] == requested.part[:-1])
+        & (requested.position[1:] == requested.position[:-1] + 1)
         & (chunks.offset[1:] == chunks.offset[:-1] + chunks.length[:-1])
         & (chunks.length[1:] == chunks.length[:-1])
         & (targets.count[1:] == targets.count[:-1])
     )
     # Pairs are in the order of their chunks, so the matching pair of the chunk before is `count` rows back.
     of = np.repeat(np.arange(len(chunks)), targets.count)
-    pair = np.flatnonzero(found[of])
+    pair = np.flatnonzero(follows[of])
     before = pair - targets.count[of[pair]]
     goes_on = (
         (targets.box[pair] == targets.box[before])
@@ -67,8 +67,8 @@ def continues(chunks: Located) -> NDArray[np.bool_]:
         & (targets.in_chunk.stop[pair] == targets.in_chunk.stop[before]).all(axis=1)
         & (targets.in_box.start[pair] >= targets.in_box.start[before]).all(axis=1)
     )
-    found[of[pair[~goes_on]]] = False
-    return found
+    follows[of[pair[~goes_on]]] = False
+    return follows
 
 
 @record
@@ -87,7 +87,7 @@ class Band:
             places: destinations of the band.
             nbytes: bytes of a chunk's elements.
         """
-        if len(places) != 1 or self.chunks.wanted.part_of(self.begin).request.convert_from is not None:
+        if len(places) != 1 or self.chunks.requested.part_of(self.begin).request.convert_from is not None:
             return None
         place, _, along = places[0]
         if place.nbytes != (self.end - self.begin) * nbytes or not place.flags.c_contiguous:
@@ -103,7 +103,7 @@ class Band:
             raw: (chunks, bytes) elements of each chunk.
             places: destinations of the band.
         """
-        request = self.chunks.wanted.part_of(self.begin).request
+        request = self.chunks.requested.part_of(self.begin).request
         # An overflow becomes infinite, and NaN any integer: the user asked for the conversion, so there is no warning.
         with np.errstate(all="ignore") if request.convert_from is not None else nullcontext():
             for place, elements in self.copies(raw, places):
@@ -111,10 +111,10 @@ class Band:
 
     def copies(self, raw: NDArray[np.uint8], places: Sequence[Place]) -> Iterator[tuple[NDArray[Any], NDArray[Any]]]:
         """For each destination its memory and the elements to copy there, in one shape; for the arguments see `scatter`."""
-        part = self.chunks.wanted.part_of(self.begin)
+        part = self.chunks.requested.part_of(self.begin)
         request, shape, n = part.request, part.piece.chunks, len(raw)
         if raw.shape[1] < part.chunk_bytes:  # foreign chunks at an edge are not padded
-            shape = self.chunks.wanted.box(self.begin).shape
+            shape = self.chunks.requested.box(self.begin).shape
         elements = raw.view(request.convert_from or request.dtype).reshape(n, *shape)
         if request.convert_from == np.bool_:
             elements = with_plain_bools(elements)
@@ -131,21 +131,21 @@ def places_of(bands: Sequence[Band]) -> list[list[Place]]:
     Args:
         bands: consecutive bands of the same chunks.
     """
-    wanted, begin, end = bands[0].chunks.wanted, bands[0].begin, bands[-1].end
-    targets = wanted.targets
+    requested, begin, end = bands[0].chunks.requested, bands[0].begin, bands[-1].end
+    targets = requested.targets
     count = targets.count[begin:end].tolist()
     row = int(targets.first[begin])
     pairs = slice(row, row + sum(count))
     box = targets.box[pairs].tolist()
     elements = (targets.in_box.stop[pairs] - targets.in_box.start[pairs]).prod(axis=1).tolist()
     sides: list[Any] = []
-    found: list[list[Place]] = []
+    by_band: list[list[Place]] = []
     pair = 0
     for band in bands:
-        chunks = wanted.part_of(band.begin).piece.chunks
+        chunks = requested.part_of(band.begin).piece.chunks
         n, each = band.end - band.begin, count[band.begin - begin]
         if each == n == 1 and (buffer := targets.buffers[box[pair]]).size == elements[pair] == prod(chunks):
-            found.append([(buffer, EVERYTHING, 0)])  # a small tensor is one chunk, and nearly always read as a whole
+            by_band.append([(buffer, EVERYTHING, 0)])  # a small tensor is one chunk, and nearly always read as a whole
             pair += 1
             continue
         if not sides:
@@ -163,9 +163,9 @@ def places_of(bands: Sequence[Band]) -> list[list[Place]]:
                 along = next(d for d, (here, there) in enumerate(zip(start, sides[0][at + each][own], strict=True)) if there > here)
                 stop[along] = start[along] + n * chunks[along]
             places.append((targets.buffers[box[at]][(*map(slice, start, stop), ...)], (*map(slice, first, last), ...), along))
-        found.append(places)
+        by_band.append(places)
         pair += each * n
-    return found
+    return by_band
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,8 +271,8 @@ def tasks(chunks: Located, limits: RunLimits, group: Ints | None = None) -> Iter
             yield ReadTask(chunks, task)
             task, nbytes = [], stop - start
         before = file
-        found = [Band(chunks, edges[i], edges[i + 1]) for i in range(first, after)]
-        task.append(ChunkRun(edges[first], edges[after], start, stop, found))
+        bands_of_run = [Band(chunks, edges[i], edges[i + 1]) for i in range(first, after)]
+        task.append(ChunkRun(edges[first], edges[after], start, stop, bands_of_run))
     if task:
         yield ReadTask(chunks, task)
 

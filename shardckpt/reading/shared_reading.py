@@ -73,9 +73,9 @@ class SharedReading:
             CoordinationError: a member is gone.
             ShardckptError: the error of this process's or another member's read.
         """
-        wanted = [SharedBoxes(job.tensor.pieces, job.landings[0].boxes, _itemsize(job)) for job in batch]
+        tensors = [SharedBoxes(job.tensor.pieces, job.landings[0].boxes, _itemsize(job)) for job in batch]
         me = self.members.index(self.coordinator.world.process)
-        planned = rounds(wanted, len(self.members), self.limit)
+        planned = rounds(tensors, len(self.members), self.limit)
         with ThreadPoolExecutor(1, "shardckpt-share") as ahead:
             shares = next(planned, None)
             coming = None if shares is None else ahead.submit(self._read, batch, shares[me])
@@ -102,8 +102,8 @@ class SharedReading:
     def _read(self, batch: Sequence[RestoreJob], regions: Sequence[Region]) -> None:
         """Read this process's part of a round into its destinations."""
         requests = []
-        for i, some in groupby(regions, lambda region: region.tensor):
-            mine = list(some)
+        for i, group in groupby(regions, lambda region: region.tensor):
+            mine = list(group)
             tensor, (landing,) = batch[i].tensor, batch[i].landings
             views = [_view(landing, region) for region in mine]
             boxes = BoxArray.of([region.part for region in mine], len(tensor.shape))
@@ -114,11 +114,11 @@ class SharedReading:
     def _packed(self, batch: Sequence[RestoreJob], shares: Sequence[Sequence[Region]], me: int) -> list[_Packed]:
         """Allocate memory for all members' parts, and pack this member's part."""
         views = [[_view(batch[region.tensor].landings[0], region) for region in share] for share in shares]
-        sizes = [sum(round_up(view.nbytes) for view in some) for some in views]
+        sizes = [sum(round_up(view.nbytes) for view in of_member) for of_member in views]
         if self._memory.size < sum(sizes):
             self._memory = np.empty(sum(sizes), np.uint8)
         stops = np.cumsum(sizes).tolist()
-        parts = [_Packed(self._memory[stop - n : stop], some) for stop, n, some in zip(stops, sizes, views, strict=True)]
+        parts = [_Packed(self._memory[stop - n : stop], of_member) for stop, n, of_member in zip(stops, sizes, views, strict=True)]
         parts[me].pack()
         return parts
 

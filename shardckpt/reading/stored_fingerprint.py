@@ -40,5 +40,5 @@ def stored_fingerprint(checkpoint: Checkpoint, *, recorded: bool, progress: Call
             done += block.nbytes
     if progress is not None:
         progress(done, total)
-    found = {**known, **sums.fingerprint().tensors}
-    return Fingerprint({name: found[name] for name in tensors})
+    digests = {**known, **sums.fingerprint().tensors}
+    return Fingerprint({name: digests[name] for name in tensors})

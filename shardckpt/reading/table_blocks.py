@@ -155,11 +155,11 @@ class TableBlocks:
         count = self._source.header.counts.get(path, 0)
         return count if count < num_chunks else None
 
-    def prepare(self, wanted: Iterable[tuple[Piece, BoxArray]]) -> None:
+    def prepare(self, boxes: Iterable[tuple[Piece, BoxArray]]) -> None:
         """See `Lookup`."""
         if self._instead is not None or len(self._units) == self._source.units:
             return
-        self._load(self._units_to_read(wanted))
+        self._load(self._units_to_read(boxes))
 
     def find(self, paths: Sequence[str], array: NDArray[np.int64], chunks: NDArray[np.int64]) -> tuple[Sequence[str], ArrayChunks]:
         """See `Lookup`."""
@@ -180,11 +180,11 @@ class TableBlocks:
         """The rows with those numbers; None if the table is damaged and was given up."""
         unit, within = np.divmod(number, self._source.rows)
         units, nth = np.unique(unit, return_inverse=True)
-        found = self._load(units.tolist())
-        if found is None:
+        parts = self._load(units.tolist())
+        if parts is None:
             return None
         # Only the table's last unit may be shorter than the others, and it comes last.
-        read = found[0] if len(found) == 1 else np.concatenate([np.empty(0, ROW), *found])
+        read = parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, ROW), *parts])
         rows: NDArray[np.void] = read[nth * self._source.rows + within]
         return rows
 
@@ -216,13 +216,13 @@ class TableBlocks:
         units: list[int] = _spread((first + starts) // self._source.rows, (first + stops - 1) // self._source.rows + 1).tolist()
         return units
 
-    def _units_to_read(self, wanted: Iterable[tuple[Piece, BoxArray]]) -> list[int]:
+    def _units_to_read(self, pieces: Iterable[tuple[Piece, BoxArray]]) -> list[int]:
         """Units with the rows of all chunks that the boxes touch, without rows that are known from hosts' tables."""
         if self._hosts is None:
-            return sorted(set(chain.from_iterable(self._units_of(*some) for some in wanted)))
+            return sorted(set(chain.from_iterable(self._units_of(*pair) for pair in pieces)))
         counts = self._source.header.counts
         runs = [np.empty((2, 0), np.int64)]
-        for piece, boxes in wanted:
+        for piece, boxes in pieces:
             if 0 < piece.num_chunks <= counts.get(piece.path, 0):
                 runs.append(self._first[piece.path] + np.stack(chunk_runs(piece, boxes)))
         starts, stops = np.concatenate(runs, axis=1)
@@ -233,7 +233,7 @@ class TableBlocks:
 
     def _ask_hosts(self, number: NDArray[np.int64], host_rows: HostRows) -> list[int]:
         """Read hosts' tables as long as that pays off; return the units that must still be read for the given rows."""
-        wasted, several, wanted = 0.0, 1, number
+        wasted, several, needed = 0.0, 1, number
         while True:
             number = number[~host_rows.take(number)[1]]
             unit = number // self._source.rows
@@ -249,7 +249,7 @@ class TableBlocks:
             hosts = host_rows.hosts_of(rows[0]["file"][number[unit == fullest] - fullest * self._source.rows])[:several]
             if host_rows.least_cost(hosts) > costs / 2:
                 return units
-            spent = host_rows.read(hosts, costs / 2, wanted)
+            spent = host_rows.read(hosts, costs / 2, needed)
             new = int(host_rows.take(number)[1].sum())
             if spent * (len(number) - new) < costs * new:  # the remaining rows cost less from hosts at this rate than from units
                 several *= 4
@@ -280,14 +280,14 @@ class TableBlocks:
                 self._instead = self._spare()
                 self._units.clear()
                 return None
-            found = []
+            loaded = []
             for unit in units:
                 self._units[unit] = self._units.pop(unit)  # most recently used
-                found.append(self._units[unit])
-            most = max(len(found), KEPT_BYTES // (self._source.rows * ROW.itemsize))
+                loaded.append(self._units[unit])
+            most = max(len(loaded), KEPT_BYTES // (self._source.rows * ROW.itemsize))
             for unit in list(islice(self._units, max(0, len(self._units) - most))):
                 del self._units[unit]
-        return found
+        return loaded
 
     def _read_on(self, spans: list[range]) -> list[range]:
         """The spans to read: a single span that continues the last read is extended to at least twice the length of that read."""

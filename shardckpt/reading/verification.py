@@ -181,7 +181,7 @@ class _Verification:
             reader, place = (own, self.record.attempt) if base is None else (based, base.url)
             for tensors in batches(of_base, lambda _tensor: (1,), (_GROUP_TENSORS,)):
                 for done in self._check(reader, place, tensors, begin):
-                    yield done, sum(some.stats.bytes_read for some in readers)
+                    yield done, sum(one.stats.bytes_read for one in readers)
                 begin += sum(t.num_chunks for t in tensors)
 
     def _check(self, reader: ChunkReader, place: str, tensors: Sequence[TensorRecord], begin: int) -> Iterator[int]:
@@ -287,8 +287,8 @@ class _Verification:
         arrays = {p.path: (t, p) for t in structure.tensors.values() if t.base is None for p in t.pieces}
         pieces = {path: piece for path, (_, piece) in arrays.items()}
         check = IndexCheck(self.place, lambda path: document(*arrays[path]), pieces, table.table)
-        found = check.packed(self.lanes) if self.record.layout == "packed" else check.plain()
-        for file, reason in found:
+        faults = check.packed(self.lanes) if self.record.layout == "packed" else check.plain()
+        for file, reason in faults:
             self._damaged(Damage(None, None, f"{self.record.attempt}/{file}", reason))
 
     @contextmanager

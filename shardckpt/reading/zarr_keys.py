@@ -47,8 +47,8 @@ class ZarrKeys:
     def document(self, key: str) -> bytes | None:
         """The document with that key; None if there is none. Nothing is read."""
         path, _, name = key.rpartition("/")
-        found = self._documents.get(path) if name == DOCUMENT else None
-        return None if found is None else json.dumps(found).encode()
+        document = self._documents.get(path) if name == DOCUMENT else None
+        return None if document is None else json.dumps(document).encode()
 
     def read(self, key: str) -> bytes | None:
         """The bytes of a document or of a chunk; None for a key that names neither.
@@ -59,16 +59,16 @@ class ZarrKeys:
         document = self.document(key)
         if document is not None:
             return document
-        found = self._chunk(key)
-        if found is None:
+        chunk = self._chunk(key)
+        if chunk is None:
             return None
-        tensor, piece, position = found
+        tensor, piece, position = chunk
         return self._reader.stored_chunk(tensor.name, tensor.dtype.storage, piece, position)
 
     def chunk_bytes(self, key: str) -> int | None:
         """Bytes of the elements of a chunk; None if there is no chunk with that key."""
-        found = self._chunk(key)
-        return None if found is None else prod(found[1].chunks) * found[0].dtype.storage.itemsize
+        chunk = self._chunk(key)
+        return None if chunk is None else prod(chunk[1].chunks) * chunk[0].dtype.storage.itemsize
 
     def exists(self, key: str) -> bool:
         """Whether the checkpoint has such a document or chunk, according to its record, in which every chunk of a grid exists."""
@@ -76,22 +76,22 @@ class ZarrKeys:
 
     def size(self, key: str) -> int | None:
         """Bytes of a document or chunk; None if there is none. A compressed chunk is read for that."""
-        found = self._chunk(key)
-        compression = found and (self._record if found[0].base is None else found[0].base.base).compression
-        if found is None or compression is not None:
+        chunk = self._chunk(key)
+        compression = chunk and (self._record if chunk[0].base is None else chunk[0].base.base).compression
+        if chunk is None or compression is not None:
             data = self.read(key)
             return None if data is None else len(data)
-        tensor, piece, _ = found
+        tensor, piece, _ = chunk
         return prod(piece.chunks) * tensor.dtype.storage.itemsize + CHECKSUM_BYTES
 
     def children(self, path: str) -> list[str] | None:
         """The names directly below a path; None if the path is not a group, array, or directory of chunks."""
         if path in self._children:
             return [DOCUMENT, *self._children[path]]
-        found = self._array(path)
-        if found is None:
+        array = self._array(path)
+        if array is None:
             return None
-        _, piece, rest = found
+        _, piece, rest = array
         if not rest:
             return [DOCUMENT, *(["c"] if piece.num_chunks else [])]
         index = _index(rest, piece.grid[: len(rest) - 1])
@@ -115,17 +115,17 @@ class ZarrKeys:
         """The array that a path leads into, and the rest of the path. Arrays are never nested."""
         parts = path.split("/")
         for end in range(1, len(parts) + 1):
-            found = self._arrays.get("/".join(parts[:end]))
-            if found is not None:
-                return *found, parts[end:]
+            array = self._arrays.get("/".join(parts[:end]))
+            if array is not None:
+                return *array, parts[end:]
         return None
 
     def _chunk(self, key: str) -> tuple[TensorRecord, Piece, int] | None:
         """The chunk with that key: tensor, array, position in grid order; None if there is none."""
-        found = self._array(key)
-        if found is None:
+        array = self._array(key)
+        if array is None:
             return None
-        tensor, piece, rest = found
+        tensor, piece, rest = array
         index = _index(rest, piece.grid)
         if index is None:
             return None

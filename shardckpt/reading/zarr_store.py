@@ -93,10 +93,10 @@ class CheckpointStore(Store):
 
     async def getsize(self, key: str) -> int:
         """Bytes of a document or chunk; a compressed chunk is read for that. FileNotFoundError if there is none."""
-        found = await asyncio.to_thread(self._keys.size, key)
-        if found is None:
+        nbytes = await asyncio.to_thread(self._keys.size, key)
+        if nbytes is None:
             raise FileNotFoundError(key)
-        return found
+        return nbytes
 
     # --- listing ----------------------------------------------------------------------------------------------------
 
@@ -136,9 +136,9 @@ def _reopened(place: Location, record: CheckpointRecord) -> CheckpointStore:
     return CheckpointStore(record, open_reader(Place.open(place), record))
 
 
-def _part(data: bytes, wanted: ByteRequest | None) -> bytes:
+def _part(data: bytes, request: ByteRequest | None) -> bytes:
     """The requested part of an object, cut off at the object's ends."""
-    match wanted:
+    match request:
         case None:
             return data
         case RangeByteRequest(start, end):
@@ -148,4 +148,4 @@ def _part(data: bytes, wanted: ByteRequest | None) -> bytes:
         case SuffixByteRequest(suffix):
             return data[max(0, len(data) - suffix) :]
         case _:
-            raise OptionError(f"{wanted!r} is not a byte range of zarr's; use RangeByteRequest, OffsetByteRequest or SuffixByteRequest.")
+            raise OptionError(f"{request!r} is not a byte range of zarr's; use RangeByteRequest, OffsetByteRequest or SuffixByteRequest.")

@@ -131,29 +131,29 @@ def _plain(value: Any, where: str, local: tuple[int, ...], shape: tuple[int, ...
     """A part of a context, of small leaves, dicts, lists and tuples."""
     kind, of_torch = type(value), type(value).__module__.startswith("torch")
     fields = _fields(value)
-    found: Any
+    plain: Any
     if of_torch and kind.__name__ == "device":
-        found = None  # a tensor is restored on the device where it is
+        plain = None  # a tensor is restored on the device where it is
     elif isinstance(value, Enum):
-        found = f"{kind.__qualname__}.{value.name}"
+        plain = f"{kind.__qualname__}.{value.name}"
     elif of_torch and kind.__name__ in {"layout", "memory_format"}:
-        found = str(value)
+        plain = str(value)
     elif local and isinstance(value, tuple | list) and tuple(value) == local:
-        found = kind(shape)
+        plain = kind(shape)
     elif leaves.is_small(value):
-        found = value
+        plain = value
     elif fields is not None:
-        found = {"class": kind.__qualname__, **{key: _plain(of, where, local, shape, f"{path}.{key}") for key, of in fields.items()}}
+        plain = {"class": kind.__qualname__, **{key: _plain(of, where, local, shape, f"{path}.{key}") for key, of in fields.items()}}
     elif kind in (list, tuple):
-        found = kind([_plain(of, where, local, shape, f"{path}[{i}]") for i, of in enumerate(value)])
+        plain = kind([_plain(of, where, local, shape, f"{path}[{i}]") for i, of in enumerate(value)])
     elif isinstance(value, dict) and all(isinstance(key, str | int | None) for key in value):
-        found = {key: _plain(of, where, local, shape, f"{path}[{key!r}]") for key, of in value.items()}
+        plain = {key: _plain(of, where, local, shape, f"{path}[{key!r}]") for key, of in value.items()}
     else:
         raise LeafError(
             f"{shown(where)}: {path} of this composite tensor is a {kind.__module__}.{kind.__qualname__}, which is not plain data; call "
             f"shardckpt.register_tensor for the tensor's class, with a context of small leaves."
         )
-    return found
+    return plain
 
 
 def _fields(value: Any) -> dict[str, Any] | None:

@@ -231,17 +231,17 @@ class _Parser:
     def described(self, tag: str, content: dict[str, JSON], node: JSON, name: str, depth: int) -> Branch:
         """A composite tensor, or the values of the processes."""
         if tag == "$local" and content and all(map(_PROCESS.fullmatch, content)):
-            found = self.branch("dict", [int(process) for process in content], list(content.values()), name, depth)
-            return replace(found, local=True)
+            branch = self.branch("dict", [int(process) for process in content], list(content.values()), name, depth)
+            return replace(branch, local=True)
         if tag != "$composite" or content.keys() != _OF_COMPOSITE:
             raise _refused(node, name)
         kind, shape, parts = content["type"], content["shape"], content["parts"]
         sizes = shape if isinstance(shape, list) and all(type(n) is int and 0 <= n < 2**63 for n in shape) else None
         if not isinstance(kind, str) or not is_meaning(kind) or sizes is None or not isinstance(parts, dict) or not parts:
             raise _refused(node, name)
-        found = self.branch("dict", [_text(key, name) for key in parts], list(parts.values()), name, depth)
+        branch = self.branch("dict", [_text(key, name) for key in parts], list(parts.values()), name, depth)
         context = self.custom(kind, content["context"], name, depth).content
-        return replace(found, composite=Composite(kind, tuple(sizes), context))  # type: ignore[arg-type]
+        return replace(branch, composite=Composite(kind, tuple(sizes), context))  # type: ignore[arg-type]
 
     def custom(self, type_name: str, content: JSON, name: str, depth: int) -> Custom:
         if depth >= MAX_DEPTH:
@@ -338,7 +338,7 @@ def child(node: Node | None, key: PathKey) -> Node | None:
     """The node under a key; None if there is none."""
     if not isinstance(node, Branch):
         return None
-    return next((found for k, found in zip(node.keys, node.children, strict=True) if type(k) is type(key) and k == key), None)
+    return next((below for k, below in zip(node.keys, node.children, strict=True) if type(k) is type(key) and k == key), None)
 
 
 def of_process(node: Node, process: int) -> Node | None:
@@ -406,9 +406,9 @@ def per_process_names(tree: Tree, only: Callable[[str], bool] | None = None) -> 
 
 def meanings(tree: Tree) -> dict[str, str]:
     """Tensor name → meaning of its elements, for tensors with a meaning; a tied name has its tensor's meaning."""
-    found = list(leaves_of(parse(tree)))
-    stored = {leaf.name: leaf.meaning for leaf in found if isinstance(leaf, Tensor) and leaf.meaning is not None}
-    return {leaf.name: stored[leaf.stored] for leaf in found if isinstance(leaf, Tensor | Tied) and leaf.stored in stored}
+    ends_of_tree = list(leaves_of(parse(tree)))
+    stored = {leaf.name: leaf.meaning for leaf in ends_of_tree if isinstance(leaf, Tensor) and leaf.meaning is not None}
+    return {leaf.name: stored[leaf.stored] for leaf in ends_of_tree if isinstance(leaf, Tensor | Tied) and leaf.stored in stored}
 
 
 def alias_map(tree: Tree) -> dict[str, str]:
@@ -418,8 +418,10 @@ def alias_map(tree: Tree) -> dict[str, str]:
 
 def stored_names(tree: Tree, only: Callable[[str], bool] | None = None) -> list[str]:
     """The names of the stored tensors that `unflatten` needs with the same `only`, each once."""
-    found = leaves_of(parse(tree))
-    return list(dict.fromkeys(leaf.stored for leaf in found if isinstance(leaf, Tensor | Tied) and (only is None or only(leaf.name))))
+    ends_of_tree = leaves_of(parse(tree))
+    return list(
+        dict.fromkeys(leaf.stored for leaf in ends_of_tree if isinstance(leaf, Tensor | Tied) and (only is None or only(leaf.name)))
+    )
 
 
 def iter_leaves(tree: Tree) -> Iterator[tuple[str, str, str]]:

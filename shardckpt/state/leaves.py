@@ -129,10 +129,10 @@ def leaf_type_named(name: str, where: str) -> LeafType:
     Raises:
         FormatError: there is none; the message names the registration that the leaf `where` needs.
     """
-    found = _BY_NAME.get(name)
-    if found is None:
+    registration = _BY_NAME.get(name)
+    if registration is None:
         raise FormatError(f"{shown(where)} is a leaf of a registered type; call shardckpt.register_leaf(…, name={name[:100]!r}) first.")
-    return found
+    return registration
 
 
 # --- encoding -------------------------------------------------------------------------------------------------------

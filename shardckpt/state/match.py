@@ -188,12 +188,12 @@ class _Walk:
         if isinstance(node, Tensor | Tied):
             return self.number(value, node)
         if isinstance(node, Owned):
-            raise _structure(node, f"{_said(value)}; {_WRAP}")
-        raise _structure(node, f"{_said(value)}; put a container of the same keys there, or leave it out with only=")
+            raise _structure(node, f"{_description(value)}; {_WRAP}")
+        raise _structure(node, f"{_description(value)}; put a container of the same keys there, or leave it out with only=")
 
     def number(self, value: object, node: Tensor | Tied) -> _Step:
         if not leaves.is_number(value):
-            raise _structure(node, f"{_said(value)}; pass a tensor, an ndarray or a shardckpt.Target there")
+            raise _structure(node, f"{_description(value)}; pass a tensor, an ndarray or a shardckpt.Target there")
         name = node.name
         self.numbers.setdefault(node.stored, []).append((name, value))
         return lambda values: values[name]
@@ -209,10 +209,10 @@ class _Walk:
             advice = _WRAP if isinstance(node, Owned) else "pass a value of the stored kind there"
             raise _structure(node, f"a tensor ({type(value).__qualname__}); {advice}")
         name = node.name
-        found, stored = ... if self.meaning is None else self.meaning(value), self.meanings.get(node.stored)
-        if found is not ... and found != stored:
+        own, stored = ... if self.meaning is None else self.meaning(value), self.meanings.get(node.stored)
+        if own is not ... and own != stored:
             raise StructureMismatchError(
-                f"{shown(name)} holds {_meant(stored)} in the checkpoint, and in `like` {_meant(found)} ({type(value).__qualname__}); "
+                f"{shown(name)} holds {_meant(stored)} in the checkpoint, and in `like` {_meant(own)} ({type(value).__qualname__}); "
                 f"pass a tensor of the same meaning there, or a shardckpt.Target."
             )
         self.tensors.setdefault(node.stored, []).append((name, value))
@@ -234,8 +234,8 @@ class _Walk:
         if of.shape != made.shape:
             raise _structure(node, f"{what} of shape {made.shape}; make the tensor there as the saved one was made")
         if not same_document(context, made.context):
-            said = first_difference(context, made.context)
-            raise _structure(node, f"{what} with another context: {said}; make the tensor there as the saved one was made")
+            contrast = first_difference(context, made.context)
+            raise _structure(node, f"{what} with another context: {contrast}; make the tensor there as the saved one was made")
         stored = dict(zip(node.keys, node.children, strict=True))
         steps = [self.visit(part, stored[key], depth + 1) for key, part in made.parts.items()]
         return lambda values: made.rebuild([step(values) for step in steps])
@@ -268,11 +268,11 @@ class _Walk:
         stored = {(type(key), key): child for key, child in zip(keys, node.children, strict=True)}
         steps = []
         for key, component, child in zip(container.keys, names.component_names(container.keys), container.children, strict=True):
-            found = stored.pop((type(key), key), None)
-            if found is None:
+            stored_child = stored.pop((type(key), key), None)
+            if stored_child is None:
                 steps.append(self.absent(child, names.child_name(node.name, component), depth + 1))
             else:
-                steps.append(self.visit(child, found, depth + 1))
+                steps.append(self.visit(child, stored_child, depth + 1))
         for leftover in stored.values():
             self.unexpected.extend(end.name for end in ends(leftover) if self.selected(end.name))
         return lambda values: container.rebuild([step(values) for step in steps])
@@ -298,7 +298,7 @@ class _Walk:
         unexpected = set(self.unexpected)
         stored = [leaf for leaf in leaves_of(root) if self.selected(leaf.name)]
         tensors = [leaf for leaf in stored if isinstance(leaf, Tensor | Tied)] if self.misses_tensors else []
-        return any(some and all(leaf.name in unexpected for leaf in some) for some in (stored, tensors))
+        return any(side and all(leaf.name in unexpected for leaf in side) for side in (stored, tensors))
 
     def any_selected(self, node: Node) -> bool:
         """Whether `only` selects a place, or anything below it."""
@@ -337,7 +337,7 @@ def _is_scalar(tensor: Any) -> bool:
     return shape is None or tuple(shape) == ()
 
 
-def _said(value: object) -> str:
+def _description(value: object) -> str:
     return "None" if value is None else f"a leaf of type {type(value).__qualname__}"
 
 
@@ -363,19 +363,19 @@ def _meant(meaning: str | None) -> str:
     return "plain numbers" if meaning is None else repr(meaning)
 
 
-def _structure(node: Node, found: str) -> StructureMismatchError:
-    return StructureMismatchError(f"{shown(node.name)} is {_stored_as(node)} in the checkpoint, and in `like` {found}.")
+def _structure(node: Node, description: str) -> StructureMismatchError:
+    return StructureMismatchError(f"{shown(node.name)} is {_stored_as(node)} in the checkpoint, and in `like` {description}.")
 
 
-def _count(found: list[str]) -> str:
-    return "1 name is" if len(found) == 1 else f"{len(found)} names are"
+def _count(missing: list[str]) -> str:
+    return "1 name is" if len(missing) == 1 else f"{len(missing)} names are"
 
 
-def _listed(found: list[str], others: list[str]) -> str:
+def _listed(missing: list[str], others: list[str]) -> str:
     # Suggestions come from the names that only the other side has: a name that both have is not a candidate.
     same_text = set(others)
     shown_names = []
-    for name in found[:_LISTED]:
-        hint = " (there it is a key of another type)" if name in same_text else names.did_you_mean(name, others, missing=found)
+    for name in missing[:_LISTED]:
+        hint = " (there it is a key of another type)" if name in same_text else names.did_you_mean(name, others, missing=missing)
         shown_names.append(shown(name) + hint)
-    return ", ".join(shown_names) + (", …" if len(found) > _LISTED else "")
+    return ", ".join(shown_names) + (", …" if len(missing) > _LISTED else "")

@@ -127,7 +127,7 @@ def _key(component: str, form: Form) -> PathKey:
     """The key of a new component."""
     if form != "dict" and component.isdecimal() and str(int(component)) == component:
         return int(component)
-    return _ESCAPED.sub(lambda found: _PLAIN[found[1]] if found[1] else chr(int(found[2], 16)), component)
+    return _ESCAPED.sub(lambda match: _PLAIN[match[1]] if match[1] else chr(int(match[2], 16)), component)
 
 
 def _is_gone(container: _Container) -> bool:

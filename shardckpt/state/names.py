@@ -69,7 +69,7 @@ def component_names(keys: Sequence[PathKey]) -> list[str]:
 
 def _string_component(key: str) -> str:
     if _UNSAFE_IN_NAME.search(key):
-        return _UNSAFE_IN_NAME.sub(lambda found: {"~": "~0", "/": "~1"}.get(found[0]) or f"~u{ord(found[0]):04x}", key)
+        return _UNSAFE_IN_NAME.sub(lambda match: {"~": "~0", "/": "~1"}.get(match[0]) or f"~u{ord(match[0]):04x}", key)
     return key or "~e"
 
 
@@ -359,7 +359,7 @@ def _unescape(component: str, path: str) -> str:
         return ""
     if not _ESCAPED.fullmatch(component):
         raise FormatError(f"Array path {path!r}: the component {component[:80]!r} is not an escaped name; shardckpt did not write it.")
-    data = re.sub(rb"=(..)", lambda found: bytes.fromhex(found[1].decode()), component.encode())
+    data = re.sub(rb"=(..)", lambda match: bytes.fromhex(match[1].decode()), component.encode())
     try:
         return data.decode("utf-8", "surrogatepass")
     except UnicodeDecodeError:
@@ -402,8 +402,10 @@ def did_you_mean(name: str, candidates: Iterable[str], missing: Iterable[str] | 
         candidates: the names that may have been meant.
         missing: all missing names, if a candidate is to be suggested for the most similar one of them only.
     """
-    found = nearest(name, candidates)
-    return "" if found is None or (missing is not None and nearest(found, missing) != name) else f" (did you mean {found!r}?)"
+    suggestion = nearest(name, candidates)
+    return (
+        "" if suggestion is None or (missing is not None and nearest(suggestion, missing) != name) else f" (did you mean {suggestion!r}?)"
+    )
 
 
 def natural_key(name: str) -> list[tuple[int, int, str]]:

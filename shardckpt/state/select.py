@@ -109,9 +109,9 @@ def check_selection(only: Only | None, tree: Tree, where: str, *, option: str = 
     Raises:
         NamesMismatchError: patterns select nothing.
     """
-    found = list(ends(parse(tree)))
-    names = [end.name for end in found]
-    wrong = unused_patterns(only, names, [end.name for end in found if isinstance(end, Branch)])
+    nodes = list(ends(parse(tree)))
+    names = [end.name for end in nodes]
+    wrong = unused_patterns(only, names, [end.name for end in nodes if isinstance(end, Branch)])
     if wrong is not None and (each or wrong is only):
         raise NamesMismatchError(Message(f"{where}: ", named(option, wrong), f" selects none of its names, which are {few(names, 3)}."))
 
@@ -129,9 +129,9 @@ def select(tree: Tree, only: Callable[[str], bool]) -> tuple[JSON, dict[str, str
     """
     root = parse(tree)
     meaning = {leaf.name: leaf.meaning for leaf in leaves_of(root) if isinstance(leaf, Tensor)}
-    wanted = [leaf for leaf in leaves_of(root) if isinstance(leaf, Tensor | Tied) and only(leaf.name)]
-    first: dict[str, str] = {leaf.stored: leaf.name for leaf in wanted if isinstance(leaf, Tensor)}
-    for leaf in wanted:
+    selection = [leaf for leaf in leaves_of(root) if isinstance(leaf, Tensor | Tied) and only(leaf.name)]
+    first: dict[str, str] = {leaf.stored: leaf.name for leaf in selection if isinstance(leaf, Tensor)}
+    for leaf in selection:
         first.setdefault(leaf.stored, leaf.name)
 
     def selected(node: Node) -> Node | None:

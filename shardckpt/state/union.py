@@ -60,7 +60,7 @@ def union(trees: Sequence[tuple[Sequence[int], JSON]]) -> JSON:
     return write(merged)
 
 
-_Said = tuple[int, Node]
+_Document = tuple[int, Node]
 """Position of a document, and its node at some place."""
 
 
@@ -70,50 +70,50 @@ class _Union:
     def __init__(self, processes: Sequence[Sequence[int]]) -> None:
         self.processes = processes
 
-    def merge(self, said: list[_Said]) -> Node:
+    def merge(self, documents: list[_Document]) -> Node:
         """The merged node of a place, from the one or more documents that have it."""
-        first = said[0][1]
-        if len(said) == 1:
+        first = documents[0][1]
+        if len(documents) == 1:
             return first
-        groups: dict[object, list[_Said]] = {}
-        for i, node in said:
+        groups: dict[object, list[_Document]] = {}
+        for i, node in documents:
             groups.setdefault(_essence(node), []).append((i, node))
         if len(groups) > 1:
             raise self.disagreement(list(groups.values()))
-        return self.branch(first, said) if isinstance(first, Branch) else first
+        return self.branch(first, documents) if isinstance(first, Branch) else first
 
-    def branch(self, first: Branch, said: list[_Said]) -> Branch:
-        found: dict[_Key, list[_Said]] = {}
-        for i, node in said:
+    def branch(self, first: Branch, documents: list[_Document]) -> Branch:
+        by_key: dict[_Key, list[_Document]] = {}
+        for i, node in documents:
             assert isinstance(node, Branch)
             for key, child in zip(node.keys, node.children, strict=True):
-                found.setdefault((type(key), key), []).append((i, child))
-        if len({kind for kind, _ in found}) > 1:
-            self.check_keys(first.name, found)
-        return replace(first, keys=[key for _, key in found], children=[self.merge(below) for below in found.values()])
+                by_key.setdefault((type(key), key), []).append((i, child))
+        if len({kind for kind, _ in by_key}) > 1:
+            self.check_keys(first.name, by_key)
+        return replace(first, keys=[key for _, key in by_key], children=[self.merge(below) for below in by_key.values()])
 
-    def check_keys(self, name: str, found: dict[_Key, list[_Said]]) -> None:
+    def check_keys(self, name: str, by_key: dict[_Key, list[_Document]]) -> None:
         """Refuse two keys of different types that are equal in a dict, or have the same name."""
         claimed: dict[object, _Key] = {}
-        for key, below in found.items():
+        for key, below in by_key.items():
             # To a dict 1 and True are one key; 0 and "0" have one name, unless their own dict has both.
             for claim in {("key", key[1]), *(("name", child.name) for _, child in below)}:
                 other = claimed.setdefault(claim, key)
                 if other != key:
                     raise CommitError(
-                        f"{shown(name)} has the key {shorten(other[1])} on {self.who(found[other])} and {shorten(key[1])} on "
+                        f"{shown(name)} has the key {shorten(other[1])} on {self.who(by_key[other])} and {shorten(key[1])} on "
                         f"{self.who(below)}, which cannot be told apart; use keys of one type. Nothing was published."
                     )
 
-    def disagreement(self, groups: list[list[_Said]]) -> CommitError:
-        said = [f"{_in_words(group[0][1])} on {self.who(group)}" for group in groups[:2]]
+    def disagreement(self, groups: list[list[_Document]]) -> CommitError:
+        descriptions = [f"{_in_words(group[0][1])} on {self.who(group)}" for group in groups[:2]]
         others = f" (and something else on {self.who(list(chain(*groups[2:])))})" if len(groups) > 2 else ""
         one, other = groups[0][0][1], groups[1][0][1]
-        return CommitError(f"{shown(one.name)} is {' and '.join(said)}{others}; {_advice(one, other)}. Nothing was published.")
+        return CommitError(f"{shown(one.name)} is {' and '.join(descriptions)}{others}; {_advice(one, other)}. Nothing was published.")
 
-    def who(self, said: list[_Said]) -> str:
+    def who(self, documents: list[_Document]) -> str:
         """The processes of some documents, for messages."""
-        return numbered("process", sorted({process for i, _ in said for process in self.processes[i]}))
+        return numbered("process", sorted({process for i, _ in documents for process in self.processes[i]}))
 
 
 _Key = tuple[type, "PathKey"]

@@ -268,7 +268,7 @@ class _Cached(ReadableChunks):
     def _elements(self, task: ReadTask, read: ReadStored) -> Iterator[BandOfElements]:
         """See `Codec`."""
         del read
-        requested = task.chunks.wanted
+        requested = task.chunks.requested
         bands = [band for run in task.runs for band in run.bands]
         for band, places in zip(bands, places_of(bands), strict=True):
             path = requested.part_of(band.begin).piece.path
@@ -298,7 +298,7 @@ class _Copies(_Cached):
             if self._only is None:
                 self._copies += band.copies(elements, places)
                 continue
-            path, positions = band.chunks.wanted.part_of(band.begin).piece.path, band.chunks.wanted.position[band.begin : band.end]
+            path, positions = band.chunks.requested.part_of(band.begin).piece.path, band.chunks.requested.position[band.begin : band.end]
             due = [(path, position) in self._only for position in positions.tolist()]
             edges = np.flatnonzero(np.diff([False, *due, False])).tolist()
             for begin, end in zip(edges[::2], edges[1::2], strict=True):

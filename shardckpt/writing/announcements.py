@@ -33,9 +33,9 @@ class Announcements:
     def tell(self, what: str, attempt: str, error: BaseException | None, **facts: str | None) -> None:
         """Announce an event without waiting, with facts about it; an unreachable coordination store changes nothing."""
         with suppress(ShardckptError):
-            said = {"error": None if error is None else in_words(error), "code": getattr(error, "code", None)}
+            failure = {"error": None if error is None else in_words(error), "code": getattr(error, "code", None)}
             save = self._save(attempt)
-            self._coordinator.announce(_key(what, save), {"save": save, "process": self._coordinator.world.process, **said, **facts})
+            self._coordinator.announce(_key(what, save), {"save": save, "process": self._coordinator.world.process, **failure, **facts})
 
     def heard(self, what: str, attempt: str) -> dict[str, Any] | None:
         """The announcement of that kind about an attempt, or None.
@@ -44,8 +44,8 @@ class Announcements:
             CoordinationError: the store is gone, or silent.
         """
         save = self._save(attempt)
-        said: Any = self._coordinator.peek(_key(what, save))
-        return said if isinstance(said, dict) and said.get("save") == save else None
+        announcement: Any = self._coordinator.peek(_key(what, save))
+        return announcement if isinstance(announcement, dict) and announcement.get("save") == save else None
 
     def failed_host(self, attempt: str) -> str | None:
         """A sentence on a process that could not write its share; None if none has said so. Raises as `heard` does."""

@@ -101,7 +101,7 @@ class Attempt:
         self._skipped: frozenset[str] = frozenset()
         self._nbytes = 0
         """Bytes that this process writes, before compression."""
-        self._said: dict[FileReference, Contents] = {}
+        self._known: dict[FileReference, Contents] = {}
         """This process's contents by their file, if it saves alone."""
         self._tables: dict[TableReference, Table] = {}
         """This process's chunk table by its file, if it saves alone."""
@@ -233,7 +233,7 @@ class Attempt:
             self._vouches = writer.vouches
         if self.alone:
             assert writer.table is not None
-            self._said[self.record.files.contents], self._tables[self.record.files.table] = contents, writer.table
+            self._known[self.record.files.contents], self._tables[self.record.files.table] = contents, writer.table
 
     def _await_turn(self) -> None:
         """Wait for what comes before this attempt: earlier versions, and after a failed save the other processes."""
@@ -281,7 +281,7 @@ class Attempt:
         """The commit record, with everything that it refers to in place; only publishing remains."""
         assert self.prior is not None
         with data_stays(self.store):
-            record = assemble(self.place, self._said, self._tables)
+            record = assemble(self.place, self._known, self._tables)
         if record.structure.bases:
             check_bases(self.store.location, record, self.prior.attempt)
         check_local(self._unused_local, record.structure.tree, self.store)

@@ -69,12 +69,12 @@ def fingerprint_of(tensors: Mapping[str, Any], coordinator: Coordinator, *, loca
     replicas = ReplicaChecksums(plan, sources, wholly=True).complete()
     own = {"sums": sums.to_json(), "replicas": {as_text(group): of_group for group, of_group in replicas.items()}}
     together, groups = StateSums(), dict[str, list[tuple[list[int], dict[str, int]]]]()
-    for process, said in enumerate(coordinator.share("fingerprint", own)):
-        together.merge(StateSums.from_json(said["sums"], f"process {process}"))
-        for group, of_group in said["replicas"].items():
+    for process, share in enumerate(coordinator.share("fingerprint", own)):
+        together.merge(StateSums.from_json(share["sums"], f"process {process}"))
+        for group, of_group in share["replicas"].items():
             groups.setdefault(group, []).append(([process], of_group))
-    for group_said in groups.values():
-        differs = difference(group_said)
+    for checksums in groups.values():
+        differs = difference(checksums)
         if differs is not None:
             kind = "plain" if plan.tensors[differs[0]].layout is None else "replicated"
             raise StructureMismatchError(f"{shown(differs[0])}: this {kind} tensor {differs[1]}; make them equal.")

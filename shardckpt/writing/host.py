@@ -191,8 +191,8 @@ class HostWriter:
         most = at_a_time
         if self._encoders[0].moves_blocks:  # larger portions, but still one for each thread
             most = max(at_a_time, min(extension.CALL_BYTES, nbytes // len(self._encoders)))
-        for some in batches(blocks, lambda block: (_bytes_of_chunks(block),), (most,)):
-            yield Portion(some, partial(written, sum([elements.nbytes for _, _, elements in some])))
+        for group in batches(blocks, lambda block: (_bytes_of_chunks(block),), (most,)):
+            yield Portion(group, partial(written, sum([elements.nbytes for _, _, elements in group])))
 
     def portions_of(
         self, blocks: Sequence[tuple[Block, Array]], at_a_time: int, written: Callable[[int], None] = lambda _: None
@@ -382,8 +382,8 @@ class Encoder:
             if self.sums is not None:
                 self.sums.add_box(piece, box.start, elements)
             alike.setdefault((piece.chunks, elements.shape, elements.dtype), []).append(block)
-        for some in alike.values():
-            self._append_alike(some)
+        for group in alike.values():
+            self._append_alike(group)
 
     def _append_alike(self, blocks: Sequence[Elements]) -> None:
         """Write blocks of one shape and dtype, cut into chunks of one shape, in their order."""
@@ -464,12 +464,12 @@ class Encoder:
         if self.sums is not None:
             for piece, position, raw in chunks:
                 self.sums.add_chunk(piece, position, raw)
-        for some in together:
-            closed = [close(raw[None], self._compression) for _, _, raw in some]
-            keys = [chunk_object_key(piece, position) for piece, position, _ in some]
+        for group in together:
+            closed = [close(raw[None], self._compression) for _, _, raw in group]
+            keys = [chunk_object_key(piece, position) for piece, position, _ in group]
             self._writer.append(keys, [data for data, _, _ in closed], thread=self._thread)
-            self._path.extend([self._paths.setdefault(piece.path, len(self._paths)) for piece, _, _ in some])
-            self._chunk.extend([position for _, position, _ in some])
+            self._path.extend([self._paths.setdefault(piece.path, len(self._paths)) for piece, _, _ in group])
+            self._chunk.extend([position for _, position, _ in group])
             self._crc.extend([crc for _, _, (crc,) in closed])
 
     def finish(self) -> Written:

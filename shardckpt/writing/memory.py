@@ -89,8 +89,12 @@ class SaveMemory:
             "writing": in_flight + threads * each,
             "late": late_bytes(share) + (0 if share.replicas is None else share.replicas.late_bytes()),
         }
-        fetched = {name: some for name, some in plan.blocks.items() if not sources[name].resident}
-        blocks = [pair for name, some in fetched.items() for pair in zip(some, are_own(some, sources[name]), strict=True)]
+        fetched = {name: blocks_of_tensor for name, blocks_of_tensor in plan.blocks.items() if not sources[name].resident}
+        blocks = [
+            pair
+            for name, blocks_of_tensor in fetched.items()
+            for pair in zip(blocks_of_tensor, are_own(blocks_of_tensor, sources[name]), strict=True)
+        ]
         return cls(blocks, room, kept, in_flight, threads, sizes)
 
     @property

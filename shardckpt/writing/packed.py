@@ -387,9 +387,9 @@ class _Lanes:
         """Note up to `keys` further keys in a file; return how many its lane has room for."""
         with self._changing:
             lane = self._lane_of[file]
-            some = min(keys, self._most_keys - self._keys[lane])
-            self._keys[lane] += some
-            return some
+            count = min(keys, self._most_keys - self._keys[lane])
+            self._keys[lane] += count
+            return count
 
     def seal(self, keys: Sequence[str], extents: Extents, write_first: Callable[[str, bytes], None] | None) -> None:
         """Complete all databases, when all data files are durable.

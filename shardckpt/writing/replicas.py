@@ -51,7 +51,7 @@ class ReplicaChecksums:
             wholly: whether to compare all elements, and wait for the devices that have them.
         """
         self._sources = sources
-        self._found: Checksums = {}
+        self._checksums: Checksums = {}
         self._late: list[tuple[str, tuple[int, ...], int, tuple[int, ...]]] = []
         """Samples that are still on CUDA devices: tensor, holders, position of the box, and shape of the sample."""
         self._arrays: list[NDArray[Any]] = []
@@ -104,13 +104,13 @@ class ReplicaChecksums:
             for (name, holders, *_), array in zip(self._late, self._arrays, strict=True):
                 self._add(name, holders, checksum(array))
             self._late, self._arrays, self._arrival = [], [], None
-        return self._found
+        return self._checksums
 
     def _nbytes(self, name: str, shape: tuple[int, ...]) -> int:
         return prod(shape) * self._sources[name].dtype.itemsize
 
     def _add(self, name: str, holders: tuple[int, ...], crc: int) -> None:
-        of_group = self._found.setdefault(holders, {})
+        of_group = self._checksums.setdefault(holders, {})
         of_group[name] = crc32c(crc.to_bytes(4, "little"), of_group.get(name, 0))
 
 

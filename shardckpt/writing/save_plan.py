@@ -198,9 +198,9 @@ def _parted(pieces: Sequence[Piece], boxes: BoxArray, known: dict[Hashable, list
     """
     # Boxes of no dimensions have no bytes, so the key has their number: it shows whether this process holds one.
     key = (tuple([(p.start, p.shape, p.chunks) for p in pieces]), len(boxes), boxes.start.tobytes(), boxes.stop.tobytes())
-    found = known.get(key)
-    if found is None:
-        found = known[key] = []
+    parts = known.get(key)
+    if parts is None:
+        parts = known[key] = []
         # A tensor may have as many pieces as shards: for each box the Python loop visits only the pieces that it overlaps.
         every = BoxArray.of([piece.box for piece in pieces], boxes.start.shape[1])
         for i in range(len(boxes)):
@@ -208,8 +208,8 @@ def _parted(pieces: Sequence[Piece], boxes: BoxArray, known: dict[Hashable, list
             for k in every.overlapping(box).tolist():
                 common = box.overlap(pieces[k].box)
                 assert common is not None
-                found.append(_Parted(i, box.start, k, common, count_chunks(pieces[k], common)))
-    return found
+                parts.append(_Parted(i, box.start, k, common, count_chunks(pieces[k], common)))
+    return parts
 
 
 def skipped_names(names: Iterable[str], patterns: Iterable[str]) -> frozenset[str]:
@@ -405,16 +405,20 @@ def small_elements(plan: SavePlan, sources: Mapping[str, Source], without: Seque
     """The elements of small plain tensors, as stored."""
     names = [name for name in plan.small if name not in without] if without else plan.small
     fetched = frameworks.fetch([sources[name] for name in names])
-    found = {}
+    elements = {}
     for name, arrays in zip(names, fetched, strict=True):
-        found[name] = b"".join(with_plain_bools(stored(array, plan.tensors[name])).tobytes() for array in arrays)
-    return found
+        elements[name] = b"".join(with_plain_bools(stored(array, plan.tensors[name])).tobytes() for array in arrays)
+    return elements
 
 
 def with_arrays_noted(tensors: dict[str, TensorRecord], leaves: Mapping[str, object]) -> dict[str, TensorRecord]:
     """The records, where arrays of numpy and JAX are marked: a new object of a training may not say what it had there."""
-    found = {name: framework for name, leaf in leaves.items() if (framework := frameworks.framework_of(leaf)) in ("numpy", "jax")}
-    return {name: replace(tensor, array=found[name]) if name in found else tensor for name, tensor in tensors.items()} if found else tensors
+    frameworks_of = {name: framework for name, leaf in leaves.items() if (framework := frameworks.framework_of(leaf)) in ("numpy", "jax")}
+    return (
+        {name: replace(tensor, array=frameworks_of[name]) if name in frameworks_of else tensor for name, tensor in tensors.items()}
+        if frameworks_of
+        else tensors
+    )
 
 
 def check_local(unused: Sequence[str], tree: Tree, where: object) -> None:
@@ -462,8 +466,8 @@ class PlanCache:
     def plan(self, sources: Mapping[str, Source], options: SaveOptions, world: World, *, differences: bool = False) -> SavePlan:
         """The result of `plan_save`, which must not be modified."""
         key, plans = (differences, *_key(sources, options, world)), self._plans
-        found = next((plan for known, plan in plans if known == key), None)
-        plan = plan_save(sources, options, world, differences=differences) if found is None else found
+        known_plan = next((plan for known, plan in plans if known == key), None)
+        plan = plan_save(sources, options, world, differences=differences) if known_plan is None else known_plan
         others = [pair for pair in self._plans if pair[1] is not plan]
         self._plans = (*others[1 - _REMEMBERED :], (key, plan))
         return plan

@@ -75,24 +75,25 @@ class SharedStorage:
         Raises:
             CommitError: the root is not shared.
         """
-        began, said = time.monotonic(), None
+        began, announcement = time.monotonic(), None
         while (waited := time.monotonic() - began) <= limit and not stopped():
-            if said is None:
+            if announcement is None:
                 with suppress(CoordinationError):  # the store is gone: the wait for the commit says so
-                    said = self._announcements.heard(BEGUN, attempt)
-                if said is None and (not wait or waited > _MOMENT):
+                    announcement = self._announcements.heard(BEGUN, attempt)
+                if announcement is None and (not wait or waited > _MOMENT):
                     return
-            if said is not None:
-                if self._store.sub(attempt).exists(said["file"]):
+            if announcement is not None:
+                if self._store.sub(attempt).exists(announcement["file"]):
                     self.note()
                     return
                 if waited > _VISIBLE:
                     break
             time.sleep(pause(waited, _FIRST_LOOK, _LAST_LOOK))
-        if said is None or stopped():
+        if announcement is None or stopped():
             return
         us = self._coordinator.world.process
         raise CommitError(
-            f"{self._store} is not shared: process {us}, on {socket.gethostname()}, does not see {said['file']}, which process 0, on "
-            f"{said['host']}, has written there. {self._store.sharing_advice} {'No data was written' if wait else 'Nothing was published'}."
+            f"{self._store} is not shared: process {us}, on {socket.gethostname()}, does not see {announcement['file']}, which "
+            f"process 0, on {announcement['host']}, has written there. {self._store.sharing_advice} "
+            f"{'No data was written' if wait else 'Nothing was published'}."
         )

@@ -43,10 +43,10 @@ def left_in_base(structure: Structure, skipped: Iterable[str], checkpoint: Locat
         NamesMismatchError, ShapeMismatchError, DtypeMismatchError: the base lacks a tensor, or has one with another shape or dtype.
     """
     try:
-        found = Checkpoint(base)
+        checkpoint_of_base = Checkpoint(base)
     except NotFoundError as e:
         raise NotFoundError(f"{checkpoint} cannot be saved with skip=, because its base is not there: {e}") from e
-    of = _Found(checkpoint, found)
+    of = _Found(checkpoint, checkpoint_of_base)
     return Structure(structure.tree, structure.tensors | {name: of.tensor(structure.tensors[name]) for name in skipped})
 
 

@@ -193,10 +193,10 @@ class Stage:
 
     def _fit(self, blocks: Iterable[tuple[Block, bool]], *, fetching: int, keeping: int, writing: int, late: int, streams: bool) -> int:
         """See `fit`."""
-        wanted = [*blocks]
-        copied = sum(round_up(block.nbytes) for block, own in wanted if not own)
+        pairs = [*blocks]
+        copied = sum(round_up(block.nbytes) for block, own in pairs if not own)
         late = round_up(late)
-        kept = sum(block.nbytes for block, own in wanted if own) + keeping + writing
+        kept = sum(block.nbytes for block, own in pairs if own) + keeping + writing
         self._fetching = keeping
         needed = late + copied + kept
         if needed <= self._pool.limit:
@@ -214,9 +214,9 @@ class Stage:
             return sys.maxsize
         beside = fetching + writing
         self._fetching = fetching
-        chunk = max((round_up(block.chunk_bytes) for block, _ in wanted), default=0)
+        chunk = max((round_up(block.chunk_bytes) for block, _ in pairs), default=0)
         least = max(chunk, (self._pool.limit - beside) // _LEAST_PARTS)
-        self._lease = self._take(late + least, most=late + sum(round_up(block.nbytes) for block, _ in wanted), beside=beside)
+        self._lease = self._take(late + least, most=late + sum(round_up(block.nbytes) for block, _ in pairs), beside=beside)
         self.late = self._lease.array((late,), np.uint8).view(np.uint8)
         room = self._lease.nbytes - late
         size = max(chunk, round_up(min(_BUFFER_BYTES, room // _LEAST_PARTS)))

@@ -110,8 +110,8 @@ class Turns:
     def report(self, why: str) -> None:
         """Announce, as another process, that its call fails before process 0 could know its attempt."""
         closed = self._peek("closed") or {}
-        said = {"series": self.series, "closings": closed.get("closings", 0), "process": self.coordinator.world.process, "why": why}
-        self._announce("out of step", said)
+        report = {"series": self.series, "closings": closed.get("closings", 0), "process": self.coordinator.world.process, "why": why}
+        self._announce("out of step", report)
 
     def why_closed(self) -> str | None:
         """The reason for which process 0 has closed this process's series; None if it has not."""
@@ -206,8 +206,8 @@ class Turns:
 
     def _peek(self, what: str) -> dict[str, Any] | None:
         with suppress(CoordinationError):
-            said: dict[str, Any] | None = self.coordinator.peek(f"{what}/{self.key}")
-            return said
+            announcement: dict[str, Any] | None = self.coordinator.peek(f"{what}/{self.key}")
+            return announcement
         return None
 
 

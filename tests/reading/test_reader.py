@@ -206,8 +206,8 @@ def test_a_codec_may_ask_for_other_chunks_too(tmp_path):
 
     def differences(task, read):
         for one in task.alone():
-            array, band = one.chunks.wanted.part_of(one.begin), Band(one.chunks, one.begin, one.end)
-            up_to_it = np.arange(one.chunks.wanted.position[one.begin] + 1)
+            array, band = one.chunks.requested.part_of(one.begin), Band(one.chunks, one.begin, one.end)
+            up_to_it = np.arange(one.chunks.requested.position[one.begin] + 1)
             needed = ChunkFinder(task.source).located(RequestedChunks.of_positions([(array.request, array.piece, up_to_it)]))
             steps = [np.array(read(step, direct=False).payloads[0]) for step in tasks(needed, RunLimits(1, gap=0, chunks=1))]
             yield band, places_of([band])[0], np.sum(steps, axis=0, dtype=np.uint8)[np.newaxis]

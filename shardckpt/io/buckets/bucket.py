@@ -52,8 +52,8 @@ def open_bucket(location: Location) -> Bucket:
     """
     assert location.bucket is not None
     module, name = _CLIENTS[location.scheme]
-    found: Bucket = getattr(import_module(module), name)(location.bucket)
-    return found
+    bucket: Bucket = getattr(import_module(module), name)(location.bucket)
+    return bucket
 
 
 @dataclass(frozen=True, slots=True)

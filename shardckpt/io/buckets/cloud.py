@@ -179,14 +179,14 @@ def web_headers(origin: str) -> dict[str, str]:
     Raises:
         OptionError: a line is not an origin and header.
     """
-    found = {}
+    headers = {}
     for line in filter(None, map(str.strip, os.environ.get("SHARDCKPT_HTTP_HEADERS", "").splitlines())):
         match = _HEADER.fullmatch(line)
         if match is None:
             raise OptionError("SHARDCKPT_HTTP_HEADERS: write an origin and a header in each line, https://host Authorization: Bearer ….")
         if match[1].rstrip("/").lower() == origin.lower():
-            found[match[2]] = match[3]
-    return found
+            headers[match[2]] = match[3]
+    return headers
 
 
 def region_of_s3() -> str | None:
@@ -259,10 +259,10 @@ def pauses() -> list[float]:
     """
     seconds = retry_seconds()
     first, longest = min(0.5, seconds / 8), min(16.0, seconds / 4)
-    found = [first]
-    while sum(found) < seconds:
-        found.append(min(longest, 2 * found[-1]))
-    return found
+    seconds_of = [first]
+    while sum(seconds_of) < seconds:
+        seconds_of.append(min(longest, 2 * seconds_of[-1]))
+    return seconds_of
 
 
 def _is_installed(module: str) -> bool:

@@ -63,7 +63,7 @@ class GcsConnection:
         """The error of looking for credentials; a public bucket can be read without any."""
         self._renewed = "", 0.0
         """The access token that was made because another one was refused, and the time."""
-        self._found: object = None
+        self._stamp: object = None
         """The stamp of the credentials that were found; a file that changes afterwards is read again."""
         self._looked = 0.0
 
@@ -124,14 +124,14 @@ class GcsConnection:
         if self.service.startswith("http:"):  # an emulator: no credentials are sent
             return
         stamp = cloud.google_stamp()
-        if self._found == stamp and (self._lacking is None or time.monotonic() - self._looked < _LOOK_SECONDS):
+        if self._stamp == stamp and (self._lacking is None or time.monotonic() - self._looked < _LOOK_SECONDS):
             return
         self._credentials = self._lacking = None
         try:
             self._credentials = _default_credentials()
         except auth_errors.DefaultCredentialsError as e:
             self._lacking = e
-        self._found, self._looked = stamp, time.monotonic()
+        self._stamp, self._looked = stamp, time.monotonic()
 
     def _renew(self, used: str, refusal: OSError) -> None:
         """Get a new access token, unless another thread has done so; raise `refusal` if the one that was used is new itself."""
@@ -192,8 +192,8 @@ class GcsBucket(Bucket):
         answer = self._http.once("GET", self._url(name), query={"fields": "generation,size"})
         if answer.status == 404:
             return None, ABSENT
-        found = checked(answer)
-        return int(found["size"]), found["generation"].encode()
+        document = checked(answer)
+        return int(document["size"]), document["generation"].encode()
 
     def _put(self, name: str, parts: Sequence[memoryview], generation: bytes | None, retry: Retry) -> bytes:
         checksum = crc32c_of(parts)

@@ -29,11 +29,11 @@ PROBE = ".now-"
 
 def children(location: Location, prefix: str = "") -> list[str]:
     """The names directly below `prefix` on an object store, as `Store.list_children` returns them."""
-    found: set[str] = set()
+    names: set[str] = set()
     for page in pages(location, prefix, delimiter="/"):
-        found.update(name.removeprefix(prefix) for name in page.prefixes)
-        found.update(file.name.removeprefix(prefix) for file in page.objects)
-    return sorted(found - {""})
+        names.update(name.removeprefix(prefix) for name in page.prefixes)
+        names.update(file.name.removeprefix(prefix) for file in page.objects)
+    return sorted(names - {""})
 
 
 def keys(location: Location, prefix: str = "") -> Iterator[str]:
@@ -44,7 +44,7 @@ def keys(location: Location, prefix: str = "") -> Iterator[str]:
     """
     with storage_errors("list", f"{location}/{prefix}"):
         for page in pages(location, prefix):
-            yield from (found.name for found in page.objects)
+            yield from (file.name for file in page.objects)
 
 
 def pages(location: Location, prefix: str, delimiter: str = "") -> Iterator[Page]:
@@ -52,7 +52,7 @@ def pages(location: Location, prefix: str, delimiter: str = "") -> Iterator[Page
     below = location.object_prefix
     strip = len(below)
     for page in open_bucket(location).pages(below + prefix, delimiter):
-        objects = [replace(found, name=found.name[strip:]) for found in page.objects]
+        objects = [replace(file, name=file.name[strip:]) for file in page.objects]
         yield Page(objects, [name[strip:] for name in page.prefixes], page.token)
 
 

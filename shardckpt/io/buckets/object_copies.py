@@ -46,8 +46,8 @@ def copy_objects(source: Store, target: Store, keys: Iterable[tuple[str, str]]) 
     """
     with ThreadPoolExecutor(AT_ONCE, "shardckpt-copy") as pool:
         pairs = iter(keys)
-        while some := list(islice(pairs, _LISTED)):
-            copies = [pool.submit(_copy, source, target, old, new) for old, new in some]
+        while batch := list(islice(pairs, _LISTED)):
+            copies = [pool.submit(_copy, source, target, old, new) for old, new in batch]
             try:
                 wait(copies, return_when=FIRST_EXCEPTION)
             finally:

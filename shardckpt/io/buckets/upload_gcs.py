@@ -119,13 +119,13 @@ class GcsSession:
         """Send the last part, and make the object visible."""
         checksum = base64.b64encode(self._sum(data).to_bytes(4)).decode()
         self._put(offset, data, last=True, headers={"x-goog-hash": f"crc32c={checksum}"})
-        found = self._look()
-        if found is None or _token_of(found) != self.state.token:
+        document = self._look()
+        if document is None or _token_of(document) != self.state.token:
             return  # another writer has replaced it since, which is allowed
-        if found.get("crc32c") != checksum or int(found["size"]) != offset + len(data):
-            self._ask("DELETE", self._object, query={"ifGenerationMatch": found["generation"]})
+        if document.get("crc32c") != checksum or int(document["size"]) != offset + len(data):
+            self._ask("DELETE", self._object, query={"ifGenerationMatch": document["generation"]})
             raise CorruptionError(
-                f"{self._place}: the service received {found['size']} bytes with CRC32C {found.get('crc32c')}, but "
+                f"{self._place}: the service received {document['size']} bytes with CRC32C {document.get('crc32c')}, but "
                 f"{offset + len(data)} bytes with {checksum} were sent; the object was deleted. Upload again."
             )
 
@@ -190,8 +190,8 @@ class GcsSession:
         """Update the state from a response of the session."""
         status = answer.status
         if status == 308:
-            found = _RANGE.fullmatch(answer.headers.get("Range", ""))
-            self.durable = int(found[1]) + 1 if found else 0
+            match = _RANGE.fullmatch(answer.headers.get("Range", ""))
+            self.durable = int(match[1]) + 1 if match else 0
         elif status in (200, 201):
             self.published = True
         elif status == 412 or status in _GONE:
@@ -223,7 +223,7 @@ class GcsSession:
         return self._http.once(method, url, **given)
 
 
-def _token_of(found: dict[str, Any] | None) -> str | None:
+def _token_of(document: dict[str, Any] | None) -> str | None:
     """Token of the upload that made an object; None if there is no object, or it has no token of shardckpt."""
-    token: str | None = (found or {}).get("metadata", {}).get(TOKEN)
+    token: str | None = (document or {}).get("metadata", {}).get(TOKEN)
     return token

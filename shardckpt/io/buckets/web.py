@@ -201,8 +201,8 @@ def send(pool: urllib3.PoolManager, method: str, url: str, headers: Headers, sta
 
 def body_of(answer: Response, generation: bytes) -> Body:
     """The bytes of a streamed response: an object, or a range of it."""
-    nbytes, found = int(answer.headers["Content-Length"]), _range_of(answer)
-    return Body(reader_of(answer), lambda: close_response(answer), nbytes, nbytes if found is None else int(found[1]), generation)
+    nbytes, span = int(answer.headers["Content-Length"]), _range_of(answer)
+    return Body(reader_of(answer), lambda: close_response(answer), nbytes, nbytes if span is None else int(span[1]), generation)
 
 
 def reader_of(answer: Response) -> Callable[[memoryview], int]:

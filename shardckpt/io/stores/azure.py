@@ -207,8 +207,8 @@ class AzureContainer(Bucket):
             yield
         except (FileNotFoundError, kinds.BaseError) as e:
             text = str(e).partition("\n\nDebug source")[0].replace("\n", " ")
-            found = _STATUS.search(str(e))
-            status = int(found[1] or found[2]) if found else None
+            match = _STATUS.search(str(e))
+            status = int(match[1] or match[2]) if match else None
             tokens = "token request" in text  # to another service
             if status is not None and not tokens:
                 note_answer(self.service)

@@ -141,19 +141,19 @@ class FsspecReader(Store):
         path = self._path(folder)
         try:
             with _errors():
-                found = self._files.find(path, detail=True)
+                files = self._files.find(path, detail=True)
         except FileNotFoundError:
             return
-        yield from ((name.removeprefix(f"{self._root}/"), info) for name, info in found.items() if name.startswith(f"{path}/"))
+        yield from ((name.removeprefix(f"{self._root}/"), info) for name, info in files.items() if name.startswith(f"{path}/"))
 
     def _children(self, prefix: str) -> list[tuple[str, dict[str, Any]]]:
         path = self._path(prefix.rstrip("/"))
         try:
             with _errors():
-                found = self._files.ls(path, detail=True)
+                listing = self._files.ls(path, detail=True)
         except (FileNotFoundError, NotADirectoryError):
             return []
-        named = ((info["name"].rstrip("/"), info) for info in found)
+        named = ((info["name"].rstrip("/"), info) for info in listing)
         return [(name.removeprefix(f"{self._root}/"), info) for name, info in named if name.startswith(f"{path}/")]
 
     def _list_children(self, prefix: str) -> list[str]:

@@ -170,9 +170,9 @@ def _in_order(entries: list[OutlineEntry]) -> list[OutlineEntry]:
     places: dict[str, list[int]] = {}
     numbers: dict[int, int] = {}
     for i, entry in enumerate(entries):
-        if (found := _NUMBERED.fullmatch(entry.label)) is not None:
-            places.setdefault(found[1], []).append(i)
-            numbers[i] = int(found[2])
+        if (match := _NUMBERED.fullmatch(entry.label)) is not None:
+            places.setdefault(match[1], []).append(i)
+            numbers[i] = int(match[2])
     ordered = list(entries)
     for same in places.values():
         for place, i in zip(same, sorted(same, key=numbers.__getitem__), strict=True):
@@ -198,8 +198,8 @@ def _folded(entries: list[OutlineEntry]) -> list[OutlineEntry]:
         made.append(first)
 
     for entry in entries:
-        found = _NUMBERED.fullmatch(entry.label)
-        here = None if found is None else (found[1], int(found[2]))
+        match = _NUMBERED.fullmatch(entry.label)
+        here = None if match is None else (match[1], int(match[2]))
         follows = before is not None and here == (before[0], before[1] + 1) and entry.kind == run[-1].kind
         if not follows:
             finish()

@@ -90,10 +90,10 @@ class StateStatistics:
 
     def total(self, side: int = 0) -> RunningStatistics:
         """Statistics of all tensors of a checkpoint together."""
-        found = RunningStatistics()
+        total = RunningStatistics()
         for tallies in self.tensors.values():
-            found.merge(tallies[side])
-        return found
+            total.merge(tallies[side])
+        return total
 
     def to_json(self, side: int = 0) -> dict[str, Any]:
         """All statistics of one checkpoint, as JSON."""
@@ -129,8 +129,8 @@ def state_statistics(
     limit = parse_bytes(memory_limit, "memory_limit")
     if limit < LEAST_MEMORY_LIMIT:
         raise OptionError(Message(named_size("memory_limit", limit), f": statistics take at least {file_size(LEAST_MEMORY_LIMIT)}."))
-    found = StateStatistics()
-    pairs = _pairs(checkpoint, other, only, found)
+    statistics = StateStatistics()
+    pairs = _pairs(checkpoint, other, only, statistics)
     sides = [checkpoint] if other is None else [checkpoint, other]
     distances: dict[str, _Distance] = {}
     done, total = 0, sum(pair.a.nbytes for pair in pairs)
@@ -145,44 +145,44 @@ def state_statistics(
                     blocks.append(read_blocks(one.reader, batch, side))
             for block, *elements in zip(batch, *blocks, strict=True):
                 flat = [part.reshape(-1).view(of.dtype.numpy) for part, of in zip(elements, (block.pair.a, block.pair.b), strict=False)]
-                for tally, values in zip(found.tensors[block.pair.name], flat, strict=True):
+                for tally, values in zip(statistics.tensors[block.pair.name], flat, strict=True):
                     tally.add(values)
                 if other is not None:
                     distances.setdefault(block.pair.name, _Distance()).add(*flat)
                 done += block.nbytes
     if progress is not None:
         progress(total, total)
-    norms = {name: found.tensors[name][0].to_json()["norm"] or 0.0 for name in distances}
+    norms = {name: statistics.tensors[name][0].to_json()["norm"] or 0.0 for name in distances}
     changes = [distance.result(name, norms[name]) for name, distance in distances.items()]
-    found.changes = sorted(changes, key=lambda change: -(change.relative if change.relative is not None else float("inf")))
-    return found
+    statistics.changes = sorted(changes, key=lambda change: -(change.relative if change.relative is not None else float("inf")))
+    return statistics
 
 
-def _pairs(checkpoint: Checkpoint, other: Checkpoint | None, only: Sequence[str] | None, found: StateStatistics) -> list[Pair]:
+def _pairs(checkpoint: Checkpoint, other: Checkpoint | None, only: Sequence[str] | None, statistics: StateStatistics) -> list[Pair]:
     """The tensors to read; those that have no statistics are left out, with the reason."""
     names = list(checkpoint.record.structure.tensors)
-    wanted = selector(None if only is None else list(only))
+    selects = selector(None if only is None else list(only))
     unused = unused_patterns(None if only is None else list(only), names)
     if unused is not None:
         advice = " selects none of its tensors; `shardckpt info` lists them."
         raise NamesMismatchError(Message(f"{checkpoint.location}: ", given(only=unused), advice))
     pairs: list[Pair] = []
     theirs = {} if other is None else other.record.structure.tensors
-    for name in filter(wanted, names):
+    for name in filter(selects, names):
         one = checkpoint.tensor(name)
         two = one if other is None else theirs.get(name)
         if two is None:
-            found.left_out[name] = "only in the first checkpoint"
+            statistics.left_out[name] = "only in the first checkpoint"
         elif two.shape != one.shape:
-            found.left_out[name] = "another shape in the second checkpoint"
+            statistics.left_out[name] = "another shape in the second checkpoint"
         elif not castable(one.dtype, _FLOAT) or not castable(two.dtype, _FLOAT):
-            found.left_out[name] = f"elements of {one.dtype.name}"
+            statistics.left_out[name] = f"elements of {one.dtype.name}"
         else:
-            found.tensors[name] = (RunningStatistics(),) if other is None else (RunningStatistics(), RunningStatistics())
-            found.dtypes[name], found.shapes[name] = one.dtype.name, one.shape
+            statistics.tensors[name] = (RunningStatistics(),) if other is None else (RunningStatistics(), RunningStatistics())
+            statistics.dtypes[name], statistics.shapes[name] = one.dtype.name, one.shape
             pairs += [Pair(name, one, two)] if one.nbytes else []
     known = frozenset(names)
-    found.left_out |= {name: "only in the second checkpoint" for name in filter(wanted, theirs) if name not in known}
+    statistics.left_out |= {name: "only in the second checkpoint" for name in filter(selects, theirs) if name not in known}
     return pairs
 
 

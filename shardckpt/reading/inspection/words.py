@@ -60,12 +60,12 @@ def nodes_of(root: Node) -> dict[str, Node]:
 
 def parameter_counts(tensors: Iterable[TensorRecord]) -> dict[str, int]:
     """Numbers of elements of the "model" and of the "optimizer", by the words in names; scalars and random states are left out."""
-    found = {"model": 0, "optimizer": 0}
+    counts = {"model": 0, "optimizer": 0}
     for tensor in tensors:
         words = set(_WORD.split(tensor.name.lower()))
         if tensor.shape and not words & _OTHERS:
-            found["optimizer" if words & _OPTIMIZER else "model"] += prod(tensor.shape)
-    return found
+            counts["optimizer" if words & _OPTIMIZER else "model"] += prod(tensor.shape)
+    return counts
 
 
 def leaf_text(leaf: Small | Custom | Owned) -> tuple[str, str]:

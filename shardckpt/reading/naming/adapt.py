@@ -136,12 +136,12 @@ class Adaptation:
     def _give_way(self, ends: Mapping[str, End], moved: Mapping[str, str]) -> dict[str, str]:
         """The moves without those of leaves that are not restored, and whose place another leaf takes."""
         selected = {place for place, end in ends.items() if any(self._selects(leaf.name) for leaf in (end.node, *leaves_of(end.node)))}
-        taken = {new for place, new in moved.items() if place in selected}
-        above = {parent for new in taken for parent in _parents(new)}
+        claimed = {new for place, new in moved.items() if place in selected}
+        above = {parent for new in claimed for parent in _parents(new)}
         return {
             place: new
             for place, new in moved.items()
-            if place in selected or not (new in taken or new in above or any(parent in taken for parent in _parents(new)))
+            if place in selected or not (new in claimed or new in above or any(parent in claimed for parent in _parents(new)))
         }
 
     def _mapped(self, present: dict[str, End], prefix: str, mapping: TensorMapping) -> dict[str, End]:
@@ -152,27 +152,27 @@ class Adaptation:
             if place.startswith(prefix) and isinstance(end.node, Tensor | Tied)
         }
         first = {record.name: prefix + name for name, record in reversed(inside.items())}
-        found: dict[str, End] = {}
+        outputs: dict[str, End] = {}
         moves: dict[str, str] = {}
         for output in mapping.outputs(inside):
             place, sources = prefix + output.name, [view.tensor for view in output.sources]
             own = output.name in inside and (not sources or inside[output.name].name in sources)
             before = place if own else first.get(sources[0], "") if sources else ""
-            found[place] = present.get(before, End(Tensor(place)))
+            outputs[place] = present.get(before, End(Tensor(place)))
             if sources and output.sources == (View.whole(sources[0], self._checkpoint.tensor(sources[0]).shape),):
                 moves[before] = place
             else:
-                found[place] = End(Tensor(self.make(place, output)), found[place].path)
+                outputs[place] = End(Tensor(self.make(place, output)), outputs[place].path)
         for old, place in list(self.moved.items()):
             if place in moves:
                 self.moved[old] = moves[place]
             elif place.startswith(prefix) and place.removeprefix(prefix) in inside:
                 del self.moved[old]
         kept = {place: end for place, end in present.items() if not (place.startswith(prefix) and place.removeprefix(prefix) in inside)}
-        clash = next((place for place in found if place in kept), None)
+        clash = next((place for place in outputs if place in kept), None)
         if clash is not None:
             raise NamesMismatchError(f"mapping: {shown(clash)} is the name of a leaf that is not a tensor; choose another name.")
-        return {**found, **kept}
+        return {**outputs, **kept}
 
     def make(self, place: str, output: OutputTensor) -> str:
         """Add a tensor that is made of stored ones; return its name, which is its place unless the checkpoint has a tensor of this name."""
@@ -229,14 +229,14 @@ class Adaptation:
     def elements(self, names: Sequence[str]) -> list[np.ndarray[Any, Any]]:
         """Read some small tensors, all with one call."""
         records = [self.tensor(name) for name in names]
-        found = [np.empty(record.shape, record.dtype.storage) for record in records]
+        arrays = [np.empty(record.shape, record.dtype.storage) for record in records]
         requests = [
             Request.of(record, whole(record.shape), [array][: len(whole(record.shape))])
-            for record, array in zip(records, found, strict=True)
+            for record, array in zip(records, arrays, strict=True)
         ]
         with self._checkpoint.reading():
             self._checkpoint.reader.read(requests)
-        return found
+        return arrays
 
     # --- sizes
 

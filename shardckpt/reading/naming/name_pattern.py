@@ -60,14 +60,14 @@ class NamePattern:
         keys: list[str] = []
         anything: list[bool] = []
         at = 0
-        for found in _WILDCARD.finditer(self.text):
-            key = found["word"] if found["word"] is not None else str(sum(k.isdecimal() for k in keys))
-            if found["word"] is not None and not found["word"].isidentifier():
-                raise OptionError(f"{shorten(self.text)}: {shorten(found[0])} is not a wildcard; write {{word}}, * or **.")
-            literals.append(self.text[at : found.start()])
-            anything.append(found["all"] is not None)
+        for match in _WILDCARD.finditer(self.text):
+            key = match["word"] if match["word"] is not None else str(sum(k.isdecimal() for k in keys))
+            if match["word"] is not None and not match["word"].isidentifier():
+                raise OptionError(f"{shorten(self.text)}: {shorten(match[0])} is not a wildcard; write {{word}}, * or **.")
+            literals.append(self.text[at : match.start()])
+            anything.append(match["all"] is not None)
             keys.append(key)
-            at = found.end()
+            at = match.end()
         literals.append(self.text[at:])
         object.__setattr__(self, "_literals", tuple(literals))
         object.__setattr__(self, "_between", tuple(keys))

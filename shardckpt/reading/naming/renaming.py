@@ -31,7 +31,7 @@ def dotted(name: str) -> str:
     >>> dotted("model/layers.0/w"), dotted("params/a~1b"), dotted("0~/w")
     ('model.layers.0.w', 'params.a/b', '0.w')
     """
-    return ".".join(_ESCAPED.sub(lambda found: _PLAIN.get(found[0], ""), component) for component in name.split("/"))
+    return ".".join(_ESCAPED.sub(lambda match: _PLAIN.get(match[0], ""), component) for component in name.split("/"))
 
 
 def read_names(path: str | os.PathLike[str]) -> NameTable:

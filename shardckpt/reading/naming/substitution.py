@@ -80,8 +80,8 @@ class Substitution:
             raise OptionError(Message(self.origin, f": it matches none of {len(present)} names, such as {first}; correct it."))
         return {**changed}
 
-    def _text(self, found: re.Match[str]) -> str:
-        return "".join(token if isinstance(token, str) else found[token] or "" for token in self.replacement)
+    def _text(self, match: re.Match[str]) -> str:
+        return "".join(token if isinstance(token, str) else match[token] or "" for token in self.replacement)
 
 
 def without_prefix(prefix: str, origin: NamedOption) -> Substitution:
@@ -126,7 +126,7 @@ def parse_substitution(text: object) -> Substitution:
             compiled = re.compile(regex, sum(_FLAGS[flag] for flag in flags))
     except (re.error, RecursionError, OverflowError) as error:
         raise OptionError(Message(origin, f": {shorten(regex)} is not a regular expression: {error}.")) from error
-    tokens = tuple(_token(found) for found in _REPLACED.finditer(replacement))
+    tokens = tuple(_token(match) for match in _REPLACED.finditer(replacement))
     group = max((token for token in tokens if isinstance(token, int)), default=0)
     if group > compiled.groups:
         raise OptionError(Message(origin, f": there is no group \\{group}: {shorten(regex)} has {compiled.groups}."))
@@ -146,8 +146,8 @@ def _parts(text: str, delimiter: str) -> list[str]:
     return parts
 
 
-def _token(found: re.Match[str]) -> int | str:
-    digit, escaped, ampersand, text = found.groups()
+def _token(match: re.Match[str]) -> int | str:
+    digit, escaped, ampersand, text = match.groups()
     if digit or ampersand:
         return int(digit or 0)
     return str(escaped or text)
