@@ -54,7 +54,7 @@ def last_written(store: Store, prefix: str) -> float | None:
     if newest is not None or path is None:
         return newest
     with storage_errors("look for changes in", path):
-        return max((_modified(directory) for directory, _, _ in os.walk(path)), default=None)
+        return max((_modification_time(directory) for directory, _, _ in os.walk(path)), default=None)
 
 
 def storage_now(store: Store) -> float:
@@ -72,7 +72,7 @@ def storage_now(store: Store) -> float:
         store.delete(key)
 
 
-def _modified(directory: str) -> float:
+def _modification_time(directory: str) -> float:
     try:
         return Path(directory).stat().st_mtime
     except FileNotFoundError:

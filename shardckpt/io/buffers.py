@@ -191,7 +191,7 @@ class BufferPool:
         """Change the limit. Leases stay; kept buffers above the limit are freed."""
         with self._changed.lock:
             self.limit = limit
-            while self._kept and self._allocated() > limit:
+            while self._kept and self._allocated_bytes() > limit:
                 self._free(self._kept.pop(0))
             self._changed.notify_all()
 
@@ -225,14 +225,14 @@ class BufferPool:
         size = _size(nbytes)
         buffer = self._reuse(size, self.limit - self._leased - beside)
         total = beside + (size if buffer is None else buffer.nbytes)
-        while self._kept and self._allocated() + total > self.limit:
+        while self._kept and self._allocated_bytes() + total > self.limit:
             self._free(self._kept.pop(0))
         if buffer is None:
-            buffer = _aligned(size, ALIGNMENT if self.pin is None else _LARGE_PAGE)
+            buffer = _align(size, ALIGNMENT if self.pin is None else _LARGE_PAGE)
             if self.pin is not None:
                 self._unpin[buffer.ctypes.data] = self.pin(buffer, partial(touched, buffer))
         self._leased += total
-        self.high_water = max(self.high_water, self._allocated())
+        self.high_water = max(self.high_water, self._allocated_bytes())
         return Lease(self, buffer, nbytes, beside)
 
     def _reuse(self, size: int, room: int) -> NDArray[np.uint8] | None:
@@ -246,7 +246,7 @@ class BufferPool:
         if (unpin := self._unpin.pop(buffer.ctypes.data, None)) is not None:
             unpin()
 
-    def _allocated(self) -> int:
+    def _allocated_bytes(self) -> int:
         return self._leased + sum(b.nbytes for b in self._kept)
 
     def _take_back(self, buffer: NDArray[np.uint8] | None, beside: int, *, keep: bool = True) -> None:
@@ -254,7 +254,7 @@ class BufferPool:
             self._leased -= beside
             if buffer is not None:
                 self._leased -= buffer.nbytes
-                if keep and self._allocated() + buffer.nbytes <= self.limit:
+                if keep and self._allocated_bytes() + buffer.nbytes <= self.limit:
                     self._kept.append(buffer)
                 else:
                     self._free(buffer)
@@ -273,9 +273,9 @@ class Arena:
         kind = np.dtype(dtype)
         size = prod(shape) * kind.itemsize
         if size > BLOCK // 2:  # a block of its own; the rest of the current block stays in use
-            return _aligned(size, _LARGE_PAGE).view(kind).reshape(shape)
+            return _align(size, _LARGE_PAGE).view(kind).reshape(shape)
         if size > self._rest.nbytes:
-            self._rest = _aligned(BLOCK, _LARGE_PAGE)
+            self._rest = _align(BLOCK, _LARGE_PAGE)
         array: NDArray[np.generic] = self._rest[:size].view(kind).reshape(shape)
         self._rest = self._rest[round_up(size) :]
         return array
@@ -331,7 +331,7 @@ def _size(nbytes: int) -> int:
     return max(round_up(nbytes), ALIGNMENT)
 
 
-def _aligned(nbytes: int, alignment: int = ALIGNMENT) -> NDArray[np.uint8]:
+def _align(nbytes: int, alignment: int = ALIGNMENT) -> NDArray[np.uint8]:
     """Fresh memory that begins at a multiple of `alignment`."""
     raw = np.empty(nbytes + alignment, np.uint8)
     begin = -raw.ctypes.data % alignment

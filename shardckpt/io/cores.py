@@ -39,7 +39,7 @@ def cores() -> int:
         if not given.strip().isdecimal() or not 0 < int(given) <= _MOST:
             raise OptionError(f"{_VARIABLE}={shorten(given)}: give a number of threads from 1 to {_MOST}, or remove the variable.")
         return int(given)
-    return max(1, _allowed() // _local_processes())
+    return max(1, _allowed_cores() // _local_processes())
 
 
 def note_local_processes(processes: int) -> None:
@@ -62,7 +62,7 @@ def _local_processes() -> int:
     return 1
 
 
-def _allowed() -> int:
+def _allowed_cores() -> int:
     """Cores of the affinity, or of the least quota, rounded up."""
     allowed = len(os.sched_getaffinity(0))
     quota = quota_of_groups()

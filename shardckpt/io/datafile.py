@@ -189,7 +189,7 @@ class _LocalDataFile:
                 with storage_errors("write", self._path):
                     self._go_to_end()
                     written = os.writev(self._fd, views)
-                self._appended(written)
+                self._note_appended(written)
                 for part in after(views, written):
                     self.append(part)
         else:
@@ -199,13 +199,13 @@ class _LocalDataFile:
                 self._go_to_end()
                 while rest:
                     rest = rest[os.write(self._fd, rest) :]
-            self._appended(nbytes)
+            self._note_appended(nbytes)
 
     def _go_to_end(self) -> None:
         if self._position != self._size:
             self._position = os.lseek(self._fd, self._size, os.SEEK_SET)
 
-    def _appended(self, nbytes: int) -> None:
+    def _note_appended(self, nbytes: int) -> None:
         self._size += nbytes
         self._position = self._size
         if self._size - self._begun >= extension.WRITE_BACK_BYTES:

@@ -101,7 +101,7 @@ def leaf_node(
             *values,
         ]
     )
-    return _framed(_NODE_MAGIC, body, compress=bool(values))
+    return _frame(_NODE_MAGIC, body, compress=bool(values))
 
 
 def tree(
@@ -175,7 +175,7 @@ def _inner_node(name: str, children: Sequence[_Child]) -> bytes:
             *(varints([child.num_keys for child in children]), varints(sizes), varints([child.value_bytes for child in children])),
         ]
     )
-    return _framed(_NODE_MAGIC, body)
+    return _frame(_NODE_MAGIC, body)
 
 
 def manifest(node: str, node_bytes: int, num_keys: int, value_bytes: int, *, offset: int = 0, below: int = 0, height: int = 0) -> bytes:
@@ -228,7 +228,7 @@ def varints(values: ArrayLike) -> bytes:
     return coded[used].tobytes()
 
 
-def _framed(magic: int, body: bytes, *, compress: bool = False) -> bytes:
+def _frame(magic: int, body: bytes, *, compress: bool = False) -> bytes:
     """Magic, length of everything, version 0, kind of compression, body, crc32c."""
     rest = b"\0" + (bytes([_ZSTD]) + _zstd().encode(body) if compress else b"\0" + body)
     head = magic.to_bytes(4, "big") + (4 + 8 + len(rest) + 4).to_bytes(8, "little")
@@ -282,7 +282,7 @@ def read_manifest(encoded: bytes) -> list[Version]:
     Raises:
         ValueError: not a manifest, or its versions lie in other files.
     """
-    read = _Reader(_unframed(_MANIFEST_MAGIC, encoded))
+    read = _Reader(_unframe(_MANIFEST_MAGIC, encoded))
     read.bytes(_UUID_BYTES)
     if read.varint() != 0:
         raise ValueError("OUT_OF_RANGE: the versions are in other files")
@@ -306,14 +306,14 @@ def read_node(encoded: bytes) -> Node:
     Raises:
         ValueError: not a node. Iterating over its values may raise it too.
     """
-    read = _Reader(_unframed(_NODE_MAGIC, encoded))
+    read = _Reader(_unframe(_NODE_MAGIC, encoded))
     (height,) = read.bytes(1)
     files = read.files()
     count = read.varint()
     shared = np.append(np.zeros(min(1, count), np.uint64), read.varints(max(0, count - 1)))
     rest = read.varints(count)
     common = read.varints(count).tolist() if height else []
-    keys = _prefixed(shared, rest, read.bytes(sum(rest.tolist())))
+    keys = _decode_prefixed(shared, rest, read.bytes(sum(rest.tolist())))
     if height:
         below = zip(keys, common, read.places(files, count), strict=True)
         return Node([(key[:n], place) for key, n, place in below if place is not None], iter(()), iter(()))
@@ -328,7 +328,7 @@ def read_node(encoded: bytes) -> Node:
     return Node([], zip(compress(listed, outside), places, strict=True), inside)
 
 
-def _prefixed(shared: NDArray[np.uint64], rest: NDArray[np.uint64], suffixes: bytes) -> Iterator[bytes]:
+def _decode_prefixed(shared: NDArray[np.uint64], rest: NDArray[np.uint64], suffixes: bytes) -> Iterator[bytes]:
     """Decode texts, each given by the length of its common prefix with the text before it and by its suffix."""
     text, at = b"", 0
     for prefix, length in zip(shared.tolist(), rest.tolist(), strict=True):
@@ -378,7 +378,7 @@ class _Reader:
         shared = np.append(np.zeros(min(1, count), np.uint64), self.varints(max(0, count - 1)))
         rest = self.varints(count)
         self.varints(count)  # length of the base path in each name
-        return [name.decode() for name in _prefixed(shared, rest, self.bytes(sum(rest.tolist())))]
+        return [name.decode() for name in _decode_prefixed(shared, rest, self.bytes(sum(rest.tolist())))]
 
     def places(self, files: list[str], count: int) -> list[Place | None]:
         """A column of places of nodes; None for a tree without keys."""
@@ -391,8 +391,8 @@ class _Reader:
         return places
 
 
-def _unframed(magic: int, encoded: bytes) -> bytes:
-    """Inverse of `_framed`, with decompression if needed."""
+def _unframe(magic: int, encoded: bytes) -> bytes:
+    """Inverse of `_frame`, with decompression if needed."""
     size = int.from_bytes(encoded[4:12], "little")
     if len(encoded) < 18 or int.from_bytes(encoded[:4], "big") != magic or size != len(encoded):
         raise ValueError("it is not such a file, or is incomplete")

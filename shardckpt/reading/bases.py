@@ -58,7 +58,7 @@ class Bases:
         self.place = place
         self._record = record
         self._open_one = open_one
-        self._opened: dict[Base | None, tuple[ReadableChunks, CheckpointRecord]] = {}
+        self._open_older: dict[Base | None, tuple[ReadableChunks, CheckpointRecord]] = {}
         self._opening = Lock()
 
     def resolve(self, requests: Sequence[Request]) -> list[Request]:
@@ -85,10 +85,10 @@ class Bases:
         """The attempt that holds a tensor, and the tensor's record there; opens the attempt if necessary."""
         base = _base(tensor)
         with self._opening:
-            if base not in self._opened:
+            if base not in self._open_older:
                 at = (self.place, self._record) if base is None else base_record(self._checkpoint, base, shown(tensor.name))
-                self._opened[base] = self._open_one(*at), at[1]
-            source, record = self._opened[base]
+                self._open_older[base] = self._open_one(*at), at[1]
+            source, record = self._open_older[base]
         if tensor.base is None:
             return source, tensor
         return source, holder(self._checkpoint, tensor, tensor.base.base, tensor.base.name, record)
@@ -156,7 +156,7 @@ class Differences:
         requests = []
         for (_, path), group in groupby(chunks, key=lambda chunk: (id(chunk.request), chunk.piece.path)):
             of_array = [*group]
-            source, piece = self._opened(path)
+            source, piece = self._open_older(path)
             dtype = of_array[0].request.dtype
             boxes = chunk_boxes(piece, np.array([chunk.position for chunk in of_array]))
             buffers = [chunk.elements.view(dtype).reshape(piece.chunks) for chunk in of_array]
@@ -180,7 +180,7 @@ class Differences:
         if isinstance(source.codec, Differences):
             source.codec.fill(sorted(stored, key=lambda one: id(one[0].request)), read)
 
-    def _opened(self, path: str) -> tuple[ReadableChunks, Piece]:
+    def _open_older(self, path: str) -> tuple[ReadableChunks, Piece]:
         """The attempt that holds what the chunks of an array differ from, opened if necessary; and the array there.
 
         Raises:

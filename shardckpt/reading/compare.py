@@ -171,7 +171,7 @@ class _Structure:
         self.pairs: dict[tuple[str, str], Pair] = {}
         """Tensors whose values can be compared; each pair of stored tensors once."""
         self.same_layouts: dict[tuple[int, int, int], bool] = {}
-        self.owned = _owned(a), _owned(b)
+        self.owned = _values_of_processes(a), _values_of_processes(b)
 
     def compare(self) -> None:
         """Compare every name that both have."""
@@ -256,7 +256,7 @@ def _nodes(checkpoint: Checkpoint) -> dict[str, Node]:
     return nodes
 
 
-def _owned(checkpoint: Checkpoint) -> dict[str, list[Any]]:
+def _values_of_processes(checkpoint: Checkpoint) -> dict[str, list[Any]]:
     """Processes' own values, not decoded: name → the values of the processes that have one."""
     by_name: dict[str, list[Any]] = {}
     if any(isinstance(node, Owned) for node in leaves_of(checkpoint.parsed_tree)):

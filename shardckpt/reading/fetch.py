@@ -224,7 +224,7 @@ class Fetch:
         """
         chunks, path = task.chunks, task.source.place.local_path(task.file)
         scratch = _scratch_buffer(self._scratch, extension.SCRATCH_BYTES, extension.SCRATCH_BYTES)
-        bands = _described([band for run in task.runs for band in run.bands])
+        bands = _describe([band for run in task.runs for band in run.bands])
         row, crcs = task.begin, np.ascontiguousarray(chunks.crc[task.begin : task.end], np.uint32)
         error: OSError | EOFError | None
         try:
@@ -266,7 +266,7 @@ def _read_bands(
     return done, None
 
 
-def _described(bands: Sequence[Band]) -> tuple[BandOfChunks, ...]:
+def _describe(bands: Sequence[Band]) -> tuple[BandOfChunks, ...]:
     """Consecutive bands of the same chunks as the extension takes them."""
     chunks, rows = bands[0].chunks, slice(bands[0].begin, bands[-1].end)
     part, offset = chunks.requested.part[rows].tolist(), chunks.offset[rows].tolist()

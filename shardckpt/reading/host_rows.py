@@ -150,11 +150,11 @@ class HostRows:
     def _table(self, files: HostFiles) -> tuple[NDArray[np.int64], NDArray[np.void]] | None:
         """A host's rows with their numbers; None if its table cannot be read."""
         try:
-            return self._numbered(read_table(self._place, files.table, self._count))
+            return self._renumber(read_table(self._place, files.table, self._count))
         except _SKIPPED_ERRORS:
             return None
 
-    def _numbered(self, table: Table) -> tuple[NDArray[np.int64], NDArray[np.void]] | None:
+    def _renumber(self, table: Table) -> tuple[NDArray[np.int64], NDArray[np.void]] | None:
         """The rows of a host's table, renumbered for the table of all hosts; None if that table lacks some of them."""
         counts = np.fromiter(table.counts.values(), np.int64, len(table.counts))
         first, end = (

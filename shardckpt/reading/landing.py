@@ -329,7 +329,7 @@ def restore_jobs(
                 stored_shape, own_shape = (shape[: len(shape) - words] for shape in (tensor.shape, sink.shape))
                 raise ShapeMismatchError(
                     f"{name}: {checkpoint.location} has shape {stored_shape}, the leaf to restore into has {own_shape}; "
-                    f"make them equal, {_offered(name, tensor.shape, sink.shape, words)}or leave the tensor out with only=."
+                    f"make them equal, {_fit_advice(name, tensor.shape, sink.shape, words)}or leave the tensor out with only=."
                 )
             same = sink.dtype is tensor.dtype or sink.dtype == tensor.dtype
             if not same and not cast:
@@ -351,7 +351,7 @@ def restore_jobs(
     return jobs
 
 
-def _offered(name: str, stored: Sequence[int], own: Sequence[int], words: int) -> str:
+def _fit_advice(name: str, stored: Sequence[int], own: Sequence[int], words: int) -> str:
     """The advice to fit a tensor of another size, where that is possible."""
     if len(stored) != len(own) or words:
         return ""

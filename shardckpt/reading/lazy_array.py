@@ -85,7 +85,7 @@ class LazyArray:
             IndexError: the index lies outside the array, or has too many entries or others than these.
             CorruptionError, MissingDataError, StorageError: stored bytes are damaged, gone, or cannot be read.
         """
-        chosen = [_chosen(entry, n, self.name) for entry, n in zip(self._entries(index), self.shape, strict=True)]
+        chosen = [_choose(entry, n, self.name) for entry, n in zip(self._entries(index), self.shape, strict=True)]
         out = np.empty([len(indices) for indices, _ in chosen], self.dtype)
         runs = [_runs(indices) for indices, _ in chosen]
         if out.size and np.prod([len(runs_of_dimension) for runs_of_dimension in runs], dtype=float) <= MOST_BOXES:
@@ -139,7 +139,7 @@ class LazyArray:
         return [*entries[:at], *[slice(None)] * (self.ndim - len(entries) + len(dots)), *entries[at + len(dots) :]]
 
 
-def _chosen(entry: Any, n: int, name: str) -> tuple[range, bool]:
+def _choose(entry: Any, n: int, name: str) -> tuple[range, bool]:
     """The indices that an entry selects in a dimension of length `n`, and whether the dimension is dropped."""
     if isinstance(entry, slice):
         return range(*entry.indices(n)), False

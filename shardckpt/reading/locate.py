@@ -370,7 +370,7 @@ class ChunkFinder:
         for piece in request.pieces:
             lost = table.first_missing(piece.path, piece.num_chunks)
             if lost is not None:
-                raise self._lost(request, chunk_boxes(piece, np.array([lost]))[0])
+                raise self._lost_error(request, chunk_boxes(piece, np.array([lost]))[0])
 
     def prepare(self, requests: Sequence[Request]) -> None:
         """Read the tables' rows for the chunks of all requests together, then call `check_table` for each request."""
@@ -422,7 +422,7 @@ class ChunkFinder:
         first = np.setdiff1d(positions, stretch.held)[:most]
         boxes = chunk_boxes(piece, first)
         for i in range(len(boxes)):
-            damaged(request.name, boxes[i], piece.path, self._lost(request, boxes[i]))
+            damaged(request.name, boxes[i], piece.path, self._lost_error(request, boxes[i]))
         if missing > len(first):
             error = MissingDataError(f"{request.name}: {missing - len(first)} more of its chunks are in no host's chunk table.")
             damaged(request.name, piece.box, piece.path, error)
@@ -458,7 +458,7 @@ class ChunkFinder:
                 named, places = source.table.find(paths, requested.part[rows], requested.position[rows])
             except KeyError as e:
                 row = int(rows[e.args[0]])
-                raise self._lost(requested.part_of(row).request, requested.box(row)) from None
+                raise self._lost_error(requested.part_of(row).request, requested.box(row)) from None
             file = places.file.astype(np.int64)
             file[file != OWN_OBJECT] += len(files)
             files += named
@@ -487,7 +487,7 @@ class ChunkFinder:
         """Least and most stored bytes of a chunk of an array; hostile chunk sizes give lengths that no table has."""
         return self.source(array.request).lengths(min(array.chunk_bytes, _FARTHEST))
 
-    def _lost(self, request: Request, box: Box) -> MissingDataError:
+    def _lost_error(self, request: Request, box: Box) -> MissingDataError:
         return MissingDataError(
             f"{request.name}{box} at {self.source(request).place}: no host's chunk table has this chunk; run `shardckpt verify` for "
             f"the full list."

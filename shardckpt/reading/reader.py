@@ -185,7 +185,7 @@ class ChunkReader:
         requests = self.source.resolve(requests)
         with self._may_be_gone(requests):
             self._finder.prepare(requests)
-            self.stats.count(needed=_needed(requests))
+            self.stats.count(needed=_needed_bytes(requests))
             self._read_all(self._finder.needed(requests), at_once)
         _make_bools_plain(requests)
 
@@ -210,7 +210,7 @@ class ChunkReader:
         return [partial(self._read_planned, group, of_group) for group, of_group in zip(groups, tasks_of, strict=True)]
 
     def _read_planned(self, group: Sequence[Request], planned: Sequence[ReadTask]) -> None:
-        self.stats.count(needed=_needed(group))
+        self.stats.count(needed=_needed_bytes(group))
         with self._may_be_gone(group):
             self._workers.do(self._read_task, planned)
         _make_bools_plain(group)
@@ -390,7 +390,7 @@ def _make_bools_plain(requests: Sequence[Request]) -> None:
                 make_bools_plain(buffer[inside])
 
 
-def _needed(requests: Sequence[Request]) -> int:
+def _needed_bytes(requests: Sequence[Request]) -> int:
     """Bytes of the requests' boxes in memory."""
     return sum(request.boxes.elements * request.dtype.itemsize for request in requests)
 

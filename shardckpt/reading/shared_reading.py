@@ -82,7 +82,7 @@ class SharedReading:
             while shares is not None:
                 assert coming is not None
                 coming.result()
-                parts = self._packed(batch, shares, me)
+                parts = self._pack(batch, shares, me)
                 following = next(planned, None)
                 coming = None if following is None else ahead.submit(self._read, batch, following[me])
                 self._all_are_ready()
@@ -111,7 +111,7 @@ class SharedReading:
         with self.checkpoint.reading():
             self.checkpoint.reader.read(requests)
 
-    def _packed(self, batch: Sequence[RestoreJob], shares: Sequence[Sequence[Region]], me: int) -> list[_Packed]:
+    def _pack(self, batch: Sequence[RestoreJob], shares: Sequence[Sequence[Region]], me: int) -> list[_Packed]:
         """Allocate memory for all members' parts, and pack this member's part."""
         views = [[_view(batch[region.tensor].landings[0], region) for region in share] for share in shares]
         sizes = [sum(round_up(view.nbytes) for view in of_member) for of_member in views]

@@ -200,7 +200,7 @@ class _Verification:
             return
 
         def damaged(name: str, box: Box, file: str, error: ShardckptError) -> None:
-            self._damaged(Damage(name, box, f"{place}/{file}", str(error)))
+            self._report(Damage(name, box, f"{place}/{file}", str(error)))
 
         no_boxes = {ndim: BoxArray.of([], ndim) for ndim in {len(t.shape) for t in tensors}}
         requests = [Request.of(t, no_boxes[len(t.shape)], []) for t in tensors]
@@ -208,7 +208,7 @@ class _Verification:
             groups = reader.check(requests, damaged, after=max(0, self.after - begin), most=self.group_bytes)
         except ShardckptError as e:
             if len(tensors) == 1:
-                self._damaged(Damage(tensors[0].name, Box.full(tensors[0].shape), place, str(e)))
+                self._report(Damage(tensors[0].name, Box.full(tensors[0].shape), place, str(e)))
                 yield end
                 return
             for tensor in tensors:  # perhaps only some of them
@@ -243,7 +243,7 @@ class _Verification:
         except ShardckptError as e:
             self._damaged_file(self.record.table.key, e)
             return own
-        for path in _moved(own.table, table):
+        for path in _moved_arrays(own.table, table):
             self._damaged_file(
                 self.record.table.key,
                 FormatError(f"{path}: the merged chunk table and the hosts' tables have its chunks at different places."),
@@ -289,7 +289,7 @@ class _Verification:
         check = IndexCheck(self.place, lambda path: document(*arrays[path]), pieces, table.table)
         faults = check.packed(self.lanes) if self.record.layout == "packed" else check.plain()
         for file, reason in faults:
-            self._damaged(Damage(None, None, f"{self.record.attempt}/{file}", reason))
+            self._report(Damage(None, None, f"{self.record.attempt}/{file}", reason))
 
     @contextmanager
     def _reporting(self, file: str) -> Iterator[None]:
@@ -299,20 +299,20 @@ class _Verification:
         except ShardckptError as e:
             self._damaged_file(file, e)
 
-    def _damaged(self, damage: Damage) -> None:
+    def _report(self, damage: Damage) -> None:
         """Report damage; called by several threads."""
         with self.lock:
             self.report.damage.append(damage)
             self.on_damage(damage)
 
     def _damaged_record(self, reason: str) -> None:
-        self._damaged(Damage(None, None, RECORD, reason))
+        self._report(Damage(None, None, RECORD, reason))
 
     def _damaged_file(self, file: str, error: ShardckptError) -> None:
-        self._damaged(Damage(None, None, f"{self.record.attempt}/{file}", str(error)))
+        self._report(Damage(None, None, f"{self.record.attempt}/{file}", str(error)))
 
 
-def _moved(own: Table, table: Table) -> list[str]:
+def _moved_arrays(own: Table, table: Table) -> list[str]:
     """Paths of the arrays of which another table lacks a chunk, or has one at another place."""
     paths, rows = list(own.counts), own.rows
     array = np.repeat(np.arange(len(paths)), np.fromiter(own.counts.values(), np.int64, len(paths)))

@@ -56,7 +56,7 @@ class CheckpointStore(Store):
 
     def __reduce__(self) -> tuple[Callable[..., CheckpointStore], tuple[Location, CheckpointRecord]]:
         """Pickle place and record; the unpickled store reads the chunk tables again."""
-        return _reopened, (self._place, self._record)
+        return _reopen, (self._place, self._record)
 
     def __repr__(self) -> str:
         """Location of the attempt."""
@@ -131,7 +131,7 @@ class CheckpointStore(Store):
         self._check_writable()
 
 
-def _reopened(place: Location, record: CheckpointRecord) -> CheckpointStore:
+def _reopen(place: Location, record: CheckpointRecord) -> CheckpointStore:
     """Open a store of the attempt at a place, after unpickling."""
     return CheckpointStore(record, open_reader(Place.open(place), record))
 

@@ -179,7 +179,7 @@ class _Parser:
             return Small(name, node)
         if node is None or isinstance(node, bool | int | float):
             return Small(name, node)
-        raise _refused(node, name)
+        raise _refusal(node, name)
 
     def tagged(self, tag: str, content: JSON, node: JSON, name: str, depth: int) -> Node:
         if tag in leaves.TAGS:
@@ -197,7 +197,7 @@ class _Parser:
                 return self.branch("dict", keys, [pair[1] for pair in content], name, depth)  # type: ignore[index]
             if tag == "$leaf" and len(content) == 2 and isinstance(content[0], str):
                 return self.custom(content[0], content[1], name, depth)
-        raise _refused(node, name)
+        raise _refusal(node, name)
 
     def stored_elsewhere(self, tag: str, content: JSON, name: str) -> Tensor | Tied | Owned | None:
         if tag == "$tensor" and is_meaning(content):
@@ -234,18 +234,18 @@ class _Parser:
             branch = self.branch("dict", [int(process) for process in content], list(content.values()), name, depth)
             return replace(branch, local=True)
         if tag != "$composite" or content.keys() != _OF_COMPOSITE:
-            raise _refused(node, name)
+            raise _refusal(node, name)
         kind, shape, parts = content["type"], content["shape"], content["parts"]
         sizes = shape if isinstance(shape, list) and all(type(n) is int and 0 <= n < 2**63 for n in shape) else None
         if not isinstance(kind, str) or not is_meaning(kind) or sizes is None or not isinstance(parts, dict) or not parts:
-            raise _refused(node, name)
+            raise _refusal(node, name)
         branch = self.branch("dict", [_text(key, name) for key in parts], list(parts.values()), name, depth)
         context = self.custom(kind, content["context"], name, depth).content
         return replace(branch, composite=Composite(kind, tuple(sizes), context))  # type: ignore[arg-type]
 
     def custom(self, type_name: str, content: JSON, name: str, depth: int) -> Custom:
         if depth >= MAX_DEPTH:
-            raise _refused(content, name)
+            raise _refusal(content, name)
         outer, self.in_leaf = self.in_leaf, True
         parsed = self.parse(content, name, depth + 1)
         self.in_leaf = outer
@@ -266,10 +266,10 @@ def _key(node: JSON, name: str) -> PathKey:
         key = leaves.decode(node, name)
         assert key is None or isinstance(key, str | int)
         return key
-    raise _refused(node, name)
+    raise _refusal(node, name)
 
 
-def _refused(node: JSON, name: str) -> FormatError:
+def _refusal(node: JSON, name: str) -> FormatError:
     what = next(iter(node), "{}") if isinstance(node, dict) else type(node).__name__
     return FormatError(
         f"{shown(name)}: {str(what)[:60]!r} is not a valid node of a tree here; "

@@ -77,7 +77,7 @@ class Glob:
 
     def _begin_anew(self) -> None:
         self.transitions = 0
-        self._start = _Row(self, self._skipped(1), {})
+        self._start = _Row(self, self._skip_wildcards(1), {})
 
     def _next(self, states: int, character: str) -> int:
         """The states after a character."""
@@ -85,7 +85,7 @@ class Glob:
             moved = states & (self._all | self._outside) | (states & self._inside) >> 1
         else:
             moved = states & (self._all | self._star | self._inside) | (states & self._outside) << 1
-        return self._skipped(moved | (states & self._consumers(character)) << 1)
+        return self._skip_wildcards(moved | (states & self._consumers(character)) << 1)
 
     def _consumers(self, character: str) -> int:
         """The states that one character leaves for the next state."""
@@ -97,7 +97,7 @@ class Glob:
                 fitting |= bit
         return fitting
 
-    def _skipped(self, states: int) -> int:
+    def _skip_wildcards(self, states: int) -> int:
         """The states, and those behind wildcards that may match nothing."""
         while True:
             more = states | (states & self._skip) << 1 | (states & self._outside) << 2

@@ -281,7 +281,7 @@ def decode(node: JSON, where: str) -> object:
     except MissingExtraError as error:
         raise MissingExtraError(f"{shown(where)} is a leaf of torch's: {error}") from error
     except (ValueError, TypeError, KeyError, OverflowError, RuntimeError):
-        raise _refused(node, where) from None
+        raise _refusal(node, where) from None
 
 
 def decode_text(node: JSON, where: str) -> str:
@@ -292,11 +292,11 @@ def decode_text(node: JSON, where: str) -> str:
     """
     value = decode(node, where)
     if type(value) is not str:
-        raise _refused(node, where)
+        raise _refusal(node, where)
     return value
 
 
-def _refused(node: object, where: str) -> FormatError:
+def _refusal(node: object, where: str) -> FormatError:
     # Never use the node's repr: for a hostile node it may be endless.
     what = next(iter(node), "{}") if isinstance(node, dict) else type(node).__name__
     return FormatError(
@@ -454,7 +454,7 @@ def describe(node: JSON, where: str) -> tuple[str, str]:
             if tag in {"$torch.dtype", "$torch.device"}:
                 return tag[1:], _word(content)
         except ValueError:
-            raise _refused(node, where) from None
+            raise _refusal(node, where) from None
     value = decode(node, where)
     if isinstance(value, np.generic):
         return f"numpy.{encode_scalar(value, where)[0]}", clip(str(value), _SHOWN)

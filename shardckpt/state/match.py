@@ -80,8 +80,10 @@ class Matched:
 
     def skipped(self) -> str:
         """A text about the names that `strict=False` skipped."""
-        kept = f"; {_count(self.missing)} only in `like`, left unchanged: {_listed(self.missing, [])}" if self.missing else ""
-        left = f"; {_count(self.unexpected)} only in the checkpoint, not read: {_listed(self.unexpected, [])}" if self.unexpected else ""
+        kept = f"; {_count(self.missing)} only in `like`, left unchanged: {_list_names(self.missing, [])}" if self.missing else ""
+        left = (
+            f"; {_count(self.unexpected)} only in the checkpoint, not read: {_list_names(self.unexpected, [])}" if self.unexpected else ""
+        )
         return f"{kept}{left}".removeprefix("; ") + "."
 
 
@@ -307,9 +309,9 @@ class _Walk:
     def names_mismatch(self, advice: str) -> NamesMismatchError:
         parts = []
         if self.missing:
-            parts.append(f"{_count(self.missing)} in `like` but not in the checkpoint: {_listed(self.missing, self.unexpected)}")
+            parts.append(f"{_count(self.missing)} in `like` but not in the checkpoint: {_list_names(self.missing, self.unexpected)}")
         if self.unexpected:
-            parts.append(f"{_count(self.unexpected)} in the checkpoint but not in `like`: {_listed(self.unexpected, self.missing)}")
+            parts.append(f"{_count(self.unexpected)} in the checkpoint but not in `like`: {_list_names(self.unexpected, self.missing)}")
         return NamesMismatchError(f"{'; '.join(parts)}. {advice}")
 
 
@@ -371,7 +373,7 @@ def _count(missing: list[str]) -> str:
     return "1 name is" if len(missing) == 1 else f"{len(missing)} names are"
 
 
-def _listed(missing: list[str], others: list[str]) -> str:
+def _list_names(missing: list[str], others: list[str]) -> str:
     # Suggestions come from the names that only the other side has: a name that both have is not a candidate.
     same_text = set(others)
     shown_names = []

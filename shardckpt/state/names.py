@@ -320,25 +320,25 @@ def _escape(component: str) -> str:
     pieces: list[list[str]] = [[]]
     length = 0
     for character in component:
-        token = character if _SAFE.fullmatch(character) else _escaped(character)
+        token = character if _SAFE.fullmatch(character) else _escape_of(character)
         if length + len(token) > _LONGEST:
             pieces.append([])
             length = 0
         pieces[-1].append(token)
         length += len(token)
-    return "=/".join(map(_guarded, pieces))
+    return "=/".join(map(_guard, pieces))
 
 
-def _escaped(character: str) -> str:
+def _escape_of(character: str) -> str:
     return "".join(f"={byte:02X}" for byte in character.encode("utf-8", "surrogatepass"))
 
 
-def _guarded(tokens: list[str]) -> str:
+def _guard(tokens: list[str]) -> str:
     """One component, with beginnings and endings escaped that a storage or zarr reserves."""
     if tokens[-1] == ".":
-        tokens[-1] = _escaped(".")
+        tokens[-1] = _escape_of(".")
     if tokens[0] in {".", "~"} or tokens[:2] == ["_", "_"] or "".join(tokens).lower() == "zarr.json":
-        tokens[0] = _escaped(tokens[0])
+        tokens[0] = _escape_of(tokens[0])
     return "".join(tokens)
 
 

@@ -41,7 +41,7 @@ def encode_scalar(value: np.generic, where: str) -> list[Any]:
         name = dtypes.of_numpy(array.dtype).name
     except DtypeError as error:
         raise LeafError(f"{shown(where)} is a numpy scalar: {error}") from None
-    return [name, _swapped(array).tobytes().hex()]
+    return [name, _swap(array).tobytes().hex()]
 
 
 def decode_scalar(content: object) -> np.generic:
@@ -74,7 +74,7 @@ def _time(dtype: np.dtype[Any], data: bytes) -> np.generic:
 
 
 def _number(dtype: np.dtype[Any], data: bytes) -> np.generic:
-    scalar: np.generic = _only(_swapped(np.frombuffer(data, dtype)).view(dtype))
+    scalar: np.generic = _only(_swap(np.frombuffer(data, dtype)).view(dtype))
     return scalar
 
 
@@ -84,7 +84,7 @@ def _only(values: Sequence[Any] | np.ndarray[Any, Any]) -> Any:
     return values[0]
 
 
-def _swapped(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+def _swap(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """The same bytes in little-endian order. They are swapped as bytes, because ml_dtypes have no dtypes of another byte order."""
     if sys.byteorder == "little":
         return array

@@ -204,13 +204,13 @@ def kinds_without():
 
 def restored():
     """Restores onto accelerators, whose copies read the buffers late: a misaligned buffer never becomes an array's own memory."""
-    aligned = buffers._aligned
+    aligned = buffers._align
     plain = {f"w{i}": numbers(1, i) for i in range(40)}
     shardckpt.save(f"{ROOT}/restored", plain)
     like = {name: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(mesh, PartitionSpec("x"))) for name, a in plain.items()}
     waits = mock.Mock(wraps=jax.block_until_ready)
     with (
-        mock.patch.object(buffers, "_aligned", lambda nbytes, alignment=64: aligned(nbytes + 8, alignment)[8:]),
+        mock.patch.object(buffers, "_align", lambda nbytes, alignment=64: aligned(nbytes + 8, alignment)[8:]),
         mock.patch.object(jax_transfers.jax, "block_until_ready", waits),
     ):
         arrays = shardckpt.restore(f"{ROOT}/restored", like, memory_limit="24MiB")

@@ -175,7 +175,7 @@ def test_a_damaged_node_is_refused():
 @given(st.binary(max_size=60))
 def test_a_node_that_makes_no_sense_is_refused_whatever_its_checksum(body):
     with suppress(ValueError):  # some bodies are nodes
-        list(read_node(ocdbt._framed(ocdbt._NODE_MAGIC, body)).values)
+        list(read_node(ocdbt._frame(ocdbt._NODE_MAGIC, body)).values)
 
 
 def test_a_damaged_manifest_is_refused():

@@ -100,7 +100,7 @@ class S3Session:
         try:
             answer = self._ask("upload_part", body=data, UploadId=self.state.upload, PartNumber=number, **given, **checksum)
         except RefusedError as refused:
-            self._gone(refused)
+            self._handle_refusal(refused)
         else:
             known = checksum if self.state.checksum == "crc32c" else {}
             self._confirm(number, len(data), {"ETag": answer["ETag"], **known})
@@ -117,7 +117,7 @@ class S3Session:
             self._ask("complete_multipart_upload", UploadId=self.state.upload, MultipartUpload={"Parts": parts}, **condition)
         except RefusedError as refused:
             if refused.status != 412:
-                self._gone(refused)
+                self._handle_refusal(refused)
             elif self._owner() != self.state.token:
                 raise already_exists(self._place) from refused
         self.published = True
@@ -158,7 +158,7 @@ class S3Session:
                 self._together += 1
                 self._durable += self._sizes[self._together]
 
-    def _gone(self, refused: RefusedError) -> None:
+    def _handle_refusal(self, refused: RefusedError) -> None:
         """Handle a refusal: raise it, unless the upload has already become the object."""
         if refused.status != 404 or refused.code == "NoSuchBucket":
             raise refused

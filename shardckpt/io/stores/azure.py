@@ -165,7 +165,7 @@ class AzureContainer(Bucket):
             yield from self._pages_below(folder)
             return
         below = self._call("read", lambda: self._children(folder))
-        objects = [_listed(meta) for meta in below["objects"] if meta["path"].startswith(prefix)]
+        objects = [_list_objects(meta) for meta in below["objects"] if meta["path"].startswith(prefix)]
         folders = [path for path in below["common_prefixes"] if path.startswith(prefix)]
         yield Page(objects, [f"{path}/" for path in folders] if delimiter else [], None)
         for path in () if delimiter else folders:
@@ -185,7 +185,7 @@ class AzureContainer(Bucket):
             except OSError:
                 stream = None
                 raise
-            return None if page is None else [_listed(meta) for meta in page if meta["path"] > last]
+            return None if page is None else [_list_objects(meta) for meta in page if meta["path"] > last]
 
         while (objects := self._call("read", once)) is not None:
             last = objects[-1].name if objects else last
@@ -242,7 +242,7 @@ class _ChangedError(OSError):
     """The object is not in the state that the request demands."""
 
 
-def _listed(meta: Any) -> Listed:
+def _list_objects(meta: Any) -> Listed:
     return Listed(meta["path"], meta["last_modified"].timestamp(), meta["size"])
 
 

@@ -75,7 +75,7 @@ def outline(checkpoint: Inspected, node: Node) -> OutlineEntry:
         order.append(entry)
         if isinstance(entry.node, Branch):
             entry.values = _values(entry.node)
-            entry.children = _grouped(entry.node) if entry.values is None else []
+            entry.children = _group(entry.node) if entry.values is None else []
         stack.extend(entry.children)
     kinds: dict[Hashable, int] = {}
     tensors = checkpoint.record.structure.tensors
@@ -114,7 +114,7 @@ def number_text(n: int) -> str:
     return str(n)
 
 
-def _grouped(branch: Branch) -> list[OutlineEntry]:
+def _group(branch: Branch) -> list[OutlineEntry]:
     """The children of a container; keys with dots as groups of entries."""
     top: list[OutlineEntry] = []
     groups: dict[str, OutlineEntry] = {}
@@ -147,14 +147,14 @@ def _complete(entry: OutlineEntry, tensors: dict[str, TensorRecord], kinds: dict
     """Order, join and fold the children, which are complete, and set totals and kind."""
     if isinstance(entry.node, Tensor):
         entry.tensors, entry.nbytes = 1, tensors[entry.node.name].nbytes
-    entry.children = [_joined(child) for child in _folded(_in_order(entry.children))]
+    entry.children = [_join(child) for child in _fold(_in_order(entry.children))]
     entry.tensors += sum(child.tensors for child in entry.children)
     entry.nbytes += sum(child.nbytes for child in entry.children)
     content = _content(entry.node, tensors), entry.values, *((child.label, child.kind) for child in entry.children)
     entry.kind = kinds.setdefault(content, len(kinds))
 
 
-def _joined(entry: OutlineEntry) -> OutlineEntry:
+def _join(entry: OutlineEntry) -> OutlineEntry:
     """A group with one member as this member."""
     if entry.node is not None or len(entry.children) != 1:
         return entry
@@ -180,7 +180,7 @@ def _in_order(entries: list[OutlineEntry]) -> list[OutlineEntry]:
     return ordered
 
 
-def _folded(entries: list[OutlineEntry]) -> list[OutlineEntry]:
+def _fold(entries: list[OutlineEntry]) -> list[OutlineEntry]:
     """Neighbours with consecutive numbers and equal contents as one entry."""
     made: list[OutlineEntry] = []
     run: list[OutlineEntry] = []

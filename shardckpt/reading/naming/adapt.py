@@ -130,7 +130,7 @@ class Adaptation:
         if self._mapping.rules:
             prefixes = [""] if modules is None else [f"{key}/" for key in modules if any(place.startswith(f"{key}/") for place in present)]
             for number, prefix in enumerate(prefixes):
-                present = self._mapped(present, prefix, self._mapping if number == 0 else self._mapping.optional())
+                present = self._map(present, prefix, self._mapping if number == 0 else self._mapping.optional())
         return moved_tree(tree, present.items())
 
     def _give_way(self, ends: Mapping[str, End], moved: Mapping[str, str]) -> dict[str, str]:
@@ -144,7 +144,7 @@ class Adaptation:
             if place in selected or not (new in claimed or new in above or any(parent in claimed for parent in _parents(new)))
         }
 
-    def _mapped(self, present: dict[str, End], prefix: str, mapping: TensorMapping) -> dict[str, End]:
+    def _map(self, present: dict[str, End], prefix: str, mapping: TensorMapping) -> dict[str, End]:
         """The contents of the state after the mapping of the names with a prefix."""
         inside = {
             place.removeprefix(prefix): self._checkpoint.tensor(end.node.stored)

@@ -85,12 +85,14 @@ class MappingRule:
             self._refuse("it has the same name twice on one side; give each part a name of its own")
         lost = [key for key in self.whole.keys if key not in self.parts[0].keys]
         if lost:
-            self._refuse(f"{self.whole} has the wildcard {_written(lost[0])}, but {self.parts[0]} does not")
+            self._refuse(f"{self.whole} has the wildcard {_wildcard_text(lost[0])}, but {self.parts[0]} does not")
         extra = [key for key in self.parts[0].keys if key not in self.whole.keys]
         if len(extra) > 1:
-            self._refuse(f"{self.whole} lacks {' and '.join(map(_written, extra))}; only one of them can be stacked")
+            self._refuse(f"{self.whole} lacks {' and '.join(map(_wildcard_text, extra))}; only one of them can be stacked")
         if extra and self.stack is None:
-            self._refuse(f"{self.whole} lacks {_written(extra[0])}; to stack the tensors that it counts, give the dimension: stack = 0")
+            self._refuse(
+                f"{self.whole} lacks {_wildcard_text(extra[0])}; to stack the tensors that it counts, give the dimension: stack = 0"
+            )
 
     @property
     def counted(self) -> str | None:
@@ -161,7 +163,7 @@ class MappingRule:
             ShapeMismatchError: the whole cannot be split as requested.
         """
         rows = self._by_index(names)
-        shape, unfold = self._folded(whole)
+        shape, unfold = self._fold(whole)
         folded = replace(whole, shape=shape)
         stack, axis = self._dimensions(len(shape), folded)
         if stack is not None and shape[stack] != len(rows):
@@ -191,7 +193,7 @@ class MappingRule:
         Raises:
             ShapeMismatchError: the whole has too few dimensions.
         """
-        shape, _ = self._folded(whole)
+        shape, _ = self._fold(whole)
         stack, _ = self._dimensions(len(shape), whole)
         if stack is not None and shape[stack] == 0:
             self._mismatch(
@@ -201,7 +203,7 @@ class MappingRule:
 
     # --- shapes -----------------------------------------------------------------------------------------------------
 
-    def _folded(self, whole: TensorRecord) -> tuple[tuple[int, ...], Unfold | None]:
+    def _fold(self, whole: TensorRecord) -> tuple[tuple[int, ...], Unfold | None]:
         """The shape of a whole with the two unfolded dimensions as one, and `unfold` with a non-negative axis."""
         if self.unfold is None:
             return whole.shape, None
@@ -317,6 +319,6 @@ class MappingRule:
         raise ShapeMismatchError(f"{self}: {problem}.")
 
 
-def _written(key: str) -> str:
+def _wildcard_text(key: str) -> str:
     """A wildcard for messages."""
     return "one of its *" if key.isdecimal() else f"{{{key}}}"

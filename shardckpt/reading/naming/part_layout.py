@@ -145,7 +145,7 @@ class PartLayout:
                 for box in self._within_unfolded(in_run):
                     start = tuple([box.start[d] + by for d, by in zip(dimensions, shifts, strict=True)])
                     stop = tuple([box.stop[d] + by for d, by in zip(dimensions, shifts, strict=True)])
-                    yield SharedBox(row, run.part, Box(start, stop), self._unfolded(box))
+                    yield SharedBox(row, run.part, Box(start, stop), self._unfold(box))
 
     def _within_unfolded(self, box: Box) -> Iterator[Box]:
         """A box of the whole, not unfolded, cut at the indices of the dimension that `unfold` makes the first of two."""
@@ -159,7 +159,7 @@ class PartLayout:
             yield with_range(box, at, first, end)
             first = end
 
-    def _unfolded(self, box: Box) -> Box:
+    def _unfold(self, box: Box) -> Box:
         """A box of the unfolded whole, from one that `_within_unfolded` cut."""
         if self.unfold is None:
             return box
