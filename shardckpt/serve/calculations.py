@@ -90,7 +90,7 @@ class Calculations:
                 data = receiver.recv_bytes()
             except (EOFError, OSError):
                 raise BudgetError(
-                    f"{name}: its process ended; it may take too much memory. Ask for less, or use the command line."
+                    "The process of this calculation ended; it may take too much memory. Ask for less, or use the command line."
                 ) from None
             finally:
                 process.kill()
@@ -184,7 +184,7 @@ def _calculate(sender: Connection, given: Any, limits: tuple[float, int], name: 
     except ShardckptError as e:
         kind, data = e.code, text_of(e).encode("utf-8", "backslashreplace")
     except MemoryError:
-        message = f"{name}: it takes more than {memory >> 20} MiB of memory; ask for less, or use the command line."
+        message = f"This calculation takes more than {memory >> 20} MiB of memory; ask for less, or use the command line."
         kind, data = BudgetError.code, message.encode()
     except Exception:  # noqa: BLE001  (a bug, of which the service tells)
         kind, data = _BUG, traceback.format_exc().encode("utf-8", "backslashreplace")
