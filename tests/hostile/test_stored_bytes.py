@@ -71,6 +71,7 @@ def test_an_attempt_with_a_terabyte_of_holes_is_not_committed(of_three_hosts, ki
 
 def test_an_index_whose_node_is_a_terabyte_of_holes_is_not_read_either(forgery):
     node = forgery.attempt / "d" / "hole"
+    node.parent.mkdir()
     node.touch()
     os.truncate(node, 1 << 40)
     (forgery.attempt / "manifest.ocdbt").write_bytes(ocdbt.manifest("d/hole", 1 << 40, 1, 10))

@@ -107,6 +107,7 @@ class Forgery:
                 if given is not None:
                     if member == "contents":  # others may share the file
                         place = f"contents/{hashlib.sha256(data).hexdigest()}.json"
+                        (self.attempt / "contents").mkdir(exist_ok=True)  # the only host of an attempt has none
                     changed[member] = (table_reference if member == "table" else _reference)(place, data)
                 (self.attempt / place).write_bytes(data)
             data, key = seal(changed), self.commit["hosts"][n]["key"]
