@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from shardckpt.versions.cache import ChunkCache
 
     Memory = list[object]
-    """Identity of the containers, the tensors and the memory of a state."""
+    """Identity of the containers and the tensors of a state, and of the tensors' memory."""
 
 _VALUES = (type(None), bool, int, float, complex, str, bytes)
 
@@ -35,9 +35,9 @@ class Applying(NamedTuple):
     """A planned `apply`."""
 
     memory: Memory | None
-    """Of the tensors; None: not known, so the plan holds only where it was made."""
+    """The memory of the tensors; None: not known, so that a later `apply` plans anew."""
     before: Memory | None
-    """Memory of the tensors that the follower filled last, when this was planned."""
+    """The follower's `memory` when this was planned."""
     steps: Restoring
     jobs: list[RestoreJob]
     """All tensors of the version."""
@@ -114,4 +114,12 @@ def _memory_of(state: object) -> Iterator[object]:
         yield kind, state
     else:
         memory = frameworks.identity(state)
-        yield None if memory is None else (id(state), memory)
+        yield None if memory is None else (id(state), memory, _storage_bytes(state))
+
+
+def _storage_bytes(leaf: Any) -> int | None:
+    """Bytes of a torch tensor's storage, which may be freed or shrunk where it is; None: another leaf, or one without such memory."""
+    try:
+        return leaf.untyped_storage().nbytes()  # type: ignore[no-any-return]
+    except (AttributeError, NotImplementedError):
+        return None

@@ -94,7 +94,7 @@ class Follower:
         self.leaves: dict[str, object] = {}
         """Leaves by name, as the version applied last has left them."""
         self.memory: Memory | None = None
-        """Of the tensors that the version applied last has filled; None: not known, or they have other elements than it."""
+        """Of the tensors that the version applied last has filled; None: not known, or the tensors lack some of its elements."""
         self.coordinator = Coordinator.current() if coordinator is None else coordinator
         self.limit = parse_bytes(memory_limit, "memory_limit")
         if self.limit < LEAST_MEMORY_LIMIT:

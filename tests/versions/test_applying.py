@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import shardckpt
-from shardckpt.errors import CorruptionError, ShapeMismatchError
+from shardckpt.errors import CorruptionError, LeafError, ShapeMismatchError
 from shardckpt.versions import applying
 
 SHAPE = (2048, 512)
@@ -156,3 +156,19 @@ def test_tensors_that_are_converted_or_not_filled_in_place_follow_beside_those_t
             assert (np.asarray(state["b"]) == step + 1).all()
             assert (like["c"] == (step > 0)).all()
             assert state["n"] == step
+
+
+def test_a_tensor_whose_storage_shrank_where_it_is_is_an_error_before_anything_is_copied(tmp_path, copied):
+    published(tmp_path, states_of(2))
+    like = {"w": torch.zeros(SHAPE, dtype=torch.bfloat16), "layers": [torch.zeros(SHAPE, dtype=torch.bfloat16)]}
+    with shardckpt.follow(tmp_path, like, mode="each") as follower:
+        follower.poll().prepare().apply()
+        version = follower.poll().prepare()
+        storage = like["w"].untyped_storage()
+        nbytes = storage.nbytes()
+        storage.resize_(0)
+        storage.resize_(nbytes // 2)  # mostly at the address of before
+        copied.clear()
+        with pytest.raises(LeafError, match="w': this tensor's elements take"):
+            version.apply()
+        assert copied == ["planned"]
