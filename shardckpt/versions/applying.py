@@ -16,7 +16,7 @@ from shardckpt.io.copying import copy_all
 from shardckpt.reading.restore import read_all
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
@@ -50,7 +50,7 @@ class Applying(NamedTuple):
 
     def holds(self, like: object, before: Memory | None) -> bool:
         """Whether the tensors, and what the follower filled last, are those that this was planned for."""
-        return self.memory is not None and self.before is before and self.memory == memory_of(like)
+        return self.memory is not None and self.before is before and self.memory == memory_of(like, self.jobs)
 
     def run(self, checkpoint: Checkpoint, limit: int, *, in_place: bool) -> dict[str, object]:
         """Fill the tensors; return their leaves by name. For the arguments see `read_all`; `checkpoint` reads from the kept chunks."""
@@ -79,8 +79,8 @@ def plan_apply(
         MismatchError: the tensors are not those of the version.
         OptionError: they need chunks that were not prepared.
     """
-    memory = None if like is None else memory_of(like)
     jobs, _ = next(steps)
+    memory = None if like is None else memory_of(like, jobs)
     is_new = memory is not None and memory != before
     due = [job for job in jobs if is_new or like is None or lacks(job)]
     direct = [job for job in due if memory is not None and _is_copied(job)]
@@ -94,10 +94,19 @@ def _is_copied(job: RestoreJob) -> bool:
     return job.is_in_place and job.tensor.dtype.numpy != np.bool_ and not any(landing.converts for landing in job.landings)
 
 
-def memory_of(state: object) -> Memory | None:
-    """Identity of the memory of a state's tensors, as long as they are alive; None: it has other objects than plain containers."""
+def memory_of(state: object, jobs: Sequence[RestoreJob]) -> Memory | None:
+    """Identity of the memory of a state's tensors, as long as they are alive; None: it has other objects than plain containers.
+
+    Args:
+        state: the state.
+        jobs: the restore into it. A storage of torch may be freed, shrunk or moved while its tensors stay the same objects.
+    """
     memory = [*_memory_of(state)]
-    return None if None in memory else memory
+    if None in memory:
+        return None
+    landings = (landing for job in jobs for landing in job.landings if landing.destinations is not None)
+    views = chain.from_iterable(getattr(landing.sink, "views", ()) for landing in landings)
+    return [*memory, *((view.data_ptr(), view.untyped_storage().nbytes()) for view in views)]
 
 
 def _memory_of(state: object) -> Iterator[object]:
@@ -114,12 +123,4 @@ def _memory_of(state: object) -> Iterator[object]:
         yield kind, state
     else:
         memory = frameworks.identity(state)
-        yield None if memory is None else (id(state), memory, _storage_bytes(state))
-
-
-def _storage_bytes(leaf: Any) -> int | None:
-    """Bytes of a torch tensor's storage, which may be freed or shrunk where it is; None: another leaf, or one without such memory."""
-    try:
-        return leaf.untyped_storage().nbytes()  # type: ignore[no-any-return]
-    except (AttributeError, NotImplementedError):
-        return None
+        yield None if memory is None else (id(state), memory)

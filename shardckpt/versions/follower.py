@@ -319,7 +319,7 @@ class FollowedVersion:
         follower.leaves = {name: leaf for name, leaf in follower.leaves.items() if name in known}
         state = finished(applying.steps, dict(follower.leaves))
         if follower.fills:
-            follower.like, follower.memory = state, memory_of(state)
+            follower.like, follower.memory = state, memory_of(state, applying.jobs)
         follower.stale.clear()
         follower.cache.unapplied.clear()
         follower.applied, self._jobs = self, applying.jobs

@@ -6,6 +6,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
 import shardckpt
 from shardckpt.errors import CorruptionError, LeafError, ShapeMismatchError
@@ -172,3 +174,32 @@ def test_a_tensor_whose_storage_shrank_where_it_is_is_an_error_before_anything_i
         with pytest.raises(LeafError, match="w': this tensor's elements take"):
             version.apply()
         assert copied == ["planned"]
+
+
+def test_a_shard_of_a_dtensor_whose_storage_moved_gets_all_elements(tmp_path, copied):
+    states = states_of(2)
+    published(tmp_path, states)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        like = {
+            "w": distribute_tensor(torch.zeros(SHAPE, dtype=torch.bfloat16), mesh, [Shard(0)]),
+            "layers": [torch.zeros_like(states[0]["w"])],
+        }
+        with shardckpt.follow(tmp_path, like, mode="each") as follower:
+            follower.poll().prepare().apply()
+            version = follower.poll().prepare()
+            storage = like["w"].to_local().untyped_storage()
+            nbytes = storage.nbytes()
+            storage.resize_(0)
+            other = torch.ones(SHAPE, dtype=torch.bfloat16)  # so that the address is another
+            storage.resize_(nbytes)
+            like["w"].to_local().zero_()
+            copied.clear()
+            version.apply()
+            assert copied[0] == "planned"
+            assert torch.equal(like["w"].to_local(), states[1]["w"])
+            assert version.prove() == ["w", "layers/0"]
+            assert (other == 1).all()
+    finally:
+        dist.destroy_process_group()
