@@ -44,7 +44,9 @@ PRELOADED = (
 """Modules that take most of the time to import torch and torch_xla; not jax and torch_xla, by which shardckpt decides."""
 
 _AT_LOADING = ("CUDA", "GLIBC_", "GOMP_", "KMP_", "LD_", "MALLOC_", "MKL_", "OMP_", "OPENBLAS_", "PYTHON", "PYTORCH_", "TORCH")
-_IN_TIME = ("PYTHONWARNINGS",)
+_IN_TIME = ("PYTHONWARNINGS", "PYTORCH_NVML_BASED_CUDA_CHECK", "TORCHINDUCTOR_CACHE_DIR")
+"""Of these, what takes effect later. Libraries set the last two in the process that imports or uses them."""
+
 _TORCH = re.compile(r"^\s*(import|from) (torch|torch_xla|transformers)\b", re.MULTILINE)
 _SET_CHILD_SUBREAPER = 36
 _LONGEST = 1 << 22

@@ -87,5 +87,6 @@ def test_variables_that_are_read_as_libraries_load_and_programs_without_torch_st
     for library, variables, expected in (("torch", {}, "True"), ("torch", {"OMP_NUM_THREADS": "3"}, "False"), ("json", {}, "False")):
         command = program(asks.format(library))
         forks._imports_torch.cache_clear()
-        done = forks.run(command, env={**os.environ, **variables}, capture_output=True, text=True, timeout=250, check=True)
+        environment = forks.server().environment | variables  # other tests may have changed that of this process
+        done = forks.run(command, env=environment, capture_output=True, text=True, timeout=250, check=True)
         assert done.stdout.strip() == expected
