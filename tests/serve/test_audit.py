@@ -103,6 +103,14 @@ def test_a_full_disk_is_no_line():
         log.write(who="ann")
 
 
+def until_written(log, text, process):
+    end = time.monotonic() + 60
+    while not log.exists() or text not in log.read_text():
+        assert process.poll() is None
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
 def test_the_audit_log_is_opened_again_after_sighup(place):
     top, tokens = place
     command = [sys.executable, "-m", "shardckpt", "serve", f"lab={top / 'lab'}", "--port", "0", "--token-file", str(top / "tokens")]
@@ -112,14 +120,11 @@ def test_the_audit_log_is_opened_again_after_sighup(place):
             url = process.stdout.readline().split()[-1]
             with shardckpt.Client(url, token=tokens["bob"]) as client:
                 client.start("pin", checkpoint="lab/a/1")
+                until_written(top / "audit", "lab/a/1", process)  # after the answer
                 (top / "audit").rename(top / "audit.1")
                 process.send_signal(signal.SIGHUP)
                 client.start("pin", checkpoint="lab/a/2")
-            end = time.monotonic() + 60
-            while not (top / "audit").exists() or "lab/a/2" not in (top / "audit").read_text():
-                assert process.poll() is None
-                assert time.monotonic() < end
-                time.sleep(0.05)
+            until_written(top / "audit", "lab/a/2", process)
             assert "lab/a/1" in (top / "audit.1").read_text()
         finally:
             process.terminate()
